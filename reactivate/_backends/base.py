@@ -1,0 +1,73 @@
+"""A device type through its device module (`torch.xpu`, `torch.mps`, a privateuse1 backend's), whatever that offers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class Backend:
+    """One device type.
+
+    Args:
+        device_type: as in `torch.device(device_type)`.
+        module: its device module, with `device_count`, `get_rng_state` and `set_rng_state`. `is_initialized`,
+            `is_available`, `current_device`, `device`, `current_stream` and `stream` are used where they exist.
+    """
+
+    def __init__(self, device_type: str, module: Any) -> None:
+        self.device_type = device_type
+        self._module = module
+
+    def is_initialized(self) -> bool:
+        """Whether the device is in use: to look at its generators would initialise it otherwise."""
+        module = self._module
+        if hasattr(module, "is_initialized"):
+            return bool(module.is_initialized())
+        return not hasattr(module, "is_available") or bool(module.is_available())
+
+    def read_rng(self) -> Sequence[Any]:
+        """The state of the generator of every device."""
+        module = self._module
+        count = module.device_count()
+        if count == 1:
+            return [module.get_rng_state()]
+        return [module.get_rng_state(index) for index in range(count)]
+
+    def write_rng(self, states: Sequence[Any]) -> None:
+        """Set the generators to what `read_rng` gave."""
+        module = self._module
+        if len(states) == 1:
+            module.set_rng_state(states[0])
+            return
+        for index, state in enumerate(states):
+            module.set_rng_state(state, index)
+
+    def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
+        """Whether no number was drawn between two reads."""
+        return all(torch.equal(one, other) for one, other in zip(first, second))
+
+    def first_rng(self) -> Sequence[Any] | None:
+        """The state that the generators had when the device was initialised, None if that cannot be known."""
+        return None
+
+    def read_place(self) -> tuple[Any, Any]:
+        """The current device and the current stream."""
+        module = self._module
+        device = module.current_device() if hasattr(module, "current_device") else None
+        stream = module.current_stream() if hasattr(module, "current_stream") else None
+        return device, stream
+
+    def at_place(self, place: tuple[Any, Any]) -> AbstractContextManager[Any]:
+        """A context in which device and stream are those of `place`."""
+        device, stream = place
+        stack = contextlib.ExitStack()
+        if device is not None and hasattr(self._module, "device"):
+            stack.enter_context(self._module.device(device))
+        if stream is not None and hasattr(self._module, "stream"):
+            stack.enter_context(self._module.stream(stream))
+        return stack

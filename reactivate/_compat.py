@@ -1,0 +1,334 @@
+"""The only importer of private torch names.
+
+Every name below says why no public name serves. `tests/test_compat.py` lists them with what each is relied on for, and
+runs against every supported torch (2.9 to 2.13).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import struct
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch.nn import Module
+from torch.nn.modules import module as _module
+from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+# Saved-tensor hooks: `torch.autograd.graph.saved_tensors_hooks` builds an object a region and costs 1 us more.
+push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+# `torch.enable_grad()` and back: without an object in between.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+# The number of the backward running on this thread, -1 for none: whether a replay has a backward to live as long as.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+
+# Python frames of `torch.autograd.Function.apply`: what it saves may be read more than once in a backward.
+FUNCTION_APPLY_CODE: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+# Container types that a library registered with torch: {type: (flatten_fn, unflatten_fn, ...)}.
+registered_containers: dict[type, Any] = _pytree.SUPPORTED_NODES
+
+# Whether a profiler is on: `record_function` costs 5 us even when nobody listens.
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+
+# Values that autograd carries over to the threads that a backward runs on; a context variable stays behind.
+_thread_state_has = torch._C._is_key_in_tls
+_thread_state_get = torch._C._get_obj_in_tls
+write_thread_state: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+
+
+def read_thread_state(key: str) -> Any:
+    """What `write_thread_state` put under `key`, or None."""
+    return _thread_state_get(key) if _thread_state_has(key) else None
+
+
+# Calls a function when the backward that runs on this thread has finished without an error.
+on_backward_end: Callable[[Callable[[], None]], None]
+on_backward_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+_count_function_modes = torch._C._len_torch_function_stack
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+is_dispatch_mode_active: Callable[[], int] = _count_dispatch_modes
+is_function_mode_active: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+# The engine's own looks at tensors are not the user's ops.
+without_function_modes = torch._C.DisableTorchFunction
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The active `TorchFunctionMode`s, outermost first."""
+    return tuple(map(torch._C._get_function_stack_at, range(_count_function_modes())))
+
+
+def replace_function_modes(modes: tuple[Any, ...]) -> None:
+    """Make `modes` the active ones. Their `__enter__` is not called: they were entered before."""
+    for _ in range(_count_function_modes()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def dispatch_modes() -> tuple[Any, ...]:
+    """The active `TorchDispatchMode`s, outermost first."""
+    return tuple(map(torch._C._get_dispatch_stack_at, range(_count_dispatch_modes())))
+
+
+def push_dispatch_mode(mode: Any) -> None:
+    """Make `mode` the innermost one, without its `__enter__`."""
+    torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def pop_dispatch_mode() -> None:
+    """Take the innermost one off."""
+    torch._C._pop_torch_dispatch_stack()
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+# `module.__call__` runs the hooks around `forward`; a region that is a module goes inside of them.
+module_call = Module.__call__
+
+
+def has_hooks(module: Module) -> bool:
+    """Whether calling `module` runs more than its `forward`."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_forward_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether `value` is a DTensor. Importing that takes a second, so it is not imported for asking."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that neither autograd nor modes of the user's notice."""
+    if not _count_dispatch_modes() and not _count_function_modes():
+        return tensor.detach().clone()
+    with torch._C.DisableTorchFunction():
+        if type(tensor) is not torch.Tensor or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
+            return tensor.detach().clone()
+        with _disable_current_modes():
+            return tensor.detach().clone()
+
+
+def write_unseen(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Write `content` into `tensor` without a new version."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+        tensor.copy_(content)
+
+
+# -- transforms and compilers -----------------------------------------------------------------------------------------
+
+# The innermost torch.func transform around the call, or None.
+current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_TRANSFORMS = {
+    torch._C._functorch.TransformType.Grad: "torch.func.grad or vjp",
+    torch._C._functorch.TransformType.Jvp: "torch.func.jvp",
+    torch._C._functorch.TransformType.Vmap: "torch.func.vmap",
+}
+
+
+def name_of_transform() -> str | None:
+    """What the innermost transform is called; None for functionalization, which is not the user's."""
+    return _TRANSFORMS.get(current_transform().key())
+
+
+_eval_frame = torch._C._dynamo.eval_frame
+
+
+def leave_to_eager(code: CodeType) -> None:
+    """Let torch.compile compile neither frames with this code nor what they call.
+
+    A region that a graph break left to eager would otherwise have a forward pass made of compiled pieces and a replay
+    that is not. (`torch._dynamo.disable` wraps, and costs 10 us a call.)
+    """
+    action = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(action, action))
+
+
+class NotTraced(Exception):
+    """torch.compile has left a region to eager: it was to be traced, and runs."""
+
+
+def checkpoint_in_graph(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: Any = None
+) -> Any:
+    """The region for torch.compile, which traces this: the operator that its partitioner recomputes the inside of.
+
+    Dynamo knows `torch.utils.checkpoint.checkpoint` by its identity, and only that.
+
+    Raises:
+        NotTraced: the function could not be traced, so torch.compile calls this in eager.
+    """
+
+    def body(*inner: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise NotTraced
+        return fn(*inner, **kwargs)
+
+    if context_fn is None:
+        return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False)
+    return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, context_fn=context_fn)
+
+
+# -- saved tensors ----------------------------------------------------------------------------------------------------
+
+# A saved tensor of autograd's own outside of any node (torch >= 2.12): region inputs are kept in these, so that outer
+# hooks (an offloader) see them and autograd checks their version. `save_tensor(tensor, False)`: not an op's output.
+if hasattr(torch._C._autograd, "_make_saved_tensor"):
+    SavedTensor: type = torch._C._autograd.SavedTensor
+    save_tensor: Callable[[torch.Tensor, bool], Any] = torch._C._autograd._make_saved_tensor
+
+else:
+
+    class _KeepInput(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(tensor)
+            return anchor.new_empty(0)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise AssertionError("nothing differentiates through a kept input")
+
+    class SavedTensor:  # type: ignore[no-redef]
+        """A saved tensor on a node of its own: what torch < 2.12 has instead."""
+
+        __slots__ = ("_node",)
+
+        def __init__(self, tensor: torch.Tensor, is_output: bool) -> None:
+            with torch.enable_grad():
+                anchor = torch.empty(0, device="cpu", requires_grad=True)
+                self._node = _KeepInput.apply(anchor, tensor).grad_fn
+
+        def unpack(self) -> torch.Tensor:
+            """The tensor, or autograd's own error if it was written to."""
+            return self._node.saved_tensors[0]
+
+    save_tensor = SavedTensor
+
+
+# -- the CPU's generator ----------------------------------------------------------------------------------------------
+
+
+def cpu_generator_memory() -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Where torch's CPU generator keeps what a draw changes: ((address, bytes), (address, bytes)).
+
+    First its seed, index and first words; then the spare normal numbers. torch has no cheaper question than the whole
+    state of 5 KB. The layout is found in a generator of known content, and checked there by drawing from it: None if
+    anything is not as expected.
+    """
+    seed, size = 0x5EED5EED, 24 + 16 * 4
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    # seed: 8 bytes; left: 4; seeded: 1 and 3 of padding; next: 4; then 624 words, the first of which is the seed.
+    # (`next` is not aligned to 8, so the words follow it at once.)
+    expected = struct.pack("<Qi", seed, 1)
+    offset = ctypes.string_at(generator._cdata, 192).find(expected)
+    words = offset + struct.calcsize("<QiB3xI")
+    second = (1812433253 * (seed ^ (seed >> 30)) + 1) & 0xFFFFFFFF
+    if offset < 0 or ctypes.string_at(generator._cdata + words, 8) != struct.pack("<II", seed, second):
+        return None
+    spare = words + 624 * 4
+
+    def look() -> tuple[bytes, bytes]:
+        return ctypes.string_at(generator._cdata + offset, size), ctypes.string_at(generator._cdata + spare, 24)
+
+    looks = [look()]
+    for draw in (torch.rand, torch.randn, torch.randn):  # the second normal number is the spare of the first
+        draw(1, generator=generator)
+        looks.append(look())
+    is_seen = looks[0][0] != looks[1][0] and looks[1] != looks[2] and looks[2][1] != looks[3][1]
+    cdata = torch.default_generator._cdata
+    return ((cdata + offset, size), (cdata + spare, 24)) if is_seen else None
+
+
+# -- ambient state ----------------------------------------------------------------------------------------------------
+# torch's public context managers for these (`sdpa_kernel`, `autocast`, ...) cannot be asked for what is set, or cost
+# microseconds each; the getters and setters below are what they call.
+
+
+# `torch.accelerator.current_accelerator()` without a microsecond of Python.
+accelerator_device: Callable[[], torch.device | None] = torch._C._accelerator_getAccelerator
+
+
+class Flag(NamedTuple):
+    """A setting that decides what ops compute."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+ask: Callable[[Callable[[], Any]], Any]
+ask = getattr(operator, "call", None) or (lambda function: function())  # Python 3.11 has it in C
+
+
+def _fp32_precision(backend: str, op: str) -> Flag:
+    read = functools.partial(torch._C._get_fp32_precision_getter, backend, op)
+    write = functools.partial(torch._C._set_fp32_precision_setter, backend, op)
+    return Flag(f"{backend} {op} fp32_precision", read, write)
+
+
+def _reduced_precision(dtype: str) -> Flag:
+    read = getattr(torch._C, f"_get_cublas_allow_{dtype}_reduced_precision_reduction")
+    write = getattr(torch._C, f"_set_cublas_allow_{dtype}_reduced_precision_reduction")
+    # A pair (allowed, with split-K) in newer torch, one bool in older.
+    return Flag(f"{dtype} reduction", read, lambda value: write(*value) if isinstance(value, tuple) else write(value))
+
+
+_CPU_FLAGS = (
+    Flag("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Flag("deterministic", torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
+    Flag(
+        "deterministic, warn only",
+        torch._C._get_deterministic_algorithms_warn_only,
+        lambda value: torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=value),
+    ),
+    _fp32_precision("mkldnn", "matmul"),
+    Flag("mkldnn", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    Flag("flash sdp", torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    Flag("math sdp", torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    Flag("threads", torch.get_num_threads, torch.set_num_threads),
+)
+_CUDA_FLAGS = (
+    Flag("float32 matmul", torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
+    _fp32_precision("generic", "all"),
+    _fp32_precision("cuda", "matmul"),
+    _fp32_precision("cuda", "conv"),
+    _fp32_precision("cuda", "rnn"),
+    _reduced_precision("fp16"),
+    _reduced_precision("bf16"),
+    Flag("cudnn", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    Flag("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    Flag("cudnn deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    Flag("efficient sdp", torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    Flag("cudnn sdp", torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    Flag("overrideable sdp", torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+    Flag("sdp priority", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+)
+# A build without an accelerator has no use for the second half.
+FLAGS: tuple[Flag, ...] = _CPU_FLAGS if accelerator_device() is None else _CPU_FLAGS + _CUDA_FLAGS
+
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

@@ -1,0 +1,111 @@
+"""`determinism="values"`: the ops of both passes, with a checksum of every result.
+
+A dispatch mode writes them down in the forward pass and compares in the replay, so the first op that differs is named
+as it runs. It costs a checksum an op and, on an accelerator, a synchronisation an op: a tool for finding a fault.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reactivate._engine.sites import Site, line_of, user_frame
+
+_AROUND = 4  # ops to print before and after the one that differs
+
+
+class Op:
+    """One op that ran: its name, what came out, where it was called."""
+
+    __slots__ = ("name", "results", "site")
+
+    def __init__(self, name: str, results: tuple[Any, ...], site: Site) -> None:
+        self.name = name
+        self.results = results
+        self.site = site
+
+    def is_like(self, other: Op) -> bool:
+        """Whether the same op had the same results."""
+        return self.name == other.name and self.results == other.results
+
+    def __str__(self) -> str:
+        results = ", ".join(f"{dtype} {list(shape)} #{checksum:016x}" for shape, dtype, checksum in self.results)
+        return f"{self.name} -> {results or 'nothing'}   at {line_of(self.site)}"
+
+
+class OpLog(TorchDispatchMode):
+    """Writes down every op under it, and calls `check` with all of them after each."""
+
+    def __init__(self, check: Callable[[list[Op]], None] | None = None) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self._check = check
+        self._is_paused = False
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with its ops written down."""
+
+        def logged(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return logged
+
+    def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, without its ops written down: they are not the user's."""
+
+        def unlogged(*args: Any) -> Any:
+            self._is_paused = True
+            try:
+                return function(*args)
+            finally:
+                self._is_paused = False
+
+        return unlogged
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._is_paused:
+            frame = user_frame(sys._getframe(1))
+            self.ops.append(Op(str(func), tuple(_results(result)), (frame.f_code, frame.f_lasti)))
+            if self._check is not None:
+                self._check(self.ops)
+        return result
+
+
+def difference(forward: list[Op], replay: list[Op]) -> str:
+    """The last op of `replay`, which differs from the forward's, and the ops of both passes around it."""
+    index = len(replay) - 1
+    first, last = max(0, index - _AROUND), index + _AROUND + 1
+    lines = [f"Op {index + 1} is the first that differs."]
+    for title, ops in (("forward", forward), ("replay", replay)):
+        lines.append(f"{title}:")
+        for number, op in enumerate(ops[first:last], first):
+            lines.append(f"  {'->' if number == index else '  '} {number + 1:4} {op}")
+    return "\n".join(lines)
+
+
+def _results(result: Any) -> Iterator[tuple[torch.Size, torch.dtype, int]]:
+    if isinstance(result, Tensor):
+        yield result.shape, result.dtype, checksum(result)
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _results(item)
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number for the bits of `tensor`: 64 bits, exact integer arithmetic, the same on every run of one device."""
+    dense = tensor.detach()
+    if dense.layout is not torch.strided or dense.device.type == "meta" or type(dense) is not Tensor:
+        return 0  # only its shape and dtype are compared
+    data = dense.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).to(torch.int64)
+    if data.numel() == 0:
+        return 0
+    place = torch.arange(1, data.numel() + 1, dtype=torch.int64, device=data.device)
+    mixed = (data + 0x9E37) * (place * 0x2545F4914F6CDD1D)  # wraps around, which is what a hash wants
+    return int((mixed ^ (mixed >> 29)).sum().item()) & 0xFFFFFFFFFFFFFFFF

@@ -1,0 +1,156 @@
+"""What is known of one call of a checkpointed function between its forward pass and its backward."""
+
+from __future__ import annotations
+
+import weakref
+from _thread import RLock
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import Context, ContextVar
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from reactivate._engine.namespaces import Watched
+from reactivate._engine.oplog import OpLog
+from reactivate.errors import ReactivateError
+from reactivate._types import Guard
+
+
+Before = Callable[[Any], Any]
+After = Callable[[Any], Any]
+Replay = Callable[[Any], "AbstractContextManager[Any] | None"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How regions behave; one object for all calls of one checkpointed function."""
+
+    guards: tuple[Guard, ...] = ()
+    early_stop: bool = True
+    determinism: str = "metadata"
+    name: str | None = None
+    befores: tuple[Before, ...] = field(init=False, repr=False, compare=False)
+    afters: tuple[tuple[After | None, Replay], ...] = field(init=False, repr=False, compare=False)
+    has_leaving: bool = field(init=False, repr=False, compare=False)
+    checks_versions: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # What is called for every region, found once.
+        befores = tuple(guard.before for guard in self.guards)
+        afters = tuple(None if type(guard).after is Guard.after else guard.after for guard in self.guards)
+        object.__setattr__(self, "befores", befores)
+        object.__setattr__(self, "afters", tuple(zip(afters, (guard.replay for guard in self.guards))))
+        object.__setattr__(self, "checks_versions", not any(guard.replaces_tensors for guard in self.guards))
+        object.__setattr__(self, "has_leaving", any(type(guard).leave is not Guard.leave for guard in self.guards))
+
+    def exception(self, error: ReactivateError) -> BaseException:
+        """What to raise for `error`: a drop-in makes it the peer's own type as well (Rule 18)."""
+        return error
+
+
+class Slot:
+    """What autograd holds in the place of a tensor that it saved. A replay puts the tensor in."""
+
+    __slots__ = ("__weakref__", "value", "version")
+    value: Tensor | None
+    version: int  # of the value, when it was put in
+    is_read_again = False
+
+
+class FunctionSlot(Slot):
+    """One of a custom `autograd.Function`, which may read its saved tensors several times in one backward."""
+
+    __slots__ = ()
+    is_read_again = True
+
+
+Metadata = tuple[torch.Size, torch.dtype, torch.device, int]  # the last is the version
+Saved = tuple["weakref.ref[Slot]", Metadata, CodeType, int]
+
+
+class Record:
+    """One call: how to make it again, and what it saved.
+
+    Attributes:
+        fn, args, kwargs: forms, to be rebuilt for a replay.
+        saved: for each tensor that autograd saved, in order, its slot, its metadata, and the code and the instruction
+            that saved it.
+        tokens: what the guards said before the forward pass; None once it is over.
+        snapshots: for the guards that keep anything, how they replay and what they keep.
+        hooked: the forms of inputs that have hooks.
+        watched: tensors that the replay reads by name.
+        context: the context variables of the forward pass.
+        log: the ops of the forward pass, with `determinism="values"`.
+    """
+
+    __slots__ = (
+        *("__weakref__", "args", "context", "fn", "hooked", "kwargs", "lock", "log", "options", "saved", "snapshots"),
+        *("tokens", "watched"),
+    )
+    options: Options
+    fn: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    saved: list[Saved]
+    tokens: list[Any] | None
+    snapshots: list[tuple[Replay, Any]]
+    hooked: Sequence[Any]
+    watched: Sequence[Watched]
+    context: Context
+    lock: RLock
+    log: OpLog | None
+
+    def take_snapshots(self) -> list[tuple[Replay, Any]]:
+        """What the guards would keep if the forward pass ended now."""
+        assert self.tokens is not None
+        snapshots = []
+        for token, (after, replay) in zip(self.tokens, self.options.afters):
+            if token is not None:
+                snapshot = token if after is None else after(token)
+                if snapshot is not None:
+                    snapshots.append((replay, snapshot))
+        return snapshots
+
+    def forget(self) -> None:
+        """Let go of recomputed tensors that nobody asked for."""
+        for entry in self.saved:
+            slot = entry[0]()
+            if slot is not None:
+                slot.value = None
+
+
+class Observer(Protocol):
+    """Somebody who watches what regions do."""
+
+    def forward_done(self, record: Record) -> None:
+        """A region's forward pass is over."""
+
+    def replay_done(self, record: Record) -> None:
+        """A region was replayed."""
+
+
+_observer: ContextVar[Observer | None] = ContextVar("reactivate.observer", default=None)
+observers: list[Observer] = []  # that are at work in any context: mostly none, and then nobody need look further
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of the regions that begin inside of the context."""
+    observers.append(observer)
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+        observers.remove(observer)
+
+
+def tell(context: Context, event: str, record: Record) -> None:
+    """Tell the observer of the context in which the region began."""
+    observer = context.get(_observer)
+    if observer is not None:
+        getattr(observer, event)(record)

@@ -1,0 +1,232 @@
+"""One region's life: a forward pass that keeps nothing, and a backward that finds everything.
+
+A region puts saved-tensor hooks around its function. For whatever autograd wants to save it gets an empty `Slot`; when
+the backward asks for the first one, a replay fills those that are still alive. The graph owns the slots, the hooks
+beside them own the region, and the region knows its slots weakly: when autograd lets go of its saved tensors the region
+goes too, and no cycle is left (Rule 2). Inputs are kept as saved tensors of autograd's own, outside of the region's
+hooks: so a region around this one, or an offloader, sees them as it sees any saved tensor (Rules 7, 9).
+
+The rules cited here and in the tests are those of `docs/semantics.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from _thread import RLock
+from contextvars import copy_context
+from typing import Any
+
+from torch import Tensor, is_grad_enabled
+from torch.nn import Module
+
+from reactivate._compat import (
+    FUNCTION_APPLY_CODE,
+    current_backward,
+    current_transform,
+    has_hooks,
+    is_function_mode_active,
+    leave_to_eager,
+    module_call,
+    name_of_transform,
+    on_backward_end,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    without_function_modes,
+)
+from reactivate._engine import refusals
+from reactivate._engine.capture import Capture
+from reactivate._engine.oplog import OpLog
+from reactivate._engine.record import FunctionSlot, Options, Record, Slot, observers, tell
+from reactivate._engine.replay import replay
+from reactivate._engine.sharing import current_group, groups
+from reactivate._engine.sites import known_code, user_frame
+from reactivate.errors import UnsupportedError
+
+
+def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """`fn(*args, **kwargs)`, keeping of it what its replays need and no more."""
+    if not is_grad_enabled():  # Rule 3
+        return fn(*args, **kwargs)
+    region = Region()
+    region.begin(fn, args, kwargs, options)
+    try:
+        result = fn(*args, **kwargs)
+    except BaseException as error:
+        region.fail(error)
+        raise
+    region.end()
+    return result
+
+
+leave_to_eager(run.__code__)
+
+
+class Region(Record):
+    """One call of a checkpointed function."""
+
+    __slots__ = ("capture",)
+    capture: Capture | None
+
+    def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
+        """Take down what a replay will read, and start to intercept what autograd saves."""
+        if current_transform() is not None:
+            _refuse_transform()
+        self.options = options
+        self.saved = []
+        self.lock = RLock()
+        self.context = copy_context()
+        self.log = None if options.determinism != "values" else OpLog()
+        self.hooked = self.watched = ()
+        capture = self.capture = Capture(fn, args, kwargs)
+        self.fn, self.args, self.kwargs = capture.fn, capture.args, capture.kwargs
+        tokens: list[Any] = []
+        self.tokens = tokens
+        try:
+            for before in options.befores:
+                tokens.append(before(capture))
+        except BaseException as error:
+            self._leave(error)
+            raise
+        push_saved_tensor_hooks(self.pack, self.unpack)
+        if self.log is not None:
+            self.log.__enter__()
+
+    def end(self) -> None:
+        """The forward pass is over: keep what the guards have to keep, forget the rest."""
+        if self.log is not None:
+            self.log.__exit__(None, None, None)
+        pop_saved_tensor_hooks()
+        try:
+            self.snapshots = self.take_snapshots()
+        finally:
+            if self.options.has_leaving:
+                self._leave(None)
+            self.tokens = None
+        capture, self.capture = self.capture, None
+        assert capture is not None
+        self.watched = capture.watched
+        for form in capture.shared:
+            form.settle()
+        for tensor, version in capture.tensors:
+            if tensor._version != version:  # the replay would have to read what is gone (Rule 15)
+                form = capture.form_of(tensor)
+                raise self.options.exception(refusals.written_in_forward(self, form, tensor))
+            if tensor._backward_hooks is not None:
+                self.hooked = (*self.hooked, capture.form_of(tensor))
+        if observers:
+            tell(self.context, "forward_done", self)
+
+    def fail(self, error: BaseException) -> None:
+        """The forward pass ended by an exception: leave everything as it was (Rule 13)."""
+        if self.log is not None:
+            self.log.__exit__(None, None, None)
+        pop_saved_tensor_hooks()
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        tokens = self.tokens
+        if self.options.has_leaving and tokens:
+            for guard, token in reversed([*zip(self.options.guards, tokens)]):
+                guard.leave(token, error)
+
+    def pack(self, tensor: Tensor) -> Slot:
+        """Autograd saves `tensor`: it gets an empty slot."""
+        if is_function_mode_active():
+            with without_function_modes():
+                return self.pack(tensor)
+        frame = sys._getframe(1)
+        code = frame.f_code
+        slot = Slot() if code is not FUNCTION_APPLY_CODE else FunctionSlot()
+        slot.value = None
+        known = known_code.get(id(code))
+        if known is None or known[0]:  # code of torch's
+            frame = user_frame(frame)
+            code = frame.f_code
+        metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
+        self.saved.append((weakref.ref(slot), metadata, code, frame.f_lasti))
+        return slot
+
+    def unpack(self, slot: Slot) -> Tensor:
+        """The backward wants what `slot` stands for."""
+        value = slot.value
+        if value is None:
+            with self.lock:  # autograd has a thread for each device; the one that comes second finds its value
+                if slot.value is None:
+                    replay(self)
+                value = slot.value
+                if value is None:
+                    raise self.options.exception(refusals.fewer_tensors(self, 0))
+                if len(self.saved) > 1:
+                    self._limit_lifetime()
+        if value._version != slot.version:
+            raise self.options.exception(refusals.written_after_saved(self, slot))
+        if not slot.is_read_again:
+            slot.value = None
+        return value
+
+    def _limit_lifetime(self) -> None:
+        """See to it that what was recomputed goes, also if the graph and its slots are retained."""
+        group = current_group() if groups else None
+        if group is not None:
+            group.keep(self)
+        elif current_backward() == -1:
+            self.forget()  # somebody looks at `grad_fn._saved_...`
+        else:
+            on_backward_end(functools.partial(_forget, weakref.ref(self)))
+
+
+leave_to_eager(Region.unpack.__code__)
+
+
+def _forget(reference: weakref.ref[Region]) -> None:
+    region = reference()
+    if region is not None:
+        region.forget()
+
+
+def _refuse_transform() -> None:
+    transform = name_of_transform()
+    if transform is not None:
+        raise UnsupportedError(
+            f"A checkpointed region was called under {transform}, which saved-tensor hooks do not work with. Call the "
+            "function without checkpointing there, or put the checkpoint around the transformed function."
+        )
+
+
+# -- a module that is the region ------------------------------------------------------------------------------------
+
+
+def module_called_by(fn: Any) -> Module | None:
+    """The module whose `__call__` the region is, if it is one."""
+    if isinstance(fn, Module):
+        return fn if type(fn).__call__ is module_call else None
+    owner = getattr(fn, "__self__", None)
+    return owner if isinstance(owner, Module) and fn == owner.__call__ else None
+
+
+def run_module(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Run a module with the region inside of its hooks, so that these run once (Rule 21)."""
+    if not has_hooks(module) or not is_grad_enabled():
+        return run(module, args, kwargs, options)
+    attributes = module.__dict__
+    shadowed = attributes.get("forward")
+    forward = module.forward
+
+    def restore() -> None:
+        if attributes.get("forward") is once:
+            if shadowed is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = shadowed
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        return run(forward, args, kwargs, options)
+
+    attributes["forward"] = once
+    try:
+        return module(*args, **kwargs)
+    finally:
+        restore()

@@ -1,0 +1,258 @@
+"""A replay: the function once more, to bring back what the backward needs.
+
+It runs with the arguments, closures, context variables and guarded state of the forward pass, and puts the tensors that
+autograd saves, matched by their order, into the slots that are still alive. It ends as soon as the last of these is
+filled (Rule 8). Afterwards everything is as if it had not run (Rules 12, 13).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from reactivate._compat import (
+    FUNCTION_APPLY_CODE,
+    is_function_mode_active,
+    is_profiling,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    set_grad_enabled,
+    without_function_modes,
+)
+from reactivate._engine import refusals
+from reactivate._engine.forms import Form, Memo, rebuild
+from reactivate._engine.oplog import Op, OpLog, difference
+from reactivate._engine.record import Record, Saved, observers, tell
+from reactivate.errors import ReactivateError
+
+_is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
+
+
+def is_recomputing() -> bool:
+    """Whether the calling code runs in a replay: exactly then, on this thread (Rule 19).
+
+    For code with side effects that no guard knows, which would otherwise happen twice: metrics, logging, counters.
+
+    Example:
+        >>> import torch, reactivate
+        >>> seen = []
+        >>> def f(x):
+        ...     if not reactivate.is_recomputing():
+        ...         seen.append(x.shape)
+        ...     return x.sin().cos()
+        >>> reactivate.checkpoint(f)(torch.ones(2, requires_grad=True)).sum().backward()
+        >>> len(seen)
+        1
+    """
+    return _is_recomputing.get()
+
+
+class ReplayComplete(Exception):
+    """Ends the function when nothing that it could still compute is needed."""
+
+
+def replay(record: Record) -> None:
+    """Fill every slot of `record` that is still alive.
+
+    Raises:
+        MutationError: something that the replay would read was changed.
+        ReplayMismatchError: the function does not do what it did.
+        Exception: whatever the function raises. State is as before, and the same backward can be tried again.
+    """
+    context = record.context
+    # A copy, since one context cannot be entered twice: a replay may be inside another of the same region.
+    context.copy().run(_replay, record)
+    if observers:
+        tell(context, "replay_done", record)
+
+
+def _replay(record: Record) -> None:
+    """Run the function with the arguments and in the state of the forward pass."""
+    _is_recomputing.set(True)
+    managers: list[AbstractContextManager[Any]] = []
+    for rewind, snapshot in record.snapshots if record.tokens is None else record.take_snapshots():
+        manager = rewind(snapshot)
+        if manager is not None:
+            managers.append(manager)
+    if is_profiling():
+        managers.insert(0, torch.profiler.record_function(f"reactivate::replay {refusals.name_of(record)}"))
+    was_enabled = is_grad_enabled()
+    set_grad_enabled(True)
+    try:
+        fn, args, kwargs = _call_again(record)
+        if managers:
+            with ExitStack() as stack:
+                for manager in managers:
+                    stack.enter_context(manager)
+                _refill(record, fn, args, kwargs)
+        else:
+            _refill(record, fn, args, kwargs)
+    finally:
+        set_grad_enabled(was_enabled)
+
+
+def _call_again(record: Record) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    """The function and its arguments as they were."""
+    for watched in record.watched:
+        change = watched.what_changed()
+        if change is not None:
+            raise record.options.exception(refusals.watched_changed(record, watched, change))
+    memo: Memo = {}
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    try:
+        for form in record.hooked:
+            # Perhaps it is the function that registers hooks on this input. In the replay it does so on an alias, not on
+            # the caller's tensor a second time (Rule 21).
+            memo[id(form)] = rebuild(form, {})[...]
+        fn = rebuild(record.fn, memo)
+        for form in record.args:
+            args.append(rebuild(form, memo))
+        for name, form in record.kwargs.items():
+            kwargs[name] = rebuild(form, memo)
+    except RuntimeError as error:
+        raise record.options.exception(refusals.written_before_replay(record, error)) from None
+    return fn, args, kwargs
+
+
+def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Run the function, and put what autograd saves into the slots, matched by order."""
+    matching = _Matching(record)
+    if record.log is not None:
+        fn = matching.compare_ops_of(fn, record.log)
+    push_saved_tensor_hooks(matching.pack, _unpack)
+    try:
+        fn(*args, **kwargs)
+    except ReplayComplete:
+        return
+    finally:
+        pop_saved_tensor_hooks()
+    matching.finish()
+
+
+_REPLAY_CODE = _refill.__code__
+
+
+class _Matching:
+    """The saved-tensor hook of one replay."""
+
+    __slots__ = ("detach", "entries", "is_complete", "last", "log", "record", "refused")
+
+    def __init__(self, record: Record) -> None:
+        saved = record.saved
+        self.record = record
+        self.entries = iter(saved)
+        self.last = None
+        if record.options.early_stop:
+            self.last = saved[-1] if saved[-1][0]() is not None else _last_alive(saved)
+        self.log: OpLog | None = None
+        self.detach: Callable[[Tensor], Tensor] = Tensor.detach
+        self.is_complete = False
+        self.refused: BaseException | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Autograd saves `tensor`. What is returned goes into the replay's own graph.
+
+        That graph is for a function that differentiates inside itself; otherwise it ends with the replay.
+        """
+        if is_function_mode_active():
+            with without_function_modes():
+                return self.pack(tensor)
+        saved = next(self.entries, None)
+        if saved is None:
+            return self._save_more(tensor)
+        if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != saved[1]:
+            self._check(saved, tensor)
+        value = self.detach(tensor) if tensor.requires_grad else tensor  # a slot must not hold the replay's graph
+        slot = saved[0]()
+        if slot is not None:
+            slot.value = value
+            slot.version = tensor._version
+        if saved is self.last:
+            self.is_complete = True
+        # Mostly `fn` itself is two calls up; only otherwise it is worth looking further.
+        if self.is_complete and (
+            sys._getframe(2).f_code is _REPLAY_CODE or not _is_inside_function(sys._getframe(1))
+        ):
+            raise ReplayComplete
+        return value
+
+    def finish(self) -> None:
+        """The function has run to its end: was that all?"""
+        if self.refused is not None:  # raised before, and swallowed by the function
+            raise self.refused
+        missing = 0 if self.is_complete else len(list(self.entries))
+        if missing:
+            raise self._refuse(refusals.fewer_tensors(self.record, len(self.record.saved) - missing, self._details()))
+
+    def compare_ops_of(self, fn: Callable[..., Any], forward: OpLog) -> Callable[..., Any]:
+        """`fn`, with each op held against that of the forward pass (`determinism="values"`)."""
+
+        def check(ops: list[Op]) -> None:
+            index = len(ops) - 1
+            if index >= len(forward.ops):
+                if self.record.tokens is not None:  # a backward inside the forward pass: that is as far as it got
+                    return
+            elif forward.ops[index].is_like(ops[index]):
+                return
+            raise self._refuse(refusals.different_values(self.record, difference(forward.ops, ops)))
+
+        self.log = OpLog(check)
+        self.detach = self.log.unseen(Tensor.detach)
+        return self.log.around(fn)
+
+    def _details(self) -> str:
+        forward = self.record.log
+        return "" if forward is None or self.log is None else difference(forward.ops, self.log.ops)
+
+    def _check(self, saved: Saved, tensor: Tensor) -> None:
+        """Refuse a tensor whose metadata differ, if that matters."""
+        record = self.record
+        index = next(i for i, entry in enumerate(record.saved) if entry is saved)
+        if tensor._version > saved[1][3] and record.options.checks_versions:
+            # A copy that stands in for the original counts from 0, so that only the original can be ahead.
+            raise self._refuse(refusals.written_before_saved(record, index, tensor))
+        if record.options.determinism != "none" and (tensor.shape, tensor.dtype, tensor.device) != saved[1][:3]:
+            raise self._refuse(refusals.different_tensor(record, index, tensor, sys._getframe(2)))
+
+    def _save_more(self, tensor: Tensor) -> Tensor:
+        # Without early stop a backward inside the forward pass replays more than the forward pass has saved by then.
+        # And a function that swallows `ReplayComplete` goes on, with nothing that is needed.
+        if self.record.tokens is None and not self.is_complete:
+            raise self._refuse(refusals.more_tensors(self.record, tensor, sys._getframe(2)))
+        return tensor.detach()
+
+    def _refuse(self, error: ReactivateError) -> BaseException:
+        self.refused = self.record.options.exception(error)
+        return self.refused
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _last_alive(entries: list[Saved]) -> Saved | None:
+    for saved in reversed(entries):
+        if saved[0]() is not None:
+            return saved
+    return None
+
+
+def _is_inside_function(frame: FrameType) -> bool:
+    """Whether the forward of a custom `autograd.Function` is running: it may not be cut short (Rule 8).
+
+    What such a function saves is saved after its forward, directly under `Function.apply`: that is not inside.
+    """
+    found: FrameType | None = frame.f_back if frame.f_code is FUNCTION_APPLY_CODE else frame
+    while found is not None and found.f_code is not _REPLAY_CODE:
+        if found.f_code is FUNCTION_APPLY_CODE:
+            return True
+        found = found.f_back
+    return False

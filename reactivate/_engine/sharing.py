@@ -1,0 +1,64 @@
+"""`shared_replay`: several backward calls use one replay of a region."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+
+from reactivate._compat import read_thread_state, write_thread_state
+from reactivate._engine.record import Record
+from reactivate.errors import UsageError
+
+_KEY = "reactivate.shared_replay"
+
+groups: list[shared_replay] = []  # that are open on any thread: mostly none, and then nobody need look further
+
+
+class shared_replay:  # noqa: N801 - a context manager, named as one
+    """Let the backward calls inside of this context share one replay of each region.
+
+    For pipelines that split a backward in two (first the inputs' gradients, then the weights'): without it each call
+    replays, with it the tensors that the first call did not need are kept for the next one, until the context ends.
+
+    Raises:
+        UsageError: when entered inside of itself.
+
+    Example:
+        >>> import torch, reactivate
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> h = reactivate.checkpoint(lambda x: (x.sin(), x.cos().exp()))(x)
+        >>> with reactivate.shared_replay():
+        ...     h[0].sum().backward(retain_graph=True)
+        ...     h[1].sum().backward()
+    """
+
+    def __init__(self) -> None:
+        self._records: list[weakref.ref[Record]] = []
+
+    def __enter__(self) -> shared_replay:
+        if current_group() is not None:
+            raise UsageError("shared_replay() cannot be entered inside of itself: one context is shared already.")
+        write_thread_state(_KEY, self)
+        groups.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        write_thread_state(_KEY, None)
+        groups.remove(self)
+        for reference in self._records:
+            record = reference()
+            if record is not None:
+                record.forget()
+        self._records.clear()
+
+    def keep(self, record: Record) -> None:
+        """Let the values that were recomputed for `record` live as long as the context."""
+        self._records.append(weakref.ref(record))
+
+
+def current_group() -> shared_replay | None:
+    """The context around this backward, if there is one; also on the threads that autograd runs it on."""
+    group = read_thread_state(_KEY)
+    return group if isinstance(group, shared_replay) else None

@@ -1,0 +1,2 @@
+def verify(): pass
+class Verdict: pass

@@ -1,0 +1,50 @@
+"""Every error that reactivate raises.
+
+::
+
+    ReactivateError (RuntimeError)
+    |-- MutationError          what a replay must read was changed after the forward pass read it
+    |-- ReplayMismatchError    the replay did not do what the forward pass did
+    |-- UsageError (ValueError)  the request itself is wrong: an unknown option, a bad value
+    `-- UnsupportedError (NotImplementedError)  a part of torch that cannot be checkpointed
+
+All of them say what was asked, what was found, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "MutationError",
+    "ReactivateError",
+    "ReplayMismatchError",
+    "UnsupportedError",
+    "UsageError",
+]
+
+
+class ReactivateError(RuntimeError):
+    """The root of every error that reactivate raises."""
+
+
+class MutationError(ReactivateError):
+    """Something that a replay must read was changed after the forward pass read it (Rule 15)."""
+
+
+class ReplayMismatchError(ReactivateError):
+    """A replay did something else than the forward pass (Rule 16).
+
+    Attributes:
+        kind: "fewer" or "more" tensors were saved, or some with other "metadata", or an op had other "values".
+    """
+
+    def __init__(self, message: str, *, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class UsageError(ReactivateError, ValueError):
+    """An option, a name or a value that reactivate does not know (Rule 17)."""
+
+
+class UnsupportedError(ReactivateError, NotImplementedError):
+    """A feature of torch that a region cannot be combined with, refused by name (Rule 5)."""

@@ -1,0 +1,33 @@
+"""Guards: state that a replay must see as the forward pass saw it, and must not advance twice.
+
+`DEFAULT` is what `checkpoint` uses. `DEFAULT.without("rng")` leaves out the guards of that name, `DEFAULT.adding(guard)`
+adds one of your own.
+"""
+
+from reactivate._types import Call, Guard
+from reactivate.guards._base import Guards, Rewound
+from reactivate.guards.ambient import Ambient
+from reactivate.guards.contexts import ContextPair
+from reactivate.guards.modules import Modules, Stateful
+from reactivate.guards.rng import DeviceRng, Generators, HostRng
+from reactivate.guards.trackers import RngTracker, Tracker, TrackerGuard
+
+__all__ = [
+    "DEFAULT",
+    "Ambient",
+    "Call",
+    "ContextPair",
+    "DeviceRng",
+    "Generators",
+    "Guard",
+    "Guards",
+    "HostRng",
+    "Modules",
+    "Rewound",
+    "RngTracker",
+    "Stateful",
+    "Tracker",
+    "TrackerGuard",
+]
+
+DEFAULT = Guards((HostRng(), DeviceRng(), Generators(), Ambient(), Modules()))

@@ -1,0 +1,73 @@
+"""A guard set, and the context that guards restore state with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from reactivate.errors import UsageError
+from reactivate._types import Guard
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Guards in the order in which they enter a replay.
+
+    Args:
+        members: the guards.
+
+    Example:
+        >>> import reactivate
+        >>> fast = reactivate.guards.DEFAULT.without("rng")  # for a function that draws no random number
+        >>> len(fast) < len(reactivate.guards.DEFAULT)
+        True
+    """
+
+    members: tuple[Guard, ...] = ()
+
+    def __iter__(self) -> Iterator[Guard]:
+        return iter(self.members)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def names(self) -> tuple[str, ...]:
+        """The names that `without` knows."""
+        return tuple(dict.fromkeys(guard.name for guard in self.members))
+
+    def without(self, *names: str) -> Guards:
+        """These guards but those with one of `names`.
+
+        Raises:
+            UsageError: no guard has that name.
+        """
+        for name in names:
+            if name not in self.names():
+                raise UsageError(f"No guard is called {name!r}. There are: {', '.join(self.names())}.")
+        return Guards(tuple(guard for guard in self.members if guard.name not in names))
+
+    def adding(self, *guards: Guard) -> Guards:
+        """These guards, and `guards` inside of them."""
+        return Guards((*self.members, *guards))
+
+
+class Rewound:
+    """State set back to a snapshot for as long as the context lasts."""
+
+    __slots__ = ("_now", "_read", "_snapshot", "_write")
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], snapshot: Any) -> None:
+        self._read = read
+        self._write = write
+        self._snapshot = snapshot
+
+    def __enter__(self) -> None:
+        self._now = self._read()
+        self._write(self._snapshot)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._write(self._now)

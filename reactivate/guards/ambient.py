@@ -1,0 +1,139 @@
+"""Ambient state (Rule 11): what is set around a call and decides what its ops do.
+
+Flags of torch, autocast, function modes (`torch.device` as a context is one), dispatch modes of the user's, the current
+device and stream: a replay runs under those that were around the forward pass. (Context variables are the engine's
+affair: it runs every replay in the context of its forward pass.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from reactivate._backends import accelerator
+from reactivate._compat import (
+    FLAGS,
+    accelerator_device,
+    ask,
+    dispatch_modes,
+    function_modes,
+    is_any_autocast_enabled,
+    is_dispatch_mode_active,
+    is_function_mode_active,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+    replace_function_modes,
+)
+from reactivate._types import Call, Guard
+
+_FLAG_READERS = tuple(flag.read for flag in FLAGS)
+_READERS = (*_FLAG_READERS, is_function_mode_active, is_dispatch_mode_active, is_any_autocast_enabled, accelerator_device)
+_NOTHING_ELSE = [False, 0, False, None]  # what the last four say when there are flags and nothing else
+_AUTOCAST_TYPES = tuple(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
+)
+
+
+class Ambient(Guard):
+    """Everything that is set around the forward pass."""
+
+    name = "ambient"
+
+    def before(self, call: Call) -> Any:
+        settings = list(map(ask, _READERS))
+        return settings if settings[-4:] == _NOTHING_ELSE else [*settings, _Rest.read()]
+
+    def replay(self, snapshot: Any) -> AbstractContextManager[Any] | None:
+        settings = list(map(ask, _READERS))
+        if settings == snapshot:  # and so there is nothing else
+            return None
+        rest = snapshot[-1] if len(snapshot) > len(_READERS) else _Rest((), (), None, None)
+        if settings == snapshot[:-1] and rest == _Rest.read() and rest.autocast is None:
+            return None  # under autocast there is always something to do: see `_autocast`
+        return _as_it_was(snapshot[: len(FLAGS)], rest)
+
+
+class _Rest(NamedTuple):
+    """Settings that are mostly absent."""
+
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+    autocast: tuple[Any, ...] | None
+    place: tuple[Any, Any] | None
+
+    @classmethod
+    def read(cls) -> _Rest:
+        backend = accelerator()
+        is_in_use = backend is not None and backend.is_initialized()
+        return cls(
+            function_modes(),
+            _users_modes(),
+            _read_autocast() if is_any_autocast_enabled() else None,
+            backend.read_place() if backend is not None and is_in_use else None,
+        )
+
+
+@contextmanager
+def _as_it_was(flags: list[Any], rest: _Rest) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.callback(_write_flags, list(map(ask, _FLAG_READERS)))
+        _write_flags(flags)
+        stack.enter_context(_autocast(rest.autocast))
+        backend = accelerator()
+        if backend is not None and rest.place is not None:
+            stack.enter_context(backend.at_place(rest.place))
+        for mode in rest.dispatch_modes:
+            if mode not in dispatch_modes():
+                push_dispatch_mode(mode)
+                stack.callback(pop_dispatch_mode)
+        stack.callback(replace_function_modes, function_modes())
+        replace_function_modes(rest.function_modes)
+        yield
+
+
+def _write_flags(values: list[Any]) -> None:
+    for flag, value in zip(FLAGS, values):
+        if flag.read() != value:  # asked for each: setting one flag may set the next
+            flag.write(value)
+
+
+def _users_modes() -> tuple[Any, ...]:
+    # torch's own dispatch modes are its machinery (fake tensors, tracing) or count what runs (FLOPs, memory).
+    return tuple(mode for mode in dispatch_modes() if type(mode).__module__.partition(".")[0] not in _OURS_AND_TORCHS)
+
+
+_OURS_AND_TORCHS = ("reactivate", "torch")
+
+
+def _read_autocast() -> tuple[Any, ...]:
+    kinds, backend = _AUTOCAST_TYPES, accelerator()
+    if backend is not None and backend.device_type not in kinds:
+        kinds = (*kinds, backend.device_type)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+@contextmanager
+def _autocast(settings: tuple[Any, ...] | None) -> Iterator[None]:
+    """Autocast as in `settings`, None for off, without its cache of cast weights."""
+    now, is_cached = _read_autocast(), torch.is_autocast_cache_enabled()
+    depth = torch.autocast_increment_nesting()
+    _write_autocast(settings or tuple((kind, False, dtype) for kind, _, dtype in now))
+    # At the outermost level the cache is empty, and is dropped afterwards. Inside of an autocast that is active it is
+    # that one's, with weights as they were cast at some other time, perhaps without a graph.
+    torch.set_autocast_cache_enabled(depth == 1)
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        _write_autocast(now)
+        torch.set_autocast_cache_enabled(is_cached)
+
+
+def _write_autocast(settings: tuple[Any, ...]) -> None:
+    for kind, is_enabled, dtype in settings:
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
