@@ -1,28 +1,21 @@
-"""Activation checkpointing for PyTorch: drop activations in the forward pass, get them back in the backward pass, with
-every bit of every gradient unchanged."""
+"""Activation checkpointing for PyTorch.
+
+Drop activations in the forward pass, get them back in the backward pass, with every bit of every gradient unchanged.
+"""
 
 from reactivate import dropin, errors, guards
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.replay import is_recomputing
 from reactivate._engine.sharing import shared_replay
-from reactivate.errors import (
-    MutationError,
-    ReactivateError,
-    ReplayMismatchError,
-    UnsupportedError,
-    UsageError,
-)
 from reactivate._verify import Verdict, verify
+from reactivate.errors import ReactivateError
 
 __all__ = [
-    "MutationError",
     "ReactivateError",
-    "ReplayMismatchError",
-    "UnsupportedError",
-    "UsageError",
     "Verdict",
     "checkpoint",
     "dropin",
+    "errors",
     "guards",
     "is_recomputing",
     "shared_replay",

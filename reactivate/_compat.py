@@ -38,6 +38,12 @@ FUNCTION_APPLY_CODE: CodeType = torch.autograd.Function.apply.__func__.__code__ 
 # Container types that a library registered with torch: {type: (flatten_fn, unflatten_fn, ...)}.
 registered_containers: dict[type, Any] = _pytree.SUPPORTED_NODES
 
+
+def leaves_with_paths(value: Any) -> list[tuple[str, Any]]:
+    """What is in nested containers, with the way to it: "[0]['hidden']"."""
+    return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_leaves_with_path(value)]
+
+
 # Whether a profiler is on: `record_function` costs 5 us even when nobody listens.
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
@@ -119,6 +125,11 @@ def is_distributed(value: Any) -> bool:
     """Whether `value` is a DTensor. Importing that takes a second, so it is not imported for asking."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def may_be_written_unseen(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` could be a running statistic: batch norm's kernels write to these without a new version."""
+    return not tensor.requires_grad and tensor.ndim == 1 and tensor.is_floating_point()
 
 
 def copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,16 +226,16 @@ else:
     class SavedTensor:  # type: ignore[no-redef]
         """A saved tensor on a node of its own: what torch < 2.12 has instead."""
 
-        __slots__ = ("_node",)
+        __slots__ = ("_output",)
 
         def __init__(self, tensor: torch.Tensor, is_output: bool) -> None:
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autograd.forward_ad._set_fwd_grad_enabled(False):
                 anchor = torch.empty(0, device="cpu", requires_grad=True)
-                self._node = _KeepInput.apply(anchor, tensor).grad_fn
+                self._output = _KeepInput.apply(anchor, tensor)  # the node lives as long as this
 
         def unpack(self) -> torch.Tensor:
             """The tensor, or autograd's own error if it was written to."""
-            return self._node.saved_tensors[0]
+            return self._output.grad_fn.saved_tensors[0]
 
     save_tensor = SavedTensor
 

@@ -1,2 +1,259 @@
-def verify(): pass
-class Verdict: pass
+"""`verify`: is the checkpointed model, bit for bit, the plain one?"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from reactivate._checkpoint import checkpoint
+from reactivate._compat import leaves_with_paths
+from reactivate._engine.capture import Capture
+from reactivate._engine.record import Record, observed_by, without_regions
+from reactivate.errors import UsageError
+from reactivate.guards import Modules, all_sources
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found. True in a condition if the two are the same.
+
+    Attributes:
+        is_same: whether everything that was compared is bitwise equal.
+        difference: the first difference, by name; None if there is none.
+        is_deterministic: whether the plain model is bitwise equal to itself. If it is not, `is_same` is False, and
+            `difference` is that of the plain model to itself.
+        compared: how many tensors and random states were compared.
+        regions: how many regions ran in the checkpointed forward pass.
+        replays: how many replays ran in its backward.
+        plain_bytes: what autograd kept of the plain forward pass, without parameters.
+        kept_bytes: what it kept of the checkpointed one.
+    """
+
+    is_same: bool
+    difference: str | None
+    is_deterministic: bool
+    compared: int
+    regions: int
+    replays: int
+    plain_bytes: int
+    kept_bytes: int
+
+    def __bool__(self) -> bool:
+        return self.is_same
+
+    def __str__(self) -> str:
+        if not self.is_deterministic:
+            return f"The plain model differs between two runs of itself: {self.difference}"
+        facts = (
+            f"{self.regions} regions, {self.replays} replays; autograd kept {_megabytes(self.kept_bytes)} where the "
+            f"plain model keeps {_megabytes(self.plain_bytes)}"
+        )
+        if self.is_same:
+            return f"The same, bit for bit ({self.compared} tensors and random states; {facts})."
+        return f"Not the same: {self.difference} ({facts})."
+
+
+def verify(
+    model: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None, *, policy: Any = None
+) -> Verdict:
+    """Run `model` plain and checkpointed from the same state, and compare all that comes out.
+
+    Compared are outputs, the gradients of parameters, of inputs and of closed-over tensors, buffers, and the state of
+    every random number generator. A gradient that is missing on one side is a difference. The model, its gradients and
+    the generators are then as they were.
+
+    If the model has regions of its own (it calls `reactivate.checkpoint`, or torch's with the drop-in installed), these
+    are what is verified, against the model with them turned off. Otherwise the whole model is made one region.
+
+    Args:
+        model: a module or a function.
+        args: a tuple of arguments; a lone tensor is one argument.
+        kwargs: keyword arguments.
+        policy: what to checkpoint, in place of the above: a function model -> checkpointed model.
+
+    Returns:
+        The verdict, with the first difference by name.
+
+    Raises:
+        UsageError: nothing that comes out requires a gradient.
+
+    Example:
+        >>> import torch, reactivate
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+        >>> bool(reactivate.verify(model, torch.randn(2, 4)))
+        True
+    """
+    args = args if isinstance(args, tuple) else (args,)
+    call = _Call(model, args, dict(kwargs or {}))
+    with without_regions():
+        plain, again = call.run(model), call.run(model)
+    difference = _first_difference(plain, again)
+    if difference is not None:
+        return _verdict(plain, again, difference, is_deterministic=False)
+    ours = call.run(model if policy is None else policy(model))
+    if policy is None and not ours.regions:
+        ours = call.run(checkpoint(model))
+    return _verdict(plain, ours, _first_difference(plain, ours), is_deterministic=True)
+
+
+@dataclass
+class _Run:
+    """What came out of one run."""
+
+    results: dict[str, Any] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)  # bytes of each storage that autograd kept
+    regions: int = 0
+    replays: int = 0
+
+    def forward_done(self, record: Record) -> None:
+        self.regions += 1
+
+    def replay_done(self, record: Record) -> None:
+        self.replays += 1
+
+
+class _Call:
+    """A model and its arguments, with the state that both can reach."""
+
+    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        reach = Capture(model, args, kwargs)
+        self.sources = all_sources(reach)
+        self.modules = reach.modules
+        self._guard = Modules(copies_all=True)
+        self._state = self._guard.before(reach)
+        self.inputs = _leaves_requiring_grad("args", args) | _leaves_requiring_grad("kwargs", kwargs)
+        known = {id(tensor) for tensor in self.inputs.values()}
+        for root in reach.roots:
+            for name, parameter in root.named_parameters():
+                if parameter.requires_grad and id(parameter) not in known:
+                    known.add(id(parameter))
+                    self.inputs[name] = parameter
+        closed_over = [item for item, _ in reach.tensors if item.requires_grad and id(item) not in known]
+        self.inputs |= {f"closed-over tensor {index}": item for index, item in enumerate(closed_over)}
+
+    def run(self, model: Callable[..., Any]) -> _Run:
+        """Run forward and backward from the state that the call was made in, and go back to it."""
+        random_states = [source.read() for source in self.sources]
+        run = _Run()
+        modules = nullcontext() if self._state is None else self._guard.replay(self._state)
+        try:
+            with torch.enable_grad(), modules, observed_by(run):
+                self._run(model, run)
+        finally:
+            for source, state in zip(self.sources, random_states):
+                source.write(state)
+        return run
+
+    def _run(self, model: Callable[..., Any], run: _Run) -> None:
+        with saved_tensors_hooks(functools.partial(self._count, run.kept), lambda tensor: tensor):
+            output = model(*self.args, **self.kwargs)
+        outputs = _leaves("output", output)
+        roots = [leaf for leaf in outputs.values() if leaf.requires_grad]
+        if not roots or not self.inputs:
+            raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to verify.")
+        inputs = list(self.inputs.values())
+        gradients = torch.autograd.grad(roots, inputs, _cotangents(roots), allow_unused=True)
+        for name, leaf in outputs.items():
+            run.results[name] = leaf.detach().clone()
+        for name, gradient in zip(self.inputs, gradients):
+            run.results[f"gradient of {name}"] = gradient
+        for number, module in enumerate(self.modules):
+            for name, buffer in module.named_buffers(recurse=False):
+                run.results[f"buffer {name} of {type(module).__name__} {number}"] = buffer.clone()
+        for source in self.sources:
+            run.results[f"random state of {source.name}"] = source.read()
+
+    def _count(self, kept: dict[int, int], tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not any(storage.data_ptr() == leaf.untyped_storage().data_ptr() for leaf in self.inputs.values()):
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def _leaves(name: str, value: Any) -> dict[str, Tensor]:
+    """The tensors in nested containers and dataclasses, by the way to them."""
+    found: dict[str, Tensor] = {}
+    for path, leaf in leaves_with_paths(value):
+        if isinstance(leaf, Tensor):
+            found[name + path] = leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for item in fields(leaf):
+                found |= _leaves(f"{name}{path}.{item.name}", getattr(leaf, item.name))
+    return found
+
+
+def _leaves_requiring_grad(name: str, value: Any) -> dict[str, Tensor]:
+    return {path: leaf for path, leaf in _leaves(name, value).items() if leaf.requires_grad}
+
+
+def _cotangents(roots: list[Tensor]) -> list[Tensor]:
+    """A gradient for each output that has no symmetry: the sum of a softmax, say, would have gradient zero."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(root.shape, generator=generator, dtype=torch.float32).to(device=root.device, dtype=root.dtype)
+        for root in roots
+    ]
+
+
+def _first_difference(one: _Run, other: _Run) -> str | None:
+    for name, first in one.results.items():
+        if name not in other.results:
+            return f"{name} is missing"
+        second = other.results[name]
+        if (first is None) != (second is None):
+            return f"{name} is {'extra' if first is None else 'missing'}"
+        if first is not None and not _is_same(first, second):
+            return f"{name} is different{_by_how_much(first, second)}"
+    extra = [name for name in other.results if name not in one.results]
+    return f"{extra[0]} is extra" if extra else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor):
+        return repr(one) == repr(other)  # a random state: nested tuples, dicts and arrays
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    # Of a NaN too the bits count; where there is no memory to look at, what `torch.equal` says.
+    if one.layout != other.layout:
+        return False
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    if type(one) is not Tensor:
+        return torch.equal(one, other)
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _by_how_much(one: Any, other: Any) -> str:
+    if not isinstance(one, Tensor) or not one.is_floating_point() or one.shape != other.shape:
+        return ""
+    return f", by up to {(one.double() - other.double()).abs().max().item():.3g}"
+
+
+def _verdict(plain: _Run, ours: _Run, difference: str | None, *, is_deterministic: bool) -> Verdict:
+    return Verdict(
+        is_same=difference is None,
+        difference=difference,
+        is_deterministic=is_deterministic,
+        compared=len(plain.results),
+        regions=ours.regions,
+        replays=ours.replays,
+        plain_bytes=sum(plain.kept.values()),
+        kept_bytes=sum(ours.kept.values()),
+    )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._compat import registered_containers, save_tensor
+from reactivate._compat import may_be_written_unseen, registered_containers, save_tensor
 from reactivate._engine.forms import (
     CellForm,
     CopyForm,
@@ -36,6 +36,7 @@ from reactivate._engine.forms import (
     PartialForm,
     RegisteredForm,
     Shared,
+    StatisticForm,
     TupleForm,
     attributes_of,
     slots_of,
@@ -84,7 +85,8 @@ class Capture:
         captured: list[Any] = []
         self.args = captured
         for item in args:
-            if type(item) is Tensor and id(item) not in forms:  # as mostly: what `value` would do, without its calls
+            # As mostly; what `value` would do, without its calls.
+            if type(item) is Tensor and item.requires_grad and id(item) not in forms:
                 form = forms[id(item)] = save_tensor(item, False)
                 tensors.append((item, item._version))
                 captured.append(form)
@@ -125,7 +127,10 @@ class Capture:
         if key in forms:
             return forms[key]
         if issubclass(kind, Tensor):
-            form = forms[key] = save_tensor(value, False)
+            if may_be_written_unseen(value):
+                form = forms[key] = StatisticForm(value)
+            else:
+                form = forms[key] = save_tensor(value, False)
             self.tensors.append((value, value._version))
             return form
         return self._other(value, kind, depth)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from reactivate._compat import SavedTensor
+from reactivate._compat import SavedTensor, copy_unseen
 
 Memo = dict[int, Any]
 Children = Iterator[tuple[str, Any]]
@@ -68,6 +68,19 @@ class Shared(Form):
         """After the forward pass: what it put a tensor into is state of a forward pass, not a side effect."""
         if self.holds_tensor():
             self.shared = None
+
+
+class StatisticForm(Form):
+    """A tensor that an op may write to without a new version, such as a running mean: a replay gets a copy of its own."""
+
+    __slots__ = ("copy",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.copy = copy_unseen(tensor)
+
+    def rebuild(self, memo: Memo) -> Tensor:
+        tensor = memo[id(self)] = copy_unseen(self.copy)
+        return tensor
 
 
 # -- containers -----------------------------------------------------------------------------------------------------

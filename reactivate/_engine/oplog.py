@@ -16,6 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.sites import Site, line_of, user_frame
 
+# Their results are whatever was in memory.
+_UNINITIALIZED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+)
+# One of their results is a workspace, which is not written to everywhere.
+_WITH_WORKSPACE = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})
 _AROUND = 4  # ops to print before and after the one that differs
 
 
@@ -72,7 +78,8 @@ class OpLog(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not self._is_paused:
             frame = user_frame(sys._getframe(1))
-            self.ops.append(Op(str(func), tuple(_results(result)), (frame.f_code, frame.f_lasti)))
+            results = tuple(_results(result, func.overloadpacket.__name__))
+            self.ops.append(Op(str(func), results, (frame.f_code, frame.f_lasti)))
             if self._check is not None:
                 self._check(self.ops)
         return result
@@ -90,12 +97,13 @@ def difference(forward: list[Op], replay: list[Op]) -> str:
     return "\n".join(lines)
 
 
-def _results(result: Any) -> Iterator[tuple[torch.Size, torch.dtype, int]]:
+def _results(result: Any, op: str) -> Iterator[tuple[torch.Size, torch.dtype, int]]:
     if isinstance(result, Tensor):
-        yield result.shape, result.dtype, checksum(result)
+        is_scratch = op in _UNINITIALIZED or (result.dtype is torch.uint8 and op in _WITH_WORKSPACE)
+        yield result.shape, result.dtype, 0 if is_scratch else checksum(result)
     elif isinstance(result, (tuple, list)):
         for item in result:
-            yield from _results(item)
+            yield from _results(item, op)
 
 
 def checksum(tensor: Tensor) -> int:
@@ -103,7 +111,8 @@ def checksum(tensor: Tensor) -> int:
     dense = tensor.detach()
     if dense.layout is not torch.strided or dense.device.type == "meta" or type(dense) is not Tensor:
         return 0  # only its shape and dtype are compared
-    data = dense.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).to(torch.int64)
+    plain = dense.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    data = plain.reshape(-1).view(torch.uint8).to(torch.int64)
     if data.numel() == 0:
         return 0
     place = torch.arange(1, data.numel() + 1, dtype=torch.int64, device=data.device)

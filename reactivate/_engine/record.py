@@ -76,6 +76,7 @@ class Record:
     """One call: how to make it again, and what it saved.
 
     Attributes:
+        early_stop: as in the options, unless one of the ops must not be cut short.
         fn, args, kwargs: forms, to be rebuilt for a replay.
         saved: for each tensor that autograd saved, in order, its slot, its metadata, and the code and the instruction
             that saved it.
@@ -88,10 +89,11 @@ class Record:
     """
 
     __slots__ = (
-        *("__weakref__", "args", "context", "fn", "hooked", "kwargs", "lock", "log", "options", "saved", "snapshots"),
+        *("__weakref__", "args", "context", "early_stop", "fn", "hooked", "kwargs", "lock", "log", "options", "saved", "snapshots"),
         *("tokens", "watched"),
     )
     options: Options
+    early_stop: bool
     fn: Any
     args: list[Any]
     kwargs: dict[str, Any]
@@ -147,6 +149,28 @@ def observed_by(observer: Observer) -> Iterator[None]:
     finally:
         _observer.reset(token)
         observers.remove(observer)
+
+
+_without_regions: ContextVar[bool] = ContextVar("reactivate.without_regions", default=False)
+plain_contexts: list[object] = []  # that are open anywhere: mostly none, and then nobody need look further
+
+
+@contextmanager
+def without_regions() -> Iterator[None]:
+    """Checkpointed functions are plain ones inside of the context."""
+    mark = object()
+    plain_contexts.append(mark)
+    token = _without_regions.set(True)
+    try:
+        yield
+    finally:
+        _without_regions.reset(token)
+        plain_contexts.remove(mark)
+
+
+def are_regions_off() -> bool:
+    """Whether `without_regions` is around the call."""
+    return _without_regions.get()
 
 
 def tell(context: Context, event: str, record: Record) -> None:

@@ -38,16 +38,16 @@ from reactivate._compat import (
 from reactivate._engine import refusals
 from reactivate._engine.capture import Capture
 from reactivate._engine.oplog import OpLog
-from reactivate._engine.record import FunctionSlot, Options, Record, Slot, observers, tell
+from reactivate._engine.record import FunctionSlot, Options, Record, Slot, are_regions_off, observers, plain_contexts, tell
 from reactivate._engine.replay import replay
 from reactivate._engine.sharing import current_group, groups
-from reactivate._engine.sites import known_code, user_frame
+from reactivate._engine.sites import known_code, look_at, user_frame
 from reactivate.errors import UnsupportedError
 
 
 def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """`fn(*args, **kwargs)`, keeping of it what its replays need and no more."""
-    if not is_grad_enabled():  # Rule 3
+    if not is_grad_enabled() or (plain_contexts and are_regions_off()):  # Rule 3
         return fn(*args, **kwargs)
     region = Region()
     region.begin(fn, args, kwargs, options)
@@ -74,6 +74,7 @@ class Region(Record):
         if current_transform() is not None:
             _refuse_transform()
         self.options = options
+        self.early_stop = options.early_stop
         self.saved = []
         self.lock = RLock()
         self.context = copy_context()
@@ -140,8 +141,10 @@ class Region(Record):
         code = frame.f_code
         slot = Slot() if code is not FUNCTION_APPLY_CODE else FunctionSlot()
         slot.value = None
-        known = known_code.get(id(code))
-        if known is None or known[0]:  # code of torch's
+        is_library, fills_what_it_saved, _ = known_code.get(id(code)) or look_at(code)
+        if fills_what_it_saved:
+            self.early_stop = False
+        if is_library:
             frame = user_frame(frame)
             code = frame.f_code
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)

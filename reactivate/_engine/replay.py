@@ -150,7 +150,7 @@ class _Matching:
         self.record = record
         self.entries = iter(saved)
         self.last = None
-        if record.options.early_stop:
+        if record.early_stop:
             self.last = saved[-1] if saved[-1][0]() is not None else _last_alive(saved)
         self.log: OpLog | None = None
         self.detach: Callable[[Tensor], Tensor] = Tensor.detach

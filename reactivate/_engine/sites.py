@@ -14,8 +14,12 @@ from torch.nn import Module
 Site = tuple[CodeType, int]
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-# Whether it is torch's or ours, by the id of the code object, which is kept so that its id stays its own.
-known_code: dict[int, tuple[bool, CodeType]] = {}
+# Ops that fill a tensor after they had it saved: to be cut short there would leave it unfilled.
+_FILL_WHAT_THEY_SAVED = frozenset({"rrelu", "rrelu_", "rrelu_with_noise"})
+
+# By the id of the code object: whether it is torch's or ours, whether it calls such an op, and the code object itself,
+# which is kept so that its id stays its own.
+known_code: dict[int, tuple[bool, bool, CodeType]] = {}
 
 
 def user_frame(frame: FrameType) -> FrameType:
@@ -28,10 +32,14 @@ def user_frame(frame: FrameType) -> FrameType:
 
 def is_library(code: CodeType) -> bool:
     """Whether `code` is torch's or ours."""
-    known = known_code.get(id(code))
-    if known is None:
-        known = known_code[id(code)] = (code.co_filename.startswith(_LIBRARIES), code)
-    return known[0]
+    return (known_code.get(id(code)) or look_at(code))[0]
+
+
+def look_at(code: CodeType) -> tuple[bool, bool, CodeType]:
+    """What is to be known of `code`, from now on in `known_code`."""
+    fills = not _FILL_WHAT_THEY_SAVED.isdisjoint(code.co_names)
+    known = known_code[id(code)] = (code.co_filename.startswith(_LIBRARIES), fills, code)
+    return known
 
 
 def line_of(site: Site) -> str:

@@ -9,7 +9,7 @@ from reactivate.guards._base import Guards, Rewound
 from reactivate.guards.ambient import Ambient
 from reactivate.guards.contexts import ContextPair
 from reactivate.guards.modules import Modules, Stateful
-from reactivate.guards.rng import DeviceRng, Generators, HostRng
+from reactivate.guards.rng import DeviceRng, Generators, HostRng, all_sources
 from reactivate.guards.trackers import RngTracker, Tracker, TrackerGuard
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Stateful",
     "Tracker",
     "TrackerGuard",
+    "all_sources",
 ]
 
 DEFAULT = Guards((HostRng(), DeviceRng(), Generators(), Ambient(), Modules()))

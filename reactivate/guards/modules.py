@@ -9,7 +9,7 @@ Of every module that the region can reach:
 
 What a tensor held has to be copied before it is known whether the forward pass will write to it. So the first call of a
 module in a mode (training or not) copies all its buffers, and later ones copy those that were written to. Floating-point
-buffers of at most one dimension are copied in every training call: batch norm's kernels write to running statistics
+buffers of one dimension are copied in every training call: batch norm's kernels write to running statistics
 without a new version, so that nobody can tell.
 """
 
@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._compat import copy_unseen, is_distributed, write_unseen
+from reactivate._compat import copy_unseen, is_distributed, may_be_written_unseen, write_unseen
 from reactivate.errors import MutationError
 from reactivate._types import Call, Guard
 
@@ -44,11 +44,16 @@ class Stateful(Protocol):
 
 
 class Modules(Guard):
-    """Attributes, buffers and parameters of modules."""
+    """Attributes, buffers and parameters of modules.
+
+    Args:
+        copies_all: copy every buffer at every call, whether the forward pass is known to write to it or not.
+    """
 
     name = "modules"
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies_all: bool = False) -> None:
+        self._copies_all = copies_all
         # Does the forward pass write to it? {module: {(name, training): written}}
         self._known: WeakKeyDictionary[Module, dict[tuple[Any, bool], bool]] = WeakKeyDictionary()
 
@@ -94,9 +99,9 @@ class Modules(Guard):
             seen.held.append(_Held(module, namespace, name, tensor, False))
             seen.copies.append(None)
             return
-        is_silent = module.training and tensor.ndim <= 1 and tensor.is_floating_point()
+        is_silent = module.training and may_be_written_unseen(tensor)
         seen.held.append(_Held(module, namespace, name, tensor, is_silent))
-        is_needed = is_silent or self._known.get(module, _NOTHING).get((name, module.training), True)
+        is_needed = is_silent or self._copies_all or self._known.get(module, _NOTHING).get((name, module.training), True)
         seen.copies.append(copy_unseen(tensor) if is_needed else None)
 
     def _see_script_module(self, seen: _Seen, module: Module) -> None:

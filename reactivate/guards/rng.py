@@ -27,14 +27,16 @@ _FIRST_WORDS = 16 * 4  # bytes
 
 
 class Source(NamedTuple):
-    """A generator of the process.
+    """A generator.
 
     Attributes:
+        name: what reports call it.
         probes: functions whose results are different after a draw.
         read: () -> the state.
         write: (state) -> None.
     """
 
+    name: str
     probes: Sequence[Callable[[], Any]]
     read: Callable[[], Any]
     write: Callable[[Any], Any]
@@ -91,6 +93,21 @@ class HostRng(Guard):
         return Rewound(lambda: [source.read() for source in sources], write, [state for _, state in snapshot])
 
 
+def all_sources(call: Call) -> list[Source]:
+    """Every generator that a call can draw from."""
+    sources = [_torch_source(), _python_source()]
+    numpy = _numpy_source(sys.modules["numpy.random"]) if "numpy.random" in sys.modules else None
+    if numpy is not None:
+        sources.append(numpy)
+    backend = accelerator()
+    if backend is not None and backend.is_initialized():
+        sources.append(Source(backend.device_type, (), backend.read_rng, backend.write_rng))
+    for index, generator in enumerate(call.generators):
+        read, write = functools.partial(_get_state, generator), functools.partial(_set_state, generator)
+        sources.append(Source(f"generator {index}", (), read, write))
+    return sources
+
+
 def _probe(address: int, size: int) -> Callable[[], bytes]:
     """What is in memory there: 0.1 us."""
     return functools.partial(getattr, (ctypes.c_char * size).from_address(address), "raw")
@@ -100,7 +117,7 @@ def _torch_source() -> Source:
     generator = torch.default_generator
     memory = cpu_generator_memory()
     probes = [_ask_torch] if memory is None else [_probe(*place) for place in memory]
-    return Source(probes, generator.get_state, generator.set_state)
+    return Source("torch's CPU generator", probes, generator.get_state, generator.set_state)
 
 
 def _ask_torch() -> Any:
@@ -116,7 +133,7 @@ def _python_source() -> Source:
         # The index and the words lie behind the object's header; a spare normal number is an attribute.
         words = _probe(id(generator) + object.__basicsize__, _FIRST_WORDS)
         probes = [words, functools.partial(getattr, generator, "gauss_next")]
-    return Source(probes, random.getstate, random.setstate)
+    return Source("Python's random", probes, random.getstate, random.setstate)
 
 
 def _numpy_source(module: Any) -> Source | None:
@@ -133,7 +150,7 @@ def _numpy_source(module: Any) -> Source | None:
                 # The generator object: it has a spare normal number, and refers to the twister.
                 _probe(id(generator) + header, type(generator).__basicsize__ - header),
             ]
-    return Source(probes, lambda: module.get_state(legacy=False), module.set_state)
+    return Source("NumPy's random", probes, lambda: module.get_state(legacy=False), module.set_state)
 
 
 class DeviceRng(Guard):

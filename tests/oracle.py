@@ -1,0 +1,198 @@
+"""Plain against checkpointed, each on objects of its own, everything compared bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree
+
+import reactivate
+from reactivate._engine.record import observed_by
+
+SEED = 1234
+
+
+@dataclass
+class Case:
+    """A function with arguments, made anew for each run.
+
+    `leaves` are closed-over tensors whose gradients are compared too; `modules` are those whose buffers are.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    modules: list[nn.Module] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fn, nn.Module) and not self.modules:
+            self.modules = [self.fn]
+
+    def inputs(self) -> dict[str, Tensor]:
+        found = {f"input {index}": leaf for index, leaf in enumerate(tensors_in((self.args, self.kwargs)))}
+        found |= self.leaves
+        for index, module in enumerate(self.modules):
+            found |= {f"{index}.{name}": parameter for name, parameter in module.named_parameters()}
+        return {name: leaf for name, leaf in found.items() if leaf.requires_grad}
+
+
+@dataclass
+class Ran:
+    """What came out of one run, and what the engine did for it."""
+
+    outputs: list[Any] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    kept_bytes: int = 0
+    regions: int = 0
+    replays: int = 0
+
+    def forward_done(self, record: Any) -> None:
+        self.regions += 1
+
+    def replay_done(self, record: Any) -> None:
+        self.replays += 1
+
+
+def flatten(value: Any) -> list[Any]:
+    """Everything in nested containers, dataclasses and plain objects."""
+    leaves = []
+    for leaf in _pytree.tree_leaves(value):
+        if dataclasses.is_dataclass(leaf):
+            leaves += flatten([getattr(leaf, item.name) for item in dataclasses.fields(leaf)])
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type)) and not callable(leaf):
+            leaves += flatten(list(vars(leaf).values()))
+        else:
+            leaves.append(leaf)
+    return leaves
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(value) if isinstance(leaf, Tensor)]
+
+
+def seed_everything(seed: int = SEED) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def backward_once(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+    torch.autograd.backward(outputs, cotangents(outputs))
+
+
+def cotangents(outputs: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(out.shape, generator=generator).to(out.dtype) for out in outputs]
+
+
+def run(
+    make: Callable[[], Case],
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    backward: Callable[[list[Tensor], dict[str, Tensor]], Any] = backward_once,
+) -> Ran:
+    """One run of a case that is made for it."""
+    seed_everything()
+    case = make()
+    ran = Ran()
+    seed_everything()
+    fn = case.fn if wrap is None else wrap(case.fn)
+    inputs = case.inputs()
+    kept: dict[int, tuple[Tensor, int]] = {}
+    leaves = {leaf.untyped_storage().data_ptr() for leaf in inputs.values() if not is_lazy(leaf)}
+
+    def count(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and type(tensor) is Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in leaves:
+                kept[storage.data_ptr()] = (tensor, storage.nbytes())
+        return tensor
+
+    with observed_by(ran):
+        with saved_tensors_hooks(count, lambda tensor: tensor):
+            output = fn(*case.args, **case.kwargs)
+        ran.kept_bytes = sum(size for _, size in kept.values())
+        kept.clear()
+        ran.outputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in flatten(output)]
+        roots = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
+        result = backward(roots, inputs)
+    ran.gradients = {name: leaf.grad for name, leaf in inputs.items()}
+    if result is not None:
+        ran.gradients |= {f"returned {index}": leaf for index, leaf in enumerate(tensors_in(result))}
+    for index, module in enumerate(case.modules):
+        ran.state |= {f"buffer {index}.{name}": buffer.clone() for name, buffer in module.named_buffers()}
+        ran.state |= {f"training {index}.{name}": child.training for name, child in module.named_modules()}
+    ran.state |= random_states()
+    return ran
+
+
+def random_states() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": repr(numpy.random.get_state(legacy=False)),
+    }
+
+
+def assert_bitwise(one: Any, other: Any, name: str) -> None:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        assert one.shape == other.shape and one.dtype == other.dtype and one.device == other.device, name
+        assert one.layout == other.layout and type(one) is type(other), name
+        for first, second in zip(parts_of(one), parts_of(other), strict=True):
+            assert torch.equal(bits_of(first), bits_of(second)), f"{name} differs: {one} {other}"
+    else:
+        assert type(one) is type(other), f"{name}: {one} against {other}"
+        if not isinstance(one, Tensor):
+            assert one == other or (one != one and other != other), f"{name}: {one} against {other}"
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def assert_same(plain: Ran, ours: Ran) -> None:
+    assert len(plain.outputs) == len(ours.outputs)
+    for index, (one, other) in enumerate(zip(plain.outputs, ours.outputs)):
+        assert_bitwise(one, other, f"output {index}")
+    assert plain.gradients.keys() == ours.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        assert_bitwise(gradient, ours.gradients[name], f"gradient of {name}")
+    for name, state in plain.state.items():
+        assert_bitwise(state, ours.state[name], name)
+
+
+def check(
+    make: Callable[[], Case],
+    *,
+    backward: Callable[[list[Tensor], dict[str, Tensor]], Any] = backward_once,
+    regions: int = 1,
+    replays: int = 1,
+    saves_memory: bool = True,
+    **options: Any,
+) -> tuple[Ran, Ran]:
+    """Plain and checkpointed are the same, and there was a checkpoint: regions ran, replays ran, less was kept."""
+    plain = run(make, None, backward)
+    ours = run(make, lambda fn: reactivate.checkpoint(fn, **options), backward)
+    assert_same(plain, ours)
+    assert ours.regions == regions, "as many regions as expected"
+    assert ours.replays == replays, "as many replays as expected"
+    if saves_memory:
+        assert ours.kept_bytes < plain.kept_bytes, "less was kept than plain"
+    return plain, ours

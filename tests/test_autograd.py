@@ -1,0 +1,501 @@
+"""Rules 4 to 9: every way to differentiate, and every way to nest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import reactivate
+from oracle import Case, assert_same, check, cotangents, run
+from reactivate.errors import MutationError, UnsupportedError
+
+Backward = Callable[[list[Tensor], dict[str, Tensor]], Any]
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def two_outputs() -> Case:
+    weight = leaf(16, 16)
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        h = (x @ weight).tanh()
+        return h.exp() * y, (h * y.sin()).softmax(-1)
+
+    return Case(fn, (leaf(8, 16), leaf(8, 16)), leaves={"weight": weight})
+
+
+def random_block() -> Case:
+    block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16), nn.BatchNorm1d(16))
+    return Case(lambda x: (block(x), block[0](x).sin()), (leaf(8, 16),), modules=[block])
+
+
+def grad_of_all(outputs: list[Tensor], inputs: dict[str, Tensor]) -> Any:
+    return torch.autograd.grad(outputs, list(inputs.values()), cotangents(outputs), allow_unused=True)
+
+
+def backward_into_some(outputs: list[Tensor], inputs: dict[str, Tensor]) -> Any:
+    torch.autograd.backward(outputs, cotangents(outputs), inputs=[next(iter(inputs.values()))])
+
+
+def backward_three_times(outputs: list[Tensor], inputs: dict[str, Tensor]) -> Any:
+    for retain in (True, True, False):
+        torch.autograd.backward(outputs, cotangents(outputs), retain_graph=retain)
+
+
+def one_output_after_the_other(outputs: list[Tensor], inputs: dict[str, Tensor]) -> Any:
+    for output, cotangent in zip(outputs, cotangents(outputs)):
+        output.backward(cotangent, retain_graph=True)
+
+
+def double_backward(outputs: list[Tensor], inputs: dict[str, Tensor]) -> Any:
+    first = torch.autograd.grad(outputs, list(inputs.values()), cotangents(outputs), create_graph=True, allow_unused=True)
+    first = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
+    torch.autograd.backward([gradient.square().sum() for gradient in first])
+    return first
+
+
+def triple_backward(outputs: list[Tensor], inputs: dict[str, Tensor]) -> Any:
+    x = next(iter(inputs.values()))
+    value = sum(output.sum() for output in outputs)
+    for _ in range(3):
+        (value,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    return value
+
+
+BACKWARDS: list[tuple[Backward, int]] = [
+    (grad_of_all, 1),
+    (backward_into_some, 1),
+    (backward_three_times, 3),
+    (one_output_after_the_other, 2),
+    (double_backward, 2),
+    (triple_backward, 3),
+]
+
+
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early_stop", "whole"])
+@pytest.mark.parametrize(("backward", "replays"), BACKWARDS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("make", [two_outputs, random_block])
+def test_backwards(make: Callable[[], Case], backward: Backward, replays: int, early_stop: bool) -> None:
+    check(make, backward=backward, replays=replays, early_stop=early_stop)
+
+
+def test_backward_inside_the_forward() -> None:
+    def make() -> Case:
+        def fn(x: Tensor) -> Tensor:
+            h = x.sin()
+            z = h.exp()
+            (inner,) = torch.autograd.grad(z.sum(), h, create_graph=False)
+            return (x.cos() * inner).exp()
+
+        return Case(fn, (leaf(8, 16),))
+
+    for early_stop in (True, False):
+        check(make, replays=2, early_stop=early_stop, saves_memory=False)
+
+
+def test_backward_inside_the_forward_with_retained_graph_and_dropout() -> None:
+    def make() -> Case:
+        dropout = nn.Dropout(0.5)
+
+        def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+            h = dropout(x.sin())
+            z = h.exp()
+            (inner,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
+            return z, dropout(inner * x.cos()).exp()
+
+        return Case(fn, (leaf(8, 16),))
+
+    for early_stop in (True, False):
+        check(make, replays=2, early_stop=early_stop)
+
+
+def test_overlapping_graphs() -> None:
+    """A hook of one backward runs another one over the same region."""
+
+    def once(wrap: Any) -> Tensor:
+        torch.manual_seed(0)
+        a = leaf(4)
+        x, out = wrap(lambda a: (lambda x: (x, x.sin()))(a.sin().cos()))(a)
+        out.grad_fn.register_hook(lambda *_: x.backward(torch.ones(4), retain_graph=True))
+        out.sum().backward(retain_graph=True)
+        return a.grad
+
+    assert torch.equal(once(lambda fn: fn), once(reactivate.checkpoint))
+
+
+class Bulk(torch.autograd.Function):
+    """Saves in bulk: an input twice, None, an intermediate, the output; reads twice, each time all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        w = x * y
+        out = w.exp()
+        ctx.save_for_backward(x, None, y, x, w, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, nothing, y, again, _, _ = ctx.saved_tensors
+        w, out = ctx.saved_tensors[4], ctx.saved_tensors[5]
+        assert nothing is None and torch.equal(x, again)
+        return grad * out * y * w.exp() / out, grad * out * x
+
+
+def test_custom_functions() -> None:
+    def make() -> Case:
+        return Case(lambda x, y: Bulk.apply(x.sin(), y.cos()).sin(), (leaf(8, 16), leaf(8, 16)))
+
+    check(make)
+    check(make, backward=backward_three_times, replays=3)
+
+
+def test_custom_function_reads_again_after_others_have_run() -> None:
+    """Its saved tensors are kept for it while the rest goes."""
+    read: list[bool] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            first = ctx.saved_tensors[0]
+            value = first.clone()
+            del first
+            read.append(torch.equal(value, ctx.saved_tensors[0]))
+            return grad
+
+    x = leaf(8)
+    _, ours = check(lambda: Case(lambda x: Twice.apply(x.sin()).exp(), (leaf(8),)))
+    assert ours.replays == 1 and read == [True, True] and x is not None
+
+
+def test_early_stop_ends_the_replay_and_not_inside_a_custom_forward() -> None:
+    reached: list[str] = []
+
+    class Careful(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                inner = x.detach().requires_grad_()
+                value = inner.exp()  # saved, in the middle of this forward
+            reached.append("end of the custom forward")
+            ctx.inner, ctx.value = inner, value
+            return value.detach()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return torch.autograd.grad(ctx.value, ctx.inner, grad)[0]
+
+    def fn(x: Tensor) -> Tensor:
+        out = Careful.apply(x.sin())
+        reached.append("tail")
+        return out + 1
+
+    x = leaf(4)
+    reactivate.checkpoint(fn)(x).sum().backward()
+    assert reached[:2] == ["end of the custom forward", "tail"]
+    assert "end of the custom forward" in reached[2:], "the custom forward was not cut short"
+    expected = torch.autograd.grad(x.sin().exp().sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize(("early_stop", "calls"), [(True, 1), (False, 2)])
+def test_early_stop_leaves_the_tail_out(early_stop: bool, calls: int) -> None:
+    tail = 0
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal tail
+        h = x.sin().cos()
+        tail += 1
+        return h.clone()
+
+    x = leaf(4)
+    reactivate.checkpoint(fn, early_stop=early_stop)(x).sum().backward()
+    assert tail == calls
+
+
+# -- nesting --------------------------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> Callable[[], Case]:
+    def make() -> Case:
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.Tanh()) for _ in range(depth)]
+        fn: Any = None
+        for block in blocks:
+            inner = None if fn is None else reactivate.checkpoint(fn)
+
+            def fn(x: Tensor, block: nn.Module = block, inner: Any = inner) -> Tensor:
+                h = block(x).sin()
+                return h if inner is None else inner(h).exp().sin()
+
+        return Case(fn, (leaf(8, 16),), modules=blocks)
+
+    return make
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+def test_nested_to_any_depth(depth: int) -> None:
+    from reactivate._engine.record import without_regions
+
+    make = nested(depth)
+    with without_regions():
+        plain = run(make)
+    ours = run(make, reactivate.checkpoint)
+    assert_same(plain, ours)
+    assert ours.kept_bytes < plain.kept_bytes
+    assert ours.replays == depth, "each region of the forward pass was replayed once"
+
+
+def test_nested_closure_does_not_keep_an_intermediate_of_the_outer_region() -> None:
+    def make() -> Case:
+        def fn(x: Tensor) -> Tensor:
+            h = x.sin()
+            return reactivate.checkpoint(lambda a: (a * h).cos().exp())(h)
+
+        return Case(fn, (leaf(64, 64),))
+
+    plain = run(lambda: Case(lambda x: (lambda h: (h * h).cos().exp())(x.sin()), (leaf(64, 64),)))
+    ours = run(make, reactivate.checkpoint)
+    assert torch.equal(plain.outputs[0], ours.outputs[0]) and ours.kept_bytes == 0
+
+
+def test_same_module_several_times_and_microbatches_in_any_order() -> None:
+    """fwd A, fwd B, bwd A, bwd B; and the other way round."""
+
+    def once(wrap: Any, order: tuple[int, ...]) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Tanh())
+        fn = wrap(block)
+        inputs = [leaf(4, 8), leaf(4, 8), leaf(4, 8)]
+        outputs = [fn(fn(x)) for x in inputs]
+        for index in order:
+            outputs[index].sum().backward()
+        return [x.grad for x in inputs] + [p.grad for p in block.parameters()] + list(block.buffers())
+
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        plain, ours = once(lambda fn: fn, order), once(reactivate.checkpoint, order)
+        assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
+
+
+# -- hooks around, hooks inside ---------------------------------------------------------------------------------------
+
+
+def test_outer_hooks_see_what_the_region_keeps() -> None:
+    x, w = leaf(8, 16), leaf(16, 16)
+    packed: list[tuple[int, ...]] = []
+    with saved_tensors_hooks(lambda t: (packed.append(tuple(t.shape)), t)[1], lambda t: t):
+        out = reactivate.checkpoint(lambda x, w: (x @ w).tanh().exp())(x, w)
+    assert packed == [(8, 16), (16, 16)], "the two inputs and nothing else"
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x @ w).tanh().exp().sum(), x)[0])
+
+
+def test_an_offloader_around_a_region_and_inside_of_it() -> None:
+    def once(wrap: Any, outer: bool, inner: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, w = leaf(8, 16), leaf(16, 16)
+
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            h = (x @ w).tanh()
+            if inner:
+                with save_on_cpu():
+                    h = h.exp().sin()
+            return h.cos() * x
+
+        with save_on_cpu() if outer else torch.enable_grad():
+            out = wrap(fn)(x.sin(), w)
+        out.sum().backward()
+        return [x.grad, w.grad]
+
+    for inner in (True, False):
+        plain = once(lambda fn: fn, False, inner)
+        for outer in (True, False):
+            assert all(torch.equal(*pair) for pair in zip(plain, once(reactivate.checkpoint, outer, inner)))
+
+
+def test_mutated_input_is_right_if_an_offloader_has_a_copy() -> None:
+    def copy(t: Tensor) -> Tensor:
+        return t.clone()
+
+    x = leaf(8)
+    h = x * 1
+    with saved_tensors_hooks(copy, lambda t: t):
+        out = reactivate.checkpoint(lambda h: h.sin().exp())(h)
+    h.add_(1)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad, torch.autograd.grad((x * 1).sin().exp().sum(), x)[0])
+
+
+def test_hooks_on_tensors_fire_once() -> None:
+    calls = {"input": 0, "inside": 0, "before": 0, "leaf": 0}
+
+    def count(name: str) -> Callable[[Tensor], None]:
+        def hook(grad: Tensor) -> None:
+            calls[name] += 1
+
+        return hook
+
+    x, w = leaf(8, 16), leaf(16, 16)
+    w.register_hook(count("before"))
+
+    def fn(h: Tensor, w: Tensor) -> Tensor:
+        h.register_hook(count("input"))
+        w.register_hook(count("leaf"))
+        y = (h @ w).tanh()
+        y.register_hook(count("inside"))
+        return y.exp()
+
+    reactivate.checkpoint(fn)(x.sin(), w).sum().backward()
+    assert calls == {"input": 1, "inside": 1, "before": 1, "leaf": 1}
+
+
+def test_hooks_of_the_module_that_is_the_region_fire_once_and_those_inside_again() -> None:
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    fired: list[tuple[str, bool]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: fired.append((name, reactivate.is_recomputing()))
+
+    block.register_forward_pre_hook(note("pre"))
+    block.register_forward_hook(note("post"))
+    block.register_full_backward_hook(note("backward"))
+    block[0].register_forward_hook(note("inner"))
+    x = leaf(4, 8)
+    for fn in (block, block.__call__):
+        fired.clear()
+        reactivate.checkpoint(fn)(x).sum().backward()
+        assert [item for item in fired if item[0] in ("pre", "post", "backward")] == [
+            ("pre", False),
+            ("post", False),
+            ("backward", False),
+        ]
+        assert [item for item in fired if item[0] == "inner"] == [("inner", False), ("inner", True)]
+    assert "forward" not in vars(block)
+
+
+def test_hook_that_changes_arguments_and_result() -> None:
+    def make() -> Case:
+        block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Tanh())
+        block.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
+        block.register_forward_hook(lambda module, args, out: out.exp())
+        return Case(block, (leaf(4, 8),))
+
+    check(make)
+
+
+# -- where there is nothing to do, and what is refused ------------------------------------------------------------------
+
+
+def test_without_grad_it_is_the_plain_call() -> None:
+    def fn(x: Tensor) -> Tensor:
+        calls.append(reactivate.is_recomputing())
+        return x.sin().exp()
+
+    calls: list[bool] = []
+    x = leaf(4)
+    with torch.no_grad():
+        assert not reactivate.checkpoint(fn)(x).requires_grad
+    with torch.inference_mode():
+        assert reactivate.checkpoint(fn)(x).is_inference()
+    out = reactivate.checkpoint(fn)(torch.randn(4))
+    assert out.grad_fn is None and calls == [False] * 3
+
+
+def test_an_output_without_grad_in_a_region_with_grad() -> None:
+    x, y = leaf(4), torch.randn(4)
+    out, constant = reactivate.checkpoint(lambda x, y: (x.sin().exp(), y.sin()))(x, y)
+    assert out.requires_grad and not constant.requires_grad
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, lambda f: torch.func.jacrev(f)])
+def test_function_transforms_are_refused_by_name(transform: Any) -> None:
+    fn = reactivate.checkpoint(lambda x: x.sin().exp().sum())
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        transform(fn)(torch.randn(4, 4))
+
+
+def test_function_transform_inside_a_region_is_refused_by_torch() -> None:
+    """torch.func turns saved-tensor hooks off for its functions, and says so where there are some already."""
+    fn = reactivate.checkpoint(lambda x: torch.func.vmap(torch.func.grad(lambda v: v.sin().sum()))(x).tanh())
+    with pytest.raises(RuntimeError, match=r"torch\.func.*saved tensor hooks"):
+        fn(leaf(4, 8))
+
+
+def test_forward_mode_is_right() -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    x, tangent = leaf(4, 8), torch.randn(4, 8)
+
+    def once(wrap: Any) -> tuple[Tensor, Tensor]:
+        with forward_ad.dual_level():
+            out = wrap(lambda x: x.sin().exp())(forward_ad.make_dual(x, tangent))
+            _, jvp = forward_ad.unpack_dual(out)
+            (grad,) = torch.autograd.grad(jvp.sum(), x)
+            return jvp.detach(), grad
+
+    for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint)):
+        assert torch.equal(one, other)
+
+
+def test_a_region_that_writes_to_its_input_is_refused() -> None:
+    x = leaf(4)
+    with pytest.raises(MutationError, match=r"args\[0\].*float32\[4\]"):
+        reactivate.checkpoint(lambda h: h.mul_(2).sin())(x * 1)
+
+
+def test_shared_replay() -> None:
+    calls = 0
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        y = x.sin().cos()
+        return y, y.sin().cos()
+
+    x = leaf(4)
+    grads = []
+    for context in (torch.enable_grad(), reactivate.shared_replay()):
+        calls = 0
+        y, z = reactivate.checkpoint(fn)(x)
+        with context:
+            (grad_y,) = torch.autograd.grad(z, y, torch.ones(4))
+            grads.append(torch.autograd.grad(y, x, grad_y)[0])
+        grads.append(torch.tensor(calls))
+    assert torch.equal(grads[0], grads[2])
+    assert (grads[1].item(), grads[3].item()) == (3, 2)
+
+
+def test_shared_replay_frees_at_its_end_and_refuses_itself() -> None:
+    x = leaf(64, 64)
+    y, _ = reactivate.checkpoint(lambda x: (x.sin().cos(), x.exp().sin()))(x)
+    with reactivate.shared_replay():
+        y.sum().backward(retain_graph=True)
+        with pytest.raises(reactivate.ReactivateError, match="inside of itself"), reactivate.shared_replay():
+            pass
+    y.sum().backward()
+
+
+def test_saved_tensors_read_outside_a_backward() -> None:
+    calls = 0
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.exp(x)
+
+    x = leaf(4)
+    out = reactivate.checkpoint(fn)(x)
+    for _ in range(2):
+        assert torch.equal(out.grad_fn._saved_result, x.exp())
+    assert calls == 3

@@ -1,0 +1,208 @@
+"""Rule 2: what is kept, and for how long."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import reactivate
+from memory import allocated_by
+from reactivate._engine.record import Record, observed_by
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def block(width: int = 32) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * width, width))
+
+
+class Watch:
+    """Weak references to every region that ran."""
+
+    def __init__(self) -> None:
+        self.records: list[weakref.ref[Record]] = []
+
+    def forward_done(self, record: Record) -> None:
+        self.records.append(weakref.ref(record))
+
+    def replay_done(self, record: Record) -> None:
+        pass
+
+    def alive(self) -> int:
+        return sum(reference() is not None for reference in self.records)
+
+
+def size(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def test_kept_after_the_forward_are_the_inputs_and_the_snapshots() -> None:
+    """The region draws random numbers, so the CPU generator's state is kept; nothing else but its input is."""
+    module, x = block(), torch.randn(64, 32, requires_grad=True)
+    reactivate.checkpoint(module)(x)  # the guards' first look at the module
+    seen: list[int] = []
+    with saved_tensors_hooks(lambda tensor: (seen.append(size(tensor)), tensor)[1], lambda tensor: tensor):
+        kept = allocated_by(lambda: reactivate.checkpoint(module)(x))
+    assert seen == [size(x)], "the input, once"
+    state = torch.get_rng_state()
+    assert kept.left_bytes == size(kept.result) + size(state)
+
+    plain = allocated_by(lambda: module(x))
+    assert plain.left_bytes > 4 * kept.left_bytes
+
+
+def test_nothing_is_kept_of_the_generator_if_nothing_is_drawn() -> None:
+    module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
+    reactivate.checkpoint(module)(x)
+    kept = allocated_by(lambda: reactivate.checkpoint(module)(x))
+    assert kept.left_bytes == size(kept.result)
+
+
+def test_statistics_of_batch_norm_are_kept_and_named_in_the_docs() -> None:
+    """In training two running statistics, one counter: `num_batches_tracked` was written to."""
+    module, x = nn.BatchNorm1d(32), torch.randn(64, 32, requires_grad=True)
+    reactivate.checkpoint(module)(x)
+    kept = allocated_by(lambda: reactivate.checkpoint(module)(x))
+    statistics = sum(size(buffer) for buffer in module.buffers())
+    assert kept.left_bytes == size(kept.result) + statistics
+
+
+def test_large_buffers_that_nobody_writes_to_are_not_kept() -> None:
+    module = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+    module.register_buffer("table", torch.randn(512, 512))
+    x = torch.randn(64, 32, requires_grad=True)
+    reactivate.checkpoint(module)(x)
+    kept = allocated_by(lambda: reactivate.checkpoint(module)(x))
+    assert kept.left_bytes == size(kept.result)
+    assert kept.peak_bytes < size(module.table), "and they are copied only the first time"
+
+
+def test_recomputed_tensors_go_as_the_backward_takes_them() -> None:
+    """The peak of a deep chain's backward is one block's, not the chain's."""
+    blocks = nn.ModuleList(block() for _ in range(8)).eval()
+    x = torch.randn(256, 32, requires_grad=True)
+
+    def step(wrap: Any) -> None:
+        h = x
+        for module in blocks:
+            h = wrap(module)(h)
+        h.sum().backward()
+
+    for parameter in [x, *blocks.parameters()]:
+        parameter.grad = torch.zeros_like(parameter)
+    step(reactivate.checkpoint)
+    plain, ours = allocated_by(lambda: step(lambda fn: fn)), allocated_by(lambda: step(reactivate.checkpoint))
+    assert ours.peak_bytes < 0.35 * plain.peak_bytes
+    assert abs(ours.left_bytes) < 64, "nothing is left"
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_nothing_outlives_the_backward(retain_graph: bool, no_collector: None) -> None:
+    module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
+    watch = Watch()
+    for parameter in [x, *module.parameters()]:
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        with observed_by(watch):
+            out = reactivate.checkpoint(module)(x)
+            out.sum().backward(retain_graph=retain_graph)
+
+    step()
+    assert allocated_by(step).left_bytes == 0
+    assert watch.alive() == 0
+
+
+def test_retain_graph_keeps_no_recomputed_tensor(no_collector: None) -> None:
+    module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
+    reactivate.checkpoint(module)(x)
+    out = reactivate.checkpoint(module)(x)
+    for parameter in [x, *module.parameters()]:
+        parameter.grad = torch.zeros_like(parameter)
+    assert allocated_by(lambda: out.sum().backward(retain_graph=True)).left_bytes == 0
+    # A partial backward leaves recomputed tensors that nobody asked for.
+    assert allocated_by(lambda: torch.autograd.grad(out.sum(), module[3].bias, retain_graph=True)[0]).left_bytes <= 128
+
+
+def test_a_forward_without_a_backward_leaves_nothing(no_collector: None) -> None:
+    module, x = block(), torch.randn(64, 32, requires_grad=True)
+    watch = Watch()
+    with observed_by(watch):
+        out = reactivate.checkpoint(module)(x)
+    assert watch.alive() == 1
+    del out
+    assert watch.alive() == 0
+
+
+def test_closures_that_collect_outputs_make_no_cycle(no_collector: None) -> None:
+    """A list that the region appends to would tie graph, region and list together."""
+    x = torch.randn(64, 32, requires_grad=True)
+    watch = Watch()
+
+    def forward() -> None:
+        collected: list[Tensor] = []
+        last: Tensor | None = None
+
+        def fn(x: Tensor) -> Tensor:
+            nonlocal last
+            h = x.sin().exp()
+            collected.append(h)
+            last = h
+            return h.cos()
+
+        fn_ = reactivate.checkpoint(fn)
+        fn_(x)
+        assert len(collected) == 1 and last is not None
+
+    with observed_by(watch):
+        forward()
+    assert watch.alive() == 0
+
+
+def test_errors_in_the_backward_leave_nothing(no_collector: None) -> None:
+    x = torch.randn(64, 32, requires_grad=True)
+    watch = Watch()
+
+    def fn(x: Tensor) -> Tensor:
+        if reactivate.is_recomputing():
+            raise ValueError("in the replay")
+        return x.sin().exp().cos()
+
+    def step() -> None:
+        out = reactivate.checkpoint(fn)(x)
+        with pytest.raises(ValueError, match="in the replay"):
+            out.sum().backward()
+
+    with observed_by(watch):
+        step()
+    gc.collect()  # the exception itself is a cycle of frames
+    assert watch.alive() == 0
+
+
+def test_two_thousand_steps_are_flat() -> None:
+    module, x = block(8), torch.randn(4, 8, requires_grad=True)
+    inner = reactivate.checkpoint(block(8))
+    outer = reactivate.checkpoint(lambda x: inner(module(x)))
+
+    def steps(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            outer(x).sum().backward()
+        gc.collect()
+        tensors = [item for item in gc.get_objects() if isinstance(item, Tensor)]
+        return len(tensors), sum(size(tensor) for tensor in tensors if tensor.layout is torch.strided)
+
+    first = steps(10)
+    assert steps(2000) == first
