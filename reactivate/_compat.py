@@ -87,18 +87,17 @@ def replace_function_modes(modes: tuple[Any, ...]) -> None:
 
 
 def dispatch_modes() -> tuple[Any, ...]:
-    """The active `TorchDispatchMode`s, outermost first."""
-    return tuple(map(torch._C._get_dispatch_stack_at, range(_count_dispatch_modes())))
+    """The active `TorchDispatchMode`s but torch's machinery (fake tensors, tracing), outermost first."""
+    modes = map(torch._C._get_dispatch_stack_at, range(_count_dispatch_modes()))
+    return tuple(mode for mode in modes if getattr(mode, "_mode_key", None) is None)
 
 
-def push_dispatch_mode(mode: Any) -> None:
-    """Make `mode` the innermost one, without its `__enter__`."""
-    torch._C._push_on_torch_dispatch_stack(mode)
-
-
-def pop_dispatch_mode() -> None:
-    """Take the innermost one off."""
-    torch._C._pop_torch_dispatch_stack()
+def replace_dispatch_modes(modes: tuple[Any, ...]) -> None:
+    """Make `modes` the active ones beside torch's machinery. Their `__enter__` is not called."""
+    for _ in dispatch_modes():
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

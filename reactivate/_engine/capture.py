@@ -41,7 +41,7 @@ from reactivate._engine.forms import (
     attributes_of,
     slots_of,
 )
-from reactivate._engine.namespaces import Watched, facts_of_code, find_facts, names_of_class
+from reactivate._engine.namespaces import Watched, facts_of_class, facts_of_code, find_facts
 from reactivate.errors import UnsupportedError
 
 _ATOMS = frozenset(
@@ -65,15 +65,15 @@ class Capture:
         fn, args, kwargs: their forms.
         tensors: every tensor that was saved, in the order of the walk, with its version then.
         roots: the outermost modules found.
-        generators: the sources of randomness found.
         watched: tensors that the replay will read by name.
         shared: what the replay will share with the function: counters and the like.
     """
 
     roots: tuple[Module, ...] = ()
-    generators: tuple[Any, ...] = ()
     watched: tuple[Watched, ...] = ()
     shared: tuple[Shared, ...] = ()
+    _generators: tuple[Any, ...] = ()
+    _modules: Sequence[Module] | None = None
     _unowned: tuple[Any, ...] = ()  # values that only this walk holds: alive, so that their ids stay theirs
 
     def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,23 +96,43 @@ class Capture:
 
     @property
     def modules(self) -> Sequence[Module]:
-        """Every module under the roots, each once; module-level names that their classes read are watched from here."""
-        roots = self.roots
-        if not roots:
-            return ()
+        """Every module under the roots, each once; the walk finds what their attributes and their classes name, too."""
+        if self._modules is None:
+            self._modules = self._walk() if self.roots else ()
+        return self._modules
+
+    @property
+    def generators(self) -> Sequence[Any]:
+        """The sources of randomness found, also in the attributes of modules."""
+        if self._modules is None and self.roots:
+            self._modules = self._walk()
+        return self._generators
+
+    def _walk(self) -> list[Module]:
         found: dict[Module, None] = {}
-        todo = [*reversed(roots)]
-        while todo:
+        todo: list[Module] = []
+        count = 0
+        while todo or count < len(self.roots):
+            if not todo:  # there may be more roots than in the beginning: a class may name some
+                todo.append(self.roots[count])
+                count += 1
             module = todo.pop()
             if module not in found:
                 found[module] = None
                 children = module._modules
                 if children:
                     todo.extend([child for child in children.values() if child is not None][::-1])
-                names = names_of_class(type(module))
-                if names:
-                    self._names(names)
+                facts = facts_of_class(type(module))
+                if facts.names:
+                    self._names(facts.names)
+                if facts.is_users:
+                    self._generators_of(module)
         return list(found)
+
+    def _generators_of(self, module: Module) -> None:
+        for value in vars(module).values():
+            if _is_random_source(value, type(value)) and value not in self._generators:
+                self._generators += (value,)
 
     def form_of(self, value: Any) -> Any:
         """The form that a value got in this walk."""
@@ -158,7 +178,7 @@ class Capture:
                 "that the replay would find it empty. Pass a list of its items instead."
             )
         if _is_random_source(value, kind):
-            self.generators += (value,)
+            self._generators += (value,)
             return value
         return self._object(value, kind, depth)
 

@@ -56,7 +56,6 @@ class Facts(NamedTuple):
 
 
 facts_of_code: dict[int, Facts] = {}  # by the id of the code object
-_names_of_class: dict[type, Names] = {}
 
 
 def find_facts(fn: FunctionType) -> Facts:
@@ -66,12 +65,22 @@ def find_facts(fn: FunctionType) -> Facts:
     return facts
 
 
-def names_of_class(kind: type) -> Names:
-    """The same for the methods of a module class."""
-    names = _names_of_class.get(kind)
-    if names is None:
-        names = _names_of_class[kind] = tuple(_find_in_class(kind))
-    return names
+class ClassFacts(NamedTuple):
+    """What is known of a module's class.
+
+    Attributes:
+        names: (namespace, name) of everything at module level that its methods read and that may hold state.
+        is_users: whether it is not one of `torch.nn`'s, whose attributes are known to be plain.
+    """
+
+    names: Names
+    is_users: bool
+
+
+@functools.cache
+def facts_of_class(kind: type) -> ClassFacts:
+    """The facts of a module's class."""
+    return ClassFacts(tuple(_find_in_class(kind)), not kind.__module__.startswith("torch.nn.modules."))
 
 
 def _find_in_class(kind: type) -> Iterator[tuple[dict[str, Any], str]]:

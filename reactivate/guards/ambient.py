@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import filterfalse
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,7 @@ from reactivate._compat import (
     is_any_autocast_enabled,
     is_dispatch_mode_active,
     is_function_mode_active,
-    pop_dispatch_mode,
-    push_dispatch_mode,
+    replace_dispatch_modes,
     replace_function_modes,
 )
 from reactivate._types import Call, Guard
@@ -70,7 +70,7 @@ class _Rest(NamedTuple):
         is_in_use = backend is not None and backend.is_initialized()
         return cls(
             function_modes(),
-            _users_modes(),
+            tuple(filter(_is_users, dispatch_modes())),
             _read_autocast() if is_any_autocast_enabled() else None,
             backend.read_place() if backend is not None and is_in_use else None,
         )
@@ -85,10 +85,8 @@ def _as_it_was(flags: list[Any], rest: _Rest) -> Iterator[None]:
         backend = accelerator()
         if backend is not None and rest.place is not None:
             stack.enter_context(backend.at_place(rest.place))
-        for mode in rest.dispatch_modes:
-            if mode not in dispatch_modes():
-                push_dispatch_mode(mode)
-                stack.callback(pop_dispatch_mode)
+        stack.callback(replace_dispatch_modes, dispatch_modes())
+        replace_dispatch_modes((*filterfalse(_is_users, dispatch_modes()), *rest.dispatch_modes))
         stack.callback(replace_function_modes, function_modes())
         replace_function_modes(rest.function_modes)
         yield
@@ -100,12 +98,9 @@ def _write_flags(values: list[Any]) -> None:
             flag.write(value)
 
 
-def _users_modes() -> tuple[Any, ...]:
-    # torch's own dispatch modes are its machinery (fake tensors, tracing) or count what runs (FLOPs, memory).
-    return tuple(mode for mode in dispatch_modes() if type(mode).__module__.partition(".")[0] not in _OURS_AND_TORCHS)
-
-
-_OURS_AND_TORCHS = ("reactivate", "torch")
+def _is_users(mode: Any) -> bool:
+    # torch's own count what runs (FLOPs, memory) or belong to its selective checkpointing, which has its own contexts.
+    return type(mode).__module__.partition(".")[0] not in ("reactivate", "torch")
 
 
 def _read_autocast() -> tuple[Any, ...]:

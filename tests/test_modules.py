@@ -1,0 +1,640 @@
+"""Rule 12: modules are seen as they were, and are not advanced twice; arguments change once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+import reactivate
+from oracle import Case, assert_bitwise, check
+from reactivate.errors import MutationError, UnsupportedError
+from reactivate.guards import DEFAULT
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = {f"buffer {name}": buffer.clone() for name, buffer in module.named_buffers()}
+    state |= {f"grad {name}": parameter.grad for name, parameter in module.named_parameters()}
+    for name, child in module.named_modules():
+        state |= {
+            f"{name}.{key}": copy.copy(value)
+            for key, value in vars(child).items()
+            if isinstance(value, (int, float, Tensor, list, dict)) and not key.startswith("_")
+        }
+    return state
+
+
+def compare(make: Callable[[], nn.Module], scenario: Callable[[nn.Module, Any], Any]) -> None:
+    """`scenario(module, fn)` with fn the module, and with fn the checkpointed module: results and state are the same."""
+    results = []
+    for wrap in (lambda fn: fn, reactivate.checkpoint):
+        torch.manual_seed(0)
+        module = make()
+        result = scenario(module, wrap(module))
+        results.append((result, state_of(module), torch.get_rng_state()))
+    (plain, plain_state, plain_rng), (ours, our_state, our_rng) = results
+    for index, (one, other) in enumerate(zip(plain, ours, strict=True)):
+        assert_bitwise(one, other, f"result {index}")
+    assert plain_state.keys() == our_state.keys()
+    for name in plain_state:
+        if not isinstance(plain_state[name], (list, dict)) or not any(
+            isinstance(item, Tensor) for item in plain_state[name]
+        ):
+            assert_bitwise(plain_state[name], our_state[name], name)
+    assert torch.equal(plain_rng, our_rng)
+
+
+def inputs(count: int, *shape: int) -> list[Tensor]:
+    torch.manual_seed(5)
+    return [leaf(*shape) for _ in range(count)]
+
+
+# -- scenarios ----------------------------------------------------------------------------------------------------------
+
+
+def one_step(module: nn.Module, fn: Any) -> Any:
+    (x,) = inputs(1, 8, 16)
+    fn(x).sum().backward()
+    return [x.grad]
+
+
+def five_steps(module: nn.Module, fn: Any) -> Any:
+    found = []
+    for x in inputs(5, 8, 16):
+        fn(x).square().sum().backward()
+        found.append(x.grad)
+    return found
+
+
+def two_microbatches_interleaved(module: nn.Module, fn: Any) -> Any:
+    """1F1B: fwd A, fwd B, bwd A, bwd B."""
+    a, b = inputs(2, 8, 16)
+    out_a, out_b = fn(a), fn(b)
+    out_a.square().sum().backward()
+    out_b.square().sum().backward()
+    return [a.grad, b.grad]
+
+
+def forward_without_a_backward(module: nn.Module, fn: Any) -> Any:
+    a, b, c = inputs(3, 8, 16)
+    out_a = fn(a)
+    fn(b)
+    out_a.square().sum().backward()
+    fn(c).square().sum().backward()
+    return [a.grad, c.grad]
+
+
+def in_eval_mode(module: nn.Module, fn: Any) -> Any:
+    a, b = inputs(2, 8, 16)
+    fn(a).square().sum().backward()
+    module.eval()
+    fn(b).square().sum().backward()
+    return [a.grad, b.grad]
+
+
+def called_twice(module: nn.Module, fn: Any) -> Any:
+    (x,) = inputs(1, 8, 16)
+    fn(fn(x)).square().sum().backward()
+    return [x.grad]
+
+
+def backward_twice(module: nn.Module, fn: Any) -> Any:
+    (x,) = inputs(1, 8, 16)
+    out = fn(x).square().sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    return [x.grad]
+
+
+def eval_between_forward_and_backward(module: nn.Module, fn: Any) -> Any:
+    (x,) = inputs(1, 8, 16)
+    out = fn(x).square().sum()
+    module.eval()
+    out.backward()
+    module.train()
+    return [x.grad]
+
+
+SCENARIOS = [
+    *(one_step, five_steps, two_microbatches_interleaved, forward_without_a_backward, in_eval_mode, called_twice),
+    *(backward_twice, eval_between_forward_and_backward),
+]
+
+
+# -- modules with state -------------------------------------------------------------------------------------------------
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+
+
+def batch_norm_with_cumulative_average() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(16, momentum=None), nn.Tanh())
+
+
+def spectral_norm_parametrization() -> nn.Module:
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Tanh())
+
+
+def spectral_norm_hook() -> nn.Module:
+    return nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Tanh())
+
+
+def weight_norm() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 16)), nn.Tanh())
+
+
+class Fp8Linear(nn.Module):
+    """Delayed scaling: this step's scale comes from the history of earlier steps' largest values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.register_buffer("amax_history", torch.zeros(4, 2))
+        self.register_buffer("scale", torch.ones(2))
+        self.steps = 0
+
+    def quantize(self, tensor: Tensor, slot: int) -> Tensor:
+        with torch.no_grad():
+            if self.training:
+                self.amax_history[self.steps % 4, slot] = tensor.abs().max()
+        scaled = tensor * self.scale[slot].clone()
+        return tensor + ((scaled.detach() * 8).round() / 8 / self.scale[slot] - tensor).detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(self.quantize(x, 0), self.quantize(self.weight, 1))
+        if self.training:
+            with torch.no_grad():
+                self.scale.copy_(448.0 / self.amax_history.amax(0).clamp_min(1e-3))
+            self.steps += 1
+        return out.tanh()
+
+
+class Fp8LinearThatRebinds(Fp8Linear):
+    """The same with `self.buffer = new`, as some libraries do it, and a plain attribute beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_amax = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(self.quantize(x, 0) * self.last_amax.sqrt(), self.quantize(self.weight, 1))
+        if self.training:
+            self.amax_history = torch.roll(self.amax_history, 1, 0)
+            self.scale = 448.0 / self.amax_history.amax(0).clamp_min(1e-3)
+            self.last_amax = x.detach().abs().max()
+            self.steps += 1
+        return out.tanh()
+
+
+class Codebook(nn.Module):
+    """Vector quantisation with an exponential moving average: reads and writes a buffer of two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.register_buffer("codes", torch.randn(8, 16))
+        self.register_buffer("usage", torch.zeros(8, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        index = torch.cdist(h, self.codes).argmin(-1)
+        quantized = self.codes[index]
+        if self.training:
+            with torch.no_grad():
+                self.codes.mul_(0.9).index_add_(0, index, h.detach(), alpha=0.1)
+                self.usage.index_add_(0, index, torch.ones_like(index))
+        return (h + (quantized - h).detach()).tanh() * h.exp()
+
+
+class Counter(nn.Module):
+    """Python state that decides what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.calls = 0
+        self.losses: list[Tensor] = []
+        self.table = {"scale": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.table["scale"] *= 0.5
+        h = self.inner(x) * self.calls * self.table["scale"]
+        self.losses.append(h.detach().mean())
+        return h.tanh() if self.calls % 2 else h.sin().exp()
+
+
+class Stateful(nn.Module):
+    """State where no walk finds it, with the protocol."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.deep = {"a": {"b": [1.0]}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.deep["a"]["b"][0] += 1.0
+        return (self.inner(x) * self.deep["a"]["b"][0]).tanh()
+
+    def replay_state(self) -> Any:
+        return copy.deepcopy(self.deep)
+
+    def load_replay_state(self, state: Any) -> None:
+        self.deep = copy.deepcopy(state)
+
+
+class FunctionalBatchNorm(nn.Module):
+    """Running statistics that are buffers, written by the function rather than by a batch norm module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("var", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, training=self.training).tanh()
+
+
+class SharedStorage(nn.Module):
+    """Two buffers, one a view of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("all", torch.ones(2, 16))
+        self.register_buffer("first", self.all[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * self.first).sin()
+        with torch.no_grad():
+            self.all.add_(1)
+        return (y * self.first.clone()).exp()
+
+
+MODULES = [
+    *(batch_norm, batch_norm_with_cumulative_average, spectral_norm_parametrization, spectral_norm_hook, weight_norm),
+    *(Fp8Linear, Fp8LinearThatRebinds, Codebook, Counter, Stateful, FunctionalBatchNorm, SharedStorage),
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)
+def test_state(make: Callable[[], nn.Module], scenario: Callable[[nn.Module, Any], Any]) -> None:
+    compare(make, scenario)
+
+
+@pytest.mark.parametrize(
+    "make", [batch_norm, spectral_norm_parametrization, Fp8Linear, Codebook, Counter, Stateful], ids=lambda make: make.__name__
+)
+def test_without_the_guard_it_is_wrong(make: Callable[[], nn.Module]) -> None:
+    """The tests above can fail: they do without the guard."""
+    guards = DEFAULT.without("modules")
+    results = []
+    for wrap in (lambda fn: fn, lambda fn: reactivate.checkpoint(fn, guards=guards)):
+        torch.manual_seed(0)
+        module = make()
+        try:
+            found = two_microbatches_interleaved(module, wrap(module))
+        except reactivate.ReactivateError:
+            return
+        results.append([*found, *module.buffers(), torch.tensor(getattr(module, "calls", 0))])
+    assert not all(torch.equal(one, other) for one, other in zip(*results))
+
+
+# -- how the module is reached ------------------------------------------------------------------------------------------
+
+
+def in_a_closure(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: module(x).sin()
+
+
+def in_a_closure_of_a_closure(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    def inner(x: Tensor) -> Tensor:
+        return module(x).sin()
+
+    return lambda x: inner(x)
+
+
+def in_a_list_in_a_closure(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    modules = [module]
+    return lambda x: modules[0](x).sin()
+
+
+def in_a_default(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    def fn(x: Tensor, module: nn.Module = module) -> Tensor:
+        return module(x).sin()
+
+    return fn
+
+
+def as_an_attribute_of_self(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    class Trainer:
+        def __init__(self) -> None:
+            self.module = module
+            self.others = {"again": module}
+
+        def step(self, x: Tensor) -> Tensor:
+            return self.module(x).sin()
+
+    return Trainer().step
+
+
+def in_a_partial(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    import functools
+
+    return functools.partial(lambda module, x: module(x).sin(), module)
+
+
+def as_an_argument(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x, module=module: module(x).sin()
+
+
+at_module_level: nn.Module
+
+
+def by_a_module_level_name(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    global at_module_level
+    at_module_level = module
+    return _uses_module_level
+
+
+def _uses_module_level(x: Tensor) -> Tensor:
+    return _helper(x).sin()
+
+
+def _helper(x: Tensor) -> Tensor:
+    return at_module_level(x)
+
+
+REACHES = [
+    *(in_a_closure, in_a_closure_of_a_closure, in_a_list_in_a_closure, in_a_default, as_an_attribute_of_self),
+    *(in_a_partial, as_an_argument, by_a_module_level_name),
+]
+
+
+@pytest.mark.parametrize("reach", REACHES, ids=lambda reach: reach.__name__)
+def test_batch_norm_is_found(reach: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
+    results = []
+    for wrap in (lambda fn: fn, reactivate.checkpoint):
+        torch.manual_seed(0)
+        module = batch_norm()
+        fn = wrap(reach(module))
+        a, b = inputs(2, 8, 16)
+        out_a, out_b = fn(a), fn(b)
+        out_a.square().sum().backward()
+        out_b.square().sum().backward()
+        results.append([a.grad, b.grad, *module.buffers()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert results[1][-1].item() == 2
+
+
+def test_statistics_of_a_plain_batch_norm_call() -> None:
+    """Arguments and closures: running statistics that belong to nobody."""
+
+    def make() -> Case:
+        mean, var = torch.zeros(16), torch.ones(16)
+
+        def fn(x: Tensor, var: Tensor) -> Tensor:
+            return F.batch_norm(x, mean, var, training=True).tanh()
+
+        case = Case(fn, (leaf(8, 16), var))
+        holder = nn.Module()
+        holder.register_buffer("mean", mean)
+        holder.register_buffer("var", var)
+        case.modules.append(holder)
+        return case
+
+    check(make)
+
+
+def test_scripted_module_with_batch_norm() -> None:
+    compare(lambda: torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh())), five_steps)
+
+
+def test_functional_call_swaps_parameters_for_the_forward_only() -> None:
+    """As meta-learning does it: the replay must see the parameters of the forward pass."""
+
+    def once(wrap: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.block = block
+
+            def forward(self, x: Tensor) -> Tensor:
+                return wrap(self.block)(x)
+
+        model, x = Model(), leaf(8, 16)
+        fast = {name: leaf(*parameter.shape) for name, parameter in model.named_parameters()}
+        torch.func.functional_call(model, fast, (x,)).square().sum().backward()
+        return [x.grad, *(parameter.grad for parameter in fast.values())]
+
+    plain, ours = once(lambda fn: fn), once(reactivate.checkpoint)
+    assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
+
+
+def test_training_flag_of_one_submodule() -> None:
+    def scenario(module: nn.Module, fn: Any) -> Any:
+        module[3].eval()
+        (x,) = inputs(1, 8, 16)
+        out = fn(x).square().sum()
+        module.train()
+        module[1].eval()
+        out.backward()
+        assert not module[1].training and module[3].training
+        return [x.grad]
+
+    compare(batch_norm, scenario)
+
+
+def test_attribute_changed_between_forward_and_backward() -> None:
+    def scenario(module: nn.Module, fn: Any) -> Any:
+        (x,) = inputs(1, 8, 16)
+        out = fn(x).square().sum()
+        module[3].p = 0.9
+        out.backward()
+        assert module[3].p == 0.9
+        return [x.grad]
+
+    compare(batch_norm, scenario)
+
+
+# -- arguments that change ------------------------------------------------------------------------------------------------
+
+
+def test_a_list_that_the_function_pops() -> None:
+    def once(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        x, items = leaf(4), [leaf(4), leaf(4), leaf(4)]
+        kept = list(items)
+
+        def fn(x: Tensor, items: list[Tensor]) -> Tensor:
+            return (x * items.pop()).sin().exp() * items[0].pop_me.sin() if False else (x * items.pop()).sin().exp()
+
+        fn = wrap(fn)
+        out = fn(x, items) + fn(x, items)
+        assert len(items) == 1
+        out.sum().backward()
+        assert len(items) == 1
+        return [x.grad, *(item.grad for item in kept)]
+
+    for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint), strict=True):
+        assert_bitwise(one, other, "popped")
+
+
+class Cache:
+    """Like a key-value cache: an object with a list of layers that grow."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        self.seen = 0
+
+    def update(self, index: int, key: Tensor) -> Tensor:
+        if index == len(self.layers):
+            self.layers.append(Layer())
+        self.seen += 1
+        return self.layers[index].update(key)
+
+
+class Layer:
+    keys: Tensor | None = None
+
+    def update(self, key: Tensor) -> Tensor:
+        self.keys = key if self.keys is None else torch.cat([self.keys, key])
+        return self.keys
+
+
+def test_a_cache_that_is_appended_to() -> None:
+    def once(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        x, cache = leaf(2, 4), Cache()
+
+        def fn(x: Tensor, cache: Cache, index: int) -> Tensor:
+            return cache.update(index, x.sin()).exp().mean(0, keepdim=True).expand_as(x) * x
+
+        fn = wrap(fn)
+        h = x
+        for _ in range(2):
+            for index in range(3):
+                h = fn(h, cache, index)
+        h.sum().backward()
+        assert cache.seen == 6 and [tuple(layer.keys.shape) for layer in cache.layers] == [(4, 4)] * 3
+        return [h.detach(), x.grad]
+
+    for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint), strict=True):
+        assert_bitwise(one, other, "cache")
+
+
+def test_a_dict_that_is_written_to_and_a_set_and_an_iterator() -> None:
+    def once(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        x, table, names, numbers = leaf(4), {"scale": leaf(4)}, {"a"}, iter([2.0, 3.0])
+
+        def fn(x: Tensor, table: dict[str, Tensor], names: set[str], numbers: Iterator[float]) -> Tensor:
+            scale = table.pop("scale") if "a" in names else torch.zeros(4)
+            names.discard("a")
+            table["new"] = x.detach()
+            return (x * scale * next(numbers)).sin().exp()
+
+        kept = table["scale"]
+        out = wrap(fn)(x, table, names, numbers)
+        out.sum().backward()
+        assert list(table) == ["new"] and names == set() and next(numbers) == 3.0
+        return [x.grad, kept.grad]
+
+    for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint), strict=True):
+        assert_bitwise(one, other, "dict")
+
+
+def test_a_generator_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="generator.*Pass a list"):
+        reactivate.checkpoint(lambda x, items: x * next(items))(leaf(4), (item for item in [1.0]))
+
+
+def test_counters_in_a_closure_count_replays_too() -> None:
+    """Rule 23: a side effect, like a print."""
+    x, counts, calls = leaf(4), [0], 0
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        counts[0] += 1
+        return x.sin().exp()
+
+    out = reactivate.checkpoint(fn)(x).sum()
+    out.backward(retain_graph=True)
+    out.backward()
+    assert calls == counts[0] == 3
+
+
+def test_late_binding_of_a_loop_variable() -> None:
+    x, layers = leaf(4, 8), [nn.Linear(8, 8) for _ in range(3)]
+
+    def once(wrap: Any) -> Any:
+        h = x
+        for index, layer in enumerate(layers):
+            h = wrap(lambda h: layer(h).tanh() * (index + 1))(h)  # noqa: B023 - that is what is tested
+        return torch.autograd.grad(h.sum(), [x, *(layer.weight for layer in layers)])
+
+    assert all(torch.equal(one, other) for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint)))
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+
+def test_parameter_written_between_forward_and_backward() -> None:
+    module, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), leaf(8, 16)
+    out = reactivate.checkpoint(module)(x)
+    with torch.no_grad():
+        module[0].bias.add_(1)  # which plain autograd would not notice: no op saved it
+    with pytest.raises(MutationError, match=r"Sequential\.0\.bias.*\[16\]"):
+        out.sum().backward()
+
+
+def test_parameter_written_in_the_forward() -> None:
+    module = nn.Embedding(8, 4, max_norm=0.1)
+    with pytest.raises(MutationError, match=r"Embedding\.weight"):
+        reactivate.checkpoint(module)(torch.tensor([1, 2]))
+
+
+def test_buffer_written_between_forward_and_backward() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    module.register_buffer("mask", torch.ones(4, 4))
+    module.forward = lambda x: nn.Sequential.forward(module, x) * module.mask  # type: ignore[method-assign]
+    out = reactivate.checkpoint(module)(leaf(4, 4))
+    module.mask.zero_()
+    with pytest.raises(MutationError, match=r"Sequential\.mask"):
+        out.sum().backward()
+
+
+def test_buffer_written_for_the_first_time_after_clean_calls() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(4, 4))
+            self.write = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (x * self.table).sin().exp()
+            if self.write:
+                self.table.add_(1)
+            return y
+
+    module, x = Late(), leaf(4, 4)
+    reactivate.checkpoint(module)(x).sum().backward()
+    module.write = True
+    with pytest.raises(MutationError, match=r"Late\.table.*no copy"):
+        reactivate.checkpoint(module)(x)
+    reactivate.checkpoint(module)(x).sum().backward()  # from now on there is one

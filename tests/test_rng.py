@@ -1,0 +1,396 @@
+"""Rule 10: a replay draws the forward pass's random numbers, and every stream moves on only once."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import reactivate
+from oracle import Case, check
+from reactivate._backends import Backend
+from reactivate.guards import DEFAULT, DeviceRng, HostRng, RngTracker, TrackerGuard
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def torch_default() -> Case:
+    return Case(lambda x: F.dropout(x.sin(), 0.5).exp() * torch.rand_like(x), (leaf(8, 16),))
+
+
+def small_normal_numbers() -> Case:
+    """Fewer than 16 normal numbers leave a spare one behind, which is state too."""
+    return Case(lambda x: (x.sin() * torch.randn(3)).exp(), (leaf(4, 3),))
+
+
+def the_spare_normal_number_alone() -> Case:
+    torch.randn(1)  # leaves a spare
+
+    def fn(x: Tensor) -> Tensor:
+        return (x.sin() * torch.randn(1)).exp()  # uses it up, and moves nothing else
+
+    return Case(fn, (leaf(4),))
+
+
+def python() -> Case:
+    return Case(lambda x: (x.sin() * random.random()).exp() * random.randint(1, 9), (leaf(4),))
+
+
+def python_spare_normal_number() -> Case:
+    random.gauss(0, 1)
+    return Case(lambda x: (x.sin() * random.gauss(0, 1)).exp(), (leaf(4),))
+
+
+def numpy_global() -> Case:
+    return Case(lambda x: (x.sin() * float(numpy.random.rand())).exp(), (leaf(4),))
+
+
+def numpy_spare_normal_number() -> Case:
+    numpy.random.randn()
+    return Case(lambda x: (x.sin() * float(numpy.random.randn())).exp(), (leaf(4),))
+
+
+def exactly_one_round_of_the_twister() -> Case:
+    """624 draws bring the index back to where it was; the words are others."""
+    return Case(lambda x: (x.sin() * torch.randint(0, 100, (624,)).sum()).tanh(), (leaf(4),))
+
+
+def generator_as_argument() -> Case:
+    def fn(x: Tensor, generator: torch.Generator) -> Tensor:
+        return (x.sin() * torch.rand(x.shape, generator=generator)).exp()
+
+    return Case(fn, (leaf(4), torch.Generator().manual_seed(3)))
+
+
+def generators_in_a_closure() -> Case:
+    ours, theirs, numbers = torch.Generator().manual_seed(3), random.Random(4), numpy.random.default_rng(5)
+
+    def fn(x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=ours) * theirs.random() * numbers.random()
+        return (x.sin() * noise).exp() * torch.rand(x.shape, generator=ours)
+
+    return Case(fn, (leaf(4),))
+
+
+def generator_of_a_module() -> Case:
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.sin() * torch.rand(x.shape, generator=self.generator)).exp()
+
+    return Case(Noise(), (leaf(4),))
+
+
+def legacy_numpy_generator() -> Case:
+    numbers = numpy.random.RandomState(5)
+    return Case(lambda x: (x.sin() * float(numbers.randn())).exp(), (leaf(4),))
+
+
+ALL = [
+    *(torch_default, small_normal_numbers, the_spare_normal_number_alone, python, python_spare_normal_number),
+    *(numpy_global, numpy_spare_normal_number, exactly_one_round_of_the_twister, generator_as_argument),
+    *(generators_in_a_closure, generator_of_a_module, legacy_numpy_generator),
+]
+
+
+def draws_left(case: Case) -> list[Any]:
+    """What every generator that the case can reach would draw next."""
+    found = [item for item in (*case.args, *(cell.cell_contents for cell in getattr(case.fn, "__closure__", None) or ()))]
+    found += [getattr(case.fn, "generator", None)]
+    left: list[Any] = []
+    for item in found:
+        if isinstance(item, torch.Generator):
+            left.append(torch.rand(3, generator=item).tolist())
+        elif isinstance(item, (random.Random, numpy.random.Generator)):
+            left.append(item.random())
+        elif isinstance(item, numpy.random.RandomState):
+            left.append(item.randn())
+    return left
+
+
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early_stop", "whole"])
+@pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
+def test_streams(make: Callable[[], Case], early_stop: bool) -> None:
+    made: list[Case] = []
+
+    def remember() -> Case:
+        made.append(make())
+        return made[-1]
+
+    def twice(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+        for retain in (True, False):
+            torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs], retain_graph=retain)
+
+    check(remember, backward=twice, replays=2, early_stop=early_stop, saves_memory=False)
+    plain, ours = made
+    assert draws_left(plain) == draws_left(ours), "the generators are where they are without checkpointing"
+
+
+def test_without_the_guard_it_is_wrong() -> None:
+    """The test above can fail: it does without the guard."""
+    with pytest.raises(AssertionError, match="gradient"):
+        check(torch_default, guards=DEFAULT.without("rng"))
+
+
+def test_backward_draws_nothing_from_the_streams_after() -> None:
+    x, dropout = leaf(64), nn.Dropout()
+    out = reactivate.checkpoint(lambda x: dropout(x.sin()).exp())(x)
+    state = torch.get_rng_state()
+    out.sum().backward()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_nothing_is_kept_if_nothing_is_drawn() -> None:
+    guard = HostRng()
+    token = guard.before(None)  # type: ignore[arg-type]
+    assert guard.after(token) is None
+    torch.rand(1)
+    random.random()
+    kept = guard.after(token)
+    assert [source.name for source, _ in kept] == ["torch's CPU generator", "Python's random"]
+
+
+def test_numpy_may_be_imported_after_us() -> None:
+    code = """
+        import sys, torch, reactivate
+        assert "numpy.random" not in sys.modules
+        x = torch.ones(4, requires_grad=True)
+        reactivate.checkpoint(torch.sin)(x).sum().backward()
+        import numpy.random
+        numpy.random.seed(0)
+        f = lambda x: (x.sin() * float(numpy.random.rand())).exp()
+        plain = torch.autograd.grad(f(x).sum(), x)[0]
+        numpy.random.seed(0)
+        ours = torch.autograd.grad(reactivate.checkpoint(f)(x).sum(), x)[0]
+        assert torch.equal(plain, ours)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_replaced_numpy_generator() -> None:
+    code = """
+        import numpy, torch, reactivate
+        numpy.random.set_bit_generator(numpy.random.PCG64(3))
+        x = torch.ones(4, requires_grad=True)
+        f = lambda x: (x.sin() * float(numpy.random.rand())).exp()
+        state = numpy.random.get_state(legacy=False)
+        plain = torch.autograd.grad(f(x).sum(), x)[0]
+        numpy.random.set_state(state)
+        ours = torch.autograd.grad(reactivate.checkpoint(f)(x).sum(), x)[0]
+        assert torch.equal(plain, ours)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+# -- devices: a module with several, on the CPU -------------------------------------------------------------------------
+
+
+class FakeDevices:
+    """A device module with generators of its own, such as `torch.xpu` is one."""
+
+    def __init__(self, count: int, initialized: bool = True) -> None:
+        generators = [torch.Generator().manual_seed(index) for index in range(count)]
+        self.hidden = {"deep": {"down": generators}}  # where no walk over a closure finds them
+        self.initialized = initialized
+        self.current = 0
+        self.streams: list[str] = ["default"]
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        return self.hidden["deep"]["down"]
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def device_count(self) -> int:
+        return len(self.generators)
+
+    def current_device(self) -> int:
+        return self.current
+
+    def get_rng_state(self, device: int = 0) -> Tensor:
+        assert self.initialized, "looking at the generators initialises the device"
+        return self.generators[device].get_state()
+
+    def set_rng_state(self, new_state: Tensor, device: int = 0) -> None:
+        self.generators[device].set_state(new_state)
+
+    def rand(self, device: int) -> Tensor:
+        self.initialized = True
+        return torch.rand(4, generator=self.generators[device])
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_every_device_of_a_device_module(count: int) -> None:
+    def once(wrap: Callable[..., Any], devices: FakeDevices) -> list[Tensor]:
+        x = torch.ones(4, requires_grad=True)
+
+        def fn(x: Tensor) -> Tensor:
+            h = x.sin()
+            for device in range(count):
+                h = (h * devices.rand(device)).exp().sin()
+            return h
+
+        wrap(fn)(x).sum().backward()
+        return [x.grad, *(devices.rand(device) for device in range(count))]
+
+    plain = once(lambda fn: fn, FakeDevices(count))
+    devices = FakeDevices(count)
+    guards = DEFAULT.adding(DeviceRng(Backend("fake", devices)))
+    ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards), devices)
+    assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
+    with pytest.raises(AssertionError):
+        unguarded = once(reactivate.checkpoint, FakeDevices(count))
+        assert all(torch.equal(*pair) for pair in zip(plain, unguarded))
+
+
+def test_a_device_that_is_first_used_inside_of_a_region() -> None:
+    class Counted(Backend):
+        def first_rng(self) -> Any:
+            return [torch.Generator().manual_seed(index).get_state() for index in range(2)]
+
+    def once(wrap: Callable[..., Any], devices: FakeDevices) -> list[Tensor]:
+        x = torch.ones(4, requires_grad=True)
+        wrap(lambda x: (x.sin() * devices.rand(1)).exp())(x).sum().backward()
+        return [x.grad, devices.rand(1)]
+
+    plain = once(lambda fn: fn, FakeDevices(2, initialized=False))
+    devices = FakeDevices(2, initialized=False)
+    guards = DEFAULT.adding(DeviceRng(Counted("fake", devices)))
+    ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards), devices)
+    assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
+
+
+def test_a_device_that_is_not_in_use_is_left_alone() -> None:
+    devices = FakeDevices(2, initialized=False)
+    x = torch.ones(4, requires_grad=True)
+    guards = DEFAULT.adding(DeviceRng(Backend("fake", devices)))
+    reactivate.checkpoint(lambda x: x.sin().exp(), guards=guards)(x).sum().backward()
+    assert not devices.initialized
+
+
+def test_a_registered_privateuse1_backend_is_found() -> None:
+    code = """
+        import torch, types, reactivate
+        generator = torch.Generator().manual_seed(1)
+        module = types.ModuleType("fake")
+        module.is_initialized = module.is_available = lambda: True
+        module.device_count, module.current_device = (lambda: 1), (lambda: 0)
+        module.get_rng_state = lambda device=0: generator.get_state()
+        module.set_rng_state = lambda state, device=0: generator.set_state(state)
+        f = lambda x: (x.sin() * torch.rand(4, generator=holder["generator"])).exp()
+        holder = {"generator": generator}
+        x = torch.ones(4, requires_grad=True)
+        reactivate.checkpoint(torch.sin)(x).sum().backward()
+        torch.utils.rename_privateuse1_backend("fake")
+        torch._register_device_module("fake", module)
+        from reactivate._backends import accelerator
+        if torch.accelerator.current_accelerator() is not None:
+            assert accelerator().device_type == "fake"
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+# -- named trackers ------------------------------------------------------------------------------------------------------
+
+
+class LiveTracker:
+    """Like TransformerEngine's: gives out its live states, which a later draw changes."""
+
+    def __init__(self, live: bool) -> None:
+        generators = {"model-parallel": torch.Generator().manual_seed(1), "other": torch.Generator().manual_seed(2)}
+        self.hidden = {"deep": {"down": generators}}  # where no walk over a closure finds them
+        self.live = live
+
+    @property
+    def generators(self) -> dict[str, torch.Generator]:
+        return self.hidden["deep"]["down"]
+
+    def get_states(self) -> dict[str, Any]:
+        if self.live:
+            return self.generators
+        return {name: generator.get_state() for name, generator in self.generators.items()}
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        if self.live:
+            self.hidden["deep"]["down"] = states
+        else:
+            for name, state in states.items():
+                self.generators[name].set_state(state)
+
+    def noise(self, name: str) -> Tensor:
+        return torch.rand(4, generator=self.generators[name])
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["live handles", "tensors"])
+def test_trackers_of_others(live: bool) -> None:
+    def once(wrap: Callable[..., Any], tracker: LiveTracker) -> list[Tensor]:
+        x = torch.ones(4, requires_grad=True)
+        wrap(lambda x: (x.sin() * tracker.noise("model-parallel")).exp() * tracker.noise("other"))(x).sum().backward()
+        return [x.grad, tracker.noise("model-parallel"), tracker.noise("other")]
+
+    plain = once(lambda fn: fn, LiveTracker(live))
+    tracker = LiveTracker(live)
+    guards = DEFAULT.adding(TrackerGuard(lambda: tracker))
+    ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards), tracker)
+    assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
+    with pytest.raises(AssertionError):
+        unguarded = once(reactivate.checkpoint, LiveTracker(live))
+        assert all(torch.equal(*pair) for pair in zip(plain, unguarded))
+
+
+def test_our_tracker() -> None:
+    def once(wrap: Callable[..., Any], tracker: RngTracker) -> list[Tensor]:
+        torch.manual_seed(9)
+        tracker.add("model-parallel", seed=3)
+        x = torch.ones(64, requires_grad=True)
+
+        def fn(x: Tensor) -> Tensor:
+            h = F.dropout(x.sin(), 0.5).exp()
+            with tracker.fork("model-parallel"):
+                h = F.dropout(h, 0.5).sin()
+            return F.dropout(h, 0.5).exp()
+
+        wrap(fn)(x).sum().backward()
+        with tracker.fork("model-parallel"):
+            after = torch.rand(3)
+        return [x.grad, after, torch.rand(3)]
+
+    plain = once(lambda fn: fn, RngTracker())
+    tracker = RngTracker()
+    guards = DEFAULT.adding(TrackerGuard(tracker))
+    for early_stop in (True, False):
+        ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards, early_stop=early_stop), RngTracker.__init__(tracker) or tracker)
+        assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
+
+
+def test_our_tracker_refuses() -> None:
+    tracker = RngTracker()
+    tracker.add("a", seed=1)
+    with pytest.raises(reactivate.errors.UsageError, match="'a' already"):
+        tracker.add("a", seed=2)
+    with pytest.raises(reactivate.errors.UsageError, match="no stream 'b'. There are: a"), tracker.fork("b"):
+        pass
+
+
+def test_a_tracker_that_nobody_draws_from_keeps_nothing() -> None:
+    tracker = RngTracker()
+    tracker.add("a", seed=1)
+    guard = TrackerGuard(tracker)
+    assert guard.after(guard.before(None)) is None  # type: ignore[arg-type]
+
+
