@@ -148,6 +148,28 @@ def write_unseen(tensor: torch.Tensor, content: torch.Tensor) -> None:
         tensor.copy_(content)
 
 
+# -- TorchScript ------------------------------------------------------------------------------------------------------
+
+# The graph that TorchScript's interpreter ran last on this thread, None if it never did: 0.05 us.
+last_script_graph: Callable[[], Any] = torch._C._last_executed_optimized_graph
+# How many calls TorchScript watches before it compiles.
+count_of_profiled_runs: Callable[[], int] = torch._C._jit_get_num_profiled_runs
+
+
+def is_profiling_graph(graph: Any) -> bool:
+    """Whether TorchScript ran `graph` to see what to compile, and will run another one next time."""
+    return any(node.kind() == "prim::profile" for node in graph.nodes())
+
+
+def is_compiled_script(script: Any) -> bool:
+    """Whether a scripted function or module has been called often enough to be compiled."""
+    try:
+        script.get_debug_state()
+    except RuntimeError:
+        return False
+    return True
+
+
 # -- transforms and compilers -----------------------------------------------------------------------------------------
 
 # The innermost torch.func transform around the call, or None.

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
 
 from reactivate._compat import may_be_written_unseen, registered_containers, save_tensor
@@ -72,6 +73,7 @@ class Capture:
     roots: tuple[Module, ...] = ()
     watched: tuple[Watched, ...] = ()
     shared: tuple[Shared, ...] = ()
+    _scripts: tuple[Any, ...] = ()
     _generators: tuple[Any, ...] = ()
     _modules: Sequence[Module] | None = None
     _unowned: tuple[Any, ...] = ()  # values that only this walk holds: alive, so that their ids stay theirs
@@ -108,9 +110,17 @@ class Capture:
             self._modules = self._walk()
         return self._generators
 
+    @property
+    def scripts(self) -> Sequence[Any]:
+        """Scripted functions and modules, also those that the modules' code names."""
+        if self._modules is None and self.roots:
+            self._modules = self._walk()
+        return self._scripts
+
     def _walk(self) -> list[Module]:
         found: dict[Module, None] = {}
         todo: list[Module] = []
+        scripted: set[Module] = set()  # those inside of them are a part of their code
         count = 0
         while todo or count < len(self.roots):
             if not todo:  # there may be more roots than in the beginning: a class may name some
@@ -119,19 +129,26 @@ class Capture:
             module = todo.pop()
             if module not in found:
                 found[module] = None
+                if isinstance(module, ScriptModule):
+                    if module not in scripted:
+                        self._scripts += (module,)
+                    scripted.update(module.modules())
                 children = module._modules
                 if children:
                     todo.extend([child for child in children.values() if child is not None][::-1])
                 facts = facts_of_class(type(module))
                 if facts.names:
                     self._names(facts.names)
+                self._scripts += facts.scripts
                 if facts.is_users:
-                    self._generators_of(module)
+                    self._look_at_attributes(module)
         return list(found)
 
-    def _generators_of(self, module: Module) -> None:
+    def _look_at_attributes(self, module: Module) -> None:
         for value in vars(module).values():
-            if _is_random_source(value, type(value)) and value not in self._generators:
+            if type(value) is ScriptFunction:
+                self._scripts += (value,)
+            elif _is_random_source(value, type(value)) and value not in self._generators:
                 self._generators += (value,)
 
     def form_of(self, value: Any) -> Any:
@@ -250,7 +267,9 @@ class Capture:
             return MethodForm(fn.__name__, self.value(owner)) if isinstance(owner, Tensor) else fn
         if issubclass(kind, functools.partial):
             return PartialForm(kind, self.function(fn.func), self.value(fn.args), self.value(fn.keywords))
-        if not isinstance(fn, type) and _is_plain(kind):
+        if kind is ScriptFunction:
+            self._scripts += (fn,)
+        elif not isinstance(fn, type) and _is_plain(kind):
             self._watch_attributes(fn)
         return fn
 
@@ -258,6 +277,8 @@ class Capture:
         facts = facts_of_code.get(id(fn.__code__)) or find_facts(fn)
         if facts.names:
             self._names(facts.names)
+        if facts.scripts:
+            self._scripts += facts.scripts
         cells, defaults, keywords = fn.__closure__, fn.__defaults__, fn.__kwdefaults__
         if cells is None and defaults is None and keywords is None:
             return fn

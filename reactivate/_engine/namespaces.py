@@ -2,19 +2,23 @@
 
 Which names a code object reads is found once a code object and kept; what they stand for is looked up at every call.
 Names are followed through helper functions of the same Python module. An attribute of something else (`config.table`)
-is not followed: the docs list that under Limits.
+is not followed: the docs list that under Limits. Scripted functions are looked for further, through helper functions of
+other modules and the attributes of those.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.jit import ScriptFunction
 from torch.nn import Module
 
 
@@ -48,11 +52,13 @@ class Facts(NamedTuple):
         code: kept, so that its id stays its own.
         names: (namespace, name) of everything at module level that it reads and that may hold state.
         assigned: the closed-over variables that it assigns to, itself or in a function within it.
+        scripts: the scripted functions that it names.
     """
 
     code: CodeType
     names: Names
     assigned: frozenset[str]
+    scripts: tuple[ScriptFunction, ...]
 
 
 facts_of_code: dict[int, Facts] = {}  # by the id of the code object
@@ -61,7 +67,8 @@ facts_of_code: dict[int, Facts] = {}  # by the id of the code object
 def find_facts(fn: FunctionType) -> Facts:
     """The facts of `fn`, from now on in `facts_of_code`."""
     code = fn.__code__
-    facts = facts_of_code[id(code)] = Facts(code, tuple(_find(fn.__globals__, [code])), _assigned_cells(code))
+    names, scripts = tuple(_find(fn.__globals__, [code])), tuple(_find_scripts(fn, set()))
+    facts = facts_of_code[id(code)] = Facts(code, names, _assigned_cells(code), scripts)
     return facts
 
 
@@ -70,31 +77,37 @@ class ClassFacts(NamedTuple):
 
     Attributes:
         names: (namespace, name) of everything at module level that its methods read and that may hold state.
+        scripts: the scripted functions that its methods name.
         is_users: whether it is not one of `torch.nn`'s, whose attributes are known to be plain.
     """
 
     names: Names
+    scripts: tuple[ScriptFunction, ...]
     is_users: bool
 
 
 @functools.cache
 def facts_of_class(kind: type) -> ClassFacts:
     """The facts of a module's class."""
-    return ClassFacts(tuple(_find_in_class(kind)), not kind.__module__.startswith("torch.nn.modules."))
+    facts = [facts_of_code.get(id(fn.__code__)) or find_facts(fn) for fn in _methods(kind)]
+    names = tuple(name for item in facts for name in item.names)
+    scripts = tuple(script for item in facts for script in item.scripts)
+    return ClassFacts(names, scripts, not kind.__module__.startswith("torch.nn.modules."))
 
 
-def _find_in_class(kind: type) -> Iterator[tuple[dict[str, Any], str]]:
+def _methods(kind: type) -> Iterator[FunctionType]:
     for base in kind.__mro__:
         if base is Module:
             return
-        functions = [item for item in vars(base).values() if isinstance(item, FunctionType)]
-        for fn in functions:
-            yield from (facts_of_code.get(id(fn.__code__)) or find_facts(fn)).names
+        for item in vars(base).values():
+            function = getattr(item, "__func__", item)  # of a static or class method
+            if isinstance(function, FunctionType):
+                yield function
 
 
 def _find(namespace: dict[str, Any], todo: list[CodeType]) -> Iterator[tuple[dict[str, Any], str]]:
-    if str(namespace.get("__name__", "")).partition(".")[0] in ("reactivate", "torch"):
-        return  # these keep no state of the user's at module level
+    if _is_librarys(namespace):
+        return
     seen: set[str] = set()
     while todo:
         code = todo.pop()
@@ -105,6 +118,32 @@ def _find(namespace: dict[str, Any], todo: list[CodeType]) -> Iterator[tuple[dic
                 todo.append(value.__code__)
             elif isinstance(value, (Tensor, Module, torch.Generator, list, tuple, dict)):
                 yield namespace, name
+
+
+def _find_scripts(fn: FunctionType, seen: set[int]) -> Iterator[ScriptFunction]:
+    """The scripted functions that `fn` names, itself or through others."""
+    namespace = fn.__globals__
+    if id(fn.__code__) in seen or _is_librarys(namespace):
+        return
+    seen.add(id(fn.__code__))
+    names, attributes = _global_names(fn.__code__), set(fn.__code__.co_names)
+    values = [namespace[name] for name in names if name in namespace]
+    for module in [value for value in values if isinstance(value, ModuleType) and not _is_librarys(vars(value))]:
+        values += [value for name, value in vars(module).items() if name in attributes]
+    for value in values:
+        if isinstance(value, ScriptFunction):
+            yield value
+        elif isinstance(value, FunctionType):
+            yield from _find_scripts(value, seen)
+        elif isinstance(value, type) and issubclass(value, Function):
+            for method in _methods(value):
+                yield from _find_scripts(method, seen)
+
+
+def _is_librarys(namespace: dict[str, Any]) -> bool:
+    """Whether these are the names of a module that keeps nothing of the user's at module level."""
+    name = str(namespace.get("__name__", "")).partition(".")[0]
+    return name in ("reactivate", "torch", "numpy") or name in sys.stdlib_module_names and name != "__main__"
 
 
 def _assigned_cells(code: CodeType) -> frozenset[str]:

@@ -15,6 +15,7 @@ import functools
 import sys
 import weakref
 from _thread import RLock
+from collections.abc import Sequence
 from contextvars import copy_context
 from typing import Any
 
@@ -27,6 +28,7 @@ from reactivate._compat import (
     current_transform,
     has_hooks,
     is_function_mode_active,
+    last_script_graph,
     leave_to_eager,
     module_call,
     name_of_transform,
@@ -40,6 +42,7 @@ from reactivate._engine.capture import Capture
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import FunctionSlot, Options, Record, Slot, are_regions_off, observers, plain_contexts, tell
 from reactivate._engine.replay import replay
+from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
 from reactivate._engine.sites import known_code, look_at, user_frame
 from reactivate.errors import UnsupportedError
@@ -50,7 +53,9 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     if not is_grad_enabled() or (plain_contexts and are_regions_off()):  # Rule 3
         return fn(*args, **kwargs)
     region = Region()
-    region.begin(fn, args, kwargs, options)
+    scripts = region.begin(fn, args, kwargs, options)
+    if scripts:
+        return call_watched(fn, args, kwargs, scripts)
     try:
         result = fn(*args, **kwargs)
     except BaseException as error:
@@ -66,11 +71,15 @@ leave_to_eager(run.__code__)
 class Region(Record):
     """One call of a checkpointed function."""
 
-    __slots__ = ("capture",)
+    __slots__ = ("capture", "script_graph")
     capture: Capture | None
+    script_graph: Any  # what TorchScript ran last before the region
 
-    def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> None:
-        """Take down what a replay will read, and start to intercept what autograd saves."""
+    def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Sequence[Any]:
+        """Take down what a replay will read, and start to intercept what autograd saves.
+
+        Returns the scripted functions for whose sake there can be no region yet: mostly none.
+        """
         if current_transform() is not None:
             _refuse_transform()
         self.options = options
@@ -81,6 +90,10 @@ class Region(Record):
         self.log = None if options.determinism != "values" else OpLog()
         self.hooked = self.watched = ()
         capture = self.capture = Capture(fn, args, kwargs)
+        scripts = capture.scripts
+        if scripts and is_being_watched(scripts):
+            return scripts
+        self.script_graph = last_script_graph()
         self.fn, self.args, self.kwargs = capture.fn, capture.args, capture.kwargs
         tokens: list[Any] = []
         self.tokens = tokens
@@ -93,6 +106,7 @@ class Region(Record):
         push_saved_tensor_hooks(self.pack, self.unpack)
         if self.log is not None:
             self.log.__enter__()
+        return ()
 
     def end(self) -> None:
         """The forward pass is over: keep what the guards have to keep, forget the rest."""
@@ -116,6 +130,8 @@ class Region(Record):
                 raise self.options.exception(refusals.written_in_forward(self, form, tensor))
             if tensor._backward_hooks is not None:
                 self.hooked = (*self.hooked, capture.form_of(tensor))
+        if last_script_graph() is not self.script_graph:
+            refuse_watched(last_script_graph(), refusals.name_of(self))
         if observers:
             tell(self.context, "forward_done", self)
 

@@ -130,7 +130,12 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     push_saved_tensor_hooks(matching.pack, _unpack)
     try:
         fn(*args, **kwargs)
-    except ReplayComplete:
+    except Exception:
+        # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
+        if matching.refused is not None:
+            raise matching.refused from None
+        if not matching.is_complete:
+            raise
         return
     finally:
         pop_saved_tensor_hooks()

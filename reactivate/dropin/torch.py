@@ -278,7 +278,9 @@ def checkpoint_without_reentrant_generator(
         return
     options = _options_of_call(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
     region = Region()
-    region.begin(fn, args, kwargs, options)
+    if region.begin(fn, args, kwargs, options):
+        yield
+        return
     try:
         yield
     except BaseException as error:

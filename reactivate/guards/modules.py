@@ -25,7 +25,9 @@ from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
+from torch.jit import ScriptModule
 from torch.nn import Module
 
 from reactivate._compat import copy_unseen, is_distributed, may_be_written_unseen, write_unseen
@@ -63,10 +65,10 @@ class Modules(Guard):
             return None
         seen = _Seen(modules)
         for module in modules:
-            attributes = module.__dict__
-            if "_parameters" not in attributes:  # a script module: its tensors live in C++
+            if isinstance(module, ScriptModule):  # its tensors live in C++
                 self._see_script_module(seen, module)
                 continue
+            attributes = module.__dict__
             seen.namespaces.append((attributes, attributes.copy()))
             parameters, buffers = attributes["_parameters"], attributes["_buffers"]
             if parameters:
@@ -122,13 +124,13 @@ class Modules(Guard):
         if held.is_silent:
             return copy
         is_written = held.tensor._version != held.version
+        self._known.setdefault(held.module, {})[held.name, held.module.training] = is_written
         if is_written and copy is None:
             raise token.refuse(
                 held.tensor,
                 "was written to in the forward pass of a region, after calls that did not write to it, so that no copy "
                 "had been made of what it held",
             )
-        self._known.setdefault(held.module, {})[held.name, held.module.training] = is_written
         return copy if is_written else None
 
     def replay(self, snapshot: _Seen) -> AbstractContextManager[Any]:
@@ -189,6 +191,22 @@ class _Seen:
         kept.copies = copies
         return kept
 
+    def fresh_copies(self) -> list[Tensor | None]:
+        """Copies of the copies: a replay may write to them, and there may be another one."""
+        fresh = [None if content is None else copy_unseen(content) for content in self.copies]
+        views: dict[int, list[int]] = {}
+        for index, held in enumerate(self.held):
+            if held.tensor._is_view() and fresh[index] is not None:
+                views.setdefault(id(held.tensor._base), [])
+        if views:  # what is written to one of them is read through the others
+            for index, held in enumerate(self.held):
+                key = id(held.tensor._base) if held.tensor._is_view() else id(held.tensor)
+                if key in views and fresh[index] is not None:
+                    views[key].append(index)
+            for group in views.values():
+                _share_memory(group, self.held, fresh)
+        return fresh
+
     def refuse(self, tensor: Tensor, what: str) -> MutationError:
         """The error for a tensor that a replay cannot read as it was."""
         return MutationError(
@@ -217,8 +235,7 @@ class _Rewound:
     def __enter__(self) -> None:
         seen = self.seen
         self._refuse_writes()
-        # Copies of the copies: the replay may write to them, and there may be another one.
-        fresh = [None if item is None else copy_unseen(item) for item in seen.copies]
+        fresh = seen.fresh_copies()
         self.namespaces = [namespace.copy() for namespace, _ in seen.namespaces]
         self.registries = [registry.copy() for registry, _ in seen.registries]
         self.containers = [container.copy() for container, _ in seen.containers]
@@ -265,6 +282,17 @@ class _Rewound:
         for held, content in zip(seen.held, seen.copies):
             if content is None and held.tensor._version != held.version:
                 raise seen.refuse(held.tensor, "has been modified by an inplace operation since the forward pass read it")
+
+
+def _share_memory(group: list[int], held: list[_Held], fresh: list[Tensor | None]) -> None:
+    """Let those of `fresh` be views of one memory, as the tensors that they stand for are."""
+    storage = held[group[0]].tensor.untyped_storage()
+    memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+    for index in group:
+        tensor, content = held[index].tensor, fresh[index]
+        assert content is not None
+        view = memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        fresh[index] = view.copy_(content)
 
 
 def _registered(before: Any, now: Any) -> Any:
