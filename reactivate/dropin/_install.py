@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import importlib.util
-from types import CellType, FunctionType, ModuleType, TracebackType
-from typing import Any
+from types import ModuleType, TracebackType
 
 import torch.utils.checkpoint as upstream
 
 from reactivate.dropin import torch as dropin
+from reactivate.dropin._references import Swap, backwards, replace_everywhere
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards
 
@@ -34,14 +32,13 @@ class Installation:
     def __init__(self, guards: Guards) -> None:
         instance = _second_instance(dropin)
         instance.guards = guards  # type: ignore[attr-defined]
-        self._pairs: list[tuple[Any, Any]] = []
-        for theirs, ours in _NAMES.items():
-            if hasattr(upstream, theirs):  # not all of them are in every torch
-                new = getattr(instance, ours)
-                new.__module__, new.__name__, new.__qualname__ = upstream.__name__, theirs, theirs  # for pickle
-                self._pairs.append((getattr(upstream, theirs), new))
-        for old, new in self._pairs:
-            _rebind(old, new)
+        names = [name for name in _NAMES if hasattr(upstream, name)]  # not all of them are in every torch
+        swaps = [Swap(getattr(upstream, name), getattr(instance, _NAMES[name])) for name in names]
+        for name, swap in zip(names, swaps):
+            swap.new.__module__, swap.new.__name__, swap.new.__qualname__ = upstream.__name__, name, name  # for pickle
+        self._swaps = replace_everywhere(swaps)
+        # Only now: what is in a dict would have been replaced.
+        instance.replaced = {name: swap.old for name, swap in zip(names, swaps)}  # type: ignore[attr-defined]
         _active.append(self)
 
     def uninstall(self) -> None:
@@ -53,8 +50,7 @@ class Installation:
         if self not in _active:
             raise UsageError("This installation was taken back already.")
         _active.remove(self)
-        for old, new in self._pairs:
-            _rebind(new, old)
+        replace_everywhere(backwards(self._swaps))
 
     def __enter__(self) -> Installation:
         return self
@@ -95,51 +91,8 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
 def _second_instance(module: ModuleType) -> ModuleType:
     """The module once more: functions of its own, so that a reference to one of them stems from the installation."""
     spec = module.__spec__
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     instance = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(instance)
     return instance
-
-
-def _rebind(old: Any, new: Any) -> None:
-    """Let every reference to `old` be one to `new`."""
-    # No comprehension here: its closure over `old` would be one of the references.
-    for holder in gc.get_referrers(old):
-        if isinstance(holder, dict):
-            _rebind_items(holder, old, new)
-        elif isinstance(holder, list):
-            for index, item in enumerate(holder):
-                if item is old:
-                    holder[index] = new
-        elif isinstance(holder, CellType):
-            holder.cell_contents = new
-        elif isinstance(holder, functools.partial):
-            if holder.func is old:
-                holder.__setstate__((new, holder.args, holder.keywords, holder.__dict__))  # type: ignore[attr-defined]
-        elif isinstance(holder, staticmethod):
-            _rebind(holder, staticmethod(new))
-        elif isinstance(holder, tuple):
-            _rebind_tuple(holder, _replaced(holder, old, new))
-
-
-def _replaced(items: tuple[Any, ...], old: Any, new: Any) -> tuple[Any, ...]:
-    return tuple(new if item is old else item for item in items)
-
-
-def _rebind_items(holder: dict[Any, Any], old: Any, new: Any) -> None:
-    keys = [key for key, value in holder.items() if value is old]
-    owners = [owner for owner in gc.get_referrers(holder) if isinstance(owner, type)]
-    for key in keys:
-        classes = [owner for owner in owners if isinstance(key, str) and vars(owner).get(key) is old]
-        if classes:
-            setattr(classes[0], key, new)  # a class has caches, so it has to be told
-        else:
-            holder[key] = new
-
-
-def _rebind_tuple(holder: tuple[Any, ...], replaced: tuple[Any, ...]) -> None:
-    for owner in gc.get_referrers(holder):
-        if isinstance(owner, FunctionType) and owner.__defaults__ is holder:
-            owner.__defaults__ = replaced
-        elif isinstance(owner, functools.partial) and owner.args is holder:
-            owner.__setstate__((owner.func, replaced, owner.keywords, owner.__dict__))

@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import is_grad_enabled
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Sequential
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
@@ -41,8 +41,8 @@ from torch.utils.checkpoint import (
 from reactivate._compat import NotTraced, checkpoint_in_graph
 from reactivate._engine.record import Options
 from reactivate._engine.region import Region, module_called_by, run, run_module
-from reactivate._engine.sharing import shared_replay
-from reactivate.errors import MutationError, ReactivateError, ReplayMismatchError, UsageError
+from reactivate._engine.sharing import current_group, shared_replay
+from reactivate.errors import ReactivateError, ReplayMismatchError, UsageError
 from reactivate.guards import DEFAULT, ContextPair, Guards
 
 __all__ = [
@@ -95,6 +95,9 @@ class _Options(Options):
 
 guards: Guards = DEFAULT
 """The guards of every region. `install` has an instance of this module of its own, with its own guards."""
+
+replaced: dict[str, Any] = {}
+"""torch's own functions, by name, that those of this instance are in the place of: what compilers are to trace."""
 
 
 @functools.cache
@@ -160,6 +163,18 @@ def checkpoint(
         raise UsageError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if is_compiling():
+        if replaced and not is_dynamo_compiling():  # Dynamo knows the installed function, and does not look inside
+            return replaced["checkpoint"](
+                function,
+                *args,
+                use_reentrant=False,
+                context_fn=context_fn,
+                determinism_check=determinism_check,
+                debug=debug,
+                early_stop=early_stop,
+                preserve_rng_state=preserve_rng_state,
+                **kwargs,
+            )
         try:
             return checkpoint_in_graph(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
         except NotTraced:
@@ -199,13 +214,14 @@ def checkpoint_sequential(
     chain = list(functions.children()) if isinstance(functions, Sequential) else list(functions)
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(1, len(chain)):
         raise UsageError(
-            f"segments={segments!r}: it has to be a whole number from 1 to {max(1, len(chain))}, the number of functions."
+            f"segments={segments!r}: it has to be a whole number from 1 to {max(1, len(chain))}, how many functions "
+            "there are."
         )
-    size = len(chain) // segments
+    size, value = len(chain) // segments, input
     for start in range(0, size * (segments - 1), size):
         part = functools.partial(_run_chain, chain[start : start + size])
-        input = checkpoint(part, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
-    return _run_chain(chain[size * (segments - 1) :], input)
+        value = checkpoint(part, value, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
+    return _run_chain(chain[size * (segments - 1) :], value)
 
 
 def _run_chain(chain: Sequence[Callable[..., Any]], value: Any) -> Any:
@@ -216,8 +232,8 @@ def _run_chain(chain: Sequence[Callable[..., Any]], value: Any) -> Any:
 
 def _warn_reentrant(name: str) -> None:
     warnings.warn(
-        f"{name}: the use_reentrant parameter should be passed explicitly. torch will raise without it. With reactivate "
-        "both variants run on the same engine, so pass use_reentrant=False.",
+        f"{name}: the use_reentrant parameter should be passed explicitly. torch will raise without it. With "
+        "reactivate both variants run on the same engine, so pass use_reentrant=False.",
         stacklevel=3,
     )
 
@@ -248,6 +264,11 @@ class GraphExecGroup(shared_replay):
     Two of them may need the same saved tensor; torch refuses that, here the region is recomputed once more.
     """
 
+    @classmethod
+    def _get_current_group(cls) -> shared_replay | None:
+        """What torch's own engine asks for, in the backward of regions that were there before `install`."""
+        return current_group()
+
 
 class CheckpointFunction:
     """`torch.utils.checkpoint.CheckpointFunction`, for code that applies it directly."""
@@ -273,6 +294,11 @@ def checkpoint_without_reentrant_generator(
     torch's composable `checkpoint` (`torch.distributed._composable`) is made of it: it steps in a module's forward
     hooks.
     """
+    if replaced and is_compiling():
+        yield from replaced["_checkpoint_without_reentrant_generator"](
+            fn, preserve_rng_state, context_fn, determinism_check, debug, early_stop, *args, **kwargs
+        )
+        return
     if not is_grad_enabled():
         yield
         return

@@ -1,0 +1,580 @@
+"""`dropin.install`: what called torch's checkpoint functions calls ours, until it is taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import types
+from collections import deque, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as upstream
+from functorch.compile import min_cut_rematerialization_partition
+from oracle import Case, Ran, assert_bitwise, assert_same, backward_once, run
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed._composable import checkpoint as composable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointFunction,
+    GraphExecGroup,
+    checkpoint,
+    checkpoint_sequential,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+
+from reactivate import dropin
+from reactivate._engine.record import observed_by
+from reactivate.errors import UsageError
+from reactivate.guards import DEFAULT, Guard
+
+Get = Callable[[], Any]  # asks a place what it refers to
+NAMES = ("checkpoint", "checkpoint_sequential", "set_checkpoint_early_stop", "set_checkpoint_debug_enabled")
+NAMES += ("GraphExecGroup", "CheckpointFunction")
+
+
+def block(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(width, 4 * width), nn.BatchNorm1d(4 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * width, width)
+    )
+
+
+def one_block() -> Case:
+    return Case(block(), (torch.randn(8, 16, requires_grad=True),))
+
+
+def three_blocks() -> Case:
+    """The modules are listed one by one, since a wrapper around them would be in their names."""
+    blocks = [block(), block(), block()]
+    return Case(nn.Sequential(*blocks), (torch.randn(8, 16, requires_grad=True),), modules=[*blocks])
+
+
+def check_runs_here(wrap: Callable[[Any], Any], make: Callable[[], Case] = one_block, regions: int = 1) -> None:
+    """What `wrap` makes of the function runs on this engine, and does what the function does."""
+    plain, ours = run(make), run(make, wrap)
+    assert_same(plain, ours)
+    assert (ours.regions, ours.replays) == (regions, regions)
+    assert ours.kept_bytes < plain.kept_bytes
+
+
+def check_runs_on_torch(wrap: Callable[[Any], Any], make: Callable[[], Case] = one_block) -> None:
+    plain, theirs = run(make), run(make, wrap)
+    assert_bitwise(plain.outputs[0], theirs.outputs[0], "output")
+    assert (theirs.regions, theirs.replays) == (0, 0)
+    assert theirs.kept_bytes < plain.kept_bytes
+
+
+def with_checkpoint(get: Get) -> Callable[[Any], Any]:
+    return lambda fn: functools.partial(get(), fn, use_reentrant=False)
+
+
+# -- places that a reference can be in --------------------------------------------------------------------------------
+
+
+class Plain:
+    """An object whose attributes Python keeps without a dict, as long as nobody asks for that."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    function: Any
+
+
+Named = namedtuple("Named", ["function", "label"])
+
+
+def module_of_its_own() -> Get:
+    module = types.ModuleType("a_library")
+    exec("from torch.utils.checkpoint import checkpoint as renamed", vars(module))
+    return lambda: module.renamed
+
+
+def function_of_partial() -> Get:
+    partial = functools.partial(upstream.checkpoint, use_reentrant=False)
+    return lambda: partial.func
+
+
+def argument_of_partial() -> Get:
+    partial = functools.partial(print, 1, upstream.checkpoint)
+    return lambda: partial.args[1]
+
+
+def keyword_of_partial() -> Get:
+    partial = functools.partial(print, function=upstream.checkpoint)
+    return lambda: partial.keywords["function"]
+
+
+def closure() -> Get:
+    function = upstream.checkpoint
+    return lambda: function
+
+
+def class_attribute() -> Get:
+    class Base:
+        function = upstream.checkpoint
+
+    class Derived(Base):
+        pass
+
+    Derived.function  # now Python has it in a cache
+    return lambda: Derived.function
+
+
+def static_method() -> Get:
+    class Owner:
+        function = staticmethod(upstream.checkpoint)
+
+    return lambda: Owner.function
+
+
+def default_argument() -> Get:
+    def function(first: int = 1, function: Any = upstream.checkpoint) -> Any:
+        return function
+
+    return function
+
+
+def keyword_default() -> Get:
+    def function(*, function: Any = upstream.checkpoint) -> Any:
+        return function
+
+    return function
+
+
+def attribute_of_object() -> Get:
+    plain = Plain(upstream.checkpoint)
+    return lambda: plain.function
+
+
+def attribute_of_module() -> Get:
+    module = nn.Linear(1, 1)
+    module.function = upstream.checkpoint
+    return lambda: module.function
+
+
+def attribute_of_function() -> Get:
+    def function() -> Any:
+        return function.engine  # type: ignore[attr-defined]
+
+    function.engine = upstream.checkpoint  # type: ignore[attr-defined]
+    return function
+
+
+def slot() -> Get:
+    frozen = Frozen(upstream.checkpoint)
+    return lambda: frozen.function
+
+
+def value_of_dict() -> Get:
+    table = {"full": upstream.checkpoint}
+    return lambda: table["full"]
+
+
+def item_of_list() -> Get:
+    items = [None, upstream.checkpoint]
+    return lambda: items[1]
+
+
+def item_of_deque() -> Get:
+    items = deque([None, upstream.checkpoint])
+    return lambda: items[1]
+
+
+def tuple_in_dict() -> Get:
+    table = {"full": (upstream.checkpoint, {"use_reentrant": False})}
+    return lambda: table["full"][0]
+
+
+def tuple_in_tuple_in_list() -> Get:
+    items = [(1, (2, upstream.checkpoint))]
+    return lambda: items[0][1][1]
+
+
+def named_tuple() -> Get:
+    items = [Named(upstream.checkpoint, "full")]
+    return lambda: items[0].function
+
+
+PLACES: list[Callable[[], Get]] = [
+    *(module_of_its_own, function_of_partial, argument_of_partial, keyword_of_partial, closure, class_attribute),
+    *(static_method, default_argument, keyword_default, attribute_of_object, attribute_of_module),
+    *(attribute_of_function, slot, value_of_dict, item_of_list, item_of_deque, tuple_in_dict, tuple_in_tuple_in_list),
+    named_tuple,
+]
+
+
+def test_references_of_every_kind() -> None:
+    """Made before, they are ours while it is installed, and torch's very own before and after."""
+    original = upstream.checkpoint  # a local variable of a running function keeps what it has
+    places = {make.__name__: make() for make in PLACES}
+    places["the global of a module"] = lambda: checkpoint
+    for name, get in places.items():
+        assert get() is original, name
+    with dropin.install():
+        assert upstream.checkpoint is not original
+        for name, get in places.items():
+            assert get() is upstream.checkpoint, name
+            check_runs_here(with_checkpoint(get))
+    for name, get in places.items():
+        assert get() is original, name
+        check_runs_on_torch(with_checkpoint(get))
+
+
+def test_references_made_while_installed() -> None:
+    """They are torch's afterwards, as if they had been made then."""
+    original = upstream.checkpoint
+    with dropin.install():
+        places = {make.__name__: make() for make in PLACES}
+        for name, get in places.items():
+            assert get() is not original, name
+    for name, get in places.items():
+        assert get() is original, name
+
+
+def test_containers_are_the_same_objects_afterwards() -> None:
+    """Also those that cannot be written to, and others stood in for."""
+    table = {"pair": (upstream.checkpoint, 1), "nested": (0, (upstream.checkpoint, 2))}
+    method = staticmethod(upstream.checkpoint)
+    owner = type("Owner", (), {"function": method})
+    pair, nested = table["pair"], table["nested"]
+    with dropin.install():
+        assert table["pair"] == (upstream.checkpoint, 1)
+        assert table["nested"][1][0] is owner.function is upstream.checkpoint  # type: ignore[index, attr-defined]
+    assert table["pair"] is pair
+    assert table["nested"] is nested
+    assert vars(owner)["function"] is method
+
+
+def test_every_name_of_torch() -> None:
+    """Each of them, imported early, is another object while it is installed, and the very same one afterwards."""
+    originals = tuple(getattr(upstream, name) for name in NAMES)  # a local tuple keeps what it has
+    assert tuple(globals()[name] for name in NAMES) == originals
+    with dropin.install():
+        for name, original in zip(NAMES, originals):
+            assert getattr(upstream, name) is globals()[name] is not original, name
+    for name, original in zip(NAMES, originals):
+        assert getattr(upstream, name) is globals()[name] is original, name
+
+
+# -- what they do ----------------------------------------------------------------------------------------------------
+
+
+def test_checkpoint_sequential() -> None:
+    def wrap(model: Any) -> Any:
+        return lambda x: checkpoint_sequential(model, 3, x, use_reentrant=False)
+
+    with dropin.install():
+        check_runs_here(wrap, three_blocks, regions=2)
+    check_runs_on_torch(wrap, three_blocks)
+
+
+def test_checkpoint_function() -> None:
+    def wrap(fn: Any) -> Any:
+        return lambda *args: CheckpointFunction.apply(fn, True, *args)
+
+    with dropin.install():
+        check_runs_here(wrap)
+    check_runs_on_torch(wrap)
+
+
+def test_early_stop() -> None:
+    """The end of the function, after the last thing that is needed, runs in a replay only without early stop."""
+    ends = []
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        ends.append(None)
+        return y
+
+    def count(enable: bool) -> int:
+        ends.clear()
+        ran = Ran()
+        with observed_by(ran):
+            with set_checkpoint_early_stop(enable):
+                y = checkpoint(fn, torch.ones(3, requires_grad=True), use_reentrant=False)
+            y.sum().backward()
+        assert (ran.regions, ran.replays) == (1, 1)
+        return len(ends)
+
+    with dropin.install():
+        assert count(True) == 1
+        assert count(False) == 2
+
+
+def test_debug() -> None:
+    """With it the op whose result differs is named; without it only the metadata count."""
+
+    def differentiate(enabled: bool) -> None:
+        calls: list[None] = []
+
+        def fn(x: Tensor) -> Tensor:
+            calls.append(None)
+            return (x.sin() * len(calls)).exp()
+
+        with set_checkpoint_debug_enabled(enabled):
+            y = checkpoint(fn, torch.ones(3, requires_grad=True), use_reentrant=False)
+        y.sum().backward()
+
+    with dropin.install():
+        differentiate(False)
+        with pytest.raises(CheckpointError, match=r"Op 2 is the first that differs(.|\n)*-> +2 aten\.mul"):
+            differentiate(True)
+
+
+def test_graph_exec_group() -> None:
+    """Two backward calls share a replay in one group, and have two without."""
+
+    def replays(context: Any) -> int:
+        ran, x = Ran(), torch.ones(3, requires_grad=True)
+        with observed_by(ran):
+            one, other = checkpoint(lambda x: (x.sin().exp(), x.cos().exp()), x, use_reentrant=False)
+            with context:
+                one.sum().backward(retain_graph=True)
+                other.sum().backward()
+        return ran.replays
+
+    with dropin.install():
+        assert replays(GraphExecGroup()) == 1
+        assert replays(contextlib.nullcontext()) == 2
+
+
+# -- torch.distributed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", CheckpointImpl)
+def test_checkpoint_wrapper(variant: CheckpointImpl) -> None:
+    wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=variant)
+    with dropin.install():
+        check_runs_here(wrap)
+    check_runs_on_torch(wrap)
+
+
+@pytest.mark.parametrize("variant", CheckpointImpl)
+def test_apply_activation_checkpointing(variant: CheckpointImpl) -> None:
+    def wrap(model: Any) -> Any:
+        wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=variant)
+        apply_activation_checkpointing(model, wrapper, lambda module: type(module) is nn.Sequential)
+        return model
+
+    with dropin.install():
+        check_runs_here(wrap, three_blocks, regions=3)
+    check_runs_on_torch(wrap, three_blocks)
+
+
+def test_wrappers_change_their_engine() -> None:
+    """One made before runs here while it is installed; one made then runs on torch afterwards."""
+    before = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    x = torch.ones(2, 4)
+    with dropin.install():
+        meanwhile = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        assert [regions_of(before, x), regions_of(meanwhile, x)] == [1, 1]
+    assert [regions_of(before, x), regions_of(meanwhile, x)] == [0, 0]
+
+
+def test_composable() -> None:
+    with dropin.install():
+        check_runs_here(composable)
+    check_runs_on_torch(composable)
+
+
+def test_composable_after_an_exception() -> None:
+    """Rule 13: the module is as it was, and its next call is a region again."""
+
+    class Fails(nn.Module):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise ValueError("now")
+            return x.sin().exp()
+
+    with dropin.install():
+        module = composable(Fails())
+        with pytest.raises(ValueError, match="now"):
+            module(torch.ones(3, requires_grad=True))
+        module.fails = False
+        assert regions_of(module, torch.ones(3, requires_grad=True)) == 1
+
+
+# -- when it is there ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_installation_is_refused() -> None:
+    with dropin.install():
+        installed = upstream.checkpoint
+        with pytest.raises(UsageError, match="installed already"):
+            dropin.install()
+        assert upstream.checkpoint is installed
+
+
+def test_taking_it_back_twice_is_refused() -> None:
+    installation = dropin.install()
+    installation.uninstall()
+    original = upstream.checkpoint
+    with pytest.raises(UsageError, match="taken back already"):
+        installation.uninstall()
+    with dropin.install(), pytest.raises(UsageError, match="taken back already"):
+        installation.uninstall()
+    assert upstream.checkpoint is original
+
+
+def test_an_exception_takes_it_back() -> None:
+    original = upstream.checkpoint
+    with pytest.raises(KeyError), dropin.install():
+        raise KeyError
+    assert upstream.checkpoint is original is checkpoint
+
+
+def test_pickle() -> None:
+    """What is pickled is a name of torch's, so it is read with and without the drop-in."""
+    original = upstream.checkpoint
+    with dropin.install():
+        values = [getattr(upstream, name) for name in NAMES]
+        data = pickle.dumps([*values, functools.partial(checkpoint, use_reentrant=False)])
+        for value, copy in zip(values, pickle.loads(data)):
+            assert copy is value
+        check_runs_here(lambda fn: functools.partial(pickle.loads(data)[-1], fn))
+    assert pickle.loads(data)[:-1] == [getattr(upstream, name) for name in NAMES]
+    assert pickle.loads(data)[-1].func is original
+
+
+def test_guards_reach_the_regions() -> None:
+    """Those of every way into the engine, and of no other installation."""
+
+    class Count(Guard):
+        name = "count"
+        events: tuple[str, ...] = ()
+
+        def before(self, call: Any) -> Any:
+            self.events += ("before",)
+            return self
+
+        def replay(self, snapshot: Any) -> Any:
+            self.events += ("replay",)
+
+    guard = Count()
+    with dropin.install(guards=DEFAULT.adding(guard)):
+        for wrap in (checkpoint_wrapper, composable, with_checkpoint(lambda: checkpoint)):
+            check_runs_here(wrap)
+            assert guard.events == ("before", "replay")
+            guard.events = ()
+    with dropin.install():
+        check_runs_here(checkpoint_wrapper)
+    assert guard.events == ()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_regions_keep_their_engine(use_reentrant: bool) -> None:
+    """What is there when it is installed, and when it is taken back, goes on as it began."""
+
+    def across(installation: Callable[[], Any], other: Callable[[], Any]) -> Ran:
+        def wrap(fn: Any) -> Any:
+            def wrapped(x: Tensor) -> Tensor:
+                with installation():
+                    return checkpoint(fn, x, use_reentrant=use_reentrant)
+
+            return wrapped
+
+        def backward(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+            with other():
+                backward_once(outputs, inputs)
+
+        def make() -> Case:
+            return Case(lambda x: (x.sin() * torch.rand(8)).exp().tanh(), (torch.randn(4, 8, requires_grad=True),))
+
+        plain, checkpointed = run(make), run(make, wrap, backward)
+        assert_same(plain, checkpointed)
+        assert checkpointed.kept_bytes < plain.kept_bytes
+        return checkpointed
+
+    theirs = across(contextlib.nullcontext, dropin.install)
+    assert (theirs.regions, theirs.replays) == (0, 0)
+    ours = across(dropin.install, contextlib.nullcontext)
+    assert (ours.regions, ours.replays) == (1, 1)
+
+
+# -- compilers -------------------------------------------------------------------------------------------------------
+
+
+class Compiled(nn.Module):
+    """A region with an op on each side of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.linear(x).sin().exp(), x.cos(), use_reentrant=False).tanh()
+
+
+def test_compile() -> None:
+    """What is compiled is torch's operator, in one graph; its backward holds the ops of the region again."""
+    graphs: list[list[str]] = []
+
+    def note(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    compiler = aot_autograd(fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    make = functools.partial(compiled_case, Compiled)
+    plain = run(make)
+    with dropin.install():
+        ours = run(make, lambda module: torch.compile(module, backend=compiler, fullgraph=True))
+    torch.compiler.reset()
+    assert_same(plain, ours)
+    forward, backward = graphs
+    assert "aten.sin.default" in forward
+    assert "aten.sin.default" in backward
+
+
+def test_compile_with_a_graph_break_in_the_region() -> None:
+    """It is left to eager, and there it runs here."""
+
+    class Breaks(Compiled):
+        def forward(self, x: Tensor) -> Tensor:
+            def region(x: Tensor) -> Tensor:
+                torch._dynamo.graph_break()
+                return self.linear(x).sin().exp()
+
+            return checkpoint(region, x.cos(), use_reentrant=False).tanh()
+
+    make = functools.partial(compiled_case, Breaks)
+    plain = run(make)
+    with dropin.install():
+        ours = run(make, lambda module: torch.compile(module, backend="aot_eager"))
+    torch.compiler.reset()
+    assert_same(plain, ours)
+    assert (ours.regions, ours.replays) == (1, 1)
+
+
+def test_export() -> None:
+    module, x = Compiled(), torch.randn(4, 8)
+    with dropin.install():
+        exported = torch.export.export(module, (x,), strict=False)
+    assert_bitwise(exported.module()(x), module(x), "output")
+
+
+def compiled_case(kind: type[nn.Module]) -> Case:
+    return Case(kind(), (torch.randn(4, 8, requires_grad=True),))
+
+
+def regions_of(module: nn.Module, x: Tensor) -> int:
+    ran = Ran()
+    with observed_by(ran):
+        module(x).sum().backward()
+    assert ran.replays == ran.regions
+    return ran.regions
