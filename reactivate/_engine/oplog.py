@@ -65,12 +65,12 @@ class OpLog(TorchDispatchMode):
     def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, without its ops written down: they are not the user's."""
 
-        def unlogged(*args: Any) -> Any:
-            self._is_paused = True
+        def unlogged(*args: Any, **kwargs: Any) -> Any:
+            was_paused, self._is_paused = self._is_paused, True
             try:
-                return function(*args)
+                return function(*args, **kwargs)
             finally:
-                self._is_paused = False
+                self._is_paused = was_paused
 
         return unlogged
 

@@ -21,6 +21,7 @@ from reactivate._compat import (
     FUNCTION_APPLY_CODE,
     is_function_mode_active,
     is_profiling,
+    leave_to_eager,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     set_grad_enabled,
@@ -68,7 +69,9 @@ def replay(record: Record) -> None:
     """
     context = record.context
     # A copy, since one context cannot be entered twice: a replay may be inside another of the same region.
-    context.copy().run(_replay, record)
+    # And if the forward pass is still running, its log is open, and these are not its ops.
+    run = _replay if record.log is None else record.log.unseen(_replay)
+    context.copy().run(run, record)
     if observers:
         tell(context, "replay_done", record)
 
@@ -127,7 +130,7 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     matching = _Matching(record)
     if record.log is not None:
         fn = matching.compare_ops_of(fn, record.log)
-    push_saved_tensor_hooks(matching.pack, _unpack)
+    push_saved_tensor_hooks(matching.pack, _unpack if record.tokens is None else matching.unpack_in_forward)
     try:
         fn(*args, **kwargs)
     except Exception:
@@ -155,7 +158,7 @@ class _Matching:
         self.record = record
         self.entries = iter(saved)
         self.last = None
-        if record.early_stop:
+        if record.early_stop or record.tokens is not None:
             self.last = saved[-1] if saved[-1][0]() is not None else _last_alive(saved)
         self.log: OpLog | None = None
         self.detach: Callable[[Tensor], Tensor] = Tensor.detach
@@ -183,11 +186,22 @@ class _Matching:
         if saved is self.last:
             self.is_complete = True
         # Mostly `fn` itself is two calls up; only otherwise it is worth looking further.
-        if self.is_complete and (
+        if self.is_complete and self.record.early_stop and (
             sys._getframe(2).f_code is _REPLAY_CODE or not _is_inside_function(sys._getframe(1))
         ):
             raise ReplayComplete
         return value
+
+    def unpack_in_forward(self, tensor: Tensor) -> Tensor:
+        """A backward inside of the replay reads what the replay has saved, and the forward pass is still running.
+
+        It runs such a backward, and this is it. What comes after has not run, so no guard knows what it does.
+        """
+        if self.is_complete:
+            raise ReplayComplete
+        return tensor
+
+    leave_to_eager(pack.__code__)
 
     def finish(self) -> None:
         """The function has run to its end: was that all?"""
@@ -241,6 +255,9 @@ class _Matching:
 
 def _unpack(tensor: Tensor) -> Tensor:
     return tensor
+
+
+leave_to_eager(_unpack.__code__)
 
 
 def _last_alive(entries: list[Saved]) -> Saved | None:
