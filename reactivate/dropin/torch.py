@@ -38,10 +38,11 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from reactivate._compat import NotTraced, checkpoint_in_graph
+from reactivate._compat import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
 from reactivate._engine.record import Options
 from reactivate._engine.region import Region, module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_replay
+from reactivate.dropin._selective import SelectivePair
 from reactivate.errors import ReactivateError, ReplayMismatchError, UsageError
 from reactivate.guards import DEFAULT, ContextPair, Guards
 
@@ -120,7 +121,8 @@ def _options_of_call(
     options = _options(guards, preserve_rng_state, early_stop if stops is None else stops, determinism)
     if context_fn is noop_context_fn:
         return options
-    return _Options((*options.guards, ContextPair(context_fn)), options.early_stop, options.determinism)
+    pair = SelectivePair(context_fn) if preserve_rng_state else ContextPair(context_fn)
+    return _Options((*options.guards, pair), options.early_stop, options.determinism)
 
 
 def checkpoint(
@@ -179,6 +181,9 @@ def checkpoint(
             return checkpoint_in_graph(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
         except NotTraced:
             pass
+    if context_fn is not noop_context_fn and runs_as_traced(function):
+        warn_of_running_as_traced()
+        return function(*args, **kwargs)
     options = _options_of_call(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
     module = module_called_by(function)
     if module is None:
