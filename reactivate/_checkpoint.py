@@ -12,8 +12,8 @@ from torch.nn import Module
 from reactivate._compat import NotTraced, checkpoint_in_graph
 from reactivate._engine.record import Options
 from reactivate._engine.region import module_called_by, run, run_module
-from reactivate.errors import UnsupportedError, UsageError
 from reactivate._types import Guard
+from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
 
 P = ParamSpec("P")
@@ -96,9 +96,7 @@ def checkpoint(
     return wrap(fn, make_options(guards, early_stop, determinism, name))
 
 
-def make_options(
-    guards: Iterable[Guard], early_stop: bool, determinism: Determinism, name: str | None
-) -> Options:
+def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determinism, name: str | None) -> Options:
     """Checked options.
 
     Raises:

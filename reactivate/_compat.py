@@ -6,17 +6,21 @@ runs against every supported torch (2.9 to 2.13).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import logging
 import operator
 import struct
 import sys
+import warnings
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
+from torch._higher_order_ops import wrap as _wrap
 from torch.nn import Module
 from torch.nn.modules import module as _module
 from torch.utils import _pytree
@@ -199,6 +203,15 @@ def leave_to_eager(code: CodeType) -> None:
     _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(action, action))
 
 
+def _nothing(is_on: bool) -> None:
+    """torch 2.9 has no such switch."""
+
+
+# With `False`: of the compiled versions of a function that fit a call, take the oldest, not the one used last. So a replay
+# takes the version that its forward pass took, also if others were compiled or used in between.
+prefer_version_used_last: Callable[[bool], None] = getattr(_eval_frame, "_set_lru_cache", _nothing)
+
+
 class NotTraced(Exception):
     """torch.compile has left a region to eager: it was to be traced, and runs."""
 
@@ -219,9 +232,76 @@ def checkpoint_in_graph(
             raise NotTraced
         return fn(*inner, **kwargs)
 
-    if context_fn is None:
-        return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False)
-    return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, context_fn=context_fn)
+    if context_fn is not None:
+        contexts = functools.partial(_contexts_in_graph, context_fn)
+        return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, context_fn=contexts)
+    if _recompute_everything is not None:
+        return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, context_fn=_contexts_by_default)
+    return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False)
+
+
+# Where the traced graph is not compiled further but run as it is (`backend="eager"`), torch checkpoints it with its own
+# engine and without random states: gradients would be wrong. There the region keeps its activations. (torch < 2.12 does
+# that by itself.)
+_recompute_everything: Any = getattr(_wrap, "_always_prefer_recompute", None)
+
+
+def _is_tracing() -> bool:
+    keys = torch._C._TorchDispatchModeKey
+    return any(map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)))
+
+
+def runs_as_traced(function: Callable[..., Any]) -> bool:
+    """Whether `function` is the inside of a traced region, which torch is running as it was traced."""
+    return function.__module__ == _wrap.__name__ and not _is_tracing()
+
+
+def warn_of_running_as_traced() -> None:
+    """Say that a region is not recomputed, and why."""
+    warnings.warn(
+        'A checkpointed region is in a graph that torch.compile runs as it was traced (backend="eager"). It keeps its '
+        'activations: only a backend that compiles the backward ("aot_eager", "inductor") recomputes.',
+        stacklevel=2,
+    )
+
+
+def _contexts_in_graph(context_fn: Callable[[], Any]) -> Any:
+    """What to enter for the forward pass and for the recomputation of a traced region."""
+    if _is_tracing():
+        return context_fn()
+    warn_of_running_as_traced()
+    return _KeepEverything(), contextlib.nullcontext()
+
+
+def _contexts_by_default() -> Any:
+    return _contexts_in_graph(_recompute_everything_contexts)
+
+
+def _recompute_everything_contexts() -> Any:
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts(_recompute_everything)
+
+
+_contexts_by_default.cache_hash = "reactivate: recompute everything"  # type: ignore[attr-defined]
+
+if _recompute_everything is not None:
+    # torch warns of contexts that the user passed. Here it is this package that did.
+    logging.getLogger(_wrap.__name__).addFilter(lambda entry: "context_fn is passed" not in str(entry.msg))
+
+
+class _KeepEverything(contextlib.AbstractContextManager[None]):
+    """Autograd keeps what it saves, also inside of saved-tensor hooks that would not."""
+
+    ac_graph_id: int | None = None
+
+    def __enter__(self) -> None:
+        push_saved_tensor_hooks(_same, _same)
+
+    def __exit__(self, *error: object) -> None:
+        pop_saved_tensor_hooks()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 # -- saved tensors ----------------------------------------------------------------------------------------------------
@@ -229,7 +309,7 @@ def checkpoint_in_graph(
 # A saved tensor of autograd's own outside of any node (torch >= 2.12): region inputs are kept in these, so that outer
 # hooks (an offloader) see them and autograd checks their version. `save_tensor(tensor, False)`: not an op's output.
 if hasattr(torch._C._autograd, "_make_saved_tensor"):
-    SavedTensor: type = torch._C._autograd.SavedTensor
+    SavedTensor: Any = torch._C._autograd.SavedTensor
     save_tensor: Callable[[torch.Tensor, bool], Any] = torch._C._autograd._make_saved_tensor
 
 else:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import oracle
 import pytest
 import torch
-
-import oracle
 
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     oracle.seed_everything()
-    flags = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    flags = (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
     yield
     assert flags == (
         torch.get_default_dtype(),

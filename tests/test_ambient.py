@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import assert_bitwise
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
-from oracle import assert_bitwise
-from reactivate._compat import FLAGS
 from reactivate._backends import Backend
+from reactivate._compat import FLAGS
 from reactivate.guards import DEFAULT
 
 

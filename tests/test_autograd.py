@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Case, assert_same, check, cotangents, run
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import reactivate
-from oracle import Case, assert_same, check, cotangents, run
 from reactivate.errors import MutationError, UnsupportedError
 
 Backward = Callable[[list[Tensor], dict[str, Tensor]], Any]
@@ -55,7 +55,9 @@ def one_output_after_the_other(outputs: list[Tensor], inputs: dict[str, Tensor])
 
 
 def double_backward(outputs: list[Tensor], inputs: dict[str, Tensor]) -> Any:
-    first = torch.autograd.grad(outputs, list(inputs.values()), cotangents(outputs), create_graph=True, allow_unused=True)
+    first = torch.autograd.grad(
+        outputs, list(inputs.values()), cotangents(outputs), create_graph=True, allow_unused=True
+    )
     first = [gradient for gradient in first if gradient is not None and gradient.requires_grad]
     torch.autograd.backward([gradient.square().sum() for gradient in first])
     return first

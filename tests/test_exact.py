@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import Case, check
 from torch import Tensor, nn
 
 import reactivate
-from oracle import Case, check
 
 
 def leaf(*shape: int) -> Tensor:
@@ -202,7 +202,10 @@ def in_place_inside() -> Case:
 
 
 def in_place_relu() -> Case:
-    return Case(nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.SiLU(inplace=True)), (leaf(8, 16),))
+    return Case(
+        nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.SiLU(inplace=True)),
+        (leaf(8, 16),),
+    )
 
 
 def double_precision_and_integers() -> Case:

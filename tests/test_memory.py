@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from memory import allocated_by
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import reactivate
-from memory import allocated_by
 from reactivate._engine.record import Record, observed_by
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Case, assert_same, run, tensors_in
 from torch.testing._internal.common_modules import module_db
 
-from oracle import Case, assert_same, run, tensors_in
 import reactivate
 from reactivate.errors import MutationError
+
 
 def inputs_of(info: Any, training: bool) -> list[Any]:
     # Fractional pooling's table has random samples in double precision.

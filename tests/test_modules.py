@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import Case, assert_bitwise, check
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 import reactivate
-from oracle import Case, assert_bitwise, check
 from reactivate.errors import MutationError, UnsupportedError
 from reactivate.guards import DEFAULT
 
@@ -294,7 +294,9 @@ def test_state(make: Callable[[], nn.Module], scenario: Callable[[nn.Module, Any
 
 
 @pytest.mark.parametrize(
-    "make", [batch_norm, spectral_norm_parametrization, Fp8Linear, Codebook, Counter, Stateful], ids=lambda make: make.__name__
+    "make",
+    [batch_norm, spectral_norm_parametrization, Fp8Linear, Codebook, Counter, Stateful],
+    ids=lambda make: make.__name__,
 )
 def test_without_the_guard_it_is_wrong(make: Callable[[], nn.Module]) -> None:
     """The tests above can fail: they do without the guard."""
@@ -581,7 +583,7 @@ def test_late_binding_of_a_loop_variable() -> None:
     def once(wrap: Any) -> Any:
         h = x
         for index, layer in enumerate(layers):
-            h = wrap(lambda h: layer(h).tanh() * (index + 1))(h)  # noqa: B023 - that is what is tested
+            h = wrap(lambda h: layer(h).tanh() * (index + 1))(h)
         return torch.autograd.grad(h.sum(), [x, *(layer.weight for layer in layers)])
 
     assert all(torch.equal(one, other) for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint)))

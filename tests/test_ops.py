@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Ran, assert_same
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree
 
 import reactivate
-from oracle import Ran, assert_same
 from reactivate._engine.record import observed_by
 from reactivate.errors import MutationError
 

@@ -6,17 +6,17 @@ import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import Case, check
 from torch import Tensor, nn
 
 import reactivate
-from oracle import Case, check
 from reactivate._backends import Backend
 from reactivate.guards import DEFAULT, DeviceRng, HostRng, RngTracker, TrackerGuard
 
@@ -109,7 +109,9 @@ ALL = [
 
 def draws_left(case: Case) -> list[Any]:
     """What every generator that the case can reach would draw next."""
-    found = [item for item in (*case.args, *(cell.cell_contents for cell in getattr(case.fn, "__closure__", None) or ()))]
+    found = [
+        item for item in (*case.args, *(cell.cell_contents for cell in getattr(case.fn, "__closure__", None) or ()))
+    ]
     found += [getattr(case.fn, "generator", None)]
     left: list[Any] = []
     for item in found:
@@ -374,7 +376,10 @@ def test_our_tracker() -> None:
     tracker = RngTracker()
     guards = DEFAULT.adding(TrackerGuard(tracker))
     for early_stop in (True, False):
-        ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards, early_stop=early_stop), RngTracker.__init__(tracker) or tracker)
+        ours = once(
+            lambda fn: reactivate.checkpoint(fn, guards=guards, early_stop=early_stop),
+            RngTracker.__init__(tracker) or tracker,
+        )
         assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
 
 
@@ -392,5 +397,3 @@ def test_a_tracker_that_nobody_draws_from_keeps_nothing() -> None:
     tracker.add("a", seed=1)
     guard = TrackerGuard(tracker)
     assert guard.after(guard.before(None)) is None  # type: ignore[arg-type]
-
-

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import Ran, assert_bitwise
 from torch import Tensor, nn
 
 import reactivate
-from oracle import Ran, assert_bitwise
 from reactivate._engine.record import observed_by
 from reactivate.errors import UnsupportedError
 

@@ -51,7 +51,7 @@ _ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
     }
 )
-_ITERATORS = (*(type(iter(empty)) for empty in ([], (), {}, set(), "", range(0))), zip, map, enumerate, filter)
+_ITERATORS: Any = (*(type(iter(empty)) for empty in (list[Any](), (), dict[Any, Any](), set[Any](), "", range(0))), zip, map, enumerate, filter)
 
 # How deep plain objects (not containers, not dataclasses) are copied. An argument is data by intent, perhaps a cache
 # of layers of tensors. What a closure or a bound `self` leads to may be half the program: there, one level is watched.
@@ -136,7 +136,7 @@ class Capture:
                 children = module._modules
                 if children:
                     todo.extend([child for child in children.values() if child is not None][::-1])
-                facts = facts_of_class(type(module))
+                facts = facts_of_class(type(module))  # type: ignore[arg-type]
                 if facts.names:
                     self._names(facts.names)
                 self._scripts += facts.scripts
@@ -269,7 +269,7 @@ class Capture:
             return PartialForm(kind, self.function(fn.func), self.value(fn.args), self.value(fn.keywords))
         if kind is ScriptFunction:
             self._scripts += (fn,)
-        elif not isinstance(fn, type) and _is_plain(kind):
+        elif not isinstance(fn, type) and _is_plain(kind):  # type: ignore[arg-type]
             self._watch_attributes(fn)
         return fn
 
@@ -346,7 +346,7 @@ def _is_plain(kind: type) -> bool:
         object.__new__(kind)
     except TypeError:  # abstract, or with state of its own in C
         return False
-    return kind.__dictoffset__ != 0 or bool(slots_of(kind))
+    return kind.__dictoffset__ != 0 or bool(slots_of(kind))  # type: ignore[arg-type]
 
 
 def _is_random_source(value: Any, kind: type) -> bool:

@@ -93,7 +93,7 @@ class ListForm(Shared):
     items: list[Any]
     attributes: dict[str, Any] | None
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: Any) -> None:
         self.kind = kind
         self.shared = None
 
@@ -120,7 +120,7 @@ class DictForm(Shared):
     items: list[tuple[Any, Any]]
     attributes: dict[str, Any] | None
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: Any) -> None:
         self.kind = kind
         self.shared = None
 
@@ -215,7 +215,8 @@ class ObjectForm(Form):
         original = self.original()
         if original is not None and self._is_unchanged(original):
             return original
-        new = memo[id(self)] = object.__new__(self.kind)
+        new: Any = object.__new__(self.kind)
+        memo[id(self)] = new
         _set_attributes(new, self.attributes, memo)
         return new
 
@@ -231,7 +232,7 @@ class ObjectForm(Form):
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of an object, in its `__dict__` or in slots."""
     attributes = dict(getattr(value, "__dict__", ()))
-    for name in slots_of(type(value)):
+    for name in slots_of(type(value)):  # type: ignore[arg-type]
         if hasattr(value, name):
             attributes[name] = getattr(value, name)
     return attributes

@@ -58,7 +58,7 @@ class Facts(NamedTuple):
     code: CodeType
     names: Names
     assigned: frozenset[str]
-    scripts: tuple[ScriptFunction, ...]
+    scripts: tuple[Any, ...]
 
 
 facts_of_code: dict[int, Facts] = {}  # by the id of the code object
@@ -82,7 +82,7 @@ class ClassFacts(NamedTuple):
     """
 
     names: Names
-    scripts: tuple[ScriptFunction, ...]
+    scripts: tuple[Any, ...]
     is_users: bool
 
 
@@ -120,7 +120,7 @@ def _find(namespace: dict[str, Any], todo: list[CodeType]) -> Iterator[tuple[dic
                 yield namespace, name
 
 
-def _find_scripts(fn: FunctionType, seen: set[int]) -> Iterator[ScriptFunction]:
+def _find_scripts(fn: FunctionType, seen: set[int]) -> Iterator[Any]:
     """The scripted functions that `fn` names, itself or through others."""
     namespace = fn.__globals__
     if id(fn.__code__) in seen or _is_librarys(namespace):
@@ -143,7 +143,7 @@ def _find_scripts(fn: FunctionType, seen: set[int]) -> Iterator[ScriptFunction]:
 def _is_librarys(namespace: dict[str, Any]) -> bool:
     """Whether these are the names of a module that keeps nothing of the user's at module level."""
     name = str(namespace.get("__name__", "")).partition(".")[0]
-    return name in ("reactivate", "torch", "numpy") or name in sys.stdlib_module_names and name != "__main__"
+    return name in ("reactivate", "torch", "numpy") or (name in sys.stdlib_module_names and name != "__main__")
 
 
 def _assigned_cells(code: CodeType) -> frozenset[str]:

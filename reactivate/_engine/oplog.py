@@ -76,13 +76,18 @@ class OpLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._is_paused:
+        if not self._is_paused and not _is_cast_of_parameter(func, args):
             frame = user_frame(sys._getframe(1))
             results = tuple(_results(result, func.overloadpacket.__name__))
             self.ops.append(Op(str(func), results, (frame.f_code, frame.f_lasti)))
             if self._check is not None:
                 self._check(self.ops)
         return result
+
+
+def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
+    """Autocast casts a parameter once and keeps the copy; a replay, which does not read that, casts it again."""
+    return func is torch.ops.aten._to_copy.default and args[0].requires_grad and args[0].is_leaf
 
 
 def difference(forward: list[Op], replay: list[Op]) -> str:

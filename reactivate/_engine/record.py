@@ -16,9 +16,8 @@ from torch import Tensor
 
 from reactivate._engine.namespaces import Watched
 from reactivate._engine.oplog import OpLog
-from reactivate.errors import ReactivateError
 from reactivate._types import Guard
-
+from reactivate.errors import ReactivateError
 
 Before = Callable[[Any], Any]
 After = Callable[[Any], Any]
@@ -89,7 +88,20 @@ class Record:
     """
 
     __slots__ = (
-        *("__weakref__", "args", "context", "early_stop", "fn", "hooked", "kwargs", "lock", "log", "options", "saved", "snapshots"),
+        *(
+            "__weakref__",
+            "args",
+            "context",
+            "early_stop",
+            "fn",
+            "hooked",
+            "kwargs",
+            "lock",
+            "log",
+            "options",
+            "saved",
+            "snapshots",
+        ),
         *("tokens", "watched"),
     )
     options: Options

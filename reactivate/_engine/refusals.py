@@ -19,7 +19,7 @@ from reactivate.errors import MutationError, ReplayMismatchError
 
 _SAME = (
     "The function must do the same in both passes. Look for what decides otherwise between them: a global, a counter "
-    "or a file that it changes, a random number from a source that no guard knows. `determinism=\"values\"` names the "
+    'or a file that it changes, a random number from a source that no guard knows. `determinism="values"` names the '
     "first op that differs."
 )
 
@@ -201,5 +201,3 @@ def _describe(tensor: Tensor) -> str:
 
 def _metadata(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
-
-

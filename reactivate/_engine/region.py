@@ -16,6 +16,7 @@ import sys
 import weakref
 from _thread import RLock
 from collections.abc import Sequence
+from contextlib import ExitStack
 from contextvars import copy_context
 from typing import Any
 
@@ -34,13 +35,23 @@ from reactivate._compat import (
     name_of_transform,
     on_backward_end,
     pop_saved_tensor_hooks,
+    prefer_version_used_last,
     push_saved_tensor_hooks,
     without_function_modes,
 )
 from reactivate._engine import refusals
 from reactivate._engine.capture import Capture
 from reactivate._engine.oplog import OpLog
-from reactivate._engine.record import FunctionSlot, Options, Record, Slot, are_regions_off, observers, plain_contexts, tell
+from reactivate._engine.record import (
+    FunctionSlot,
+    Options,
+    Record,
+    Slot,
+    are_regions_off,
+    observers,
+    plain_contexts,
+    tell,
+)
 from reactivate._engine.replay import replay
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
@@ -82,6 +93,7 @@ class Region(Record):
         """
         if current_transform() is not None:
             _refuse_transform()
+        prefer_version_used_last(False)
         self.options = options
         self.early_stop = options.early_stop
         self.saved = []
@@ -145,8 +157,9 @@ class Region(Record):
     def _leave(self, error: BaseException | None) -> None:
         tokens = self.tokens
         if self.options.has_leaving and tokens:
-            for guard, token in reversed([*zip(self.options.guards, tokens)]):
-                guard.leave(token, error)
+            with ExitStack() as stack:  # the last one first, and all of them, also if one fails
+                for guard, token in zip(self.options.guards, tokens):
+                    stack.callback(guard.leave, token, error)
 
     def pack(self, tensor: Tensor) -> Slot:
         """Autograd saves `tensor`: it gets an empty slot."""
@@ -196,6 +209,7 @@ class Region(Record):
             on_backward_end(functools.partial(_forget, weakref.ref(self)))
 
 
+leave_to_eager(Region.pack.__code__)
 leave_to_eager(Region.unpack.__code__)
 
 

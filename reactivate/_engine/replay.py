@@ -28,7 +28,7 @@ from reactivate._compat import (
     without_function_modes,
 )
 from reactivate._engine import refusals
-from reactivate._engine.forms import Form, Memo, rebuild
+from reactivate._engine.forms import Memo, rebuild
 from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.record import Record, Saved, observers, tell
 from reactivate.errors import ReactivateError
@@ -55,8 +55,11 @@ def is_recomputing() -> bool:
     return _is_recomputing.get()
 
 
-class ReplayComplete(Exception):
-    """Ends the function when nothing that it could still compute is needed."""
+class ReplayComplete(BaseException):
+    """Ends the function when nothing that it could still compute is needed.
+
+    No `Exception`, as that is what a function catches when it falls back from one kernel to another.
+    """
 
 
 def replay(record: Record) -> None:
@@ -71,7 +74,11 @@ def replay(record: Record) -> None:
     # A copy, since one context cannot be entered twice: a replay may be inside another of the same region.
     # And if the forward pass is still running, its log is open, and these are not its ops.
     run = _replay if record.log is None else record.log.unseen(_replay)
-    context.copy().run(run, record)
+    try:
+        context.copy().run(run, record)
+    except BaseException:
+        record.forget()  # what it had filled in by then
+        raise
     if observers:
         tell(context, "replay_done", record)
 
@@ -133,7 +140,7 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     push_saved_tensor_hooks(matching.pack, _unpack if record.tokens is None else matching.unpack_in_forward)
     try:
         fn(*args, **kwargs)
-    except Exception:
+    except (Exception, ReplayComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         if matching.refused is not None:
             raise matching.refused from None
@@ -186,8 +193,10 @@ class _Matching:
         if saved is self.last:
             self.is_complete = True
         # Mostly `fn` itself is two calls up; only otherwise it is worth looking further.
-        if self.is_complete and self.record.early_stop and (
-            sys._getframe(2).f_code is _REPLAY_CODE or not _is_inside_function(sys._getframe(1))
+        if (
+            self.is_complete
+            and self.record.early_stop
+            and (sys._getframe(2).f_code is _REPLAY_CODE or not _is_inside_function(sys._getframe(1)))
         ):
             raise ReplayComplete
         return value
@@ -215,6 +224,8 @@ class _Matching:
         """`fn`, with each op held against that of the forward pass (`determinism="values"`)."""
 
         def check(ops: list[Op]) -> None:
+            if self.is_complete:  # as in `_check`
+                return
             index = len(ops) - 1
             if index >= len(forward.ops):
                 if self.record.tokens is not None:  # a backward inside the forward pass: that is as far as it got
@@ -233,6 +244,8 @@ class _Matching:
 
     def _check(self, saved: Saved, tensor: Tensor) -> None:
         """Refuse a tensor whose metadata differ, if that matters."""
+        if self.is_complete:  # the function has caught that, and does something else
+            return
         record = self.record
         index = next(i for i, entry in enumerate(record.saved) if entry is saved)
         if tensor._version > saved[1][3] and record.options.checks_versions:

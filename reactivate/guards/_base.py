@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from reactivate.errors import UsageError
 from reactivate._types import Guard
+from reactivate.errors import UsageError
 
 
 @dataclass(frozen=True)

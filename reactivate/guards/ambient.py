@@ -30,7 +30,13 @@ from reactivate._compat import (
 from reactivate._types import Call, Guard
 
 _FLAG_READERS = tuple(flag.read for flag in FLAGS)
-_READERS = (*_FLAG_READERS, is_function_mode_active, is_dispatch_mode_active, is_any_autocast_enabled, accelerator_device)
+_READERS = (
+    *_FLAG_READERS,
+    is_function_mode_active,
+    is_dispatch_mode_active,
+    is_any_autocast_enabled,
+    accelerator_device,
+)
 _NOTHING_ELSE = [False, 0, False, None]  # what the last four say when there are flags and nothing else
 _AUTOCAST_TYPES = tuple(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)

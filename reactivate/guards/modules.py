@@ -31,8 +31,8 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from reactivate._compat import copy_unseen, is_distributed, may_be_written_unseen, write_unseen
-from reactivate.errors import MutationError
 from reactivate._types import Call, Guard
+from reactivate.errors import MutationError
 
 
 class Stateful(Protocol):
@@ -79,7 +79,7 @@ class Modules(Guard):
                 for name, buffer in buffers.items():
                     if buffer is not None:
                         self._hold(seen, module, buffers, name, buffer)
-            if _is_users(type(module)):
+            if _is_users(type(module)):  # type: ignore[arg-type]
                 self._see_attributes(seen, module, attributes)
         return seen
 
@@ -93,8 +93,9 @@ class Modules(Guard):
                 for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                     if isinstance(item, Tensor):
                         self._hold(seen, module, value, key, item)
-        if hasattr(module, "replay_state"):
-            seen.states.append((module, module.replay_state()))
+        if hasattr(type(module), "replay_state"):
+            stateful: Any = module
+            seen.states.append((module, stateful.replay_state()))
 
     def _hold(self, seen: _Seen, module: Module, namespace: Any, name: Any, tensor: Tensor) -> None:
         if tensor.requires_grad:  # the product of a forward pass, not state
@@ -103,7 +104,9 @@ class Modules(Guard):
             return
         is_silent = module.training and may_be_written_unseen(tensor)
         seen.held.append(_Held(module, namespace, name, tensor, is_silent))
-        is_needed = is_silent or self._copies_all or self._known.get(module, _NOTHING).get((name, module.training), True)
+        is_needed = (
+            is_silent or self._copies_all or self._known.get(module, _NOTHING).get((name, module.training), True)
+        )
         seen.copies.append(copy_unseen(tensor) if is_needed else None)
 
     def _see_script_module(self, seen: _Seen, module: Module) -> None:
@@ -281,7 +284,9 @@ class _Rewound:
                 raise seen.refuse(tensor, "has been modified by an inplace operation since the forward pass read it")
         for held, content in zip(seen.held, seen.copies):
             if content is None and held.tensor._version != held.version:
-                raise seen.refuse(held.tensor, "has been modified by an inplace operation since the forward pass read it")
+                raise seen.refuse(
+                    held.tensor, "has been modified by an inplace operation since the forward pass read it"
+                )
 
 
 def _share_memory(group: list[int], held: list[_Held], fresh: list[Tensor | None]) -> None:

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from reactivate._backends import accelerator
-from reactivate.errors import UsageError
 from reactivate._types import Call, Guard
+from reactivate.errors import UsageError
 from reactivate.guards._base import Rewound
 
 
@@ -51,8 +51,9 @@ class TrackerGuard(Guard):
         self._tracker = tracker
 
     def _get(self) -> Tracker:
-        tracker = self._tracker
-        return tracker if hasattr(tracker, "get_states") else tracker()
+        given: Any = self._tracker
+        tracker: Tracker = given if hasattr(given, "get_states") else given()
+        return tracker
 
     def before(self, call: Call) -> Any:
         return _contents(self._get().get_states())
