@@ -1,0 +1,299 @@
+"""The overhead benchmark: its statistics on numbers made up for them, and a run that is as short as can be."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import reactivate
+from reactivate._engine.record import observed_by
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import _figures as figures
+import _measure
+import _results
+import _sections
+import _subjects
+import _tables
+import _workloads
+import overhead
+
+CPU = torch.device("cpu")
+TINY = _results.Settings(rounds=2, batch_seconds=1e-5, calls=2)
+ONE, OTHER = ("one", 1), ("other", 1)
+
+
+def times(one: list[float], other: list[float]) -> figures.Times:
+    return {ONE: np.array(one), OTHER: np.array(other)}
+
+
+def difference(view: figures.View) -> figures.Array:
+    return view.over(ONE, OTHER)
+
+
+def test_warm_batches_subtract_minima_of_different_rounds() -> None:
+    assert figures.estimate(difference, times([9, 5, 7], [1, 4, 2]), figures.WARM).value == 4  # 5 - 1
+
+
+def test_single_calls_take_the_median_of_paired_differences() -> None:
+    assert figures.estimate(difference, times([9, 5, 7], [1, 2, 5]), figures.SINGLE).value == 3  # of 8, 3 and 2
+
+
+@pytest.mark.parametrize("method", figures.METHODS, ids=lambda method: method.name)
+def test_interval_is_a_point_where_all_rounds_agree(method: figures.Method) -> None:
+    found = figures.estimate(difference, times([3] * 20, [1] * 20), method)
+    assert (found.low, found.value, found.high) == (2, 2, 2)
+
+
+def test_interval_of_the_median_holds_the_truth_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(0)
+    hits = 0
+    for _ in range(200):
+        noise = generator.exponential(1.0, size=(2, 80))
+        found = figures.estimate(difference, {ONE: 3 + noise[0], OTHER: noise[1]}, figures.SINGLE)
+        hits += found.low <= 3 <= found.high
+    assert 180 <= hits <= 199  # 190 expected
+
+
+def test_interval_of_the_minimum_shows_that_one_round_decides() -> None:
+    found = figures.estimate(difference, times([2] + [4] * 19, [1] * 20), figures.WARM)
+    assert (found.value, found.low, found.high) == (1, 1, 3)  # half of the halves have it not
+
+
+def test_halves_are_rounds_without_repetition() -> None:
+    drawn = figures.halves(7, np.random.default_rng(0))
+    assert drawn.shape == (figures.DRAWS, 4)
+    assert all(len(set(row)) == 4 for row in drawn.tolist())
+    assert set(drawn.ravel().tolist()) == set(range(7))
+
+
+def test_ratio_is_of_the_same_draw() -> None:
+    """One and other rise and fall together: their ratio is certain, each of them is not."""
+    together = np.random.default_rng(0).exponential(1.0, 60)
+    made = {ONE: 3 * together, OTHER: together, ("zero", 1): np.zeros(60)}
+    found = figures.estimate(
+        lambda view: view.over(ONE, ("zero", 1)) / view.over(OTHER, ("zero", 1)), made, figures.SINGLE
+    )
+    assert (found.low, found.value, found.high) == pytest.approx((3, 3, 3))
+    alone = figures.estimate(lambda view: view.level(ONE), made, figures.SINGLE)
+    assert alone.high > alone.low
+
+
+def test_slope_of_a_line_is_its_slope() -> None:
+    sizes = (1, 2, 4, 8)
+    values = [np.array([5 + 3 * size, 7 - 2 * size], dtype=float) for size in sizes]
+    assert figures.slope(sizes, values) == pytest.approx([3, -2])
+
+
+def test_slope_is_the_least_squares_one() -> None:
+    values = [np.array([value]) for value in (1.0, 4.0, 4.0, 9.0)]
+    expected = np.polyfit([1, 2, 4, 8], [1.0, 4.0, 4.0, 9.0], 1)[0]
+    assert figures.slope((1, 2, 4, 8), values) == pytest.approx([expected])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"), [(0.3, 0.4, "met"), (0.41, 0.5, "missed"), (0.35, 0.45, "within noise")]
+)
+def test_verdict_is_by_the_interval(low: float, high: float, expected: str) -> None:
+    assert figures.verdict(figures.Estimate(0.4, low, high), 0.4) == expected
+
+
+def cost(subject: str, size: int) -> float:
+    """Made-up seconds: plain has 1 an op and 10 a call, torch adds 8 + 4 a tensor, we add 2 + 2 a tensor."""
+    own = {_subjects.PLAIN: (0, 0), _subjects.TORCH: (8, 4), _subjects.OURS: (2, 2)}
+    if subject == _sections.FORWARD:
+        return size
+    fixed, each = own[subject]
+    return 10 + size + fixed + each * size
+
+
+def rows_of(section: str, sizes: tuple[int, ...], method: figures.Method) -> dict[str, _results.Row]:
+    (found,) = (item for item in _sections.SECTIONS if item.name == section)
+    subjects = (_subjects.PLAIN, _subjects.TORCH, _subjects.OURS, _sections.FORWARD)
+    made = {(name, size): np.full(4, cost(name, size)) for name in subjects for size in sizes}
+    return {
+        quantity.name: _results.make_row(section, quantity, _subjects.OURS, method, made)
+        for quantity in found.quantities
+    }
+
+
+@pytest.mark.parametrize("method", figures.METHODS, ids=lambda method: method.name)
+def test_figures_of_made_up_times(method: figures.Method) -> None:
+    fixed = rows_of("fixed", (1,), method)["over plain"]
+    assert fixed.figure.value == pytest.approx(4e6)
+    assert fixed.of_torch is not None
+    assert fixed.of_torch.value == pytest.approx(4 / 12)
+    assert fixed.verdict == "met"
+    block = rows_of("transformer", (1,), method)["beyond one extra forward"]
+    assert block.of_torch is not None
+    assert block.of_torch.value == pytest.approx(3 / 11)
+    slopes = rows_of("slope", _sections.SAVED_TENSORS, method)
+    ratios = [row.of_torch.value for row in slopes.values() if row.of_torch is not None]
+    assert ratios == pytest.approx([2 / 4, 1 / 3])
+    regions = rows_of("regions", (10, 1000), method)
+    growth = regions["a region of 1,000 against one of 10"]
+    assert growth.of_torch is None
+    assert growth.figure.value == pytest.approx((2002 / 1000) / (22 / 10))
+
+
+def test_every_round_calls_every_step_and_shuffles_them() -> None:
+    calls: list[str] = []
+    steps = {(name, 1): lambda name=name: calls.append(name) for name in "abcd"}
+    found = _measure.single_calls(steps, 20, _measure.Timer(CPU, "cpu"), lambda: calls.append("|"))
+    rounds = "".join(calls)[4:].split("|")[:-1]
+    assert {"".join(sorted(one)) for one in rounds} == {"abcd"}
+    assert len(set(rounds)) > 5
+    assert all(len(taken) == 20 and (taken >= 0).all() for taken in found.values())
+
+
+def test_batches_are_as_many_calls_as_last_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+
+    def step() -> None:
+        nonlocal now
+        now += 2000
+
+    monkeypatch.setitem(_measure.CLOCKS, "made up", lambda: now)
+    timer = _measure.Timer(CPU, "made up")
+    assert timer.calls_in(1e-4, step) == 50
+    found = _measure.warm_batches({ONE: step}, 3, 1e-4, timer, lambda: None)
+    assert found[ONE] == pytest.approx([2e-6] * 3)
+
+
+def test_quiet_leaves_nothing_behind() -> None:
+    threads, frozen = torch.get_num_threads(), gc.get_freeze_count()
+    with _measure.quiet():
+        assert torch.get_num_threads() == 1
+        assert gc.get_freeze_count() > frozen
+        assert gc.isenabled()
+    assert (torch.get_num_threads(), gc.get_freeze_count()) == (threads, frozen)
+
+
+def test_subjects_are_what_they_are_called() -> None:
+    """Ours run on our engine, also the installed one; torch's and torch_remat do not, and recompute as well."""
+    for name, wrap in _subjects.make_subjects().items():
+        runs = 0
+
+        def probe(x: Tensor) -> Tensor:
+            nonlocal runs
+            runs += 1
+            return x.sin()
+
+        ran = oracle.Ran()
+        with observed_by(ran):
+            wrap(probe)(torch.ones(1, requires_grad=True)).backward()
+        assert runs == (1 if name == _subjects.PLAIN else 2), name
+        assert (ran.regions, ran.replays) == ((1, 1) if name in _subjects.ALL_OURS else (0, 0)), name
+
+
+def test_a_subject_that_is_not_what_it_is_called_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="reactivate is not what it is measured as"):
+        _subjects._check(_subjects.OURS, lambda fn: fn)
+
+
+def test_torch_remat_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_subjects, "find_spec", lambda name: None)
+    subjects = _subjects.make_subjects()
+    assert {*subjects} == {_subjects.PLAIN, *_subjects.EVERY} - {_subjects.REMAT}
+    rows = _results.measure(_sections.SECTIONS[:1], TINY, CPU).rows
+    assert {row.subject for row in rows} == {*_subjects.EVERY} - {_subjects.REMAT}
+
+
+def test_differences_are_found_bit_for_bit() -> None:
+    subjects = _subjects.make_subjects()
+
+    def make() -> tuple[torch.nn.Module, Tensor]:
+        return _workloads.ten_modules(CPU)
+
+    assert _subjects.differs_from_plain(subjects[_subjects.OURS], make) == []
+    assert _subjects.differs_from_plain(subjects[_subjects.TORCH], make) == ["buffers"]
+
+
+class CountOps(TorchDispatchMode):
+    ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_transformer_block_is_as_large_as_its_title_says() -> None:
+    model, x = _workloads.transformer_block(CPU)
+    saved: list[Tensor] = []
+    with CountOps() as count, saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        model(x)
+    (section,) = (section for section in _sections.SECTIONS if section.name == "transformer")
+    assert f"{count.ops} ops, {len(saved)} saved tensors" in section.title
+
+
+@pytest.fixture(scope="module")
+def results() -> _results.Results:
+    return _results.measure(_sections.SECTIONS, TINY, CPU)
+
+
+def test_every_section_runs(results: _results.Results) -> None:
+    quantities = {(section.name, quantity.name) for section in _sections.SECTIONS for quantity in section.quantities}
+    assert {(row.section, row.quantity) for row in results.rows} == quantities
+    for row in results.rows:
+        assert np.isfinite([row.figure.value, row.figure.low, row.figure.high]).all()
+        assert (row.verdict is None) == (row.target is None)
+        assert row.target is None or row.subject in _subjects.ALL_OURS
+
+
+def test_results_are_named_for_device_and_torch_version(results: _results.Results) -> None:
+    assert results.name == f"overhead-cpu-torch{torch.__version__.partition('+')[0]}"
+    read = json.loads(results.to_json())
+    assert read["machine"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert len(read["rows"]) == len(results.rows)
+    assert set(read["methods"]) == {"warm batches", "single calls"}
+
+
+def test_markdown_has_every_figure(results: _results.Results) -> None:
+    page = _tables.to_markdown(results)
+    for table in _tables.tables(results):
+        assert f"### {table.title}\n" in page
+        assert {len(row) for row in table.rows} == {len(table.header)}
+    for row in results.rows:
+        assert _tables.with_interval(row.figure) in page
+        assert row.verdict is None or f"| {row.target:.2f} | {row.verdict} |" in page
+
+
+def test_command_line_measures_one_section_as_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overhead, "QUICK", TINY)
+    overhead.main(["--only", "no_grad", "--quick", "--json"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["section"] for row in rows} == {"no_grad"}
+    assert {row["subject"] for row in rows} >= set(_subjects.ALL_OURS)
+
+
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.delitem(sys.modules, "_terminal", raising=False)
+    with pytest.raises(SystemExit, match=r"needs rich: pip install 'reactivate\[bench\]'"):
+        overhead.main(["--only", "fixed", "--quick"])
+
+
+def test_results_for_the_docs_are_of_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        overhead.main(["--only", "fixed", "--out", "anywhere"])
+    assert "leave --only out" in capsys.readouterr().err
+
+
+def test_installation_is_over() -> None:
+    _subjects.make_subjects()
+    assert torch.utils.checkpoint.checkpoint.__globals__["__name__"] != "reactivate.dropin.torch"
+    with reactivate.dropin.install():  # refused if one were active
+        pass
