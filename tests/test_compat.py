@@ -1,0 +1,361 @@
+"""Every private name of torch that the package leans on, and what it needs of each.
+
+When a new torch breaks one of these, this file says which, and what it was for.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import reactivate
+from reactivate import _compat
+
+PACKAGE = Path(reactivate.__file__).parent
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def needs(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """What follows is all that the package asks of `names`."""
+
+    def register(check: Callable[[], None]) -> Callable[[], None]:
+        CHECKS.update(dict.fromkeys(names, check))
+        return check
+
+    return register
+
+
+@needs("push_saved_tensor_hooks", "pop_saved_tensor_hooks")
+def hooks_see_what_is_saved_and_what_is_read() -> None:
+    seen: list[str] = []
+    _compat.push_saved_tensor_hooks(lambda tensor: seen.append("saved") or tensor, lambda it: seen.append("read") or it)
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    _compat.pop_saved_tensor_hooks()
+    y.cos().sum().backward()
+    assert seen == ["saved", "read"]
+
+
+@needs("set_grad_enabled")
+def grad_mode_is_set() -> None:
+    _compat.set_grad_enabled(False)
+    assert not torch.is_grad_enabled()
+    _compat.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
+@needs("current_backward", "on_backward_end")
+def a_backward_has_a_number_and_an_end() -> None:
+    seen: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def hook(grad: Tensor) -> None:
+        seen.append(_compat.current_backward())
+        _compat.on_backward_end(lambda: seen.append("end"))
+
+    y.register_hook(hook)
+    y.sum().backward()
+    assert _compat.current_backward() == -1
+    assert seen[0] >= 0
+    assert seen[1] == "end"
+
+
+@needs("FUNCTION_APPLY_CODE")
+def custom_functions_save_under_apply() -> None:
+    codes: list[Any] = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: codes.append(sys._getframe(1).f_code) or t, lambda t: t):
+        Double.apply(torch.ones(2, requires_grad=True))
+    assert codes == [_compat.FUNCTION_APPLY_CODE]
+
+
+@needs("registered_containers", "leaves_with_paths")
+def containers_of_libraries_are_flattened() -> None:
+    node = _compat.registered_containers[dict]
+    children, context = node.flatten_fn({"a": 1, "b": 2})
+    assert node.unflatten_fn(children, context) == {"a": 1, "b": 2}
+    assert _compat.leaves_with_paths([0, {"b": 1}]) == [("[0]", 0), ("[1]['b']", 1)]
+
+
+@needs("is_profiling")
+def a_profiler_is_noticed() -> None:
+    assert not _compat.is_profiling()
+    with torch.profiler.profile():
+        assert _compat.is_profiling()
+
+
+@needs("write_thread_state", "read_thread_state")
+def thread_state_is_kept() -> None:
+    assert _compat.read_thread_state("reactivate.test") is None
+    _compat.write_thread_state("reactivate.test", 3)
+    assert _compat.read_thread_state("reactivate.test") == 3
+    _compat.write_thread_state("reactivate.test", None)
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@needs("is_function_mode_active", "function_modes", "replace_function_modes", "without_function_modes")
+def function_modes_are_read_and_replaced() -> None:
+    with FunctionMode() as mode:
+        assert _compat.is_function_mode_active()
+        assert _compat.function_modes() == (mode,)
+        with _compat.without_function_modes():
+            assert not _compat.is_function_mode_active()
+        _compat.replace_function_modes(())
+        assert not _compat.is_function_mode_active()
+        _compat.replace_function_modes((mode,))
+    assert _compat.function_modes() == ()
+
+
+@needs("is_dispatch_mode_active", "dispatch_modes", "replace_dispatch_modes")
+def dispatch_modes_are_read_and_replaced() -> None:
+    with DispatchMode() as mode:
+        assert _compat.is_dispatch_mode_active()
+        assert _compat.dispatch_modes() == (mode,)
+        _compat.replace_dispatch_modes(())
+        assert not _compat.is_dispatch_mode_active()
+        _compat.replace_dispatch_modes((mode,))
+    assert _compat.dispatch_modes() == ()
+
+
+@needs("module_call", "has_hooks")
+def modules_are_called_through_their_hooks() -> None:
+    module = nn.Linear(1, 1)
+    assert type(module).__call__ is _compat.module_call
+    assert not _compat.has_hooks(module)
+    module.register_forward_hook(lambda *args: None)
+    assert _compat.has_hooks(module)
+
+
+@needs("is_distributed")
+def a_plain_tensor_is_not_distributed() -> None:
+    assert not _compat.is_distributed(torch.ones(2))
+
+
+@needs("may_be_written_unseen", "copy_unseen", "write_unseen")
+def running_statistics_are_copied_and_written_without_a_trace() -> None:
+    module = nn.BatchNorm1d(3)
+    assert module.running_mean is not None
+    assert _compat.may_be_written_unseen(module.running_mean)
+    assert not _compat.may_be_written_unseen(module.weight)
+    version, copy = module.running_mean._version, _compat.copy_unseen(module.running_mean)
+    module(torch.randn(4, 3))
+    assert module.running_mean._version == version, "batch norm writes without a new version: else no copy was needed"
+    _compat.write_unseen(module.running_mean, copy)
+    assert module.running_mean._version == version
+    assert torch.equal(module.running_mean, copy)
+
+
+@needs("last_script_graph", "count_of_profiled_runs", "is_profiling_graph", "is_compiled_script")
+def torchscript_watches_one_call_and_compiles() -> None:
+    assert _compat.count_of_profiled_runs() == 1
+    scripted = torch.jit.CompilationUnit("def double_it(x):\n    return x * 2 + x\n").double_it
+    before = _compat.last_script_graph()
+    x = torch.ones(2, requires_grad=True)
+    scripted(x)
+    assert _compat.last_script_graph() is not before
+    assert _compat.is_profiling_graph(_compat.last_script_graph())
+    assert not _compat.is_compiled_script(scripted)
+    scripted(x)
+    assert not _compat.is_profiling_graph(_compat.last_script_graph())
+    assert _compat.is_compiled_script(scripted)
+
+
+@needs("current_transform", "name_of_transform")
+def transforms_have_names() -> None:
+    seen: list[Any] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(_compat.name_of_transform())
+        return x.sum()
+
+    assert _compat.current_transform() is None
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
+    assert seen == ["torch.func.grad or vjp", "torch.func.vmap", "torch.func.jvp"]
+
+
+@needs("leave_to_eager")
+def frames_are_left_to_eager() -> None:
+    traced: list[bool] = []
+
+    def left(x: Tensor) -> Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    _compat.leave_to_eager(left.__code__)
+    torch.compile(left, backend="eager")(torch.ones(2))
+    assert traced == [False]
+
+
+@needs("prefer_version_used_last")
+def versions_are_taken_in_order() -> None:
+    """Behaviour: `test_compile.test_a_replay_runs_the_version_that_its_forward_pass_ran`."""
+    assert callable(_compat.prefer_version_used_last)
+
+
+@needs("checkpoint_in_graph", "NotTraced")
+def dynamo_knows_torchs_checkpoint() -> None:
+    found: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(
+            lambda x: _compat.checkpoint_in_graph(torch.sin, (x,), {}), backend=backend, fullgraph=True
+        )
+        compiled(torch.ones(2, requires_grad=True))
+    assert "tag_activation_checkpoint" in found
+    with pytest.raises(_compat.NotTraced):
+        _compat.checkpoint_in_graph(torch.sin, (torch.ones(2, requires_grad=True),), {})
+
+
+@needs("runs_as_traced", "warn_of_running_as_traced")
+def the_inside_of_a_traced_region_is_known() -> None:
+    assert not _compat.runs_as_traced(torch.sin)
+    with pytest.warns(UserWarning, match="keeps its activations"):
+        _compat.warn_of_running_as_traced()
+
+
+@needs("SavedTensor", "save_tensor")
+def a_saved_tensor_knows_its_version() -> None:
+    x = torch.ones(2, requires_grad=True) * 2
+    saved = _compat.save_tensor(x, False)
+    assert isinstance(saved, _compat.SavedTensor)
+    assert saved.unpack().grad_fn is x.grad_fn
+    x.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.unpack()
+
+
+@needs("cpu_generator_memory")
+def the_memory_of_the_cpus_generator_is_found() -> None:
+    places = _compat.cpu_generator_memory()
+    assert places is not None
+    assert [size for _, size in places] == [88, 24]
+
+
+@needs("accelerator_device")
+def the_accelerator_is_what_torch_says() -> None:
+    device, public = _compat.accelerator_device(), torch.accelerator.current_accelerator()
+    assert (device and device.type) == (public and public.type)
+
+
+@needs("ask")
+def a_question_is_a_call() -> None:
+    assert _compat.ask(lambda: 3) == 3
+
+
+@needs("Flag", "FLAGS")
+def flags_can_be_read_and_written_back() -> None:
+    values = [flag.read() for flag in _compat.FLAGS]
+    for flag, value in zip(_compat.FLAGS, values, strict=True):
+        flag.write(value)
+    assert [flag.read() for flag in _compat.FLAGS] == values
+    assert len({flag.name for flag in _compat.FLAGS}) == len(values)
+
+
+@needs("is_any_autocast_enabled")
+def autocast_is_noticed() -> None:
+    assert not _compat.is_any_autocast_enabled()
+    with torch.autocast("cpu"):
+        assert _compat.is_any_autocast_enabled()
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: check.__name__)
+def test_what_is_needed(check: Callable[[], None]) -> None:
+    check()
+
+
+def test_every_name_is_listed() -> None:
+    tree = ast.parse(Path(_compat.__file__).read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    names = {
+        name
+        for name, value in vars(_compat).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name not in imported
+    }
+    assert names == set(CHECKS)
+
+
+def private_names_of_torch(path: Path) -> list[str]:
+    """Imports of private torch names, and attributes `torch._x`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [part for part in parts if part.startswith("_")]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            root, path = node.value, []
+            while isinstance(root, ast.Attribute):
+                path.append(root.attr)
+                root = root.value
+            if isinstance(root, ast.Name) and root.id == "torch" and "ops" not in path:  # ops have such names
+                found.append(node.attr)
+    return found
+
+
+# Public in all but name: the module in which torch documents how to write a mode.
+DOCUMENTED = {"_python_dispatch"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_private_names_stand_in_compat_only(path: Path) -> None:
+    if path.name != "_compat.py":
+        assert set(private_names_of_torch(path)) <= DOCUMENTED
+    else:
+        assert len(private_names_of_torch(path)) > 30, "the search finds them where they are"
+
+
+def test_probes_see_a_draw() -> None:
+    """Python's own generator has no private name in torch, but a private layout."""
+    state = random.getstate()
+    from reactivate.guards.rng import HostRng
+
+    guard = HostRng()
+    token = guard.before(_NoCall())
+    assert guard.after(token) is None
+    random.random()
+    assert guard.after(token) is not None
+    random.setstate(state)
+
+
+class _NoCall:
+    modules = ()
+    generators = ()
