@@ -190,7 +190,7 @@ def _has_code(kind: type, site: Site) -> bool:
 def _site_now(record: Record, frame: FrameType) -> str:
     """The line that is running, and the module."""
     here = user_frame(frame)
-    module = called_module(here)
+    module = called_module(frame)  # it may be one of torch's
     path = None if module is None else _modules(record).get(module)
     return line_of((here.f_code, here.f_lasti)) + ("" if path is None else f" (module {path})")
 

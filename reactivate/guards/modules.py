@@ -10,7 +10,7 @@ Of every module that the region can reach:
 What a tensor held has to be copied before it is known whether the forward pass will write to it. So the first call of a
 module in a mode (training or not) copies all its buffers, and later ones copy those that were written to. Floating-point
 buffers of one dimension are copied in every training call: batch norm's kernels write to running statistics
-without a new version, so that nobody can tell.
+without a new version, so that nobody can tell. So are scalars, which are cheap.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Modules(Guard):
             seen.held.append(_Held(module, namespace, name, tensor, False))
             seen.copies.append(None)
             return
-        is_silent = module.training and may_be_written_unseen(tensor)
+        # A scalar counts something, mostly. Of a module that another region runs it is written to unexpectedly, too.
+        is_silent = module.training and (tensor.ndim == 0 or may_be_written_unseen(tensor))
         seen.held.append(_Held(module, namespace, name, tensor, is_silent))
         is_needed = (
             is_silent or self._copies_all or self._known.get(module, _NOTHING).get((name, module.training), True)
