@@ -254,6 +254,7 @@ def test_determinism_check(name: str) -> None:
             y.sum().backward()
     assert isinstance(caught.value, ReplayMismatchError)
     assert caught.value.kind in (name, "metadata")
+    assert "`debug=True` names the first op that differs" in str(caught.value), "the remedy, as it is called here"
 
 
 def test_determinism_check_none() -> None:

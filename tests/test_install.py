@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import pickle
 import types
 from collections import deque, namedtuple
@@ -410,6 +411,19 @@ def test_composable_after_an_exception() -> None:
         assert regions_of(module, torch.ones(3, requires_grad=True)) == 1
 
 
+@pytest.mark.parametrize("end", ["throw", "close"])
+def test_generator_that_is_not_finished(end: str) -> None:
+    """Rule 13, for what composable `checkpoint` is made of: `fresh_state` looks for hooks that were left behind."""
+    with dropin.install():
+        generator = upstream._checkpoint_without_reentrant_generator(torch.sin)
+        next(generator)
+        if end == "close":
+            generator.close()
+        else:
+            with pytest.raises(KeyError):
+                generator.throw(KeyError())
+
+
 # -- when it is there ------------------------------------------------------------------------------------------------
 
 
@@ -430,6 +444,20 @@ def test_taking_it_back_twice_is_refused() -> None:
     with dropin.install(), pytest.raises(UsageError, match="taken back already"):
         installation.uninstall()
     assert upstream.checkpoint is original
+
+
+def test_references_that_are_hidden_are_refused() -> None:
+    """The collector does not look at frozen objects, so that nothing would be found."""
+    original = upstream.checkpoint
+    gc.freeze()
+    try:
+        with pytest.raises(UsageError, match="gc.unfreeze"):
+            dropin.install()
+    finally:
+        gc.unfreeze()
+    assert upstream.checkpoint is original is checkpoint
+    with dropin.install():
+        check_runs_here(checkpoint_wrapper)
 
 
 def test_an_exception_takes_it_back() -> None:

@@ -37,6 +37,12 @@ class Installation:
         for name, swap in zip(names, swaps):
             swap.new.__module__, swap.new.__name__, swap.new.__qualname__ = upstream.__name__, name, name  # for pickle
         self._swaps = replace_everywhere(swaps)
+        if any(getattr(upstream, name) is swap.old for name, swap in zip(names, swaps)):
+            replace_everywhere(backwards(self._swaps))
+            raise UsageError(
+                "The references to torch.utils.checkpoint could not be found: `gc.freeze()` hides them. Install the "
+                "drop-in before that, or call `gc.unfreeze()` first."
+            )
         # Only now: what is in a dict would have been replaced.
         instance.replaced = {name: swap.old for name, swap in zip(names, swaps)}  # type: ignore[attr-defined]
         _active.append(self)
@@ -64,9 +70,12 @@ class Installation:
 def install(*, guards: Guards = DEFAULT) -> Installation:
     """Run everything that calls `torch.utils.checkpoint` on this engine, without an edit.
 
-    References that were imported earlier are found and replaced: in modules, on objects and classes, in closures,
-    `functools.partial`s and default arguments; among them `torch.distributed`'s checkpoint wrapper and composable
-    `checkpoint`. Regions that exist keep their engine.
+    References that were imported earlier are found and replaced: in modules, on objects and classes, in containers,
+    closures, `functools.partial`s and default arguments; among them `torch.distributed`'s checkpoint wrapper and
+    composable `checkpoint`. Only a local variable of a function that is running keeps what it has. Regions that exist
+    keep their engine. It takes a few looks through the heap, some tenths of a second in a large program.
+
+    What a compiler traces (`torch.compile`, `torch.export`) is torch's own operator, as it is without the drop-in.
 
     Args:
         guards: for every region; add to them what the program's libraries need, an RNG tracker say.
@@ -75,7 +84,7 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
         A handle with `uninstall()`; also a context manager.
 
     Raises:
-        UsageError: it is installed already.
+        UsageError: it is installed already; or `gc.freeze()` has hidden the references.
 
     Example:
         >>> import torch, reactivate

@@ -88,7 +88,10 @@ class _Options(Options):
     def exception(self, error: ReactivateError) -> BaseException:
         if not isinstance(error, ReplayMismatchError):
             return error
-        lines = [str(error), f"(In torch.utils.checkpoint: {_WORDS_OF_TORCH[error.kind]}.)"]
+        lines = [
+            str(error).replace('`determinism="values"`', "`debug=True`"),
+            f"(In torch.utils.checkpoint: {_WORDS_OF_TORCH[error.kind]}.)",
+        ]
         if self.determinism == "values":
             lines.append("You are seeing this error because you passed `debug=True` to checkpoint.")
         return _MismatchError("\n".join(lines), kind=error.kind)
