@@ -13,12 +13,13 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from oracle import Case, check
 from torch import Tensor, nn
 
 import reactivate
 from reactivate._backends import Backend
-from reactivate.guards import DEFAULT, DeviceRng, HostRng, RngTracker, TrackerGuard
+from reactivate.guards import DEFAULT, ContextPair, DeviceRng, HostRng, RngTracker, TrackerGuard
 
 
 def leaf(*shape: int) -> Tensor:
@@ -397,3 +398,21 @@ def test_a_tracker_that_nobody_draws_from_keeps_nothing() -> None:
     tracker.add("a", seed=1)
     guard = TrackerGuard(tracker)
     assert guard.after(guard.before(None)) is None  # type: ignore[arg-type]
+
+
+def test_random_ops_after_one_whose_result_is_given_back() -> None:
+    """Selective checkpointing saves the first random op and computes the second again."""
+
+    def fn(x: Tensor) -> Tensor:
+        a = (torch.rand_like(x) * x.sin()).exp()
+        return (torch.rand_like(x) * a.sin()).exp().cos()
+
+    def first_only(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        if op is not torch.ops.aten.rand_like.default:
+            return False
+        seen[context.is_recompute] += 1
+        return seen[context.is_recompute] == 1
+
+    seen = {False: 0, True: 0}
+    pair = ContextPair(lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(first_only))
+    check(lambda: Case(fn, (leaf(50),)), guards=DEFAULT.adding(pair), saves_memory=False)

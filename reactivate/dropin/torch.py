@@ -42,7 +42,6 @@ from reactivate._compat import NotTraced, checkpoint_in_graph, runs_as_traced, w
 from reactivate._engine.record import Options
 from reactivate._engine.region import Region, module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_replay
-from reactivate.dropin._selective import SelectivePair
 from reactivate.errors import ReactivateError, ReplayMismatchError, UsageError
 from reactivate.guards import DEFAULT, ContextPair, Guards
 
@@ -124,7 +123,7 @@ def _options_of_call(
     options = _options(guards, preserve_rng_state, early_stop if stops is None else stops, determinism)
     if context_fn is noop_context_fn:
         return options
-    pair = SelectivePair(context_fn) if preserve_rng_state else ContextPair(context_fn)
+    pair = ContextPair(context_fn, keeps_random_numbers=preserve_rng_state)
     return _Options((*options.guards, pair), options.early_stop, options.determinism)
 
 

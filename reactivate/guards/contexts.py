@@ -1,14 +1,26 @@
-"""A pair of contexts, one for the forward pass and one for each replay, as `torch.utils.checkpoint` takes them."""
+"""A pair of contexts, one for the forward pass and one for each replay, as `torch.utils.checkpoint` takes them.
+
+The contexts of torch's selective checkpointing give back in the replay what some ops computed. If one of these is random
+(attention with dropout, say), it draws nothing in the replay, and every op after it would draw the numbers meant for
+another one (Rule 10). So the state of the generator after each random op is noted in the forward pass, and set in the
+replay.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reactivate._backends import accelerator
 from reactivate._types import Call, Guard
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+_Stream = tuple[Callable[[], Any], Callable[[Any], Any]]  # how to read and write the state of a generator
 
 
 class ContextPair(Guard):
@@ -17,6 +29,8 @@ class ContextPair(Guard):
     Args:
         make: called once a region; returns (forward context, recompute context). The second is entered anew for each
             replay.
+        keeps_random_numbers: if the contexts are dispatch modes, which may give back the results of random ops, let the
+            ops after them draw the numbers of the forward pass all the same.
 
     Example:
         >>> import contextlib, reactivate
@@ -38,22 +52,67 @@ class ContextPair(Guard):
     name = "contexts"
     replaces_tensors = True  # selective checkpointing gives back what it cached
 
-    def __init__(self, make: Callable[[], Contexts]) -> None:
+    def __init__(self, make: Callable[[], Contexts], *, keeps_random_numbers: bool = True) -> None:
         self.make = make
+        self._keeps_random_numbers = keeps_random_numbers
 
     def before(self, call: Call) -> Any:
         forward, recompute = self.make()
-        forward.__enter__()
-        return forward, recompute
+        states: list[Any] = []
+        stack = ExitStack()
+        stack.enter_context(forward)
+        if self._keeps_random_numbers and isinstance(forward, TorchDispatchMode):
+            stack.enter_context(_Streams(lambda read, write: states.append(read())))
+        return stack, (recompute, states)
 
     def after(self, token: Any) -> Any:
         return token[1]
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
-        return snapshot  # type: ignore[no-any-return]
+        recompute, states = snapshot
+        return _in_step(recompute, states) if states else recompute
 
     def leave(self, token: Any, error: BaseException | None) -> None:
         if error is None:
             token[0].__exit__(None, None, None)
         else:
             token[0].__exit__(type(error), error, error.__traceback__)
+
+
+@contextmanager
+def _in_step(recompute: AbstractContextManager[Any], states: list[Any]) -> Iterator[None]:
+    """`recompute`, with the generators after each random op as they were."""
+    remaining = iter(states)
+    with recompute, _Streams(lambda read, write: _write_next(remaining, write)):
+        yield
+
+
+def _write_next(remaining: Iterator[Any], write: Callable[[Any], Any]) -> None:
+    for state in remaining:
+        write(state)
+        return
+
+
+class _Streams(TorchDispatchMode):
+    """Calls `after(read, write)` after each random op, with functions for the state of its generator."""
+
+    def __init__(self, after: Callable[[Callable[[], Any], Callable[[Any], Any]], None]) -> None:
+        super().__init__()
+        self._after = after
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._after(*_stream_of(result, kwargs or {}))
+        return result
+
+
+def _stream_of(result: Any, kwargs: dict[str, Any]) -> _Stream:
+    """The generator that made `result`."""
+    tensors = result if isinstance(result, (tuple, list)) else [result]
+    is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors if isinstance(tensor, Tensor))
+    backend = None if is_on_cpu else accelerator()
+    generator = kwargs.get("generator") or torch.default_generator
+    if backend is None or generator is not torch.default_generator:
+        return generator.get_state, generator.set_state
+    return backend.read_rng, backend.write_rng
