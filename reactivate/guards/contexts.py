@@ -60,9 +60,10 @@ class ContextPair(Guard):
         forward, recompute = self.make()
         states: list[Any] = []
         stack = ExitStack()
-        stack.enter_context(forward)
         if self._keeps_random_numbers and isinstance(forward, TorchDispatchMode):
+            # Outside of the user's, which is then the mode that the function finds itself in.
             stack.enter_context(_Streams(lambda read, write: states.append(read())))
+        stack.enter_context(forward)
         return stack, (recompute, states)
 
     def after(self, token: Any) -> Any:
