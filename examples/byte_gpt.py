@@ -1,0 +1,226 @@
+"""A byte-level GPT, trained twice from one seed: plain, and with every block checkpointed.
+
+python examples/byte_gpt.py --out demo           train, then a table here, and byte_gpt.png and results.json in demo/
+python examples/byte_gpt.py --out demo --json    the results as JSON in the place of the table
+
+It learns the source of Python's standard library, so nothing is downloaded. Checkpointing is one word, in
+`GPT.forward`; the rest is an ordinary training loop and what it takes to show that the two runs are the same, bit for
+bit: every loss, every gradient of the last step, every parameter, and the random number generators afterwards. Where
+they are not, the script says what differs first, and exits with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+# Threads that wait sleep, which is kinder to a busy machine; the profiler keeps its log out of the progress bars.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (as everybody calls it)
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+import reactivate
+
+try:
+    from _runs import Run, evidence_of, first_difference, watched
+    from _show import LABELS, plot, table
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+except ImportError as error:
+    sys.exit(f"This example needs {error.name}: pip install 'reactivate[demo]'")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The model and its training; each is an option of the command line."""
+
+    steps: int = field(default=40, metadata={"help": "training steps of each run"})
+    layers: int = field(default=12, metadata={"help": "transformer blocks"})
+    dim: int = field(default=192, metadata={"help": "width of the model"})
+    heads: int = field(default=6, metadata={"help": "attention heads of a block"})
+    context: int = field(default=256, metadata={"help": "bytes that the model looks back"})
+    batch: int = field(default=6, metadata={"help": "sequences in a step"})
+    dropout: float = field(default=0.1, metadata={"help": "probability of every dropout"})
+    seed: int = field(default=0, metadata={"help": "of both runs"})
+
+
+# The model
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with its norm before it and its dropout behind it."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        dim = settings.dim
+        self.heads, self.dropout = settings.heads, settings.dropout
+        self.attention_norm = nn.LayerNorm(dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(self.dropout)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, dim) to the same."""
+        x = x + F.dropout(self.out(self.attention(self.attention_norm(x))), self.dropout, self.training)
+        return x + self.mlp(x)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Causal attention of all heads."""
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of the next byte out."""
+
+    def __init__(self, settings: Settings, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.bytes = nn.Embedding(256, settings.dim)
+        self.positions = nn.Embedding(settings.context, settings.dim)
+        self.dropout = nn.Dropout(settings.dropout)
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.norm = nn.LayerNorm(settings.dim)
+        self.head = nn.Linear(settings.dim, 256, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) to (batch, time, 256)."""
+        x = self.dropout(self.bytes(tokens) + self.positions.weight[: tokens.shape[1]])
+        for block in self.blocks:
+            x = reactivate.checkpoint(block)(x) if self.checkpointed else block(x)
+        return self.head(self.norm(x))
+
+
+# Training
+
+
+def standard_library() -> Tensor:
+    """The source of every module of Python's standard library, one after the other, as bytes."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    installed = {"site-packages", "dist-packages"}
+    files = [path for path in sorted(root.rglob("*.py")) if not installed & {*path.relative_to(root).parts}]
+    source = b"".join(path.read_bytes() for path in files)
+    if not source:
+        sys.exit(f"There is no source of the standard library in {root}: run this with a Python that has it.")
+    return torch.frombuffer(bytearray(source), dtype=torch.uint8)
+
+
+def train(settings: Settings, source: Tensor, checkpointed: bool, on_step: Callable[[float, float], None]) -> Run:
+    """Train a model from the seed, timing each step; the profiler watches one step more, which is not timed."""
+    torch.manual_seed(settings.seed)
+    random.seed(settings.seed)
+    model = GPT(settings, checkpointed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def batch() -> Tensor:
+        starts = torch.randint(len(source) - settings.context, (settings.batch,)).tolist()
+        return torch.stack([source[start : start + settings.context + 1] for start in starts]).long()
+
+    def step(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, so that no timeline shows them
+        with record_function("forward"):
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    losses, step_seconds = [], []
+    for _ in range(settings.steps):
+        tokens = batch()
+        start = perf_counter()
+        losses.append(step(tokens))
+        step_seconds.append(perf_counter() - start)
+        on_step(losses[-1].item(), step_seconds[-1])
+    tokens = batch()
+    timeline = watched(lambda: losses.append(step(tokens)))
+    return Run([loss.item() for loss in losses], step_seconds, timeline, evidence_of(losses, model))
+
+
+# The two runs
+
+
+def train_both(settings: Settings, console: Console) -> tuple[Run, Run]:
+    """Plain, then checkpointed, with a bar for each."""
+    source = standard_library()
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
+    with Progress(*columns, console=console) as progress:
+
+        def on_step(bar: TaskID, loss: float, seconds: float) -> None:
+            progress.update(bar, advance=1, now=f"loss {loss:.4f}  {seconds:.2f} s/step")
+
+        one, other = (progress.add_task(label, total=settings.steps, now="") for label in LABELS)
+        plain = train(settings, source, checkpointed=False, on_step=partial(on_step, one))
+        return plain, train(settings, source, checkpointed=True, on_step=partial(on_step, other))
+
+
+def compare(settings: Settings, plain: Run, checkpointed: Run) -> dict[str, Any]:
+    """The results, as results.json has them."""
+    one, other = plain.figures(), checkpointed.figures()
+    difference = first_difference(plain, checkpointed)
+    results = {
+        "settings": asdict(settings),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "identical": difference is None,
+        "first_difference": difference,
+        "ratios": {name: other[name] / one[name] for name in one},
+    }
+    for label, run in zip(LABELS, (plain, checkpointed)):
+        results[label] = {**run.figures(), "losses": run.losses, "step_seconds": run.step_seconds}
+    return results
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line: those of `Settings`, `out` and `json`."""
+    parser = argparse.ArgumentParser(
+        description="A byte-level GPT, trained twice from one seed: plain, and with every block checkpointed.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for option in fields(Settings):
+        parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default, **option.metadata)
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of byte_gpt.png and results.json")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, and no table")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, compare, show; the exit status is 1 where the runs differ."""
+    options = parse(arguments)
+    settings = Settings(**{option.name: getattr(options, option.name) for option in fields(Settings)})
+    console = Console(stderr=options.json)
+    runs = train_both(settings, console)
+    results = compare(settings, *runs)
+    as_json = json.dumps(results, indent=2)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.json").write_text(as_json + "\n", encoding="utf-8")
+    plot(*runs, options.out / "byte_gpt.png")
+    if options.json:
+        print(as_json)
+    else:
+        console.print("", table(results), "")
+    console.print(f"Plot and results: {options.out / 'byte_gpt.png'}, {options.out / 'results.json'}", style="dim")
+    if not results["identical"]:
+        sys.exit(f"The checkpointed run is not the plain one. The first difference: {results['first_difference']}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The example that `make demo` runs: on a tiny model it shows what it promises, and it notices a broken engine."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+import reactivate
+from reactivate._engine.record import observed_by
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import _runs
+import byte_gpt
+
+EXAMPLES = Path(byte_gpt.__file__).parent
+STEPS, LAYERS = 3, 2
+TINY = f"--steps {STEPS} --layers {LAYERS} --dim 32 --heads 2 --context 32 --batch 2".split()
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """A text that is quicker to read than the standard library."""
+    text = torch.randint(256, (1000,), dtype=torch.uint8)
+    monkeypatch.setattr(byte_gpt, "standard_library", lambda: text)
+    return text
+
+
+def run(out: Path, *options: str) -> Any:
+    """The results that a run in this process leaves behind, whether or not it exits."""
+    try:
+        byte_gpt.main([*TINY, "--out", str(out), *options])
+    finally:
+        results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    return results
+
+
+def assert_is_png(path: Path) -> None:
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_prints_json_alone_and_writes_the_same_and_a_plot(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "byte_gpt.py"), *TINY, "--json", "--out", str(tmp_path / "new" / "demo")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert results == json.loads((tmp_path / "new/demo/results.json").read_text(encoding="utf-8"))
+    assert_is_png(tmp_path / "new/demo/byte_gpt.png")
+
+    plain, ours = results["plain"], results["checkpointed"]
+    assert results["identical"] is True
+    assert results["first_difference"] is None
+    assert len(plain["losses"]) == STEPS + 1
+    assert len(set(plain["losses"])) == STEPS + 1, "the model learns"
+    assert plain["losses"] == ours["losses"]
+    assert len(plain["step_seconds"]) == len(ours["step_seconds"]) == STEPS
+    for name in ("peak_activation_bytes", "kept_after_forward_bytes"):
+        assert 0 < ours[name] < plain[name]
+        assert results["ratios"][name] == ours[name] / plain[name]
+
+
+def test_every_block_is_a_region_and_is_replayed_in_every_step(source: Tensor, tmp_path: Path) -> None:
+    ran = oracle.Ran()
+    with observed_by(ran):
+        results = run(tmp_path)
+    assert results["identical"] is True
+    assert ran.regions == ran.replays == LAYERS * (STEPS + 1)
+
+
+def test_the_table_says_yes(source: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path)
+    assert "losses, gradients and RNG identical: yes" in capsys.readouterr().out
+
+
+def test_a_replay_that_draws_other_numbers_is_noticed(
+    source: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unguarded = partial(reactivate.checkpoint, guards=reactivate.guards.DEFAULT.without("rng"))
+    monkeypatch.setattr(byte_gpt.reactivate, "checkpoint", unguarded)
+    # The replay draws on, so that the second batch is another one.
+    with pytest.raises(SystemExit, match=r"first difference: the loss of step 2\."):
+        run(tmp_path)
+    assert "losses, gradients and RNG identical: no" in capsys.readouterr().out
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert results["identical"] is False
+    assert results["first_difference"] == "the loss of step 2"
+    assert_is_png(tmp_path / "byte_gpt.png")
+
+
+def test_python_numbers_drawn_in_one_run_alone_are_noticed(
+    source: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = reactivate.checkpoint
+
+    def drawing(fn: Callable[..., Any]) -> Callable[..., Any]:
+        random.random()
+        return checkpoint(fn)
+
+    monkeypatch.setattr(byte_gpt.reactivate, "checkpoint", drawing)
+    with pytest.raises(SystemExit, match="first difference: the state of Python's random numbers"):
+        run(tmp_path, "--json")
+
+
+def test_an_exit_for_a_difference_is_a_failure_to_the_shell(tmp_path: Path) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import byte_gpt, reactivate, functools; "
+        "guards = reactivate.guards.DEFAULT.without('rng'); "
+        "reactivate.checkpoint = functools.partial(reactivate.checkpoint, guards=guards); byte_gpt.main()"
+    )
+    command = [sys.executable, "-c", program, *TINY, "--json", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["identical"] is False
+    assert "The first difference: the loss of step 2." in done.stderr
+
+
+def test_everything_that_must_be_the_same_is_compared(source: Tensor) -> None:
+    settings = byte_gpt.Settings(steps=2, layers=1, dim=8, heads=2, context=8, batch=2)
+    plain, ours = (byte_gpt.train(settings, source, checkpointed, lambda *now: None) for checkpointed in (False, True))
+    assert _runs.first_difference(plain, ours) is None
+    parameters = [name for name, _ in byte_gpt.GPT(settings, checkpointed=False).named_parameters()]
+    assert plain.evidence.keys() == {
+        *(f"the loss of step {step}" for step in (1, 2, 3)),
+        *(f"the last gradient of {name}" for name in parameters),
+        *(f"the parameter {name}" for name in parameters),
+        "the state of torch's random numbers",
+        "the state of Python's random numbers",
+    }
+    for name, bits in plain.evidence.items():
+        assert bits, name
+        ours.evidence[name] = bits[:-1] + bytes([bits[-1] ^ 1])
+        assert _runs.first_difference(plain, ours) == name
+        ours.evidence[name] = bits
+
+
+def test_a_timeline_has_the_bytes_of_a_step() -> None:
+    before = torch.ones(1000)
+
+    def step() -> None:
+        with record_function("forward"):
+            kept = before.clone()
+            dropped = torch.cat((kept, kept))
+            del dropped
+        more = torch.cat((kept, kept, kept))
+        del kept, more
+
+    timeline = _runs.watched(step)
+    assert timeline.kept_bytes == 4000
+    assert timeline.peak_bytes == 4000 + 12000
+    assert timeline.allocated_bytes == [0, 4000, 12000, 4000, 16000, 12000, 0]
+    assert timeline.seconds == sorted(timeline.seconds)
+
+
+@pytest.mark.parametrize("extra", ["rich", "matplotlib"])
+def test_a_missing_extra_is_named(extra: str) -> None:
+    program = f"import sys; sys.modules[{extra!r}] = None; import runpy; runpy.run_path('byte_gpt.py')"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); {program}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES)
+    assert done.returncode == 1
+    assert extra in done.stderr
+    assert "pip install 'reactivate[demo]'" in done.stderr
+    assert "Traceback" not in done.stderr
