@@ -105,6 +105,11 @@ def around_the_forward() -> Iterator[None]:
         setting.reset(token)
 
 
+def identity(value: Any) -> Any:
+    """Numbers and strings are their values; everything else is itself."""
+    return value if isinstance(value, (bool, int, float, str)) else id(value)
+
+
 def surroundings(*modules: nn.Module) -> dict[str, Any]:
     """Whatever a region or a replay might leave changed."""
     state: dict[str, Any] = random_states()
@@ -121,8 +126,7 @@ def surroundings(*modules: nn.Module) -> dict[str, Any]:
     state["replaying"] = reactivate.is_recomputing()
     for index, root in enumerate(modules):
         for name, module in root.named_modules():
-            attributes = {key: id(value) for key, value in vars(module).items() if key != "training"}
-            state[f"{index}.{name}"] = attributes, module.training
+            state |= {f"{index}.{name}.{key} is": identity(value) for key, value in vars(module).items()}
             for kind in (
                 "_parameters",
                 "_buffers",

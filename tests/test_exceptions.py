@@ -299,6 +299,28 @@ def test_in_a_replay_under_other_contexts(context: Callable[[], AbstractContextM
     assert_same_gradients(expected, ours)
 
 
+def test_a_replay_outside_of_a_backward() -> None:
+    """Somebody looks at what a node has saved, under `no_grad`."""
+    trap = Trap()
+
+    def fn(x: Tensor) -> Tensor:
+        h = x.sin()
+        trap()
+        assert torch.is_grad_enabled()
+        return h.exp()
+
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+    out = reactivate.checkpoint(fn)(x)
+    with torch.no_grad():
+        before = surroundings()
+        trap.arm(Failure())
+        with pytest.raises(Failure):
+            out.grad_fn._saved_result  # type: ignore[union-attr]
+        assert_unchanged(before, surroundings())
+        assert_bitwise(out.grad_fn._saved_result.detach(), x.sin().exp(), "saved")  # type: ignore[union-attr]
+        assert_unchanged(before, surroundings())
+
+
 def test_shared_replay_ends_by_an_error() -> None:
     """The next one can be entered, and shares nothing with it."""
     trap, ran = Trap(), Ran()

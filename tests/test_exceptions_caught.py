@@ -18,7 +18,7 @@ from surroundings import (
     prepared,
     surroundings,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 import reactivate
 from reactivate._engine.record import observed_by
@@ -96,7 +96,8 @@ def test_a_function_that_catches_what_ends_a_replay(fn: Callable[[Tensor], Tenso
     assert not fallbacks, "`except Exception` does not catch the end of a replay"
 
 
-def test_a_function_that_catches_a_refusal() -> None:
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_function_that_catches_a_refusal(early_stop: bool) -> None:
     """It cannot make a replay that differs look like one that does not."""
     calls = 0
 
@@ -109,7 +110,7 @@ def test_a_function_that_catches_a_refusal() -> None:
         return h.cos()
 
     x = torch.ones(4, requires_grad=True)
-    out = reactivate.checkpoint(fn)(x)
+    out = reactivate.checkpoint(fn, early_stop=early_stop)(x)
     with pytest.raises(reactivate.errors.ReplayMismatchError):
         out.sum().backward()
 
@@ -356,3 +357,44 @@ def test_a_pair_of_contexts_is_left(where: str) -> None:
     assert seen == [Failure if where == "function" else None]
     assert notes.open == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("failing_call", [1, 2], ids=["before the replay", "after the replay"])
+def test_a_module_that_cannot_load_its_state(failing_call: int) -> None:
+    """Its buffers, its attributes and those of its neighbours are set back all the same."""
+
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.losses, self.total = nn.BatchNorm1d(4), [], 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.losses.append(1.0)
+            self.total += 1
+            return self.norm(x).sin().exp() * self.total
+
+        def replay_state(self) -> float:
+            return self.total
+
+        def load_replay_state(self, state: float) -> None:
+            attempts.append(state)
+            if is_armed and len(attempts) == failing_call:
+                raise Failure
+            self.total = state
+
+    attempts: list[float] = []
+    is_armed = True
+    torch.manual_seed(0)
+    module, x = Stateful(), torch.randn(8, 4, requires_grad=True)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    expected = gradients(module(x), module, x)
+    module = Stateful()
+    module.load_state_dict(state)
+    out = reactivate.checkpoint(module)(x)
+    before = surroundings(module)
+    with pytest.raises(Failure):
+        gradients(out, module, x, retain_graph=True)
+    assert_unchanged(before, surroundings(module))
+    is_armed = False
+    assert_same_gradients(expected, gradients(out, module, x))
+    assert_unchanged(before, surroundings(module))

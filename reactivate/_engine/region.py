@@ -55,7 +55,8 @@ from reactivate._engine.record import (
 from reactivate._engine.replay import replay
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
-from reactivate._engine.sites import known_code, look_at, user_frame
+from reactivate._engine.sites import known_code, look_at
+from reactivate._standin import StandIn
 from reactivate.errors import UnsupportedError
 
 
@@ -170,12 +171,15 @@ class Region(Record):
         code = frame.f_code
         slot = Slot() if code is not FUNCTION_APPLY_CODE else FunctionSlot()
         slot.value = None
-        is_library, fills_what_it_saved, _ = known_code.get(id(code)) or look_at(code)
-        if fills_what_it_saved:
+        known = known_code.get(id(code)) or look_at(code)
+        if known[1]:
             self.early_stop = False
-        if is_library:
-            frame = user_frame(frame)
-            code = frame.f_code
+        while known[0]:  # as `user_frame`, without its calls
+            outer = frame.f_back
+            if outer is None:
+                break
+            frame, code = outer, outer.f_code
+            known = known_code.get(id(code)) or look_at(code)
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
         self.saved.append((weakref.ref(slot), metadata, code, frame.f_lasti))
         return slot
@@ -185,11 +189,8 @@ class Region(Record):
         value = slot.value
         if value is None:
             with self.lock:  # autograd has a thread for each device; the one that comes second finds its value
-                if slot.value is None:
+                while (value := slot.value) is None:  # again, if another backward has taken it, or let go of it
                     replay(self)
-                value = slot.value
-                if value is None:
-                    raise self.options.exception(refusals.fewer_tensors(self, 0))
                 if len(self.saved) > 1:
                     self._limit_lifetime()
         if value._version != slot.version:
@@ -243,23 +244,8 @@ def run_module(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], op
     """Run a module with the region inside of its hooks, so that these run once (Rule 21)."""
     if not has_hooks(module) or not is_grad_enabled():
         return run(module, args, kwargs, options)
-    attributes = module.__dict__
-    shadowed = attributes.get("forward")
-    forward = module.forward
-
-    def restore() -> None:
-        if attributes.get("forward") is once:
-            if shadowed is None:
-                del attributes["forward"]
-            else:
-                attributes["forward"] = shadowed
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        restore()
-        return run(forward, args, kwargs, options)
-
-    attributes["forward"] = once
+    stand_in = StandIn.enter(module, functools.partial(run, options=options))
     try:
         return module(*args, **kwargs)
     finally:
-        restore()
+        stand_in.leave()

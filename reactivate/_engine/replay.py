@@ -188,8 +188,8 @@ class _Matching:
         value = self.detach(tensor) if tensor.requires_grad else tensor  # a slot must not hold the replay's graph
         slot = saved[0]()
         if slot is not None:
+            slot.version = tensor._version  # first, as another thread may take the value at once
             slot.value = value
-            slot.version = tensor._version
         if saved is self.last:
             self.is_complete = True
         # Mostly `fn` itself is two calls up; only otherwise it is worth looking further.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from types import TracebackType
 from typing import Any
 
@@ -71,3 +73,16 @@ class Rewound:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._write(self._now)
+
+
+_everybodys = RLock()
+
+
+@contextmanager
+def undisturbed(rewound: AbstractContextManager[Any]) -> Iterator[None]:
+    """State that all threads share, set back for one replay at a time (Rule 14).
+
+    One lock for all of it: two replays that nest cannot take two locks in another order each.
+    """
+    with _everybodys, rewound:
+        yield

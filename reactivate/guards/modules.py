@@ -19,7 +19,7 @@ import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from operator import is_
 from types import TracebackType
 from typing import Any, Protocol
@@ -31,8 +31,10 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from reactivate._compat import copy_unseen, is_distributed, may_be_written_unseen, write_unseen
+from reactivate._standin import StandIn, copy_of
 from reactivate._types import Call, Guard
 from reactivate.errors import MutationError
+from reactivate.guards._base import undisturbed
 
 
 class Stateful(Protocol):
@@ -64,31 +66,37 @@ class Modules(Guard):
         if not modules:
             return None
         seen = _Seen(modules)
+        namespaces, registries, versions = seen.namespaces, seen.registries, seen.parameters
         for module in modules:
-            if isinstance(module, ScriptModule):  # its tensors live in C++
+            kind = _kind_of(type(module))  # type: ignore[arg-type]
+            if kind is _SCRIPTED:  # its tensors live in C++
                 self._see_script_module(seen, module)
                 continue
             attributes = module.__dict__
-            seen.namespaces.append((attributes, attributes.copy()))
+            namespaces.append((attributes, copy_of(attributes)))
             parameters, buffers = attributes["_parameters"], attributes["_buffers"]
             if parameters:
-                seen.registries.append((parameters, parameters.copy()))
-                seen.parameters += [(item, item._version) for item in parameters.values() if item is not None]
+                registries.append((parameters, parameters.copy()))
+                for parameter in parameters.values():
+                    if parameter is not None:
+                        versions.append((parameter, parameter._version))
             if buffers:
-                seen.registries.append((buffers, buffers.copy()))
+                registries.append((buffers, buffers.copy()))
                 for name, buffer in buffers.items():
                     if buffer is not None:
                         self._hold(seen, module, buffers, name, buffer)
-            if _is_users(type(module)):  # type: ignore[arg-type]
+            if kind is _USERS:
                 self._see_attributes(seen, module, attributes)
         return seen
 
     def _see_attributes(self, seen: _Seen, module: Module, attributes: dict[str, Any]) -> None:
         for name, value in attributes.items():
             kind = type(value)
-            if kind is Tensor or issubclass(kind, Tensor):
+            if kind in _WITHOUT_STATE or name in _OF_EVERY_MODULE:
+                continue
+            if issubclass(kind, Tensor):
                 self._hold(seen, module, attributes, name, value)
-            elif kind in _CONTAINERS and name not in _OF_EVERY_MODULE:
+            elif kind in _CONTAINERS:
                 seen.containers.append((value, value.copy()))
                 for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                     if isinstance(item, Tensor):
@@ -122,6 +130,8 @@ class Modules(Guard):
         for tensor, version in token.parameters:
             if tensor._version != version:
                 raise token.refuse(tensor, "was written to in the forward pass of a region that reads it")
+        if not token.held:
+            return token
         return token.keeping([self._what_to_keep(token, *pair) for pair in zip(token.held, token.copies)])
 
     def _what_to_keep(self, token: _Seen, held: _Held, copy: Tensor | None) -> Tensor | None:
@@ -138,7 +148,8 @@ class Modules(Guard):
         return copy if is_written else None
 
     def replay(self, snapshot: _Seen) -> AbstractContextManager[Any]:
-        return _Rewound(snapshot)
+        rewound = _Rewound(snapshot)
+        return undisturbed(rewound) if snapshot.is_state() else rewound
 
 
 _CONTAINERS = frozenset({list, dict, set, OrderedDict, defaultdict, deque})
@@ -146,9 +157,16 @@ _OF_EVERY_MODULE = frozenset(Module().__dict__)
 _NOTHING: Mapping[Any, bool] = {}
 
 
+_WITHOUT_STATE = frozenset({type(None), bool, int, float, str})
+# Kinds of modules: torch's own, whose attributes are plain values; the user's; TorchScript's.
+_TORCHS, _USERS, _SCRIPTED = range(3)
+
+
 @functools.cache
-def _is_users(kind: type) -> bool:
-    return not kind.__module__.startswith("torch.nn.modules.")
+def _kind_of(kind: type) -> int:
+    if issubclass(kind, ScriptModule):
+        return _SCRIPTED
+    return _TORCHS if kind.__module__.startswith("torch.nn.modules.") else _USERS
 
 
 class _Held:
@@ -195,6 +213,10 @@ class _Seen:
         kept.copies = copies
         return kept
 
+    def is_state(self) -> bool:
+        """Whether there is anything that a replay has to set back."""
+        return bool(self.containers or self.states) or any(content is not None for content in self.copies)
+
     def fresh_copies(self) -> list[Tensor | None]:
         """Copies of the copies: a replay may write to them, and there may be another one."""
         fresh = [None if content is None else copy_unseen(content) for content in self.copies]
@@ -237,14 +259,25 @@ class _Rewound:
         self.seen = seen
 
     def __enter__(self) -> None:
-        seen = self.seen
         self._refuse_writes()
-        fresh = seen.fresh_copies()
-        self.namespaces = [namespace.copy() for namespace, _ in seen.namespaces]
+        self._read()
+        try:
+            self._write()
+        except BaseException as error:  # a module's own `load_replay_state`
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _read(self) -> None:
+        seen = self.seen
+        self.namespaces = [copy_of(namespace) for namespace, _ in seen.namespaces]
         self.registries = [registry.copy() for registry, _ in seen.registries]
         self.containers = [container.copy() for container, _ in seen.containers]
         self.contents = [copy_unseen(held.tensor) for held in seen.held if held.namespace is None]
         self.states = [module.replay_state() for module, _ in seen.states]
+
+    def _write(self) -> None:
+        seen = self.seen
+        fresh = seen.fresh_copies()
         for (namespace, before), now in zip(seen.namespaces, self.namespaces):
             if not _is_equal(before, now):
                 _assign(namespace, before)
@@ -264,9 +297,13 @@ class _Rewound:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._restore)  # last, whatever a module's own `load_replay_state` does
+            for (module, _), state in zip(self.seen.states, self.states):
+                stack.callback(module.load_replay_state, state)
+
+    def _restore(self) -> None:
         seen = self.seen
-        for (module, _), state in zip(seen.states, self.states):
-            module.load_replay_state(state)
         in_place = [held.tensor for held in seen.held if held.namespace is None]
         for tensor, content in zip(in_place, self.contents):
             write_unseen(tensor, content)
@@ -329,9 +366,11 @@ def _is_identical(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def _assign(namespace: dict[str, Any], values: dict[str, Any]) -> None:
     """Give `namespace` the contents `values`, touching only what differs."""
     for name in [name for name in namespace if name not in values]:
-        del namespace[name]
+        if not isinstance(namespace[name], StandIn):  # of another thread, and no state
+            del namespace[name]
     for name, value in values.items():
-        if name not in namespace or namespace[name] is not value:
+        now = namespace.get(name, _NOTHING)
+        if now is not value and not isinstance(now, StandIn):
             namespace[name] = value
 
 

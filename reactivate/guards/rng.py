@@ -21,7 +21,7 @@ import torch
 from reactivate._backends import Backend, accelerator
 from reactivate._compat import ask, cpu_generator_memory
 from reactivate._types import Call, Guard
-from reactivate.guards._base import Rewound
+from reactivate.guards._base import Rewound, undisturbed
 
 _FIRST_WORDS = 16 * 4  # bytes
 
@@ -90,7 +90,8 @@ class HostRng(Guard):
             for source, state in zip(sources, states):
                 source.write(state)
 
-        return Rewound(lambda: [source.read() for source in sources], write, [state for _, state in snapshot])
+        states = [state for _, state in snapshot]
+        return undisturbed(Rewound(lambda: [source.read() for source in sources], write, states))
 
 
 def all_sources(call: Call) -> list[Source]:
@@ -182,7 +183,7 @@ class DeviceRng(Guard):
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
         backend, states = snapshot
-        return Rewound(backend.read_rng, backend.write_rng, states)
+        return undisturbed(Rewound(backend.read_rng, backend.write_rng, states))
 
 
 class Generators(Guard):

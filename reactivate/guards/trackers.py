@@ -12,7 +12,7 @@ import torch
 from reactivate._backends import accelerator
 from reactivate._types import Call, Guard
 from reactivate.errors import UsageError
-from reactivate.guards._base import Rewound
+from reactivate.guards._base import Rewound, undisturbed
 
 
 class Tracker(Protocol):
@@ -63,7 +63,7 @@ class TrackerGuard(Guard):
         return None if now.keys() == token.keys() and all(_is_same(now[name], token[name]) for name in now) else token
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
-        return Rewound(lambda: _contents(self._get().get_states()), self._write, snapshot)
+        return undisturbed(Rewound(lambda: _contents(self._get().get_states()), self._write, snapshot))
 
     def _write(self, contents: dict[str, Any]) -> None:
         tracker = self._get()
