@@ -14,7 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 import reactivate
@@ -126,7 +126,7 @@ def test_an_exit_for_a_difference_is_a_failure_to_the_shell(tmp_path: Path) -> N
     assert "The first difference: the loss of step 2." in done.stderr
 
 
-def test_everything_that_must_be_the_same_is_compared(source: Tensor) -> None:
+def test_all_parameters_and_both_generators_are_compared(source: Tensor) -> None:
     settings = byte_gpt.Settings(steps=2, layers=1, dim=8, heads=2, context=8, batch=2)
     plain, ours = (byte_gpt.train(settings, source, checkpointed, lambda *now: None) for checkpointed in (False, True))
     assert _runs.first_difference(plain, ours) is None
@@ -139,10 +139,31 @@ def test_everything_that_must_be_the_same_is_compared(source: Tensor) -> None:
         "the state of Python's random numbers",
     }
     for name, bits in plain.evidence.items():
-        assert bits, name
         ours.evidence[name] = bits[:-1] + bytes([bits[-1] ^ 1])
         assert _runs.first_difference(plain, ours) == name
         ours.evidence[name] = bits
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda loss, model: loss.neg_(), "the loss of step 1"),  # zero to minus zero: equal, of other bits
+        (lambda loss, model: model.bias.grad[1].neg_(), "the last gradient of bias"),
+        (lambda loss, model: model.weight[0, 2].neg_(), "the parameter weight"),
+        (lambda loss, model: torch.rand(()), "the state of torch's random numbers"),
+        (lambda loss, model: random.random(), "the state of Python's random numbers"),
+    ],
+)
+def test_evidence_changes_with_one_bit_of_what_it_is_of(
+    change: Callable[[Tensor, nn.Linear], object], name: str
+) -> None:
+    loss, model = torch.zeros(()), nn.Linear(3, 2)
+    model(torch.ones(3)).sum().backward()
+    before = _runs.evidence_of([loss], model)
+    with torch.no_grad():
+        change(loss, model)
+    after = _runs.evidence_of([loss], model)
+    assert [name for name in before if before[name] != after[name]] == [name]
 
 
 def test_a_timeline_has_the_bytes_of_a_step() -> None:
