@@ -1,0 +1,297 @@
+"""Rules 1 to 9, 12 and 15 on random programs: what a checkpointed program computes is what the plain one computes.
+
+A program runs three times: plain; checkpointed; and once plain with hooks that copy every tensor as autograd saves it,
+which is what "right" means where the plain program raises because an op in place overwrote a saved tensor. Forward pass
+and each backward are events, compared in order:
+
+- where plain has a result, ours is bitwise that; or it is a `MutationError`, if an input of a region was written to
+  while the region still had to read it, by the program inside of a region or after it, or if one region writes to the
+  buffers of a module that another one reaches;
+- where plain raises, ours raises, or is bitwise what the run with copies computes. Never anything else.
+
+Of a program that raises nowhere, the number of regions and of replays is compared with what the run with copies saw
+being read, and no byte is kept but the inputs'.
+
+More examples: `pytest tests/test_property.py --hypothesis-profile=many` (20,000), or `REACTIVATE_EXAMPLES=5000`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, note, settings, strategies as st
+from interpreter import CONTEXTS, MODULES, OPS, STATELESS, WRITES, World, Wrap
+from oracle import assert_bitwise, bits_of, cotangents, flatten, random_states, seed_everything
+from programs import WAYS, Backward, Op, Program, Region, Step, Use, Within, Write
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import reactivate
+from reactivate._compat import current_backward
+from reactivate._engine.record import observed_by
+from reactivate.errors import MutationError
+
+_QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+settings.register_profile("many", max_examples=20_000, derandomize=False, deadline=None, suppress_health_check=_QUIET)
+settings.register_profile(
+    "few",
+    max_examples=int(os.environ.get("REACTIVATE_EXAMPLES", "300")),
+    derandomize="REACTIVATE_EXAMPLES" not in os.environ,
+    deadline=None,
+    suppress_health_check=_QUIET,
+)
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+references = st.integers(0, 7).map(lambda back: -1 - back)  # mostly to what is new
+ways = st.sampled_from(WAYS)
+
+
+def steps_of(inner: st.SearchStrategy[Step]) -> st.SearchStrategy[tuple[Step, ...]]:
+    return st.lists(inner, min_size=1, max_size=5).map(tuple)
+
+
+ops = st.builds(Op, st.sampled_from(sorted(OPS)), references, references)
+rarely = st.integers(0, 9).map(lambda number: number == 9)
+writes = st.builds(Write, st.sampled_from(sorted(WRITES)), references, references, rarely)
+uses = st.builds(Use, st.integers(0, 2), references)
+simple = st.one_of(ops, ops, ops, ops, uses, writes)
+
+
+def compound(inner: st.SearchStrategy[Step]) -> st.SearchStrategy[Step]:
+    values = st.lists(references, min_size=1, max_size=3).map(tuple)
+    within = st.builds(Within, st.sampled_from(sorted(CONTEXTS)), values, steps_of(inner))
+    return st.one_of(
+        within, st.builds(Region, values, st.lists(ways, min_size=3, max_size=3).map(tuple), steps_of(inner))
+    )
+
+
+steps = st.recursive(simple, compound, max_leaves=8)
+backwards = st.builds(Backward, st.sampled_from(["backward", "one", "grad", "double"]), references, st.just(True))
+
+
+@st.composite
+def programs(draw: Callable[[Any], Any]) -> Program:
+    count = draw(st.integers(1, 4))
+    kinds = [draw(st.sampled_from(["computed", "computed", "leaf", "constant"])) for _ in range(count)]
+    calls = draw(st.lists(backwards, min_size=1, max_size=3))
+    calls[-1] = Backward(calls[-1].how, calls[-1].output, draw(st.booleans()))
+    return Program(
+        kinds=tuple(kinds),
+        ways=tuple(draw(ways) for _ in range(count)),
+        modules=tuple(draw(st.lists(st.sampled_from(sorted(MODULES)), max_size=3))),
+        steps=draw(st.lists(steps, min_size=1, max_size=8).map(tuple)),
+        outputs=tuple(draw(st.lists(references, min_size=1, max_size=3))),
+        container=draw(st.sampled_from(["one", "tuple", "list", "dict", "nested"])),
+        late_writes=tuple(draw(st.one_of(st.just([]), st.just([]), st.lists(references, max_size=1)))),
+        backwards=tuple(calls),
+    )
+
+
+# -- running one ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Events:
+    """What came out of the forward pass and of each backward, up to the first error."""
+
+    results: list[dict[str, Any]] = field(default_factory=list)
+    error: Exception | None = None
+    after: dict[str, Any] = field(default_factory=dict)
+
+
+def run(program: Program, wrap: Wrap) -> Events:
+    """Run a program, and note what comes out of each event."""
+    seed_everything()
+    world, events, roots = World(program), Events(), list[Tensor]()
+    seed_everything()
+
+    def forward() -> dict[str, Any]:
+        outputs = flatten(world.forward(wrap))
+        roots.extend(leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad)
+        found = {f"output {index}": _copied(leaf) for index, leaf in enumerate(outputs)}
+        found |= {f"input {index} afterwards": _copied(value) for index, value in enumerate(world.inputs)}
+        with torch.no_grad():
+            for index in program.late_writes:
+                world.inputs[index % len(world.inputs)].mul_(2)
+        return found
+
+    calls = [lambda call=call: backward(call, roots, world.leaves) for call in program.backwards]
+    for event in (forward, *calls):
+        try:
+            events.results.append(event())
+        except Exception as error:
+            events.error = error
+            break
+    for index, module in enumerate(world.modules):
+        events.after |= {f"buffer m{index}.{name}": buffer.clone() for name, buffer in module.named_buffers()}
+    events.after |= random_states()
+    return events
+
+
+def backward(call: Backward, roots: list[Tensor], leaves: dict[str, Tensor]) -> dict[str, Any]:
+    """One backward call; what it returns and the gradients that have come together so far."""
+    returned: Sequence[Tensor | None] = ()
+    if roots and leaves:
+        chosen = roots if call.how == "backward" else [roots[call.output % len(roots)]]
+        if call.how in ("backward", "one"):
+            torch.autograd.backward(chosen, cotangents(chosen), retain_graph=call.retain)
+        else:
+            returned = torch.autograd.grad(
+                chosen,
+                list(leaves.values()),
+                cotangents(chosen),
+                retain_graph=call.retain or call.how == "double",
+                create_graph=call.how == "double",
+                allow_unused=True,
+            )
+        second = [grad for grad in returned if call.how == "double" and grad is not None and grad.requires_grad]
+        if second:
+            torch.autograd.backward([grad.square().sum() for grad in second], retain_graph=call.retain)
+    found = {f"returned {name}": _copied(grad) for name, grad in zip(leaves, returned)}
+    return found | {f"gradient of {name}": _copied(leaf.grad) for name, leaf in leaves.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+# -- what is right ----------------------------------------------------------------------------------------------------
+
+
+class Copies:
+    """The plain program with a copy of every tensor that autograd saves; it watches what regions would have to do.
+
+    Attributes:
+        read: for each region, the backward calls that read something which it saved.
+        inputs: what each region reads, with versions as the region began.
+    """
+
+    def __init__(self) -> None:
+        self.read: list[set[int]] = []
+        self.inputs: list[tuple[Tensor, int]] = []
+        self._open: list[int] = []
+
+    def wrap(self, fn: Callable[..., Any], values: Sequence[Tensor]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return fn(*args, **kwargs)
+            self.inputs += [(value, value._version) for value in values]
+            self._open.append(len(self.read))
+            self.read.append(set())
+            try:
+                with saved_tensors_hooks(self._pack, self._unpack):
+                    return fn(*args, **kwargs)
+            finally:
+                self._open.pop()
+
+        return watched
+
+    def _pack(self, tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        copy = tensor.detach()
+        memory = torch.empty(0, dtype=tensor.dtype).set_(
+            tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        return (memory if copy.layout is torch.strided else copy.clone()), tuple(self._open)
+
+    def _unpack(self, packed: tuple[Tensor, tuple[int, ...]]) -> Tensor:
+        for region in packed[1]:
+            self.read[region].add(current_backward())
+        return packed[0]
+
+    def wrote_to_inputs(self) -> bool:
+        return any(value._version != version for value, version in self.inputs)
+
+
+class Counts:
+    """Regions of the forward pass, and their replays; not those that replays of others run."""
+
+    def __init__(self) -> None:
+        self.regions: set[weakref.ref[Any]] = set()  # a region that is held would hold the graph around it
+        self.replayed: list[weakref.ref[Any]] = []
+
+    def forward_done(self, record: Any) -> None:
+        if not reactivate.is_recomputing():
+            self.regions.add(weakref.ref(record))
+
+    def replay_done(self, record: Any) -> None:
+        self.replayed.append(weakref.ref(record))
+        hash(self.replayed[-1])  # while it has one
+
+    def replays(self) -> int:
+        return sum(reference in self.regions for reference in self.replayed)
+
+
+def plain(fn: Callable[..., Any], values: Sequence[Tensor]) -> Callable[..., Any]:
+    return fn
+
+
+def checkpointed(**options: Any) -> Wrap:
+    return lambda fn, values: reactivate.checkpoint(fn, **options)
+
+
+def kept_bytes(program: Program, wrap: Wrap) -> tuple[int, int]:
+    """What autograd keeps of a forward pass, without leaves; and how many bytes the inputs have."""
+    seed_everything()
+    world = World(program)
+    leaves = {leaf.untyped_storage().data_ptr() for leaf in world.leaves.values()}
+    kept: dict[int, Tensor] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in leaves:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        output = world.forward(wrap)
+    found = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    given = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in world.inputs}
+    del output
+    return found, sum(size for address, size in given.items() if address not in leaves)
+
+
+# -- the test ---------------------------------------------------------------------------------------------------------
+
+
+def check(program: Program, **options: Any) -> None:
+    """Plain and checkpointed are the same, as the docstring of this file says."""
+    copies, counts, wrap = Copies(), Counts(), checkpointed(**options)
+    expected, right = run(program, plain), run(program, copies.wrap)
+    with observed_by(counts):
+        ours = run(program, wrap)
+    shares_state = len(copies.read) > 1 and not STATELESS.issuperset(program.modules)
+    may_refuse = copies.wrote_to_inputs() or shares_state
+    for index, results in enumerate(ours.results):
+        assert index < len(right.results), f"event {index} raises with copies too: {right.error!r}"
+        if index < len(expected.results):
+            assert_same_results(expected.results[index], right.results[index], f"event {index}, with copies")
+        assert_same_results(right.results[index], results, f"event {index}")
+    if ours.error is not None and len(ours.results) < len(expected.results):
+        assert may_refuse and isinstance(ours.error, MutationError), f"only ours raises: {ours.error!r}"
+    if ours.error is not None or expected.error is not None:
+        return
+    assert_same_results(expected.after, ours.after, "afterwards")
+    assert len(counts.regions) == len(copies.read), "as many regions as expected"
+    assert counts.replays() == sum(map(len, copies.read)), "as many replays as expected"
+    kept, given_bytes = kept_bytes(program, wrap)
+    assert kept <= given_bytes, "nothing was kept but inputs"
+
+
+def assert_same_results(one: dict[str, Any], other: dict[str, Any], where: str) -> None:
+    assert one.keys() == other.keys(), where
+    for name, value in one.items():
+        if not isinstance(value, Tensor) or not torch.equal(bits_of(value), bits_of(other[name])):
+            assert_bitwise(value, other[name], f"{where}: {name}")
+
+
+@settings(settings.get_profile("few"))
+@given(programs(), st.booleans(), st.sampled_from(["metadata", "metadata", "metadata", "values", "none"]))
+def test_random_programs(program: Program, early_stop: bool, determinism: str) -> None:
+    note(str(program))
+    check(program, early_stop=early_stop, determinism=determinism)

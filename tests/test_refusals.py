@@ -1,0 +1,280 @@
+"""Rules 5 and 16 to 18: what cannot be replayed is refused, with the place and the remedy; what can be is right."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from oracle import Case, check
+from torch import Tensor, nn
+
+import reactivate
+from reactivate.errors import MutationError, ReactivateError, ReplayMismatchError, UnsupportedError, UsageError
+from reactivate.guards import DEFAULT, ContextPair
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def line_of(function: Callable[..., Any], text: str) -> int:
+    """The number of the line in `function` that contains `text`."""
+    lines, first = inspect.getsourcelines(function)
+    return next(first + index for index, line in enumerate(lines) if text in line)
+
+
+# -- a replay that does something else (Rule 16) ----------------------------------------------------------------------
+
+
+def replaying() -> bool:
+    return reactivate.is_recomputing()
+
+
+def saves_fewer(x: Tensor) -> Tensor:
+    y = x.sin()
+    if replaying():
+        return y
+    return y.exp().cos()  # the first that is missing
+
+
+def saves_more(x: Tensor) -> Tensor:
+    y = x.sin()
+    return y.exp() if replaying() else y  # one too many
+
+
+def has_another_shape(x: Tensor) -> Tensor:
+    y = x.sin()
+    if replaying():
+        y = y[:2]
+    return y.exp().sum()  # another shape
+
+
+def has_another_dtype(x: Tensor) -> Tensor:
+    y = x.sin()
+    if replaying():
+        y = y.double()
+    return y.exp()  # another dtype
+
+
+def has_another_device(x: Tensor) -> Tensor:
+    y = x.sin()
+    if replaying():
+        y = y.to("meta")
+    return y.exp()  # another device
+
+
+MISMATCHES = [
+    (saves_fewer, "fewer", "missing", ("3 in the forward", "1 in the replay", "float32[4, 3] on cpu"), True),
+    (saves_more, "more", "too many", ("1 tensors", "float32[4, 3] on cpu"), False),
+    (has_another_shape, "metadata", "another shape", ("float32[4, 3] on cpu", "float32[2, 3] on cpu"), True),
+    (has_another_dtype, "metadata", "another dtype", ("float32[4, 3] on cpu", "float64[4, 3] on cpu"), True),
+    (has_another_device, "metadata", "another device", ("float32[4, 3] on cpu", "float32[4, 3] on meta"), True),
+]
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "mark", "facts", "early_stop"), MISMATCHES, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_first_difference(
+    fn: Callable[[Tensor], Tensor], kind: str, mark: str, facts: tuple[str, ...], early_stop: bool
+) -> None:
+    out = reactivate.checkpoint(fn, early_stop=early_stop, name="block 7")(leaf(4, 3)).sum()
+    with pytest.raises(ReplayMismatchError) as raised:
+        out.backward()
+    message = str(raised.value)
+    assert raised.value.kind == kind
+    assert f"{__file__}:{line_of(fn, mark)} in {fn.__name__}" in message, message
+    assert all(fact in message for fact in ("block 7", *facts)), message
+    assert "determinism=" in message, "what to do"
+
+
+def test_more_saves_than_in_the_forward_pass_do_no_harm_with_early_stop() -> None:
+    x = leaf(4, 3)
+    reactivate.checkpoint(saves_more)(x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().sum(), x)[0])
+
+
+class Fickle(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if replaying():
+            x = x.double()
+        return x.exp()  # in a module
+
+
+def test_a_difference_in_a_submodule_is_named_by_path_and_line() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), Fickle()))
+    out = reactivate.checkpoint(model)(leaf(4, 3)).sum()
+    with pytest.raises(ReplayMismatchError) as raised:
+        out.backward()
+    line = f"{__file__}:{line_of(Fickle, 'in a module')} in"
+    forward, replay = (text for text in str(raised.value).splitlines() if text.startswith("  "))
+    assert line in forward and "(module 1.1)" in forward
+    assert line in replay and "(module 1.1)" in replay
+
+
+def test_a_difference_in_a_module_of_torchs_is_named_by_path() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Identity(), nn.Tanh()))
+    model[1][0].register_forward_hook(lambda module, args, out: out.double() if replaying() else None)
+    out = reactivate.checkpoint(model)(leaf(4, 3)).sum()
+    with pytest.raises(ReplayMismatchError, match=r"replay: .*\(module 1\.1\)"):
+        out.backward()
+
+
+def test_none_compares_no_metadata_and_still_counts() -> None:
+    out = reactivate.checkpoint(has_another_dtype, determinism="none")(leaf(4, 3))
+    out.sum().backward()
+    out = reactivate.checkpoint(saves_fewer, determinism="none")(leaf(4, 3))
+    with pytest.raises(ReplayMismatchError, match="1 in the replay"):
+        out.sum().backward()
+
+
+# -- values (Rule 16) -------------------------------------------------------------------------------------------------
+
+
+def has_other_values(x: Tensor) -> Tensor:
+    y = x.sin()
+    y = y + (1.0 if replaying() else 2.0)  # other values
+    return y.exp()
+
+
+@contextmanager
+def noted(notes: list[str], note: str) -> Iterator[None]:
+    notes.append(note)
+    yield
+
+
+@pytest.mark.parametrize("contexts", [False, True], ids=["", "with contexts"])
+def test_values_name_the_first_op_that_differs_with_both_traces(contexts: bool) -> None:
+    notes: list[str] = []
+    pair = ContextPair(lambda: (noted(notes, "forward"), noted(notes, "replay")))
+    guards = DEFAULT.adding(pair) if contexts else DEFAULT
+    out = reactivate.checkpoint(has_other_values, determinism="values", guards=guards)(leaf(4, 3)).sum()
+    with pytest.raises(ReplayMismatchError, match="Op 2 is the first that differs") as raised:
+        out.backward()
+    assert raised.value.kind == "values"
+    forward, replay = str(raised.value).split("forward:\n")[1].split("replay:\n")
+    line = f"{__file__}:{line_of(has_other_values, 'other values')} in has_other_values"
+    for trace in (forward, replay):
+        (marked,) = [text for text in trace.splitlines() if "->    2 " in text]
+        assert "aten.add.Tensor" in marked and line in marked
+        assert "aten.sin.default" in trace
+    assert "aten.exp.default" in forward and "aten.exp.default" not in replay, "the replay ends where it differs"
+    assert notes == (["forward", "replay"] if contexts else [])
+
+
+def test_values_and_every_guard_agree_where_nothing_differs() -> None:
+    def make() -> Case:
+        block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.GELU())
+        return Case(lambda x: block(block(x)), (leaf(4, 8),), modules=[block])
+
+    check(make, determinism="values", guards=DEFAULT.adding(ContextPair(lambda: (nullcontext(), nullcontext()))))
+
+
+def test_a_write_past_the_version_counter_is_found_by_values() -> None:
+    """`.data`, and memory that NumPy shares: a version counter sees neither."""
+
+    def through_data(w: Tensor) -> None:
+        w.data.add_(1)
+
+    def through_numpy(w: Tensor) -> None:
+        w.numpy()[:] += 1
+
+    for write in (through_data, through_numpy):
+        x, w = leaf(3, 5), torch.randn(3, 5)
+        out = reactivate.checkpoint(lambda x, w: (x.sin() * w.cos()).exp(), determinism="values")(x, w).sum()
+        version = w._version
+        write(w)
+        assert w._version == version
+        with pytest.raises(ReplayMismatchError, match=r"first that differs(.|\n)*aten\.cos"):
+            out.backward()
+
+
+# -- requests (Rules 17, 18) ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_it", "allowed"),
+    [
+        (lambda: reactivate.checkpoint(torch.sin, determinism="value"), "'metadata', 'values', 'none'"),
+        (lambda: reactivate.checkpoint(torch.sin, guards=[3]), "reactivate.guards.Guard"),
+        (lambda: reactivate.checkpoint(3), "a function or a module"),
+        (lambda: DEFAULT.without("random"), "rng, ambient, modules"),
+    ],
+    ids=["determinism", "guards", "fn", "without"],
+)
+def test_a_wrong_request_lists_what_is_allowed(request_it: Callable[[], Any], allowed: str) -> None:
+    with pytest.raises(UsageError, match=allowed):
+        request_it()
+
+
+def test_the_errors_are_one_tree() -> None:
+    errors = [getattr(reactivate.errors, name) for name in reactivate.errors.__all__]
+    assert set(errors) == {ReactivateError, MutationError, ReplayMismatchError, UsageError, UnsupportedError}
+    assert all(issubclass(error, ReactivateError) for error in errors)
+    assert issubclass(ReactivateError, RuntimeError), "what upstream raises"
+    assert issubclass(UsageError, ValueError) and issubclass(UnsupportedError, NotImplementedError)
+
+
+# -- transforms, export (Rule 5) --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (lambda fn, x: torch.func.grad(lambda x: fn(x).sum())(x), "torch.func.grad or vjp"),
+        (lambda fn, x: torch.func.vjp(fn, x), "torch.func.grad or vjp"),
+        (lambda fn, x: torch.func.vmap(fn)(x), "torch.func.vmap"),
+        (lambda fn, x: torch.func.jvp(fn, (x,), (x,)), "torch.func.jvp"),
+        (lambda fn, x: torch.func.hessian(lambda x: fn(x).sum())(x), "torch.func"),
+    ],
+    ids=["grad", "vjp", "vmap", "jvp", "hessian"],
+)
+def test_transforms_are_refused_by_name(transform: Callable[[Any, Tensor], Any], name: str) -> None:
+    fn = reactivate.checkpoint(lambda x: x.sin().exp())
+    with pytest.raises(UnsupportedError, match=rf"{name}.*without checkpointing|{name}.*around"):
+        transform(fn, torch.randn(4, 3))
+    x = leaf(4, 3)  # and nothing is left behind
+    fn(x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_forward_mode_inside_and_around_is_right() -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    x, tangent = torch.randn(4, 3), torch.randn(4, 3)
+    with forward_ad.dual_level():
+        results = [
+            forward_ad.unpack_dual(fn(forward_ad.make_dual(x, tangent))).tangent
+            for fn in (lambda x: x.sin().exp(), reactivate.checkpoint(lambda x: x.sin().exp()))
+        ]
+    assert torch.equal(*results)
+
+
+class Exported(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = reactivate.checkpoint(self.block)(x).sin()
+        return out
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
+def test_an_exported_model_is_right(strict: bool) -> None:
+    """Strict, the region is in the graph as the operator that compilers recompute; otherwise it is traced through."""
+    model, x = Exported(), torch.randn(4, 3)
+    with pytest.warns(UserWarning, match="keeps its activations") if strict else nullcontext():
+        exported = torch.export.export(model, (x,), strict=strict)
+        assert torch.equal(exported.module()(x), model(x))
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert ("tag_activation_checkpoint" in targets) == strict
+    module = exported.module()
+    module(x).sum().backward()
+    expected = torch.autograd.grad(model.block(x).sin().sum(), list(model.parameters()))
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)

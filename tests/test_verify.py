@@ -1,0 +1,312 @@
+"""`reactivate.verify`: a verdict that is right, the first difference by name, and a model that is left as it was."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from oracle import random_states
+from torch import Tensor, nn
+
+import reactivate
+from reactivate.errors import UsageError
+
+Policy = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8))
+
+
+# -- good models ------------------------------------------------------------------------------------------------------
+
+
+def assert_good(verdict: reactivate.Verdict, regions: int = 1) -> None:
+    assert verdict and verdict.is_same and verdict.is_deterministic and verdict.difference is None, verdict
+    assert verdict.regions == verdict.replays == regions
+    assert verdict.kept_bytes < verdict.plain_bytes
+    assert str(verdict).startswith("The same, bit for bit") and f"{regions} regions" in str(verdict)
+
+
+def test_a_module_with_a_lone_tensor() -> None:
+    verdict = reactivate.verify(network(), torch.randn(4, 8))
+    assert_good(verdict)
+    # The output, gradients of six parameters, three buffers; torch's, Python's and NumPy's random states.
+    assert verdict.compared == 1 + 6 + 3 + 3
+
+
+def test_the_gradient_of_an_input_is_compared_too() -> None:
+    assert reactivate.verify(network(), (leaf(4, 8),)).compared == 1 + 7 + 3 + 3
+
+
+def test_keyword_arguments_and_containers() -> None:
+    @dataclass
+    class Output:
+        hidden: Tensor
+        rest: dict[str, Any]
+
+    def model(x: Tensor, *, pair: tuple[Tensor, float]) -> Output:
+        h = (x * pair[0]).sin().exp() * pair[1]
+        return Output(h, {"tail": [h.cos()], "nothing": None})
+
+    verdict = reactivate.verify(model, leaf(4, 8), {"pair": (leaf(4, 8), 0.5)})
+    assert_good(verdict)
+    assert verdict.compared == 2 + 2 + 3
+
+
+def test_a_closure_with_a_module_and_a_tensor() -> None:
+    weight, block, table = leaf(8, 8), network(), torch.ones(8, 8)
+    verdict = reactivate.verify(lambda x: block(x @ weight).sin() @ table, torch.randn(4, 8))
+    assert_good(verdict)
+    assert verdict.compared == 1 + 6 + 1 + 3 + 3
+
+
+class WithRegions(nn.Module):
+    """A model that checkpoints its own blocks, one inside of the other."""
+
+    def __init__(self, wrap: Policy = reactivate.checkpoint) -> None:
+        super().__init__()
+        self.first, self.second = network(), network()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.wrap(self.second)(self.wrap(self.first)(x)).sin()
+        return out
+
+
+def test_a_model_with_regions_of_its_own_is_compared_with_them_turned_off() -> None:
+    assert_good(reactivate.verify(WithRegions(), torch.randn(4, 8)), regions=2)
+
+
+def test_a_model_with_torchs_regions_and_the_drop_in() -> None:
+    wrap = lambda fn: functools.partial(torch.utils.checkpoint.checkpoint, fn, use_reentrant=False)  # noqa: E731
+    with reactivate.dropin.install():
+        verdict = reactivate.verify(WithRegions(wrap), torch.randn(4, 8))
+    assert_good(verdict, regions=2)
+
+
+def test_a_policy_says_what_is_checkpointed() -> None:
+    verdict = reactivate.verify(network(), torch.randn(4, 8), policy=lambda model: model)
+    assert verdict and verdict.regions == 0 and verdict.kept_bytes == verdict.plain_bytes
+    assert_good(reactivate.verify(network(), torch.randn(4, 8), policy=reactivate.checkpoint))
+
+
+# -- something is wrong -----------------------------------------------------------------------------------------------
+
+
+class Halved(torch.autograd.Function):
+    """A wrong gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
+def with_another_output(model: Any) -> Any:
+    return lambda x: model(x) + 1
+
+
+def with_a_wrong_gradient(model: Any) -> Any:
+    return lambda x: Halved.apply(model(x))
+
+
+def without_a_gradient(model: Any) -> Any:
+    return lambda x: torch.func.functional_call(model, {"0.bias": model[0].bias.detach()}, (x,))
+
+
+def with_a_buffer_that_moves_twice(model: Any) -> Any:
+    def call(x: Tensor) -> Tensor:
+        state = random_states()["torch"]
+        model[1](model[0](x).detach())
+        torch.set_rng_state(state)
+        out: Tensor = model(x)
+        return out
+
+    return call
+
+
+def with_a_shifted_torch(model: Any) -> Any:
+    def call(x: Tensor) -> Tensor:
+        out: Tensor = model(x)
+        torch.rand(1)
+        return out
+
+    return call
+
+
+def with_a_shifted_python(model: Any) -> Any:
+    return lambda x: (model(x), random.random())[0]
+
+
+def with_a_shifted_numpy(model: Any) -> Any:
+    return lambda x: (model(x), numpy.random.random())[0]
+
+
+BROKEN: list[tuple[Policy, str]] = [
+    (with_another_output, "output is different, by up to 1"),
+    (with_a_wrong_gradient, "gradient of args[0] is different, by up to"),
+    (without_a_gradient, "gradient of 0.bias is missing"),
+    (with_a_buffer_that_moves_twice, "buffer running_mean of BatchNorm1d 2 is different, by up to"),
+    (with_a_shifted_torch, "random state of torch's CPU generator is different"),
+    (with_a_shifted_python, "random state of Python's random is different"),
+    (with_a_shifted_numpy, "random state of NumPy's random is different"),
+]
+
+
+@pytest.mark.parametrize(("policy", "difference"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_first_difference_is_named(policy: Policy, difference: str) -> None:
+    verdict = reactivate.verify(network(), leaf(4, 8), policy=policy)
+    assert not verdict and not verdict.is_same and verdict.is_deterministic
+    assert verdict.difference is not None and verdict.difference.startswith(difference), verdict
+    assert str(verdict).startswith(f"Not the same: {difference}")
+
+
+def test_a_gradient_that_only_the_checkpointed_model_has_is_a_difference() -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return x.sin()
+
+    x, y = leaf(4), leaf(4)
+    verdict = reactivate.verify(model, (x, y), policy=lambda fn: lambda x, y: fn(x, y) + 0 * y)
+    assert not verdict and verdict.difference == "gradient of args[1] is extra"
+
+
+def test_the_sign_of_zero_is_a_difference() -> None:
+    verdict = reactivate.verify(lambda x: x * 0, torch.ones(4, requires_grad=True), policy=lambda fn: lambda x: -fn(x))
+    assert not verdict and str(verdict.difference).startswith("output is different")
+
+
+def test_without_a_guard_the_verdict_is_no() -> None:
+    guards = reactivate.guards.DEFAULT.without("rng")
+    verdict = reactivate.verify(network(), leaf(4, 8), policy=lambda model: reactivate.checkpoint(model, guards=guards))
+    assert not verdict and "gradient of" in str(verdict.difference)
+
+
+# -- a model that differs from itself ---------------------------------------------------------------------------------
+
+
+def test_a_nondeterministic_model_is_reported_as_that() -> None:
+    calls = 0
+
+    class Counting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return x.sin() * calls
+
+    verdict = reactivate.verify(Counting(), leaf(4))
+    assert not verdict and not verdict.is_deterministic
+    assert str(verdict).startswith("The plain model differs between two runs of itself: output is different")
+    assert verdict.regions == verdict.replays == 0, "nothing was checkpointed"
+
+
+def test_a_model_that_nothing_can_be_learnt_of_is_refused() -> None:
+    for model, x in ((lambda x: x.detach(), leaf(4)), (lambda x: x.sin(), torch.randn(4))):
+        with pytest.raises(UsageError, match="requires a gradient"):
+            reactivate.verify(model, x)
+
+
+# -- the model is left as it was --------------------------------------------------------------------------------------
+
+
+class Stateful(nn.Module):
+    """Everything that a forward pass can change, and a part in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.frozen = network().eval()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("table", torch.zeros(8, 8))
+        self.history: list[float] = []
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.calls += 1
+        self.history.append(random.random())
+        with torch.no_grad():
+            self.table.add_(x.T @ x)
+        out: Tensor = self.frozen(self.net(x)) * float(numpy.random.rand()) + self.table.mean()
+        return out
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
+    state |= {f"identity of {name}": id(value) for name, value in model.state_dict(keep_vars=True).items()}
+    state |= {f"gradient of {name}": value.grad for name, value in model.named_parameters()}
+    state |= {f"training of {name}": child.training for name, child in model.named_modules()}
+    state |= {f"hooks of {name}": len(child._forward_hooks) for name, child in model.named_modules()}
+    state |= random_states()
+    if isinstance(model, Stateful):
+        state |= {"calls": model.calls, "history": list(model.history)}
+    return state
+
+
+def assert_unchanged(before: dict[str, Any], model: nn.Module) -> None:
+    after = state_of(model)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        same = torch.equal(value, after[name]) if isinstance(value, Tensor) else value == after[name]
+        assert same, name
+
+
+def prepared() -> tuple[nn.Module, Tensor]:
+    model, x = Stateful(), leaf(4, 8)
+    model(x).sum().backward()
+    for parameter in list(model.parameters())[::2]:
+        parameter.grad = None
+    return model, x
+
+
+@pytest.mark.parametrize("policy", [None, reactivate.checkpoint, with_a_wrong_gradient], ids=["", "policy", "broken"])
+def test_the_model_is_as_it_was(policy: Policy | None) -> None:
+    model, x = prepared()
+    before, gradient, contents = state_of(model), x.grad, x.detach().clone()
+    verdict = reactivate.verify(model, x, policy=policy)
+    assert bool(verdict) == (policy is not with_a_wrong_gradient), verdict
+    assert_unchanged(before, model)
+    assert x.grad is gradient and torch.equal(x, contents)
+
+
+@pytest.mark.parametrize("when", ["plain", "checkpointed", "replay"])
+def test_the_model_is_as_it_was_after_an_exception(when: str) -> None:
+    model, x = prepared()
+
+    def policy(model: Any) -> Any:
+        def call(x: Tensor) -> Tensor:
+            out: Tensor = model(x)
+            if when == "checkpointed" or reactivate.is_recomputing():
+                raise ValueError("in the middle")
+            return out.exp()
+
+        return reactivate.checkpoint(call)
+
+    def fails(x: Tensor) -> Tensor:
+        model(x)
+        raise ValueError("in the middle")
+
+    before = state_of(model)
+    with pytest.raises(ValueError, match="in the middle"):
+        reactivate.verify(fails if when == "plain" else model, x, policy=policy)
+    assert_unchanged(before, model)
+    assert reactivate.verify(model, x), "and works"
+
+
+def test_the_model_may_be_under_no_grad_and_the_verdict_is_the_same() -> None:
+    with torch.no_grad():
+        assert_good(reactivate.verify(network(), torch.randn(4, 8)))
+        assert not torch.is_grad_enabled()
