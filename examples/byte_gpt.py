@@ -49,7 +49,7 @@ except ImportError as error:
 class Settings:
     """The model and its training; each is an option of the command line."""
 
-    steps: int = field(default=40, metadata={"help": "training steps of each run"})
+    steps: int = field(default=32, metadata={"help": "training steps of each run"})
     layers: int = field(default=12, metadata={"help": "transformer blocks"})
     dim: int = field(default=192, metadata={"help": "width of the model"})
     heads: int = field(default=6, metadata={"help": "attention heads of a block"})
