@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from enum import Enum
 from operator import is_
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit import ScriptFunction, ScriptModule
+from torch.jit import ScriptFunction
 from torch.nn import Module
 
 from reactivate._compat import may_be_written_unseen, registered_containers, save_tensor
@@ -119,7 +120,7 @@ class Capture:
 
     def _walk(self) -> list[Module]:
         found: dict[Module, None] = {}
-        todo: list[Module] = []
+        todo: list[Module | None] = []
         scripted: set[Module] = set()  # those inside of them are a part of their code
         count = 0
         while todo or count < len(self.roots):
@@ -127,16 +128,18 @@ class Capture:
                 todo.append(self.roots[count])
                 count += 1
             module = todo.pop()
-            if module not in found:
+            if module is not None and module not in found:
                 found[module] = None
-                if isinstance(module, ScriptModule):
+                children = module._modules
+                if children:
+                    todo += reversed(children.values())
+                facts = facts_of_class(type(module))  # type: ignore[arg-type]
+                if facts.is_plain:
+                    continue
+                if facts.is_scripted:
                     if module not in scripted:
                         self._scripts += (module,)
                     scripted.update(module.modules())
-                children = module._modules
-                if children:
-                    todo.extend([child for child in children.values() if child is not None][::-1])
-                facts = facts_of_class(type(module))  # type: ignore[arg-type]
                 if facts.names:
                     self._names(facts.names)
                 self._scripts += facts.scripts
@@ -146,9 +149,12 @@ class Capture:
 
     def _look_at_attributes(self, module: Module) -> None:
         for value in vars(module).values():
-            if type(value) is ScriptFunction:
+            kind = type(value)
+            if kind in _ATOMS or kind is dict or kind is OrderedDict:
+                continue
+            if kind is ScriptFunction:
                 self._scripts += (value,)
-            elif _is_random_source(value, type(value)) and value not in self._generators:
+            elif _is_random_source(value, kind) and value not in self._generators:
                 self._generators += (value,)
 
     def form_of(self, value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.jit import ScriptFunction
+from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
 
 
@@ -79,11 +79,15 @@ class ClassFacts(NamedTuple):
         names: (namespace, name) of everything at module level that its methods read and that may hold state.
         scripts: the scripted functions that its methods name.
         is_users: whether it is not one of `torch.nn`'s, whose attributes are known to be plain.
+        is_scripted: whether it is TorchScript's.
+        is_plain: whether there is nothing of all that.
     """
 
     names: Names
     scripts: tuple[Any, ...]
     is_users: bool
+    is_scripted: bool
+    is_plain: bool
 
 
 @functools.cache
@@ -92,7 +96,9 @@ def facts_of_class(kind: type) -> ClassFacts:
     facts = [facts_of_code.get(id(fn.__code__)) or find_facts(fn) for fn in _methods(kind)]
     names = tuple(name for item in facts for name in item.names)
     scripts = tuple(script for item in facts for script in item.scripts)
-    return ClassFacts(names, scripts, not kind.__module__.startswith("torch.nn.modules."))
+    is_users = not kind.__module__.startswith("torch.nn.modules.")
+    is_scripted = issubclass(kind, ScriptModule)
+    return ClassFacts(names, scripts, is_users, is_scripted, not (names or scripts or is_users or is_scripted))
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:

@@ -47,10 +47,16 @@ class Ambient(Guard):
     """Everything that is set around the forward pass."""
 
     name = "ambient"
+    _last: list[Any] | None = None
 
     def before(self, call: Call) -> Any:
         settings = list(map(ask, _READERS))
-        return settings if settings[-4:] == _NOTHING_ELSE else [*settings, _Rest.read()]
+        if settings == self._last:  # many regions share one list
+            return self._last
+        if settings[-4:] != _NOTHING_ELSE:
+            return [*settings, _Rest.read()]
+        self._last = settings
+        return settings
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any] | None:
         settings = list(map(ask, _READERS))

@@ -15,7 +15,6 @@ without a new version, so that nobody can tell. So are scalars, which are cheap.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
@@ -209,7 +208,9 @@ class _Seen:
 
     def keeping(self, copies: list[Tensor | None]) -> _Seen:
         """The same with other copies."""
-        kept = copy.copy(self)
+        kept = _Seen(self.modules)
+        for name in _Seen.__slots__:
+            setattr(kept, name, getattr(self, name))
         kept.copies = copies
         return kept
 
@@ -269,8 +270,13 @@ class _Rewound:
 
     def _read(self) -> None:
         seen = self.seen
-        self.namespaces = [copy_of(namespace) for namespace, _ in seen.namespaces]
-        self.registries = [registry.copy() for registry, _ in seen.registries]
+        # Mostly nothing has changed since, and what is to be put back is the copy that there is.
+        self.namespaces = [
+            before if _is_equal(namespace, before) else copy_of(namespace) for namespace, before in seen.namespaces
+        ]
+        self.registries = [
+            before if _is_identical(registry, before) else registry.copy() for registry, before in seen.registries
+        ]
         self.containers = [container.copy() for container, _ in seen.containers]
         self.contents = [copy_unseen(held.tensor) for held in seen.held if held.namespace is None]
         self.states = [module.replay_state() for module, _ in seen.states]
@@ -279,10 +285,10 @@ class _Rewound:
         seen = self.seen
         fresh = seen.fresh_copies()
         for (namespace, before), now in zip(seen.namespaces, self.namespaces):
-            if not _is_equal(before, now):
+            if now is not before:
                 _assign(namespace, before)
         for (registry, before), now in zip(seen.registries, self.registries):
-            if not _is_identical(before, now):
+            if now is not before:
                 _assign(registry, {name: _registered(item, now.get(name)) for name, item in before.items()})
         for container, before in seen.containers:
             _fill(container, before)
@@ -310,7 +316,8 @@ class _Rewound:
         for (container, _), now in zip(seen.containers, self.containers):
             _fill(container, now)
         for (registry, _), now in zip(seen.registries, self.registries):
-            _assign(registry, now)
+            if not _is_identical(registry, now):
+                _assign(registry, now)
         for (namespace, _), now in zip(seen.namespaces, self.namespaces):
             if not _is_equal(namespace, now):
                 _assign(namespace, now)
