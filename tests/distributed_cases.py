@@ -1,28 +1,15 @@
-"""What two processes do for `test_distributed`: each case trained plain and checkpointed, compared bit for bit.
-
-    python distributed_cases.py RANK DIRECTORY
-
-Each case has a process group of its own, so that a failure is not handed on to the next one, and a report of its own in
-the directory, so that what is done is known even if a later case hangs.
-"""
+"""What `test_distributed` trains on two processes, plain and checkpointed."""
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from oracle import Ran, assert_bitwise, random_states, seed_everything
-from surroundings import Kept
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -31,16 +18,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import reactivate
-from reactivate._engine.record import observed_by
 
 PROCESSES = 2
-STEPS = 3
-COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 WIDTH = 16
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -67,17 +50,8 @@ class Case:
     collectives_of_a_replay: list[str] | None = None  # that the case itself calls
 
 
-@dataclass
-class Report:
-    """What one process found out about a case."""
-
-    error: str | None = None
-    regions: int = 0
-    replays: int = 0
-    kept_bytes: int = 0
-    kept_bytes_plain: int = 0
-    collectives: list[list[Any]] = field(default_factory=list)
-    collectives_plain: list[list[Any]] = field(default_factory=list)
+def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return fn
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -86,7 +60,7 @@ class Report:
 class Block(nn.Module):
     """A residual block with dropout. `inside` is put around the body of its forward."""
 
-    def __init__(self, inside: Wrap = lambda fn: fn) -> None:
+    def __init__(self, inside: Wrap = plain) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.2)
@@ -102,7 +76,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks, each called through `wrap`."""
 
-    def __init__(self, blocks: list[nn.Module], wrap: Wrap = lambda fn: fn) -> None:
+    def __init__(self, blocks: list[nn.Module], wrap: Wrap = plain) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.wrap = wrap
@@ -132,9 +106,23 @@ def trains(model: nn.Module, *, same: bool = False) -> Training:
 
 
 def ddp(wrap: Wrap, *, where: str = "module", **options: Any) -> Training:
-    blocks: list[nn.Module] = [Block(wrap if where == "inside" else lambda fn: fn) for _ in range(3)]
-    stack = Stack(blocks, wrap if where == "module" else lambda fn: fn)
+    blocks: list[nn.Module] = [Block(wrap if where == "inside" else plain) for _ in range(3)]
+    stack = Stack(blocks, wrap if where == "module" else plain)
     return trains(DistributedDataParallel(stack, **options))
+
+
+def whole_ddp(wrap: Wrap, **options: Any) -> Training:
+    """The region is around everything, DistributedDataParallel's own hooks included."""
+    return region_around(DistributedDataParallel(Stack([Block() for _ in range(2)]), **options), wrap)
+
+
+def region_around(model: nn.Module, wrap: Wrap) -> Training:
+    def step(index: int) -> list[Tensor]:
+        loss = wrap(lambda x: model(x))(data(index)).float().square().mean()
+        loss.backward()
+        return [loss]
+
+    return Training(model, step)
 
 
 def ddp_unused(wrap: Wrap, **options: Any) -> Training:
@@ -206,9 +194,9 @@ def ddp_microbatches(wrap: Wrap) -> Training:
 
 PLACES: dict[str, Callable[[Wrap], tuple[Wrap, Wrap]]] = {
     # (what is around a block's body, what is around a block)
-    "inside": lambda wrap: (wrap, lambda fn: fn),
-    "module": lambda wrap: (lambda fn: fn, wrap),
-    "around": lambda wrap: (lambda fn: fn, lambda block: wrap(lambda x: block(x))),
+    "inside": lambda wrap: (wrap, plain),
+    "module": lambda wrap: (plain, wrap),
+    "around": lambda wrap: (plain, lambda block: wrap(lambda x: block(x))),
 }
 
 
@@ -219,6 +207,11 @@ def sharded(wrap: Wrap, *, place: str, **options: Any) -> Training:
         fully_shard(block, **options)
     fully_shard(model, **options)
     return trains(model)
+
+
+def whole_sharded(wrap: Wrap) -> Training:
+    """The hooks of all shards run in the region, and again in its replay, which gathers the parameters."""
+    return region_around(sharded(plain, place="module").model, wrap)
 
 
 def sharded_microbatches(wrap: Wrap) -> Training:
@@ -236,14 +229,10 @@ def sharded_microbatches(wrap: Wrap) -> Training:
     return Training(model, step)
 
 
-def is_plain(wrap: Wrap) -> bool:
-    return wrap is plain
-
-
 def wrapped_and_sharded(wrap: Wrap, *, composable: bool, **options: Any) -> Training:
     """torch's own ways to checkpoint a module, under `install()`."""
     blocks: list[nn.Module] = [Block() for _ in range(3)]
-    if not is_plain(wrap):
+    if wrap is not plain:
         blocks = [composable_checkpoint(block) if composable else checkpoint_wrapper(block) for block in blocks]
     model = Stack(blocks)
     for block in blocks:
@@ -254,7 +243,7 @@ def wrapped_and_sharded(wrap: Wrap, *, composable: bool, **options: Any) -> Trai
 
 def wrapped_in_ddp(wrap: Wrap) -> Training:
     model = Stack([Block() for _ in range(3)])
-    if not is_plain(wrap):
+    if wrap is not plain:
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     return trains(DistributedDataParallel(model, static_graph=True))
 
@@ -405,6 +394,9 @@ CASES: dict[str, Case] = {
     "ddp, module used twice, unused parameters": Case(partial(ddp_twice, find_unused_parameters=True), 9, 9),
     "ddp, gradient accumulation": Case(ddp_accumulates, 18, 24),
     "ddp, microbatches": Case(ddp_microbatches, 18, 18),
+    "ddp, whole model": Case(whole_ddp, 3, 3),
+    "ddp, whole model, static graph": Case(partial(whole_ddp, static_graph=True), 3, 3),
+    "ddp, whole model, unused parameters": Case(partial(whole_ddp, find_unused_parameters=True), 3, 3),
     "ddp, checkpoint_wrapper": Case(wrapped_in_ddp, 9, 9, around=reactivate.dropin.install),
     "SyncBatchNorm": Case(sync_norm, 6, 6, collectives_of_a_replay=["all_reduce"]),
     "SyncBatchNorm, no early stop": Case(sync_norm, 6, 6, early_stop=False, collectives_of_a_replay=["all_reduce"]),
@@ -418,6 +410,7 @@ CASES: dict[str, Case] = {
         other_needs, 3, 3, early_stop=False, collectives_of_a_replay=["all_reduce"]
     ),
     "tensor parallel": Case(tensor_parallel, 6, 6),
+    "fsdp, whole model": Case(whole_sharded, 3, 3),
     "fsdp, microbatches": Case(sharded_microbatches, 18, 18),
 }
 for _place in PLACES:
@@ -431,98 +424,3 @@ for _composable in (True, False):
         _make = partial(wrapped_and_sharded, composable=_composable, reshard_after_forward=_reshard)
         _name += "resharded" if _reshard else "kept"
         CASES[_name] = Case(_make, 9, 9, around=reactivate.dropin.install)
-
-
-# -- running them ------------------------------------------------------------------------------------------------------
-
-
-def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return fn
-
-
-def local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def train(case: Case, wrap: Wrap) -> tuple[Ran, dict[str, Any]]:
-    """All steps: what the engine did, and everything that there is to compare, by name."""
-    seed_everything()
-    training = case.make(wrap)
-    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
-    torch.manual_seed(dist.get_rank())
-    ran, found = Ran(), {}
-    with observed_by(ran):
-        for step in range(STEPS):
-            with ExitStack() as stack:
-                kept = stack.enter_context(Kept()) if step == 0 else None
-                losses = training.step(step)
-            if kept is not None:
-                ran.kept_bytes = kept.kept_bytes
-            found |= {f"loss {index} of step {step}": loss.detach() for index, loss in enumerate(losses)}
-            for name, parameter in training.model.named_parameters():
-                gradient = parameter.grad
-                found[f"gradient of {name} in step {step}"] = None if gradient is None else local(gradient).clone()
-            optimizer.step()
-            optimizer.zero_grad()
-    found |= {f"parameter {name}": local(value.detach()).clone() for name, value in training.model.named_parameters()}
-    found |= {f"buffer {name}": local(value).clone() for name, value in training.model.named_buffers()}
-    return ran, found | random_states()
-
-
-def unwrapped(found: dict[str, Any]) -> dict[str, Any]:
-    """The same without what `checkpoint_wrapper` puts into names."""
-    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
-
-
-def compare(case: Case) -> Report:
-    report = Report()
-    try:
-        collectives.clear()
-        plain_ran, expected = train(case, plain)
-        report.collectives_plain = [*collectives]
-        report.kept_bytes_plain = plain_ran.kept_bytes
-        collectives.clear()
-        with case.around():
-            ran, found = train(case, partial(reactivate.checkpoint, early_stop=case.early_stop))
-        report.regions, report.replays, report.kept_bytes = ran.regions, ran.replays, ran.kept_bytes
-        report.collectives = [*collectives]
-        found = unwrapped(found)
-        assert expected.keys() == found.keys()
-        for name, value in expected.items():
-            assert_bitwise(value, found[name], name)
-    except Exception:
-        report.error = traceback.format_exc()
-    return report
-
-
-@contextmanager
-def process_group(rank: int, store: Path) -> Iterator[None]:
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(str(store), PROCESSES),
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def report_file(directory: Path, rank: int, index: int) -> Path:
-    return directory / f"report-{rank}-{index}"
-
-
-def main(rank: int, directory: Path) -> None:
-    torch.set_num_threads(1)
-    for index, case in enumerate(CASES.values()):
-        with process_group(rank, directory / f"store-{index}"):
-            report = compare(case)
-        unfinished = directory / f"unfinished-{rank}"
-        unfinished.write_text(json.dumps(asdict(report)))
-        unfinished.rename(report_file(directory, rank, index))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import distributed_cases
+import distributed_worker
 import pytest
-from distributed_cases import CASES, PROCESSES, Report, report_file
+from distributed_cases import CASES, PROCESSES
+from distributed_worker import Report, report_file
 
 PATIENCE_SECONDS = 150.0  # after which what has no report is a failure
 
@@ -42,7 +43,7 @@ def run_pair(directory: Path) -> None:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     processes = []
     for rank in range(PROCESSES):
-        command = [sys.executable, distributed_cases.__file__, str(rank), str(directory)]
+        command = [sys.executable, distributed_worker.__file__, str(rank), str(directory)]
         with (directory / f"output-{rank}").open("w") as output:
             processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
     try:
