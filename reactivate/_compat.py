@@ -108,6 +108,8 @@ def replace_dispatch_modes(modes: tuple[Any, ...]) -> None:
 
 # `module.__call__` runs the hooks around `forward`; a region that is a module goes inside of them.
 module_call = Module.__call__
+# Python frames that stand between a module's caller and its `forward`.
+MODULE_CALL_CODE: CodeType = Module._call_impl.__code__
 
 
 def has_hooks(module: Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.nn import Module
 
-_NAME = "forward"
+NAME = "forward"
 _changing = RLock()
 
 
@@ -25,7 +25,7 @@ class StandIn:
         self._attributes = module.__dict__
         self._forward = module.forward
         self._calls: dict[int, Callable[..., Any]] = {}  # by thread
-        self.hidden = self._attributes.get(_NAME)
+        self.hidden = self._attributes.get(NAME)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.leave()
@@ -35,20 +35,20 @@ class StandIn:
         """Forget what this thread has asked for, and return it. The last one to leave clears the place."""
         with _changing:
             call = self._calls.pop(get_ident(), None)
-            if not self._calls and self._attributes.get(_NAME) is self:
+            if not self._calls and self._attributes.get(NAME) is self:
                 if self.hidden is None:
-                    del self._attributes[_NAME]
+                    del self._attributes[NAME]
                 else:
-                    self._attributes[_NAME] = self.hidden
+                    self._attributes[NAME] = self.hidden
         return call
 
     @classmethod
     def enter(cls, module: Module, call: Callable[..., Any]) -> StandIn:
         """Let the next call of `module.forward` on this thread be `call(forward, args, kwargs)`."""
         with _changing:
-            stand_in = module.__dict__.get(_NAME)
+            stand_in = module.__dict__.get(NAME)
             if not isinstance(stand_in, cls):
-                stand_in = module.__dict__[_NAME] = cls(module)
+                stand_in = module.__dict__[NAME] = cls(module)
             stand_in._calls[get_ident()] = call
         return stand_in
 
@@ -56,8 +56,8 @@ class StandIn:
 def copy_of(attributes: dict[str, Any]) -> dict[str, Any]:
     """A copy of a module's `__dict__`, as if nothing stood in."""
     copy = attributes.copy()
-    if _NAME in copy and isinstance(copy[_NAME], StandIn):
-        hidden = copy.pop(_NAME).hidden
+    if NAME in copy and isinstance(copy[NAME], StandIn):
+        hidden = copy.pop(NAME).hidden
         if hidden is not None:
-            copy[_NAME] = hidden
+            copy[NAME] = hidden
     return copy

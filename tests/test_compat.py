@@ -145,6 +145,18 @@ def dispatch_modes_are_read_and_replaced() -> None:
     assert _compat.dispatch_modes() == ()
 
 
+@needs("MODULE_CALL_CODE")
+def forward_is_called_from_there() -> None:
+    codes: list[Any] = []
+
+    class Look(nn.Module):
+        def forward(self) -> None:
+            codes.extend([sys._getframe(1).f_code, sys._getframe(3).f_code])
+
+    Look()()
+    assert codes == [_compat.MODULE_CALL_CODE, sys._getframe().f_code]
+
+
 @needs("module_call", "has_hooks")
 def modules_are_called_through_their_hooks() -> None:
     module = nn.Linear(1, 1)

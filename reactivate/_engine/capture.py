@@ -52,7 +52,8 @@ _ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
     }
 )
-_ITERATORS: Any = (*(type(iter(empty)) for empty in (list[Any](), (), dict[Any, Any](), set[Any](), "", range(0))), zip, map, enumerate, filter)
+_EMPTY: tuple[Any, ...] = ([], (), {}, set(), "", range(0))
+_ITERATORS: Any = (*(type(iter(empty)) for empty in _EMPTY), zip, map, enumerate, filter)
 
 # How deep plain objects (not containers, not dataclasses) are copied. An argument is data by intent, perhaps a cache
 # of layers of tensors. What a closure or a bound `self` leads to may be half the program: there, one level is watched.

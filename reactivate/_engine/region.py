@@ -25,6 +25,7 @@ from torch.nn import Module
 
 from reactivate._compat import (
     FUNCTION_APPLY_CODE,
+    MODULE_CALL_CODE,
     current_backward,
     current_transform,
     has_hooks,
@@ -55,7 +56,7 @@ from reactivate._engine.record import (
 from reactivate._engine.replay import replay
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
-from reactivate._engine.sites import known_code, look_at
+from reactivate._engine.sites import known_code, look_at, user_frame
 from reactivate._standin import StandIn
 from reactivate.errors import UnsupportedError
 
@@ -171,15 +172,14 @@ class Region(Record):
         code = frame.f_code
         slot = Slot() if code is not FUNCTION_APPLY_CODE else FunctionSlot()
         slot.value = None
-        known = known_code.get(id(code)) or look_at(code)
-        if known[1]:
+        is_library, fills_what_it_saved, is_forward, _ = known_code.get(id(code)) or look_at(code)
+        if fills_what_it_saved:
             self.early_stop = False
-        while known[0]:  # as `user_frame`, without its calls
-            outer = frame.f_back
-            if outer is None:
-                break
-            frame, code = outer, outer.f_code
-            known = known_code.get(id(code)) or look_at(code)
+        if is_library:
+            if is_forward and sys._getframe(2).f_code is MODULE_CALL_CODE:
+                frame = sys._getframe(3)  # frames in between are not looked at: each has to be made first
+            frame = user_frame(frame)
+            code = frame.f_code
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
         self.saved.append((weakref.ref(slot), metadata, code, frame.f_lasti))
         return slot

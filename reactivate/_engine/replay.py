@@ -97,7 +97,10 @@ def _replay(record: Record) -> None:
     set_grad_enabled(True)
     try:
         fn, args, kwargs = _call_again(record)
-        if managers:
+        if len(managers) == 1:
+            with managers[0]:
+                _refill(record, fn, args, kwargs)
+        elif managers:
             with ExitStack() as stack:
                 for manager in managers:
                     stack.enter_context(manager)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 from torch.nn import Module
@@ -17,28 +18,42 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.
 # Ops that fill a tensor after they had it saved: to be cut short there would leave it unfilled.
 _FILL_WHAT_THEY_SAVED = frozenset({"rrelu", "rrelu_", "rrelu_with_noise"})
 
-# By the id of the code object: whether it is torch's or ours, whether it calls such an op, and the code object itself,
-# which is kept so that its id stays its own.
-known_code: dict[int, tuple[bool, bool, CodeType]] = {}
+
+class KnownCode(NamedTuple):
+    """What is known of a code object.
+
+    Attributes:
+        is_library: whether it is torch's or ours.
+        fills_what_it_saved: whether it calls one of those ops.
+        is_forward: whether it is the `forward` of one of torch's modules, which `Module.__call__` calls.
+        code: kept, so that its id stays its own.
+    """
+
+    is_library: bool
+    fills_what_it_saved: bool
+    is_forward: bool
+    code: CodeType
+
+
+known_code: dict[int, KnownCode] = {}  # by the id of the code object
 
 
 def user_frame(frame: FrameType) -> FrameType:
     """The innermost frame outside of torch and of this package, or `frame` if there is none."""
     found: FrameType | None = frame
-    while found is not None and is_library(found.f_code):
+    while found is not None:
+        code = found.f_code
+        if not (known_code.get(id(code)) or look_at(code)).is_library:
+            return found
         found = found.f_back
-    return frame if found is None else found
+    return frame
 
 
-def is_library(code: CodeType) -> bool:
-    """Whether `code` is torch's or ours."""
-    return (known_code.get(id(code)) or look_at(code))[0]
-
-
-def look_at(code: CodeType) -> tuple[bool, bool, CodeType]:
+def look_at(code: CodeType) -> KnownCode:
     """What is to be known of `code`, from now on in `known_code`."""
+    is_library = code.co_filename.startswith(_LIBRARIES)
     fills = not _FILL_WHAT_THEY_SAVED.isdisjoint(code.co_names)
-    known = known_code[id(code)] = (code.co_filename.startswith(_LIBRARIES), fills, code)
+    known = known_code[id(code)] = KnownCode(is_library, fills, is_library and code.co_name == "forward", code)
     return known
 
 

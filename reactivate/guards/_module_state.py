@@ -1,0 +1,268 @@
+"""What modules were before a forward pass, and the context in which they are that again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from operator import attrgetter, is_
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from reactivate._compat import copy_unseen, is_distributed, write_unseen
+from reactivate._standin import StandIn, copy_of
+from reactivate.errors import MutationError
+
+_version_of = attrgetter("_version")
+_NOTHING = object()
+
+
+class Held:
+    """A tensor that is state, as it was before the forward pass."""
+
+    __slots__ = ("is_silent", "module", "name", "namespace", "tensor", "version")
+
+    def __init__(self, module: Module, namespace: Any, name: Any, tensor: Tensor, is_silent: bool) -> None:
+        self.module = module
+        self.namespace = namespace  # where a replay puts a copy; None where it has to write into the tensor
+        self.name = name
+        self.tensor = tensor
+        self.version = tensor._version
+        self.is_silent = is_silent
+
+
+# (a namespace, a copy of it)
+Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+class ModuleState:
+    """Modules before a forward pass.
+
+    Attributes:
+        namespaces: every module's `__dict__`, and a copy of it.
+        registries: its `_parameters` and `_buffers`, and copies of them.
+        parameters, versions: every parameter, and its version.
+        held, copies: tensors that are state, and what they held, None where that is not needed.
+        containers: (a list or dict among the attributes, a copy of it).
+        states: (a `Stateful` module, its state).
+    """
+
+    __slots__ = (
+        *("containers", "copies", "held", "modules", "namespaces", "parameters", "registries", "states", "versions"),
+    )
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self.modules = modules
+        self.namespaces: Pairs = []
+        self.registries: Pairs = []
+        self.parameters: list[Tensor] = []
+        self.versions: list[int] = []
+        self.held: list[Held] = []
+        self.copies: list[Tensor | None] = []
+        self.containers: list[tuple[Any, Any]] = []
+        self.states: list[tuple[Any, Any]] = []
+
+    def read_versions(self) -> None:
+        """The versions of the parameters, once all of these are there."""
+        self.parameters = [parameter for parameter in self.parameters if parameter is not None]
+        self.versions = list(map(_version_of, self.parameters))
+
+    def keeping(self, copies: list[Tensor | None]) -> ModuleState:
+        """The same with other copies."""
+        kept = ModuleState(self.modules)
+        for name in ModuleState.__slots__:
+            setattr(kept, name, getattr(self, name))
+        kept.copies = copies
+        return kept
+
+    def is_written_to(self) -> bool:
+        """Whether a replay has to set back more than attributes that hold still."""
+        return bool(self.containers or self.states) or self.copies.count(None) < len(self.copies)
+
+    def refuse_written_parameters(self, what: str) -> None:
+        """Raise if a parameter has another version by now.
+
+        Raises:
+            MutationError: it was written to.
+        """
+        if list(map(_version_of, self.parameters)) != self.versions:
+            changed = [item for item, version in zip(self.parameters, self.versions) if item._version != version]
+            raise self.refuse(changed[0], what)
+
+    def fresh_copies(self) -> list[Tensor | None]:
+        """Copies of the copies: a replay may write to them, and there may be another one."""
+        fresh = [None if content is None else copy_unseen(content) for content in self.copies]
+        views: dict[int, list[int]] = {}
+        for index, held in enumerate(self.held):
+            if held.tensor._is_view() and fresh[index] is not None:
+                views.setdefault(id(held.tensor._base), [])
+        if views:  # what is written to one of them is read through the others
+            for index, held in enumerate(self.held):
+                key = id(held.tensor._base) if held.tensor._is_view() else id(held.tensor)
+                if key in views and fresh[index] is not None:
+                    views[key].append(index)
+            for group in views.values():
+                _share_memory(group, self.held, fresh)
+        return fresh
+
+    def refuse(self, tensor: Tensor, what: str) -> MutationError:
+        """The error for a tensor that a replay cannot read as it was."""
+        return MutationError(
+            f"`{self._name_of(tensor)}`, of shape {list(tensor.shape)}, {what}: a replay would compute other "
+            "gradients. Write to it outside of the region or after the backward; or give its module `replay_state()` "
+            "and `load_replay_state(state)`; or take care of modules yourself, with guards=DEFAULT.without('modules')."
+        )
+
+    def _name_of(self, tensor: Tensor) -> str:
+        for root in self.modules:  # the outermost come first
+            for prefix, module in root.named_modules():
+                for name, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items()):
+                    if value is tensor:
+                        return ".".join(filter(None, (type(root).__name__, prefix, name)))
+        return "a tensor of a module"
+
+
+class RewoundModules:
+    """Modules as they were, for as long as the context lasts."""
+
+    __slots__ = ("containers", "contents", "namespaces", "registries", "state", "states")
+
+    def __init__(self, state: ModuleState) -> None:
+        self.state = state
+
+    def __enter__(self) -> None:
+        self._refuse_writes()
+        self._read()
+        try:
+            self._write()
+        except BaseException as error:  # a module's own `load_replay_state`
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _refuse_writes(self) -> None:
+        state, since = self.state, "has been modified by an inplace operation since the forward pass read it"
+        state.refuse_written_parameters(since)
+        for held, content in zip(state.held, state.copies):
+            if content is None and held.tensor._version != held.version:
+                raise state.refuse(held.tensor, since)
+
+    def _read(self) -> None:
+        state = self.state
+        # Mostly nothing has changed since, and what is to be put back is the copy that there is.
+        self.namespaces, self.registries = state.namespaces, state.registries
+        if not _are_equal(state.namespaces):
+            self.namespaces = [(namespace, copy_of(namespace)) for namespace, _ in state.namespaces]
+        if not _are_identical(state.registries):
+            self.registries = [(registry, registry.copy()) for registry, _ in state.registries]
+        if state.containers or state.held or state.states:
+            self.containers = [(container, container.copy()) for container, _ in state.containers]
+            self.contents = [copy_unseen(held.tensor) for held in state.held if held.namespace is None]
+            self.states = [module.replay_state() for module, _ in state.states]
+
+    def _write(self) -> None:
+        state = self.state
+        if self.namespaces is not state.namespaces:
+            for namespace, before in state.namespaces:
+                _assign(namespace, before)
+        if self.registries is not state.registries:
+            for registry, before in state.registries:
+                _assign(registry, {name: _registered(item, registry.get(name)) for name, item in before.items()})
+        for container, before in state.containers:
+            _fill(container, before)
+        if state.held:
+            self._write_held()
+        for module, before in state.states:
+            module.load_replay_state(before)
+
+    def _write_held(self) -> None:
+        for held, content in zip(self.state.held, self.state.fresh_copies()):
+            if content is not None and held.namespace is not None:
+                held.namespace[held.name] = content
+            elif content is not None:
+                write_unseen(held.tensor, content)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self.state.states:
+            self._restore()
+            return
+        with ExitStack() as stack:
+            stack.callback(self._restore)  # last, whatever a module's own `load_replay_state` does
+            for (module, _), now in zip(self.state.states, self.states):
+                stack.callback(module.load_replay_state, now)
+
+    def _restore(self) -> None:
+        state = self.state
+        if state.held:
+            in_place = [held.tensor for held in state.held if held.namespace is None]
+            for tensor, content in zip(in_place, self.contents):
+                write_unseen(tensor, content)
+        if state.containers:
+            for container, now in self.containers:
+                _fill(container, now)
+        if not _are_identical(self.registries):
+            for registry, now in self.registries:
+                _assign(registry, now)
+        if not _are_equal(self.namespaces):
+            for namespace, now in self.namespaces:
+                _assign(namespace, now)
+
+
+def _share_memory(group: list[int], held: list[Held], fresh: list[Tensor | None]) -> None:
+    """Let those of `fresh` be views of one memory, as the tensors that they stand for are."""
+    storage = held[group[0]].tensor.untyped_storage()
+    memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+    for index in group:
+        tensor, content = held[index].tensor, fresh[index]
+        assert content is not None
+        view = memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        fresh[index] = view.copy_(content)
+
+
+def _registered(before: Any, now: Any) -> Any:
+    """What a parameter or buffer is to be in the replay.
+
+    As it was (`functional_call` swaps parameters for the time of a forward pass), but for what a sharding library moves
+    between forms of its own: that knows better which one is needed now.
+    """
+    if before is None or now is None:
+        return before
+    is_sharded = is_distributed(before) or is_distributed(now) or before.shape != now.shape
+    return now if is_sharded else before
+
+
+def _are_equal(pairs: Pairs) -> bool:
+    # Comparing dicts compares identities first and runs in C; only an attribute that was assigned to is asked whether
+    # it equals the old one, and that may be a tensor or an array, which do not say yes or no.
+    try:
+        for one, other in pairs:
+            if one != other:
+                return False
+    except Exception:
+        return False
+    return True
+
+
+def _are_identical(pairs: Pairs) -> bool:
+    return all(one.keys() == other.keys() and all(map(is_, one.values(), other.values())) for one, other in pairs)
+
+
+def _assign(namespace: dict[str, Any], values: dict[str, Any]) -> None:
+    """Give `namespace` the contents `values`, touching only what differs."""
+    for name in [name for name in namespace if name not in values]:
+        if not isinstance(namespace[name], StandIn):  # of another thread, and no state
+            del namespace[name]
+    for name, value in values.items():
+        now = namespace.get(name, _NOTHING)
+        if now is not value and not isinstance(now, StandIn):
+            namespace[name] = value
+
+
+def _fill(container: Any, values: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(values)
