@@ -205,6 +205,16 @@ def leave_to_eager(code: CodeType) -> None:
     _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(action, action))
 
 
+def leave_out_of_graphs(function: Any) -> None:
+    """`leave_to_eager`, also where a traced function calls this one: the graph ends before the call.
+
+    Compiled autograd traces saved-tensor hooks, and a replay that is compiled saves other tensors than its forward pass.
+    """
+    leave_to_eager(function.__code__)
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "a replay runs as its forward pass did"
+
+
 def _nothing(is_on: bool) -> None:
     """torch 2.9 has no such switch."""
 

@@ -228,6 +228,19 @@ def frames_are_left_to_eager() -> None:
     assert traced == [False]
 
 
+@needs("leave_out_of_graphs")
+def a_function_is_called_and_not_traced() -> None:
+    traced: list[bool] = []
+
+    def left(x: Tensor) -> Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    _compat.leave_out_of_graphs(left)
+    torch.compile(lambda x: left(x).cos(), backend="eager")(torch.ones(2))
+    assert traced == [False]
+
+
 @needs("prefer_version_used_last")
 def versions_are_taken_in_order() -> None:
     """Behaviour: `test_compile.test_a_replay_runs_the_version_that_its_forward_pass_ran`."""

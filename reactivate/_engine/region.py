@@ -31,6 +31,7 @@ from reactivate._compat import (
     has_hooks,
     is_function_mode_active,
     last_script_graph,
+    leave_out_of_graphs,
     leave_to_eager,
     module_call,
     name_of_transform,
@@ -211,7 +212,7 @@ class Region(Record):
 
 
 leave_to_eager(Region.pack.__code__)
-leave_to_eager(Region.unpack.__code__)
+leave_out_of_graphs(Region.unpack)
 
 
 def _forget(reference: weakref.ref[Region]) -> None:
