@@ -57,7 +57,7 @@ from reactivate._engine.record import (
 from reactivate._engine.replay import replay
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
-from reactivate._engine.sites import known_code, look_at, user_frame
+from reactivate._engine.sites import known_code, look_at
 from reactivate._standin import StandIn
 from reactivate.errors import UnsupportedError
 
@@ -177,10 +177,16 @@ class Region(Record):
         if fills_what_it_saved:
             self.early_stop = False
         if is_library:
-            if is_forward and sys._getframe(2).f_code is MODULE_CALL_CODE:
-                frame = sys._getframe(3)  # frames in between are not looked at: each has to be made first
-            frame = user_frame(frame)
-            code = frame.f_code
+            depth = 1
+            try:
+                while is_library:
+                    # Frames in between are not looked at: each has to be made first.
+                    depth += 3 if is_forward and sys._getframe(depth + 1).f_code is MODULE_CALL_CODE else 1
+                    frame = sys._getframe(depth)
+                    code = frame.f_code
+                    is_library, _, is_forward, _ = known_code.get(id(code)) or look_at(code)
+            except ValueError:  # no frame is the user's
+                pass
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
         self.saved.append((weakref.ref(slot), metadata, code, frame.f_lasti))
         return slot
