@@ -102,10 +102,10 @@ def to_markdown(results: Results) -> str:
         "",
         f"{summary(results.rows)}.",
         "",
-        "A test that is skipped needs an accelerator. One that fails on both does not hold with this torch, whose tests "
-        "have changed since; the messages are in the JSON beside this file. Regions and replays are those of this "
-        "engine; where there are none, a compiler takes the region into its graph, and what is tested is that the "
-        "drop-in leaves it to that.",
+        "Most of the tests that are skipped need an accelerator. One that fails on both does not hold with this torch, "
+        "whatever the checkpoint; the messages are in the JSON beside this file. Regions and replays are those of this "
+        "engine: where there are none, the test calls nothing that is checkpointed, or a compiler takes the region into "
+        "its graph, and what is tested is that the drop-in leaves it to that.",
     ]
     for file, digest in source.files.items():
         rows = [row for row in results.rows if row.file == file]
