@@ -67,7 +67,7 @@ def watched_changed(record: Record, watched: Watched, change: str) -> MutationEr
 def written_before_saved(record: Record, index: int, tensor: Tensor) -> MutationError:
     """A tensor from outside that the region's ops save was written to."""
     return MutationError(
-        f"The region `{name_of(record)}` cannot be replayed: a tensor from outside of it, {_describe(tensor)}, has "
+        f"The region `{name_of(record)}` cannot be replayed: {_registered_name(record, tensor)}, {_describe(tensor)}, has "
         f"been modified by an inplace operation since the forward pass read it at {line_of(record.saved[index][2:])}. "
         "Do not write to it between forward and backward, or give the region a `.clone()` of it."
     )
@@ -165,12 +165,26 @@ def _within(form: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 def _modules(record: Record) -> dict[Module, str]:
     """The modules that the region can reach, with their paths."""
     found: dict[Module, str] = {}
+    for root in _roots(record):
+        for path, module in root.named_modules():
+            found.setdefault(module, path or type(root).__name__)
+    return found
+
+
+def _roots(record: Record) -> Iterator[Module]:
     for _, form in _inputs(record):
         for owner in (form, getattr(form, "__self__", None)):
             if isinstance(owner, Module):
-                for path, module in owner.named_modules():
-                    found.setdefault(module, path or type(owner).__name__)
-    return found
+                yield owner
+
+
+def _registered_name(record: Record, tensor: Tensor) -> str:
+    """What a parameter or buffer is called."""
+    for root in _roots(record):
+        for name, value in (*root.named_parameters(), *root.named_buffers()):
+            if value is tensor:
+                return f"`{type(root).__name__}.{name}`"
+    return "a tensor from outside of it"
 
 
 def _site(record: Record, site: Site) -> str:

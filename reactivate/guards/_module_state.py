@@ -16,6 +16,7 @@ from torch.nn import Module
 from reactivate._compat import copy_unseen, is_distributed, write_unseen
 from reactivate._standin import StandIn, copy_of
 from reactivate.errors import MutationError
+from reactivate.guards._watch import WatchedReads
 
 _version_of = attrgetter("_version")
 _NOTHING = object()
@@ -83,15 +84,11 @@ class ModuleState:
         """Whether a replay has to set back more than attributes that hold still."""
         return bool(self.containers or self.states) or self.copies.count(None) < len(self.copies)
 
-    def refuse_written_parameters(self, what: str) -> None:
-        """Raise if a parameter has another version by now.
-
-        Raises:
-            MutationError: it was written to.
-        """
-        if list(map(_version_of, self.parameters)) != self.versions:
-            changed = [item for item, version in zip(self.parameters, self.versions) if item._version != version]
-            raise self.refuse(changed[0], what)
+    def written_parameters(self) -> list[Tensor]:
+        """The parameters that have another version by now."""
+        if list(map(_version_of, self.parameters)) == self.versions:
+            return []
+        return [item for item, version in zip(self.parameters, self.versions) if item._version != version]
 
     def fresh_copies(self) -> list[Tensor | None]:
         """Copies of the copies: a replay may write to them, and there may be another one."""
@@ -129,26 +126,38 @@ class ModuleState:
 class RewoundModules:
     """Modules as they were, for as long as the context lasts."""
 
-    __slots__ = ("containers", "contents", "namespaces", "registries", "state", "states")
+    __slots__ = ("containers", "contents", "namespaces", "registries", "state", "states", "watch")
+    containers: list[tuple[Any, Any]]
+    contents: list[Tensor]
+    states: list[Any]
 
     def __init__(self, state: ModuleState) -> None:
         self.state = state
 
     def __enter__(self) -> None:
-        self._refuse_writes()
+        self.watch: WatchedReads | None = None
         self._read()
         try:
             self._write()
         except BaseException as error:  # a module's own `load_replay_state`
             self.__exit__(type(error), error, error.__traceback__)
             raise
+        written = self._written()
+        if written:
+            self.watch = WatchedReads(written, self._refusal)
+            self.watch.__enter__()
 
-    def _refuse_writes(self) -> None:
-        state, since = self.state, "has been modified by an inplace operation since the forward pass read it"
-        state.refuse_written_parameters(since)
+    def _written(self) -> list[Tensor]:
+        """What was written to since, and is not read as it was."""
+        state = self.state
+        written = state.written_parameters()
         for held, content in zip(state.held, state.copies):
             if content is None and held.tensor._version != held.version:
-                raise state.refuse(held.tensor, since)
+                written.append(held.tensor)
+        return written
+
+    def _refusal(self, tensor: Tensor) -> MutationError:
+        return self.state.refuse(tensor, "has been modified by an inplace operation since the forward pass read it")
 
     def _read(self) -> None:
         state = self.state
@@ -158,6 +167,7 @@ class RewoundModules:
             self.namespaces = [(namespace, copy_of(namespace)) for namespace, _ in state.namespaces]
         if not _are_identical(state.registries):
             self.registries = [(registry, registry.copy()) for registry, _ in state.registries]
+        self.containers, self.contents, self.states = [], [], []
         if state.containers or state.held or state.states:
             self.containers = [(container, container.copy()) for container, _ in state.containers]
             self.contents = [copy_unseen(held.tensor) for held in state.held if held.namespace is None]
@@ -188,11 +198,13 @@ class RewoundModules:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if not self.state.states:
+        if not self.state.states and self.watch is None:
             self._restore()
             return
         with ExitStack() as stack:
             stack.callback(self._restore)  # last, whatever a module's own `load_replay_state` does
+            if self.watch is not None:
+                stack.callback(self.watch.__exit__, kind, error, traceback)
             for (module, _), now in zip(self.state.states, self.states):
                 stack.callback(module.load_replay_state, now)
 

@@ -122,7 +122,9 @@ class Modules(Guard):
     def after(self, token: ModuleState | None) -> ModuleState | None:
         if token is None:
             return None
-        token.refuse_written_parameters("was written to in the forward pass of a region that reads it")
+        written = token.written_parameters()
+        if written:
+            raise token.refuse(written[0], "was written to in the forward pass of a region that reads it")
         if not token.held:
             return token
         return token.keeping([self._what_to_keep(token, *pair) for pair in zip(token.held, token.copies)])
