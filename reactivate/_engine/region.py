@@ -12,13 +12,14 @@ The rules cited here and in the tests are those of `docs/semantics.md`.
 from __future__ import annotations
 
 import functools
-import sys
-import weakref
 from _thread import RLock
 from collections.abc import Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
+from sys import _getframe
+from types import FrameType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, is_grad_enabled
 from torch.nn import Module
@@ -57,7 +58,7 @@ from reactivate._engine.record import (
 from reactivate._engine.replay import replay
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
-from reactivate._engine.sites import known_code, look_at
+from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
 from reactivate._standin import StandIn
 from reactivate.errors import UnsupportedError
 
@@ -169,27 +170,34 @@ class Region(Record):
         if is_function_mode_active():
             with without_function_modes():
                 return self.pack(tensor)
-        frame = sys._getframe(1)
+        frame = _getframe(1)
         code = frame.f_code
         slot = Slot() if code is not FUNCTION_APPLY_CODE else FunctionSlot()
         slot.value = None
-        is_library, fills_what_it_saved, is_forward, _ = known_code.get(id(code)) or look_at(code)
-        if fills_what_it_saved:
-            self.early_stop = False
-        if is_library:
-            depth = 1
-            try:
-                while is_library:
-                    # Frames in between are not looked at: each has to be made first.
-                    depth += 3 if is_forward and sys._getframe(depth + 1).f_code is MODULE_CALL_CODE else 1
-                    frame = sys._getframe(depth)
-                    code = frame.f_code
-                    is_library, _, is_forward, _ = known_code.get(id(code)) or look_at(code)
-            except ValueError:  # no frame is the user's
-                pass
+        known = known_code.get(id(code)) or look_at(code)
+        if known is not USERS:
+            if known.fills_what_it_saved:
+                self.early_stop = False
+            if known.is_library:
+                frame = self._users_frame(known, frame)
+                code = frame.f_code
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
-        self.saved.append((weakref.ref(slot), metadata, code, frame.f_lasti))
+        self.saved.append((ref(slot), metadata, code, frame.f_lasti))
         return slot
+
+    @staticmethod
+    def _users_frame(known: KnownCode, frame: FrameType) -> FrameType:
+        """The innermost frame of the user's around `pack`, or the outermost if there is none."""
+        depth = 2
+        try:
+            while known.is_library:
+                # Frames in between are not looked at: each has to be made first.
+                depth += 3 if known.is_forward and _getframe(depth + 1).f_code is MODULE_CALL_CODE else 1
+                frame = _getframe(depth)
+                known = known_code.get(id(frame.f_code)) or look_at(frame.f_code)
+        except ValueError:
+            pass
+        return frame
 
     def unpack(self, slot: Slot) -> Tensor:
         """The backward wants what `slot` stands for."""
@@ -214,14 +222,14 @@ class Region(Record):
         elif current_backward() == -1:
             self.forget()  # somebody looks at `grad_fn._saved_...`
         else:
-            on_backward_end(functools.partial(_forget, weakref.ref(self)))
+            on_backward_end(functools.partial(_forget, ref(self)))
 
 
 leave_to_eager(Region.pack.__code__)
 leave_out_of_graphs(Region.unpack)
 
 
-def _forget(reference: weakref.ref[Region]) -> None:
+def _forget(reference: ref[Region]) -> None:
     region = reference()
     if region is not None:
         region.forget()

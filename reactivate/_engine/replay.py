@@ -7,10 +7,10 @@ filled (Rule 8). Afterwards everything is as if it had not run (Rules 12, 13).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
+from sys import _getframe
 from types import FrameType
 from typing import Any
 
@@ -186,23 +186,26 @@ class _Matching:
         saved = next(self.entries, None)
         if saved is None:
             return self._save_more(tensor)
-        if (tensor.shape, tensor.dtype, tensor.device, tensor._version) != saved[1]:
+        version = tensor._version
+        if (tensor.shape, tensor.dtype, tensor.device, version) != saved[1]:
             self._check(saved, tensor)
         value = self.detach(tensor) if tensor.requires_grad else tensor  # a slot must not hold the replay's graph
         slot = saved[0]()
         if slot is not None:
-            slot.version = tensor._version  # first, as another thread may take the value at once
+            slot.version = version  # first, as another thread may take the value at once
             slot.value = value
         if saved is self.last:
             self.is_complete = True
-        # Mostly `fn` itself is two calls up; only otherwise it is worth looking further.
-        if (
-            self.is_complete
-            and self.record.early_stop
-            and (sys._getframe(2).f_code is _REPLAY_CODE or not _is_inside_function(sys._getframe(1)))
-        ):
-            raise ReplayComplete
+            self.entries = iter(())  # nothing more is expected
+            self._stop_if_possible(_getframe(1))
         return value
+
+    def _stop_if_possible(self, frame: FrameType) -> None:
+        # Mostly that is `fn` itself; only otherwise it is worth looking further.
+        outer = frame.f_back
+        is_called_at_once = outer is not None and outer.f_code is _REPLAY_CODE
+        if self.record.early_stop and (is_called_at_once or not _is_inside_function(frame)):
+            raise ReplayComplete
 
     def unpack_in_forward(self, tensor: Tensor) -> Tensor:
         """A backward inside of the replay reads what the replay has saved, and the forward pass is still running.
@@ -247,21 +250,21 @@ class _Matching:
 
     def _check(self, saved: Saved, tensor: Tensor) -> None:
         """Refuse a tensor whose metadata differ, if that matters."""
-        if self.is_complete:  # the function has caught that, and does something else
-            return
         record = self.record
         index = next(i for i, entry in enumerate(record.saved) if entry is saved)
         if tensor._version > saved[1][3] and record.options.checks_versions:
             # A copy that stands in for the original counts from 0, so that only the original can be ahead.
             raise self._refuse(refusals.written_before_saved(record, index, tensor))
         if record.options.determinism != "none" and (tensor.shape, tensor.dtype, tensor.device) != saved[1][:3]:
-            raise self._refuse(refusals.different_tensor(record, index, tensor, sys._getframe(2)))
+            raise self._refuse(refusals.different_tensor(record, index, tensor, _getframe(2)))
 
     def _save_more(self, tensor: Tensor) -> Tensor:
         # Without early stop a backward inside the forward pass replays more than the forward pass has saved by then.
         # And a function that swallows `ReplayComplete` goes on, with nothing that is needed.
-        if self.record.tokens is None and not self.is_complete:
-            raise self._refuse(refusals.more_tensors(self.record, tensor, sys._getframe(2)))
+        if self.is_complete:
+            self._stop_if_possible(_getframe(2))
+        elif self.record.tokens is None:
+            raise self._refuse(refusals.more_tensors(self.record, tensor, _getframe(2)))
         return tensor.detach()
 
     def _refuse(self, error: ReactivateError) -> BaseException:

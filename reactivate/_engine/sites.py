@@ -26,16 +26,16 @@ class KnownCode(NamedTuple):
         is_library: whether it is torch's or ours.
         fills_what_it_saved: whether it calls one of those ops.
         is_forward: whether it is the `forward` of one of torch's modules, which `Module.__call__` calls.
-        code: kept, so that its id stays its own.
     """
 
     is_library: bool
     fills_what_it_saved: bool
     is_forward: bool
-    code: CodeType
 
 
+USERS = KnownCode(False, False, False)  # as mostly: one object for all, to be known by its identity
 known_code: dict[int, KnownCode] = {}  # by the id of the code object
+_kept: list[CodeType] = []  # so that their ids stay their own
 
 
 def user_frame(frame: FrameType) -> FrameType:
@@ -53,8 +53,9 @@ def look_at(code: CodeType) -> KnownCode:
     """What is to be known of `code`, from now on in `known_code`."""
     is_library = code.co_filename.startswith(_LIBRARIES)
     fills = not _FILL_WHAT_THEY_SAVED.isdisjoint(code.co_names)
-    known = known_code[id(code)] = KnownCode(is_library, fills, is_library and code.co_name == "forward", code)
-    return known
+    known = KnownCode(is_library, fills, is_library and code.co_name == "forward")
+    _kept.append(code)
+    return known_code.setdefault(id(code), USERS if known == USERS else known)
 
 
 def line_of(site: Site) -> str:
