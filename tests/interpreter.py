@@ -161,7 +161,8 @@ class World:
             first, *rest = program.outputs
             return packed([at(differentiable or pool, first), *(at(pool, index) for index in rest)], program.container)
 
-        return call(wrap, body, self.inputs, program.ways)
+        with CONTEXTS[program.context]():
+            return call(wrap, body, self.inputs, program.ways)
 
 
 def interpret(steps: Sequence[Step], pool: list[Tensor], modules: list[nn.Module], wrap: Wrap) -> None:

@@ -88,6 +88,7 @@ class Program:
         steps: the function.
         outputs: which values it returns: first, if it can be, one that requires a gradient.
         container: in what.
+        context: what is around the forward pass, and not around the backward.
         late_writes: inputs that are written to between forward and backward.
         backwards: in order.
     """
@@ -98,6 +99,7 @@ class Program:
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
     container: str
+    context: str = "enable_grad"
     late_writes: tuple[int, ...] = ()
     backwards: tuple[Backward, ...] = (Backward("backward", 0, False),)
 
@@ -117,7 +119,7 @@ def _lines_of(program: Program) -> Iterator[str]:
     for name, kind, way in zip(names, program.kinds, program.ways):
         yield f"{name} = {kind}()  # {way}"
     yield f"modules = {', '.join(program.modules)}"
-    yield "checkpoint:"
+    yield f"checkpoint, with {program.context}:"
     scope = list(names)
     yield from _lines_of_steps(program.steps, scope, "    ", program.modules)
     first, *rest = program.outputs

@@ -12,7 +12,8 @@ and each backward are events, compared in order:
 Of a program that raises nowhere, the number of regions and of replays is compared with what the run with copies saw
 being read, and no byte is kept but the inputs'.
 
-More examples: `pytest tests/test_property.py --hypothesis-profile=many` (20,000), or `REACTIVATE_EXAMPLES=5000`.
+`REACTIVATE_EXAMPLES=20000 pytest tests/test_property.py` runs as many as that, other ones each time (or those of
+`--hypothesis-seed`).
 """
 
 from __future__ import annotations
@@ -36,48 +37,44 @@ from reactivate._compat import current_backward
 from reactivate._engine.record import observed_by
 from reactivate.errors import MutationError
 
-_QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-settings.register_profile("many", max_examples=20_000, derandomize=False, deadline=None, suppress_health_check=_QUIET)
-settings.register_profile(
-    "few",
-    max_examples=int(os.environ.get("REACTIVATE_EXAMPLES", "300")),
-    derandomize="REACTIVATE_EXAMPLES" not in os.environ,
-    deadline=None,
-    suppress_health_check=_QUIET,
-)
+Draw = Callable[[Any], Any]
+EXAMPLES = os.environ.get("REACTIVATE_EXAMPLES")
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
 
 references = st.integers(0, 7).map(lambda back: -1 - back)  # mostly to what is new
 ways = st.sampled_from(WAYS)
+few_values = st.lists(references, min_size=1, max_size=3).map(tuple)
+rarely = st.integers(0, 29).map(lambda number: number == 29)
+ops = st.builds(Op, st.sampled_from([*OPS, "matmul", "matmul", "mul", "dropout"]), references, references)
+simple = {
+    "op": ops,
+    "use": st.builds(Use, st.integers(0, 2), references),
+    "write": st.builds(Write, st.sampled_from(list(WRITES)), references, references, rarely),
+}
 
 
-def steps_of(inner: st.SearchStrategy[Step]) -> st.SearchStrategy[tuple[Step, ...]]:
-    return st.lists(inner, min_size=1, max_size=5).map(tuple)
+@st.composite
+def steps(draw: Draw, depth: int, least: int) -> tuple[Step, ...]:
+    kinds = ["op"] * 7 + ["use"] * 2 + ["write"] + (["region"] * 2 + ["within"] if depth else [])
+    found: list[Step] = []
+    for kind in draw(st.lists(st.sampled_from(kinds), min_size=least, max_size=least + 4)):
+        if kind in simple:
+            found.append(draw(simple[kind]))
+        elif kind == "within":
+            found.append(Within(draw(st.sampled_from(list(CONTEXTS))), draw(few_values), draw(steps(depth - 1, 1))))
+        else:
+            values = draw(few_values)
+            found.append(Region(values, tuple(draw(ways) for _ in values), draw(steps(depth - 1, 1))))
+    return tuple(found)
 
 
-ops = st.builds(Op, st.sampled_from(sorted(OPS)), references, references)
-rarely = st.integers(0, 9).map(lambda number: number == 9)
-writes = st.builds(Write, st.sampled_from(sorted(WRITES)), references, references, rarely)
-uses = st.builds(Use, st.integers(0, 2), references)
-simple = st.one_of(ops, ops, ops, ops, uses, writes)
-
-
-def compound(inner: st.SearchStrategy[Step]) -> st.SearchStrategy[Step]:
-    values = st.lists(references, min_size=1, max_size=3).map(tuple)
-    within = st.builds(Within, st.sampled_from(sorted(CONTEXTS)), values, steps_of(inner))
-    return st.one_of(
-        within, st.builds(Region, values, st.lists(ways, min_size=3, max_size=3).map(tuple), steps_of(inner))
-    )
-
-
-steps = st.recursive(simple, compound, max_leaves=8)
 backwards = st.builds(Backward, st.sampled_from(["backward", "one", "grad", "double"]), references, st.just(True))
 
 
 @st.composite
-def programs(draw: Callable[[Any], Any]) -> Program:
+def programs(draw: Draw) -> Program:
     count = draw(st.integers(1, 4))
     kinds = [draw(st.sampled_from(["computed", "computed", "leaf", "constant"])) for _ in range(count)]
     calls = draw(st.lists(backwards, min_size=1, max_size=3))
@@ -85,11 +82,12 @@ def programs(draw: Callable[[Any], Any]) -> Program:
     return Program(
         kinds=tuple(kinds),
         ways=tuple(draw(ways) for _ in range(count)),
-        modules=tuple(draw(st.lists(st.sampled_from(sorted(MODULES)), max_size=3))),
-        steps=draw(st.lists(steps, min_size=1, max_size=8).map(tuple)),
+        modules=tuple(draw(st.lists(st.sampled_from(list(MODULES)), min_size=1, max_size=3))),
+        steps=draw(steps(depth=3, least=3)),
         outputs=tuple(draw(st.lists(references, min_size=1, max_size=3))),
         container=draw(st.sampled_from(["one", "tuple", "list", "dict", "nested"])),
-        late_writes=tuple(draw(st.one_of(st.just([]), st.just([]), st.lists(references, max_size=1)))),
+        context=draw(st.sampled_from(["enable_grad", "enable_grad", "autocast"])),
+        late_writes=draw(st.sampled_from([(), (), (), (), (), (-1,), (0,)])),
         backwards=tuple(calls),
     )
 
@@ -290,7 +288,12 @@ def assert_same_results(one: dict[str, Any], other: dict[str, Any], where: str) 
             assert_bitwise(value, other[name], f"{where}: {name}")
 
 
-@settings(settings.get_profile("few"))
+@settings(
+    max_examples=int(EXAMPLES or 300),
+    derandomize=EXAMPLES is None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
 @given(programs(), st.booleans(), st.sampled_from(["metadata", "metadata", "metadata", "values", "none"]))
 def test_random_programs(program: Program, early_stop: bool, determinism: str) -> None:
     note(str(program))
