@@ -140,7 +140,7 @@ def may_be_written_unseen(tensor: torch.Tensor) -> bool:
 def copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that neither autograd nor modes of the user's notice."""
     if not _count_dispatch_modes() and not _count_function_modes():
-        return tensor.detach().clone()
+        return (tensor.detach() if tensor.requires_grad else tensor).clone()
     with torch._C.DisableTorchFunction():
         if type(tensor) is not torch.Tensor or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
             return tensor.detach().clone()

@@ -82,7 +82,7 @@ class ModuleState:
 
     def is_written_to(self) -> bool:
         """Whether a replay has to set back more than attributes that hold still."""
-        return bool(self.containers or self.states) or self.copies.count(None) < len(self.copies)
+        return bool(self.containers or self.states) or any(content is not None for content in self.copies)
 
     def written_parameters(self) -> list[Tensor]:
         """The parameters that have another version by now."""
