@@ -200,6 +200,8 @@ class _Matching:
             self._stop_if_possible(_getframe(1))
         return value
 
+    leave_to_eager(pack.__code__)
+
     def _stop_if_possible(self, frame: FrameType) -> None:
         # Mostly that is `fn` itself; only otherwise it is worth looking further.
         outer = frame.f_back
@@ -216,8 +218,6 @@ class _Matching:
             raise ReplayComplete
         return tensor
 
-    leave_to_eager(pack.__code__)
-
     def finish(self) -> None:
         """The function has run to its end: was that all?"""
         if self.refused is not None:  # raised before, and swallowed by the function
@@ -230,7 +230,7 @@ class _Matching:
         """`fn`, with each op held against that of the forward pass (`determinism="values"`)."""
 
         def check(ops: list[Op]) -> None:
-            if self.is_complete:  # as in `_check`
+            if self.is_complete:  # the function has caught `ReplayComplete`, and does something else
                 return
             index = len(ops) - 1
             if index >= len(forward.ops):
