@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
 from torch.compiler import is_compiling
@@ -139,7 +140,10 @@ def wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
         return runner(target, args, kwargs, options)
 
     checkpointed.__wrapped__ = fn  # type: ignore[attr-defined]
-    if not isinstance(fn, Module):
+    if type(fn) is FunctionType:  # as mostly, and for every call where the wrapper is built for each
+        checkpointed.__name__, checkpointed.__qualname__ = fn.__name__, fn.__qualname__
+        checkpointed.__module__, checkpointed.__doc__ = fn.__module__, fn.__doc__
+    elif not isinstance(fn, Module):
         for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
             if hasattr(fn, attribute):
                 setattr(checkpointed, attribute, getattr(fn, attribute))

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import is_
 from typing import Any
 
 from torch import is_grad_enabled
@@ -110,10 +111,17 @@ def _options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determi
     return _Options(tuple(guards), early_stop, determinism)
 
 
+_USUAL = (True, noop_context_fn, "default", False, True, None, None, DEFAULT)  # as mostly: found by identities
+_USUAL_OPTIONS = _Options(tuple(DEFAULT))
+
+
 def _options_of_call(
     preserve_rng_state: bool, context_fn: Any, determinism_check: str, debug: bool, early_stop: bool
 ) -> Options:
     is_debugging, stops = _debug.get(), _early_stop.get()
+    asked = (preserve_rng_state, context_fn, determinism_check, debug, early_stop, is_debugging, stops, guards)
+    if all(map(is_, asked, _USUAL)):
+        return _USUAL_OPTIONS
     is_debugging = debug if is_debugging is None else is_debugging
     if is_debugging and context_fn is not noop_context_fn:
         raise UsageError("debug=True is incompatible with non-default context_fn.")
