@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import HealthCheck, given, note, settings, strategies as st
+from hypothesis import HealthCheck, example, given, note, settings, strategies as st
 from interpreter import CONTEXTS, MODULES, OPS, STATELESS, WRITES, World, Wrap
 from oracle import assert_bitwise, bits_of, cotangents, flatten, random_states, seed_everything
 from programs import WAYS, Backward, Op, Program, Region, Step, Use, Within, Write
@@ -303,6 +303,17 @@ def assert_same_results(one: dict[str, Any], other: dict[str, Any], where: str) 
             assert_bitwise(value, other[name], f"{where}: {name}")
 
 
+_INNER_BACKWARD = (Op("sin", -1, -1), Op("bulk", -1, -1), Op("gradient", -1, -2))
+
+
+def _found(*rest: Step, modules: tuple[str, ...] = ()) -> Program:
+    """A program that was found to go wrong: a backward inside of the forward pass, and then `rest`."""
+    return Program(("leaf",), ("positional",), modules, (*_INNER_BACKWARD, *rest), (-1,), "one")
+
+
+@example(_found(Op("dropout", -1, -1)), False, "metadata")
+@example(_found(Op("sin", -2, -2), Op("exp", -1, -1), Op("gradient", -1, -2)), True, "values")
+@example(_found(Region((-2,), ("positional",), (Use(0, -1),)), modules=("BatchNorm",)), False, "metadata")
 @settings(
     max_examples=int(EXAMPLES or 300),
     derandomize=EXAMPLES is None,

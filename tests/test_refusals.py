@@ -278,3 +278,31 @@ def test_an_exported_model_is_right(strict: bool) -> None:
     expected = torch.autograd.grad(model.block(x).sin().sum(), list(model.parameters()))
     for parameter, gradient in zip(module.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
+
+
+def test_values_of_nested_regions_are_each_written_down_once() -> None:
+    """A log does not see the checksums that a log inside of it takes."""
+
+    def inner(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    def outer(x: Tensor) -> Tensor:
+        y: Tensor = reactivate.checkpoint(inner, determinism="values")(x.cos())
+        return y + (1.0 if replaying() else 2.0)
+
+    with pytest.raises(ReplayMismatchError, match="Op 4 is the first that differs") as raised:
+        reactivate.checkpoint(outer, determinism="values", early_stop=False)(leaf(4)).sum().backward()
+    forward = str(raised.value).split("forward:\n")[1].split("replay:\n")[0]
+    assert [line.split("aten.")[1].split(".")[0] for line in forward.splitlines()] == ["cos", "sin", "exp", "add"]
+
+
+def test_an_error_in_the_replay_of_an_outer_region_stays_what_it_is() -> None:
+    def outer(x: Tensor) -> Tensor:
+        y: Tensor = reactivate.checkpoint(torch.exp)(x.cos())
+        if replaying():
+            raise RuntimeError("out of memory")
+        return y.sin()
+
+    out = reactivate.checkpoint(outer, early_stop=False)(leaf(4)).sum()
+    with pytest.raises(RuntimeError, match="^out of memory$"):
+        out.backward()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reactivate._compat import dispatch_modes, replace_dispatch_modes
 from reactivate._engine.sites import Site, line_of, user_frame
 
 # Their results are whatever was in memory.
@@ -78,7 +79,7 @@ class OpLog(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not self._is_paused and not _is_cast_of_parameter(func, args):
             frame = user_frame(sys._getframe(1))
-            results = tuple(_results(result, func.overloadpacket.__name__))
+            results = _results_unseen(result, func.overloadpacket.__name__)
             self.ops.append(Op(str(func), results, (frame.f_code, frame.f_lasti)))
             if self._check is not None:
                 self._check(self.ops)
@@ -100,6 +101,16 @@ def difference(forward: list[Op], replay: list[Op]) -> str:
         for number, op in enumerate(ops[first:last], first):
             lines.append(f"  {'->' if number == index else '  '} {number + 1:4} {op}")
     return "\n".join(lines)
+
+
+def _results_unseen(result: Any, op: str) -> tuple[Any, ...]:
+    """What came out. A log around this one would write the ops of the checksum down, and take a checksum of each."""
+    outer = dispatch_modes()
+    replace_dispatch_modes(())
+    try:
+        return tuple(_results(result, op))
+    finally:
+        replace_dispatch_modes(outer)
 
 
 def _results(result: Any, op: str) -> Iterator[tuple[torch.Size, torch.dtype, int]]:

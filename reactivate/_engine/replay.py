@@ -131,6 +131,8 @@ def _call_again(record: Record) -> tuple[Callable[..., Any], list[Any], dict[str
         for name, form in record.kwargs.items():
             kwargs[name] = rebuild(form, memo)
     except RuntimeError as error:
+        if isinstance(error, ReactivateError) or "modified by an inplace operation" not in str(error):
+            raise  # from the replay of a region around this one
         raise record.options.exception(refusals.written_before_replay(record, error)) from None
     return fn, args, kwargs
 
