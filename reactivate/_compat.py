@@ -436,12 +436,26 @@ _CPU_FLAGS = (
     Flag("math sdp", torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
     Flag("threads", torch.get_num_threads, torch.set_num_threads),
 )
+
+
+def _read_float32_matmul() -> str | None:
+    try:
+        return torch._C._get_float32_matmul_precision()  # type: ignore[no-any-return]
+    except RuntimeError:  # the newer flags, which are above, say something that this older one has no word for
+        return None
+
+
+def _write_float32_matmul(value: str | None) -> None:
+    if value is not None:
+        torch._C._set_float32_matmul_precision(value)
+
+
 _CUDA_FLAGS = (
-    Flag("float32 matmul", torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
     _fp32_precision("generic", "all"),
     _fp32_precision("cuda", "matmul"),
     _fp32_precision("cuda", "conv"),
     _fp32_precision("cuda", "rnn"),
+    Flag("float32 matmul", _read_float32_matmul, _write_float32_matmul),
     _reduced_precision("fp16"),
     _reduced_precision("bf16"),
     Flag("cudnn", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),

@@ -53,11 +53,12 @@ class StandIn:
         return stand_in
 
 
-def copy_of(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a module's `__dict__`, as if nothing stood in."""
-    copy = attributes.copy()
-    if NAME in copy and isinstance(copy[NAME], StandIn):
-        hidden = copy.pop(NAME).hidden
-        if hidden is not None:
-            copy[NAME] = hidden
-    return copy
+def copies_of(namespaces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of modules' `__dict__`s, as if nothing stood in."""
+    copies = list(map(dict.copy, namespaces))
+    for copy in copies:
+        if NAME in copy and isinstance(copy[NAME], StandIn):
+            hidden = copy.pop(NAME).hidden
+            if hidden is not None:
+                copy[NAME] = hidden
+    return copies

@@ -313,6 +313,20 @@ def flags_can_be_read_and_written_back() -> None:
     assert len({flag.name for flag in _compat.FLAGS}) == len(values)
 
 
+@needs()
+def the_older_precision_flag_can_be_asked_when_only_the_newer_ones_have_a_word_for_it() -> None:
+    assert _compat._read_float32_matmul() == torch.get_float32_matmul_precision()
+    precision = _compat._fp32_precision("mkldnn", "matmul")
+    before = precision.read()
+    precision.write("tf32")
+    try:
+        assert _compat._read_float32_matmul() in (None, "highest")  # None where torch raises
+        _compat._write_float32_matmul(None)
+        assert precision.read() == "tf32"
+    finally:
+        precision.write(before)
+
+
 @needs("is_any_autocast_enabled")
 def autocast_is_noticed() -> None:
     assert not _compat.is_any_autocast_enabled()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from operator import attrgetter, is_
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from types import TracebackType
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._compat import copy_unseen, is_distributed, write_unseen
-from reactivate._standin import StandIn, copy_of
+from reactivate._standin import StandIn, copies_of
 from reactivate.errors import MutationError
 from reactivate.guards._watch import WatchedReads
 
-_version_of = attrgetter("_version")
+_VERSION = attrgetter("_version")
+_PARAMETERS, _BUFFERS = itemgetter("_parameters"), itemgetter("_buffers")
 _NOTHING = object()
 
 
@@ -36,16 +38,15 @@ class Held:
         self.is_silent = is_silent
 
 
-# (a namespace, a copy of it)
-Pairs = list[tuple[dict[str, Any], dict[str, Any]]]
+Namespaces = list[dict[str, Any]]
 
 
 class ModuleState:
     """Modules before a forward pass.
 
     Attributes:
-        namespaces: every module's `__dict__`, and a copy of it.
-        registries: its `_parameters` and `_buffers`, and copies of them.
+        namespaces, attributes: every module's `__dict__`, and copies of them.
+        registries, registered: its `_parameters` and `_buffers` where there are any, and copies of them.
         parameters, versions: every parameter, and its version.
         held, copies: tensors that are state, and what they held, None where that is not needed.
         containers: (a list or dict among the attributes, a copy of it).
@@ -53,28 +54,34 @@ class ModuleState:
     """
 
     __slots__ = (
-        *("containers", "copies", "held", "modules", "namespaces", "parameters", "registries", "states", "versions"),
+        *("attributes", "containers", "copies", "held", "modules", "namespaces", "parameters", "registered"),
+        *("registries", "states", "versions"),
     )
 
     def __init__(self, modules: Sequence[Module]) -> None:
         self.modules = modules
-        self.namespaces: Pairs = []
-        self.registries: Pairs = []
-        self.parameters: list[Tensor] = []
-        self.versions: list[int] = []
+        # Of all modules at once, as far as possible in C: this runs for every region.
+        self.namespaces: Namespaces = list(map(vars, modules))
+        self.attributes: Namespaces = copies_of(self.namespaces)
+        self.registries: Namespaces = list(filter(None, map(_PARAMETERS, self.namespaces)))
+        self.parameters: list[Tensor] = [item for item in _values_of(self.registries) if item is not None]
+        self.registries += filter(None, map(_BUFFERS, self.namespaces))
+        self.registered: Namespaces = list(map(dict.copy, self.registries))
+        self.versions: list[int] = list(map(_VERSION, self.parameters))
         self.held: list[Held] = []
         self.copies: list[Tensor | None] = []
         self.containers: list[tuple[Any, Any]] = []
         self.states: list[tuple[Any, Any]] = []
 
-    def read_versions(self) -> None:
-        """The versions of the parameters, once all of these are there."""
-        self.parameters = [parameter for parameter in self.parameters if parameter is not None]
-        self.versions = list(map(_version_of, self.parameters))
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Parameters that are not in any registry."""
+        for parameter in parameters:
+            self.parameters.append(parameter)
+            self.versions.append(parameter._version)
 
     def keeping(self, copies: list[Tensor | None]) -> ModuleState:
         """The same with other copies."""
-        kept = ModuleState(self.modules)
+        kept: ModuleState = object.__new__(ModuleState)
         for name in ModuleState.__slots__:
             setattr(kept, name, getattr(self, name))
         kept.copies = copies
@@ -86,7 +93,7 @@ class ModuleState:
 
     def written_parameters(self) -> list[Tensor]:
         """The parameters that have another version by now."""
-        if list(map(_version_of, self.parameters)) == self.versions:
+        if list(map(_VERSION, self.parameters)) == self.versions:
             return []
         return [item for item, version in zip(self.parameters, self.versions) if item._version != version]
 
@@ -126,7 +133,7 @@ class ModuleState:
 class RewoundModules:
     """Modules as they were, for as long as the context lasts."""
 
-    __slots__ = ("containers", "contents", "namespaces", "registries", "state", "states", "watch")
+    __slots__ = ("attributes", "containers", "contents", "registered", "state", "states", "watch")
     containers: list[tuple[Any, Any]]
     contents: list[Tensor]
     states: list[Any]
@@ -162,11 +169,11 @@ class RewoundModules:
     def _read(self) -> None:
         state = self.state
         # Mostly nothing has changed since, and what is to be put back is the copy that there is.
-        self.namespaces, self.registries = state.namespaces, state.registries
-        if not _are_equal(state.namespaces):
-            self.namespaces = [(namespace, copy_of(namespace)) for namespace, _ in state.namespaces]
-        if not _are_identical(state.registries):
-            self.registries = [(registry, registry.copy()) for registry, _ in state.registries]
+        self.attributes, self.registered = state.attributes, state.registered
+        if not _are_equal(state.namespaces, state.attributes):
+            self.attributes = copies_of(state.namespaces)
+        if not _are_identical(state.registries, state.registered):
+            self.registered = list(map(dict.copy, state.registries))
         self.containers, self.contents, self.states = [], [], []
         if state.containers or state.held or state.states:
             self.containers = [(container, container.copy()) for container, _ in state.containers]
@@ -175,11 +182,11 @@ class RewoundModules:
 
     def _write(self) -> None:
         state = self.state
-        if self.namespaces is not state.namespaces:
-            for namespace, before in state.namespaces:
+        if self.attributes is not state.attributes:
+            for namespace, before in zip(state.namespaces, state.attributes):
                 _assign(namespace, before)
-        if self.registries is not state.registries:
-            for registry, before in state.registries:
+        if self.registered is not state.registered:
+            for registry, before in zip(state.registries, state.registered):
                 _assign(registry, {name: _registered(item, registry.get(name)) for name, item in before.items()})
         for container, before in state.containers:
             _fill(container, before)
@@ -217,11 +224,11 @@ class RewoundModules:
         if state.containers:
             for container, now in self.containers:
                 _fill(container, now)
-        if not _are_identical(self.registries):
-            for registry, now in self.registries:
+        if not _are_identical(state.registries, self.registered):
+            for registry, now in zip(state.registries, self.registered):
                 _assign(registry, now)
-        if not _are_equal(self.namespaces):
-            for namespace, now in self.namespaces:
+        if not _are_equal(state.namespaces, self.attributes):
+            for namespace, now in zip(state.namespaces, self.attributes):
                 _assign(namespace, now)
 
 
@@ -248,20 +255,26 @@ def _registered(before: Any, now: Any) -> Any:
     return now if is_sharded else before
 
 
-def _are_equal(pairs: Pairs) -> bool:
+def _are_equal(namespaces: Namespaces, copies: Namespaces) -> bool:
     # Comparing dicts compares identities first and runs in C; only an attribute that was assigned to is asked whether
     # it equals the old one, and that may be a tensor or an array, which do not say yes or no.
     try:
-        for one, other in pairs:
-            if one != other:
-                return False
+        return namespaces == copies
     except Exception:
         return False
-    return True
 
 
-def _are_identical(pairs: Pairs) -> bool:
-    return all(one.keys() == other.keys() and all(map(is_, one.values(), other.values())) for one, other in pairs)
+def _are_identical(registries: Namespaces, copies: Namespaces) -> bool:
+    # By identity: a tensor that is asked whether it equals another computes.
+    return (
+        list(map(len, registries)) == list(map(len, copies))
+        and all(map(is_, _values_of(registries), _values_of(copies)))
+        and list(chain.from_iterable(registries)) == list(chain.from_iterable(copies))
+    )
+
+
+def _values_of(registries: Namespaces) -> Iterable[Any]:
+    return chain.from_iterable(map(dict.values, registries))
 
 
 def _assign(namespace: dict[str, Any], values: dict[str, Any]) -> None:

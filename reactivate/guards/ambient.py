@@ -105,9 +105,10 @@ def _as_it_was(flags: list[Any], rest: _Rest) -> Iterator[None]:
 
 
 def _write_flags(values: list[Any]) -> None:
-    for flag, value in zip(FLAGS, values):
-        if flag.read() != value:  # asked for each: setting one flag may set the next
-            flag.write(value)
+    for _ in range(2):  # setting one flag may set others
+        for flag, value in zip(FLAGS, values):
+            if flag.read() != value:
+                flag.write(value)
 
 
 def _is_users(mode: Any) -> bool:

@@ -27,7 +27,6 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from reactivate._compat import copy_unseen, may_be_written_unseen
-from reactivate._standin import copy_of
 from reactivate._types import Call, Guard
 from reactivate.guards._base import undisturbed
 from reactivate.guards._module_state import Held, ModuleState, RewoundModules
@@ -61,27 +60,21 @@ class Modules(Guard):
         modules = call.modules
         if not modules:
             return None
+        special = [module for module in modules if not _is_torchs(type(module))]  # type: ignore[arg-type]
+        scripted = [module for module in special if isinstance(module, ScriptModule)]  # their tensors live in C++
+        if scripted:
+            modules = [module for module in modules if not isinstance(module, ScriptModule)]
         seen = ModuleState(modules)
-        namespaces, registries, found = seen.namespaces, seen.registries, seen.parameters
-        for module in modules:
-            kind = _kind_of(type(module))  # type: ignore[arg-type]
-            if kind is _SCRIPTED:  # its tensors live in C++
+        for module, namespace in zip(modules, seen.namespaces):
+            buffers = namespace["_buffers"]
+            for name in buffers:
+                if buffers[name] is not None:
+                    self._hold(seen, module, buffers, name, buffers[name])
+        for module in special:
+            if isinstance(module, ScriptModule):
                 self._see_script_module(seen, module)
-                continue
-            attributes = module.__dict__
-            namespaces.append((attributes, copy_of(attributes)))
-            parameters, buffers = attributes["_parameters"], attributes["_buffers"]
-            if parameters:
-                registries.append((parameters, parameters.copy()))
-                found += parameters.values()
-            if buffers:
-                registries.append((buffers, buffers.copy()))
-                for name, buffer in buffers.items():
-                    if buffer is not None:
-                        self._hold(seen, module, buffers, name, buffer)
-            if kind is _USERS:
-                self._see_attributes(seen, module, attributes)
-        seen.read_versions()
+            else:
+                self._see_attributes(seen, module, module.__dict__)
         return seen
 
     def _see_attributes(self, seen: ModuleState, module: Module, attributes: dict[str, Any]) -> None:
@@ -117,7 +110,7 @@ class Modules(Guard):
         for name, buffer in module.named_buffers(recurse=False):
             seen.held.append(Held(module, None, name, buffer, True))
             seen.copies.append(copy_unseen(buffer))
-        seen.parameters += module.parameters(recurse=False)
+        seen.watch(module.parameters(recurse=False))
 
     def after(self, token: ModuleState | None) -> ModuleState | None:
         if token is None:
@@ -151,12 +144,9 @@ _CONTAINERS = frozenset({list, dict, set, OrderedDict, defaultdict, deque})
 _OF_EVERY_MODULE = frozenset(Module().__dict__)
 _NOTHING: Mapping[Any, bool] = {}
 _WITHOUT_STATE = frozenset({type(None), bool, int, float, str})
-# Kinds of modules: torch's own, whose attributes are plain values; the user's; TorchScript's.
-_TORCHS, _USERS, _SCRIPTED = range(3)
 
 
 @functools.cache
-def _kind_of(kind: type) -> int:
-    if issubclass(kind, ScriptModule):
-        return _SCRIPTED
-    return _TORCHS if kind.__module__.startswith("torch.nn.modules.") else _USERS
+def _is_torchs(kind: type) -> bool:
+    """Whether it is one of torch's own, whose attributes are plain values."""
+    return kind.__module__.startswith("torch.nn.modules.") and not issubclass(kind, ScriptModule)
