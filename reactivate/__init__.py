@@ -3,22 +3,33 @@
 Drop activations in the forward pass, get them back in the backward pass, with every bit of every gradient unchanged.
 """
 
-from reactivate import dropin, errors, guards
+from reactivate import dropin, errors, guards, policies, storage
+from reactivate._apply import Handle, apply
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.replay import is_recomputing
 from reactivate._engine.sharing import shared_replay
+from reactivate._site import site
+from reactivate._types import Recompute, Save, Site
 from reactivate._verify import Verdict, verify
 from reactivate.errors import ReactivateError
 
 __all__ = [
+    "Handle",
     "ReactivateError",
+    "Recompute",
+    "Save",
+    "Site",
     "Verdict",
+    "apply",
     "checkpoint",
     "dropin",
     "errors",
     "guards",
     "is_recomputing",
+    "policies",
     "shared_replay",
+    "site",
+    "storage",
     "verify",
 ]
 

@@ -11,9 +11,10 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._compat import NotTraced, checkpoint_in_graph
+from reactivate._engine.choice import Choice, Unmatched, paths_of
 from reactivate._engine.record import Options
 from reactivate._engine.region import module_called_by, run, run_module
-from reactivate._types import Guard
+from reactivate._types import Guard, Policy
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
 
@@ -27,6 +28,7 @@ Determinism = Literal["metadata", "values", "none"]
 def checkpoint(
     fn: Callable[P, R],
     *,
+    policy: Policy | None = None,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism = "metadata",
@@ -37,6 +39,7 @@ def checkpoint(
 @overload
 def checkpoint(
     *,
+    policy: Policy | None = None,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism = "metadata",
@@ -47,6 +50,7 @@ def checkpoint(
 def checkpoint(
     fn: Callable[..., Any] | None = None,
     *,
+    policy: Policy | None = None,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism = "metadata",
@@ -62,6 +66,8 @@ def checkpoint(
     Args:
         fn: any callable: a function, a method, a `torch.nn.Module`, whose hooks then fire once. Without it, `checkpoint`
             returns a decorator.
+        policy: which calls inside of `fn` to keep all the same; see `reactivate.policies`. Paths in it begin at `fn`, if
+            that is a module or a method of one.
         guards: state that a replay must see as the forward pass saw it. Leave some out with `guards.DEFAULT.without(
             "rng")`, add your own with `guards.DEFAULT.adding(...)`.
         early_stop: end a replay as soon as nothing that it could still compute is needed.
@@ -93,8 +99,11 @@ def checkpoint(
         torch.Size([4, 8])
     """
     if fn is None:
-        return functools.partial(checkpoint, guards=guards, early_stop=early_stop, determinism=determinism, name=name)
-    return wrap(fn, make_options(guards, early_stop, determinism, name))
+        return functools.partial(
+            checkpoint, policy=policy, guards=guards, early_stop=early_stop, determinism=determinism, name=name
+        )
+    options = make_options(guards, early_stop, determinism, name)
+    return wrap(fn, options if policy is None else with_policy(options, fn, policy))
 
 
 def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determinism, name: str | None) -> Options:
@@ -132,11 +141,7 @@ def wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            context_fn = _context_fn_in_graph(options)
-            try:
-                return checkpoint_in_graph(target, args, kwargs, context_fn)
-            except NotTraced:
-                pass
+            return run_in_graph(target, args, kwargs, options)
         return runner(target, args, kwargs, options)
 
     checkpointed.__wrapped__ = fn  # type: ignore[attr-defined]
@@ -148,6 +153,27 @@ def wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
             if hasattr(fn, attribute):
                 setattr(checkpointed, attribute, getattr(fn, attribute))
     return checkpointed
+
+
+def run_in_graph(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """A region under torch.compile, which recomputes what is inside of it."""
+    try:
+        return checkpoint_in_graph(fn, args, kwargs, _context_fn_in_graph(options))
+    except NotTraced:
+        return (run_module if isinstance(fn, Module) else run)(fn, args, kwargs, options)
+
+
+def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
+    """`options` with a policy for what is inside of the region.
+
+    Raises:
+        UsageError: `policy` is no policy.
+    """
+    if not callable(policy):
+        raise UsageError(f"policy= takes a policy, a function of a site such as save_ops('linear'); got {policy!r}.")
+    owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
+    paths = paths_of([owner]) if isinstance(owner, Module) else None
+    return options.of(options.name, Choice(policy, Unmatched(policy, "checkpoint"), paths))
 
 
 def _context_fn_in_graph(options: Options) -> Any:

@@ -48,6 +48,27 @@ def leaves_with_paths(value: Any) -> list[tuple[str, Any]]:
     return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_leaves_with_path(value)]
 
 
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """What is in nested containers, and what `unflatten` needs to put it back."""
+    if isinstance(value, torch.Tensor):  # as mostly
+        return [value], None
+    return _pytree.tree_flatten(value)
+
+
+def unflatten(leaves: list[Any], structure: Any) -> Any:
+    """The opposite of `flatten`."""
+    return leaves[0] if structure is None else _pytree.tree_unflatten(leaves, structure)
+
+
+_NO_WAY_BACK = "A backward inside of a checkpointed region went through a call that its replay skips."
+_without_way_back = torch._C._functions.DelayedError(_NO_WAY_BACK, 1)  # type: ignore[attr-defined]
+
+
+def give_back(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as the result of an op that cannot be differentiated: no leaf and no view, on the same memory."""
+    return _without_way_back(tensor.requires_grad_())  # type: ignore[no-any-return]
+
+
 # Whether a profiler is on: `record_function` costs 5 us even when nobody listens.
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
@@ -75,6 +96,21 @@ is_dispatch_mode_active: Callable[[], int] = _count_dispatch_modes
 is_function_mode_active: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 # The engine's own looks at tensors are not the user's ops.
 without_function_modes = torch._C.DisableTorchFunction
+
+
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+# Calls a function of torch's that is written in Python as if no mode had been asked about it: the modes see its inside.
+open_function: Callable[..., Any] = torch._C._skip_one_hop_torch_function
+# Functions that `torch.nn.functional` re-exports, and the ops of `torch.ops`.
+builtin_functions = torch._C._nn
+OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+
+def qualified_name(packet: Any) -> str:
+    """`library::op`."""
+    return packet._qualified_op_name  # type: ignore[no-any-return]
 
 
 def function_modes() -> tuple[Any, ...]:
@@ -250,6 +286,11 @@ def checkpoint_in_graph(
     if _recompute_everything is not None:
         return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, context_fn=_contexts_by_default)
     return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False)
+
+
+def named_in_graph(name: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call that torch.compile traces, named for policies."""
+    return fn(*args, **kwargs)
 
 
 # Where the traced graph is not compiled further but run as it is (`backend="eager"`), torch checkpoints it with its own

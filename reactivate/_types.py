@@ -1,14 +1,101 @@
-"""The vocabulary: what a guard is, and what it sees of a call. No logic."""
+"""The vocabulary: sites and the actions on them, storages, guards. No logic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["Call", "Guard"]
+__all__ = ["DEVICE", "Action", "Call", "Device", "Guard", "Policy", "Recompute", "Save", "Site", "Storage"]
+
+
+class Storage(Protocol):
+    """Where a tensor that is kept for the backward waits.
+
+    Attributes:
+        exact: whether every bit comes back.
+    """
+
+    exact: bool
+
+    def save(self, tensor: Tensor) -> Any:
+        """Take `tensor` in: a handle for it."""
+
+    def load(self, handle: Any) -> Tensor:
+        """The tensor again, on the device it came from."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Kept tensors stay where they are."""
+
+    exact = True
+
+    def save(self, tensor: Tensor) -> Any:
+        return tensor
+
+    def load(self, handle: Any) -> Tensor:
+        return handle  # type: ignore[no-any-return]
+
+
+DEVICE: Storage = Device()
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Drop the activations of a call and run it again in the backward."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """Keep what a call computed, so that a replay need not run it.
+
+    Args:
+        storage: where to keep it.
+    """
+
+    storage: Storage = DEVICE
+
+
+Action = Recompute | Save
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call in a model.
+
+    A call of a module has `module`; any other has `function`. Each of path, op, name and index selects sites.
+
+    Attributes:
+        path: the module that is called, or in which the function is called: its name in `model.named_modules()`, "" for
+            the model itself.
+        op: what the function is called by users: "linear", "matmul"; for a custom op "library.op"; for a custom
+            `torch.autograd.Function` and a function named by `reactivate.site`, its own name. None for a module.
+        name: what `reactivate.site` named it, or None.
+        index: how many calls of this op (this module, this name) there were before in the region's call.
+        module, function: what is called.
+        block: the number of the block that the module is, if it is one of the model's blocks (its repeated layers).
+        blocks: how many blocks the model has.
+        counts: for policies that count calls: empty at the start of each call of a region.
+    """
+
+    path: str
+    op: str | None = None
+    name: str | None = None
+    index: int = 0
+    module: Module | None = field(default=None, repr=False)
+    function: Any = field(default=None, repr=False)
+    block: int | None = None
+    blocks: int = 0
+    counts: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
+
+
+Policy = Callable[[Site], Action | None]
 
 
 class Call(Protocol):
@@ -67,6 +154,17 @@ class Guard:
         None where nothing has changed and nothing will: that saves entering a context.
         """
         raise NotImplementedError
+
+    def skip(self, call: Call, token: Any) -> Callable[[], AbstractContextManager[Any] | None] | None:
+        """Right after a saved call, which replays will skip: what brings a replay to the state that there is now.
+
+        None if nothing has changed since `before` returned `token`. The context that the function returns, if any, is
+        left when the replay ends.
+        """
+        if token is None or self.after(token) is None:
+            return None
+        snapshot = self.after(self.before(call))
+        return None if snapshot is None else functools.partial(self.replay, snapshot)
 
     def leave(self, token: Any, error: BaseException | None) -> None:
         """The forward pass is over, by `error` if that is not None. For guards that opened something in `before`."""

@@ -7,13 +7,14 @@ from _thread import RLock
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from reactivate._engine.choice import Choice
 from reactivate._engine.namespaces import Watched
 from reactivate._engine.oplog import OpLog
 from reactivate._types import Guard
@@ -32,6 +33,7 @@ class Options:
     early_stop: bool = True
     determinism: str = "metadata"
     name: str | None = None
+    choice: Choice | None = None
     befores: tuple[Before, ...] = field(init=False, repr=False, compare=False)
     afters: tuple[tuple[After | None, Replay], ...] = field(init=False, repr=False, compare=False)
     has_leaving: bool = field(init=False, repr=False, compare=False)
@@ -45,6 +47,10 @@ class Options:
         object.__setattr__(self, "afters", tuple(zip(afters, (guard.replay for guard in self.guards))))
         object.__setattr__(self, "checks_versions", not any(guard.replaces_tensors for guard in self.guards))
         object.__setattr__(self, "has_leaving", any(type(guard).leave is not Guard.leave for guard in self.guards))
+
+    def of(self, name: str | None, choice: Choice | None) -> Options:
+        """The same for a region of that name, with what a policy says of its inside."""
+        return replace(self, name=name, choice=choice)
 
     def exception(self, error: ReactivateError) -> BaseException:
         """What to raise for `error`: a drop-in makes it the peer's own type as well (Rule 18)."""
@@ -85,6 +91,7 @@ class Record:
         watched: tensors that the replay reads by name.
         context: the context variables of the forward pass.
         log: the ops of the forward pass, with `determinism="values"`.
+        sites: the calls that are saved, in order.
     """
 
     __slots__ = (
@@ -100,6 +107,7 @@ class Record:
             "log",
             "options",
             "saved",
+            "sites",
             "snapshots",
         ),
         *("tokens", "watched"),
@@ -117,6 +125,7 @@ class Record:
     context: Context
     lock: RLock
     log: OpLog | None
+    sites: Sequence[Any]
 
     def take_snapshots(self) -> list[tuple[Replay, Any]]:
         """What the guards would keep if the forward pass ended now."""

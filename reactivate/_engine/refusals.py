@@ -96,6 +96,17 @@ def different_tensor(record: Record, index: int, tensor: Tensor, frame: FrameTyp
     )
 
 
+def different_site(record: Record, site: Any, label: str | None = None) -> ReplayMismatchError:
+    """A saved call is not where it was, or another call is."""
+    found = f"calls {label}" if label is not None else "gets there with other tensors saved, or with other arguments"
+    return ReplayMismatchError(
+        f"The replay of the region `{name_of(record)}` differs from its forward pass: the saved call of {site.label} at "
+        f"{_site(record, site.place)} comes after {site.start} saved tensors and takes {site.count} tensors; the replay "
+        f"{found}.\n{_SAME}",
+        kind="metadata",
+    )
+
+
 def fewer_tensors(record: Record, count: int, details: str = "") -> ReplayMismatchError:
     """The replay came to its end too early."""
     _, metadata, code, instruction = record.saved[count]

@@ -56,6 +56,7 @@ from reactivate._engine.record import (
     tell,
 )
 from reactivate._engine.replay import replay
+from reactivate._engine.saved_sites import ForwardLog, SiteSlot, open_logs, set_aside, take_up
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
 from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
@@ -86,8 +87,10 @@ leave_to_eager(run.__code__)
 class Region(Record):
     """One call of a checkpointed function."""
 
-    __slots__ = ("capture", "script_graph")
+    __slots__ = ("aside", "capture", "forward_log", "script_graph")
     capture: Capture | None
+    forward_log: ForwardLog | None  # of the calls that the policy saves
+    aside: Any  # the log of a region around this one
     script_graph: Any  # what TorchScript ran last before the region
 
     def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Sequence[Any]:
@@ -104,7 +107,7 @@ class Region(Record):
         self.lock = RLock()
         self.context = copy_context()
         self.log = None if options.determinism != "values" else OpLog()
-        self.hooked = self.watched = ()
+        self.hooked = self.watched = self.sites = ()
         capture = self.capture = Capture(fn, args, kwargs)
         scripts = capture.scripts
         if scripts and is_being_watched(scripts):
@@ -122,10 +125,17 @@ class Region(Record):
         push_saved_tensor_hooks(self.pack, self.unpack)
         if self.log is not None:
             self.log.__enter__()
+        self.forward_log = self.aside = None
+        if options.choice is not None:
+            self.forward_log = ForwardLog(self, options.choice)
+            self.forward_log.open()
+        elif open_logs:
+            self.aside = set_aside()
         return ()
 
     def end(self) -> None:
         """The forward pass is over: keep what the guards have to keep, forget the rest."""
+        self._close_log()
         if self.log is not None:
             self.log.__exit__(None, None, None)
         pop_saved_tensor_hooks()
@@ -148,15 +158,25 @@ class Region(Record):
                 self.hooked = (*self.hooked, capture.form_of(tensor))
         if last_script_graph() is not self.script_graph:
             refuse_watched(last_script_graph(), refusals.name_of(self))
+        if self.forward_log is not None:
+            self.forward_log.settle()
+            self.sites, self.forward_log = self.forward_log.sites, None
         if observers:
             tell(self.context, "forward_done", self)
 
     def fail(self, error: BaseException) -> None:
         """The forward pass ended by an exception: leave everything as it was (Rule 13)."""
+        self._close_log()
         if self.log is not None:
             self.log.__exit__(None, None, None)
         pop_saved_tensor_hooks()
         self._leave(error)
+
+    def _close_log(self) -> None:
+        if self.forward_log is not None:
+            self.forward_log.close()
+        elif self.aside is not None:
+            take_up(self.aside)
 
     def _leave(self, error: BaseException | None) -> None:
         tokens = self.tokens
@@ -205,6 +225,10 @@ class Region(Record):
         if value is None:
             with self.lock:  # autograd has a thread for each device; the one that comes second finds its value
                 while (value := slot.value) is None:  # again, if another backward has taken it, or let go of it
+                    if isinstance(slot, SiteSlot) and slot.kept is not None and self.tokens is None:
+                        return self._load(slot)
+                    if self.tokens is not None and self.forward_log is not None:
+                        self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
                     replay(self)
                 if len(self.saved) > 1:
                     self._limit_lifetime()
@@ -213,6 +237,15 @@ class Region(Record):
         if not slot.is_read_again:
             slot.value = None
         return value
+
+    def _load(self, slot: SiteSlot) -> Tensor:
+        """What a saved call keeps."""
+        try:
+            return slot.kept.load()  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise self.options.exception(refusals.written_after_saved(self, slot)) from None
 
     def _limit_lifetime(self) -> None:
         """See to it that what was recomputed goes, also if the graph and its slots are retained."""

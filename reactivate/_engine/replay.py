@@ -31,6 +31,7 @@ from reactivate._engine import refusals
 from reactivate._engine.forms import Memo, rebuild
 from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.record import Record, Saved, observers, tell
+from reactivate._engine.saved_sites import ReplayLog, SavedSite, fill, forget_log, last_needed, position
 from reactivate.errors import ReactivateError
 
 _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
@@ -140,9 +141,12 @@ def _call_again(record: Record) -> tuple[Callable[..., Any], list[Any], dict[str
 def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
     """Run the function, and put what autograd saves into the slots, matched by order."""
     matching = _Matching(record)
+    sites = matching.follow_sites()
     if record.log is not None:
         fn = matching.compare_ops_of(fn, record.log)
     push_saved_tensor_hooks(matching.pack, _unpack if record.tokens is None else matching.unpack_in_forward)
+    if sites is not None:
+        sites.open()
     try:
         fn(*args, **kwargs)
     except (Exception, ReplayComplete):
@@ -153,6 +157,8 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
             raise
         return
     finally:
+        if sites is not None:
+            sites.close()
         pop_saved_tensor_hooks()
     matching.finish()
 
@@ -163,15 +169,17 @@ _REPLAY_CODE = _refill.__code__
 class _Matching:
     """The saved-tensor hook of one replay."""
 
-    __slots__ = ("detach", "entries", "is_complete", "last", "log", "record", "refused")
+    __slots__ = ("detach", "entries", "is_complete", "last", "last_index", "log", "record", "refused")
 
     def __init__(self, record: Record) -> None:
         saved = record.saved
         self.record = record
-        self.entries = iter(saved)
-        self.last = None
+        self.entries: Any = iter(saved)
+        self.last, self.last_index = None, len(saved) - 1
         if record.early_stop or record.tokens is not None:
-            self.last = saved[-1] if saved[-1][0]() is not None else _last_alive(saved)
+            if saved[-1][0]() is None or record.options.choice is not None:
+                self.last_index = last_needed(saved)
+            self.last = saved[self.last_index] if self.last_index >= 0 else None
         self.log: OpLog | None = None
         self.detach: Callable[[Tensor], Tensor] = Tensor.detach
         self.is_complete = False
@@ -203,6 +211,38 @@ class _Matching:
         return value
 
     leave_to_eager(pack.__code__)
+
+    def follow_sites(self) -> ReplayLog | None:
+        """What skips the calls that the policy saved."""
+        record = self.record
+        if record.options.choice is None:
+            forget_log()
+            return None
+        forward = getattr(record, "forward_log", None)
+        sites = record.sites if forward is None else forward.sites
+        return ReplayLog(record, record.options.choice, sites, self)
+
+    def skip(self, site: SavedSite, arguments: list[Tensor]) -> None:
+        """A saved call is not made: fill its slots from its arguments, and go on behind them."""
+        saved = self.record.saved
+        if position(self.entries, saved) != site.start or len(arguments) != site.count:
+            raise self._refuse(refusals.different_site(self.record, site))
+        for entry, tensor in fill(saved[site.start : site.stop], arguments):
+            if (tensor.shape, tensor.dtype, tensor.device) != entry[1][:3]:
+                self._check(entry, tensor)
+            slot = entry[0]()
+            if slot is not None:
+                slot.version = tensor._version
+                slot.value = tensor
+        self.entries.__setstate__(site.stop)
+        if self.last is not None and self.last_index < site.stop:
+            self.is_complete = True
+            self.entries = iter(())
+            self._stop_if_possible(_getframe(2))
+
+    def refuse_site(self, site: SavedSite, label: str) -> BaseException:
+        """The error for a call that is not the one that was saved."""
+        return self._refuse(refusals.different_site(self.record, site, label))
 
     def _stop_if_possible(self, frame: FrameType) -> None:
         # Mostly that is `fn` itself; only otherwise it is worth looking further.
@@ -279,13 +319,6 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 leave_to_eager(_unpack.__code__)
-
-
-def _last_alive(entries: list[Saved]) -> Saved | None:
-    for saved in reversed(entries):
-        if saved[0]() is not None:
-            return saved
-    return None
 
 
 def _is_inside_function(frame: FrameType) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -90,6 +90,14 @@ class ModuleState:
     def is_written_to(self) -> bool:
         """Whether a replay has to set back more than attributes that hold still."""
         return bool(self.containers or self.states) or any(content is not None for content in self.copies)
+
+    def has_changed(self) -> bool:
+        """Whether anything may be other than it was."""
+        return (
+            bool(self.held or self.containers or self.states)
+            or not _are_equal(self.namespaces, self.attributes)
+            or not _are_identical(self.registries, self.registered)
+        )
 
     def written_parameters(self) -> list[Tensor]:
         """The parameters that have another version by now."""
@@ -230,6 +238,60 @@ class RewoundModules:
         if not _are_equal(state.namespaces, self.attributes):
             for namespace, now in zip(state.namespaces, self.attributes):
                 _assign(namespace, now)
+
+
+class ChangedModules:
+    """What modules have become since the forward pass began: where a replay has to bring them if it skips calls.
+
+    It runs inside of a replay's `RewoundModules`, which puts everything back afterwards.
+    """
+
+    __slots__ = ("attributes", "containers", "contents", "registered", "state", "states")
+
+    def __init__(self, state: ModuleState) -> None:
+        self.state = state
+        held = {(id(item.namespace), item.name) for item in state.held}
+        self.attributes = [
+            {name: value for name, value in now.items() if before.get(name, _NOTHING) is not value}
+            for now, before in zip(copies_of(state.namespaces), state.attributes)
+        ]
+        for namespace, changed in zip(state.namespaces, self.attributes):
+            for name in [name for name in changed if (id(namespace), name) in held]:
+                changed[name] = copy_unseen(changed[name])
+        self.registered = [
+            {name: value for name, value in now.items() if before.get(name, _NOTHING) is not value}
+            for now, before in zip(state.registries, state.registered)
+        ]
+        self.contents = [(item, copy_unseen(item.tensor)) for item in _written(state)]
+        self.containers = [
+            (container, container.copy()) for container, before in state.containers if container != before
+        ]
+        self.states = [(module, module.replay_state()) for module, _ in state.states]
+
+    def __bool__(self) -> bool:
+        return any(self.attributes) or any(self.registered) or bool(self.contents or self.containers or self.states)
+
+    def bring(self) -> None:
+        """Make it so."""
+        for namespace, changed in zip(self.state.namespaces, self.attributes):
+            namespace.update(changed)
+        for registry, changed in zip(self.state.registries, self.registered):
+            registry.update(changed)
+        for held, content in self.contents:
+            write_unseen(held.tensor if held.namespace is None else held.namespace[held.name], content)
+        for container, content in self.containers:
+            _fill(container, content)
+        for module, content in self.states:
+            module.load_replay_state(content)
+
+
+def _written(state: ModuleState) -> Iterator[Held]:
+    for held, content in zip(state.held, state.copies):
+        is_there = held.namespace is None or held.namespace.get(held.name) is held.tensor
+        if is_there and not held.tensor.requires_grad:
+            is_changed = held.tensor._version != held.version
+            if is_changed or (held.is_silent and content is not None and not torch.equal(held.tensor, content)):
+                yield held
 
 
 def _share_memory(group: list[int], held: list[Held], fresh: list[Tensor | None]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -29,7 +29,7 @@ from torch.nn import Module
 from reactivate._compat import copy_unseen, may_be_written_unseen
 from reactivate._types import Call, Guard
 from reactivate.guards._base import undisturbed
-from reactivate.guards._module_state import Held, ModuleState, RewoundModules
+from reactivate.guards._module_state import ChangedModules, Held, ModuleState, RewoundModules
 
 
 class Stateful(Protocol):
@@ -138,6 +138,10 @@ class Modules(Guard):
     def replay(self, snapshot: ModuleState) -> AbstractContextManager[Any]:
         rewound = RewoundModules(snapshot)
         return undisturbed(rewound) if snapshot.is_written_to() else rewound
+
+    def skip(self, call: Call, token: ModuleState | None) -> Callable[[], None] | None:
+        changed = ChangedModules(token) if token is not None and token.has_changed() else None
+        return changed.bring if changed else None
 
 
 _CONTAINERS = frozenset({list, dict, set, OrderedDict, defaultdict, deque})

@@ -80,6 +80,14 @@ class HostRng(Guard):
             return None
         return [(self._sources[owner], token[1][owner]) for owner in self._differing(token[0], fingerprint)]
 
+    def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
+        fingerprint = list(map(ask, self._probes))
+        if fingerprint == token[0]:
+            return None
+        sources = [self._sources[owner] for owner in self._differing(token[0], fingerprint)]
+        states = [(source.write, source.read()) for source in sources]
+        return functools.partial(_write_all, states)
+
     def _differing(self, one: list[Any], other: list[Any]) -> set[int]:
         return {owner for owner, first, second in zip(self._owners, one, other) if first != second}
 
@@ -92,6 +100,11 @@ class HostRng(Guard):
 
         states = [state for _, state in snapshot]
         return undisturbed(Rewound(lambda: [source.read() for source in sources], write, states))
+
+
+def _write_all(states: list[tuple[Callable[[Any], Any], Any]]) -> None:
+    for write, state in states:
+        write(state)
 
 
 def all_sources(call: Call) -> list[Source]:
@@ -181,6 +194,14 @@ class DeviceRng(Guard):
             return None if states is None else (backend, states)
         return None if backend.is_same_rng(states, backend.read_rng()) else token
 
+    def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
+        if token is None or not token[0].is_initialized():
+            return None
+        backend, states = token
+        now = backend.read_rng()
+        is_same = states is not None and backend.is_same_rng(states, now)
+        return None if is_same else functools.partial(backend.write_rng, now)
+
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
         backend, states = snapshot
         return undisturbed(Rewound(backend.read_rng, backend.write_rng, states))
@@ -197,6 +218,11 @@ class Generators(Guard):
 
     def after(self, token: Any) -> Any | None:
         return None if token is None else [pair for pair in token if not _is_at(*pair)] or None
+
+    def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
+        drawn = [generator for generator, state in token or () if not _is_at(generator, state)]
+        states = [(functools.partial(_set_state, generator), _get_state(generator)) for generator in drawn]
+        return functools.partial(_write_all, states) if states else None
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
         generators = [generator for generator, _ in snapshot]

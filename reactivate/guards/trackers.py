@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -64,6 +65,10 @@ class TrackerGuard(Guard):
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
         return undisturbed(Rewound(lambda: _contents(self._get().get_states()), self._write, snapshot))
+
+    def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
+        now = _contents(self._get().get_states())
+        return None if self.after(token) is None else functools.partial(self._write, now)
 
     def _write(self, contents: dict[str, Any]) -> None:
         tracker = self._get()

@@ -1,0 +1,307 @@
+"""`apply`: a policy for a whole model, in place, without renaming anything.
+
+Each module that the policy has an action for gets an instance attribute `forward` that does it. Hooks, names, parameters
+and the class stay as they are, and a copy of the model has a copy of the attribute, bound to the copied module.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+from torch.compiler import is_compiling
+from torch.nn import Module
+
+from reactivate._blocks import blocks_of
+from reactivate._checkpoint import Determinism, make_options, run_in_graph
+from reactivate._engine.choice import Choice, Unmatched, paths_of
+from reactivate._engine.record import Options
+from reactivate._engine.region import run
+from reactivate._engine.saved_sites import current_log
+from reactivate._types import Action, Guard, Policy, Recompute, Save, Site
+from reactivate.errors import UsageError
+from reactivate.guards import DEFAULT
+from reactivate.policies._base import ReadyMade, interest_of, parts_of
+
+FORWARD = "forward"
+
+
+def apply(
+    model: Module,
+    policy: Policy,
+    *,
+    guards: Iterable[Guard] = DEFAULT,
+    early_stop: bool = True,
+    determinism: Determinism = "metadata",
+) -> Handle:
+    """Let the modules of `model` save or recompute their activations as `policy` says.
+
+    No parameter, buffer, submodule or state_dict key is renamed. Copies (`copy.deepcopy`, `pickle`, `torch.save`) have
+    the policy applied as well, with state of their own.
+
+    Args:
+        model: changed in place, until `Handle.remove`.
+        policy: see `reactivate.policies`. It says which modules are regions, and which calls inside of these are kept.
+        guards, early_stop, determinism: as for `checkpoint`.
+
+    Returns:
+        What was done, and a way to undo it.
+
+    Raises:
+        UsageError: a policy is applied to the model already; or a part of this one matches no module. (A part that
+            selects ops or names is looked at when every region has run: then the forward pass raises.)
+
+    Example:
+        >>> import torch, reactivate
+        >>> from reactivate import policies
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 4)
+        >>> handle = reactivate.apply(model, policies.first_match(policies.save_ops("linear"), policies.full()))
+        >>> handle.regions
+        ('layers.0', 'layers.1', 'layers.2', 'layers.3')
+        >>> handle.remove()
+    """
+    if not isinstance(model, Module):
+        raise UsageError(f"apply takes a torch.nn.Module; got {type(model).__name__}. For a function use checkpoint().")
+    if not callable(policy):
+        raise UsageError(f"apply takes a policy, a function of a site such as policies.full(); got {policy!r}.")
+    _refuse_second(model)
+    options = make_options(guards, early_stop, determinism, None)
+    applied = Applied(policy, options)
+    applied.attach(model)
+    return applied.handle
+
+
+class Handle:
+    """A policy on a model.
+
+    Attributes:
+        policy: the policy.
+        regions: the paths of the modules that are recomputed.
+        saved: the paths of the modules that are kept inside of regions.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.regions: tuple[str, ...] = ()
+        self.saved: tuple[str, ...] = ()
+        self._undo: list[tuple[weakref.ref[Module], Any]] = []
+
+    @staticmethod
+    def of(model: Module) -> Handle | None:
+        """The handle of the policy that is applied to `model`: of a copy, say. None if there is none."""
+        found = _forward_of(model)
+        return None if found is None else found.applied.handle
+
+    def remove(self) -> None:
+        """Make the model what it was. A second time does nothing."""
+        for reference, hidden in self._undo:
+            module = reference()
+            if module is not None and isinstance(vars(module).get(FORWARD), AppliedForward):
+                if hidden is None:
+                    del module.__dict__[FORWARD]
+                else:
+                    module.__dict__[FORWARD] = hidden
+        self._undo = []
+
+    def __repr__(self) -> str:
+        saved = f", saved={len(self.saved)} modules" if self.saved else ""
+        return f"Handle({self.policy}, regions={len(self.regions)}{saved})"
+
+
+class Applied:
+    """One policy on one model: what its regions share."""
+
+    def __init__(self, policy: Policy, options: Options) -> None:
+        self.policy = policy
+        self.options = options
+        self.handle = Handle(policy)
+        self.unmatched = Unmatched(policy, "apply")
+        self._regions: dict[str, Options] = {}
+        self._ran: set[str] = set()
+        self._paths: dict[int, str] = {}
+
+    def attach(self, model: Module) -> None:
+        """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
+        actions = self._decide(model)
+        regions = {path: module for path, (module, action) in actions.items() if isinstance(action, Recompute)}
+        inside = {id(inner) for module in regions.values() for inner in module.modules()}
+        saved = {
+            path: module
+            for path, (module, action) in actions.items()
+            if isinstance(action, Save) and id(module) in inside
+        }
+        self._refuse_unmatched(model, regions, saved)
+        self._paths.update(paths_of([model]))
+        for path, module in regions.items():
+            self._put(RegionForward(self, module, path), module)
+        for path, module in saved.items():
+            self._put(SavedForward(self, module, path), module)
+        self.handle.regions, self.handle.saved = tuple(regions), tuple(saved)
+
+    def _decide(self, model: Module) -> dict[str, tuple[Module, Action | None]]:
+        blocks = {id(module): number for number, module in enumerate(blocks_of(model).values())}
+        counts: dict[Any, int] = {}
+        actions: dict[str, tuple[Module, Action | None]] = {}
+        for path, module in model.named_modules():
+            site = Site(path, module=module, block=blocks.get(id(module)), blocks=len(blocks), counts=counts)
+            action = self.policy(site)
+            if action is None and interest_of(self.policy).calls:  # it may be another call that is saved
+                action = next((found for found in self._of_parts(site) if isinstance(found, Save)), None)
+            actions[path] = (module, action)
+        return actions
+
+    def _of_parts(self, site: Site) -> Iterable[Action | None]:
+        return (part(site) for part in parts_of(self.policy) if isinstance(part, ReadyMade))
+
+    def _refuse_unmatched(self, model: Module, regions: dict[str, Module], saved: dict[str, Module]) -> None:
+        """Rule 17: what selects modules must have selected some."""
+        blocks = blocks_of(model)
+        numbers = {id(module): number for number, module in enumerate(blocks.values())}
+        for path, module in model.named_modules():
+            site = Site(path, module=module, block=numbers.get(id(module)), blocks=len(blocks))
+            for part in list(self.unmatched.parts):
+                action = part(site)
+                if isinstance(action, Recompute) or (action is not None and path in saved):
+                    self.unmatched.parts.remove(part)
+        about_modules = [part for part in self.unmatched.parts if not _is_about_functions(part)]
+        if about_modules:
+            names = ", ".join(path for path in blocks) or "none: name modules with recompute_modules"
+            where = "" if regions else " (and no module is recomputed, inside of which something could be saved)"
+            raise UsageError(
+                f"apply: {about_modules[0]} matches nothing in {type(model).__name__}{where}. Its blocks are {names}. "
+                f"Its modules are {_some_of(path for path, _ in model.named_modules() if path)}."
+            )
+        if self.unmatched.parts and not regions:
+            raise UsageError(
+                f"apply: {self.unmatched.parts[0]} saves calls inside of regions, and the policy makes no region. "
+                "Combine it with one that does: first_match(save_ops(...), full())."
+            )
+
+    def _put(self, forward: AppliedForward, module: Module) -> None:
+        self.handle._undo.append((weakref.ref(module), vars(module).get(FORWARD)))
+        forward.hidden = vars(module).get(FORWARD)
+        module.__dict__[FORWARD] = forward
+
+    def options_of(self, path: str) -> Options:
+        """The options of a region."""
+        found = self._regions.get(path)
+        if found is None:
+            interest = interest_of(self.policy)
+            choice = None
+            if interest.any_function or interest.functions or interest.names or interest.modules:
+                choice = Choice(self.policy, self.unmatched, self._paths if interest.paths else None)
+            found = self._regions[path] = self.options.of(path, choice)
+        return found
+
+    def has_run(self, path: str) -> None:
+        """A region has run. Once all have, every part of the policy must have matched something (Rule 17)."""
+        if path in self._ran or len(self._ran) + 1 >= len(self.handle.regions):
+            self.unmatched.refuse()
+        self._ran.add(path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
+        return self.__reduce__()[0](*self.__reduce__()[1])  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> tuple[Callable[..., Applied], tuple[Any, ...]]:
+        return Applied, (self.policy, self.options)
+
+
+class AppliedForward:
+    """What stands in the place of a module's `forward`: a part of the module, and copied with it."""
+
+    def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
+        self.applied = applied
+        self.path = path
+        self.hidden = hidden  # what stood there before
+        self._module = weakref.ref(module)  # a cycle would keep the model's memory until the collector runs
+
+    def original(self) -> Callable[..., Any]:
+        """The module's own `forward`."""
+        if self.hidden is not None:
+            return self.hidden  # type: ignore[no-any-return]
+        module = self._module()
+        assert module is not None
+        return MethodType(type(module).forward, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AppliedForward:
+        return self._copied(
+            copy.deepcopy(self.applied, memo),
+            copy.deepcopy(self._module(), memo),
+            self.path,
+            copy.deepcopy(self.hidden, memo),
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., AppliedForward], tuple[Any, ...]]:
+        return self._copied, (self.applied, self._module(), self.path, self.hidden)
+
+    @classmethod
+    def _copied(cls, applied: Applied, module: Module, path: str, hidden: Any) -> AppliedForward:
+        forward = cls(applied, module, path, hidden)
+        handle = applied.handle
+        handle._undo.append((weakref.ref(module), hidden))
+        if cls is RegionForward:
+            handle.regions = (*handle.regions, path)
+        else:
+            handle.saved = (*handle.saved, path)
+        return forward
+
+
+class RegionForward(AppliedForward):
+    """The module is a region."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        options = self.applied.options_of(self.path)
+        if is_compiling():
+            return run_in_graph(self.original(), args, kwargs, options)
+        result = run(self.original(), args, kwargs, options)
+        if self.applied.unmatched.parts:
+            self.applied.has_run(self.path)
+        return result
+
+
+class SavedForward(AppliedForward):
+    """The module is kept, where it is called inside of a region."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        log = None if is_compiling() else current_log()
+        if log is not None:
+            module = self._module()
+            assert module is not None
+            decision = log.choice.of_module(module, self.path)
+            if decision.is_of_interest:
+                return log.call(decision, self.original(), args, kwargs)
+        return self.original()(*args, **kwargs)
+
+
+def _is_about_functions(part: Any) -> bool:
+    interest = interest_of(part)
+    return interest.any_function or bool(interest.functions) or interest.names
+
+
+def _forward_of(model: Module) -> AppliedForward | None:
+    for module in model.modules():
+        forward = vars(module).get(FORWARD)
+        if isinstance(forward, AppliedForward):
+            return forward
+    return None
+
+
+def _refuse_second(model: Module) -> None:
+    found = _forward_of(model)
+    if found is not None:
+        raise UsageError(
+            f"apply: a policy is applied to this model already, {found.applied.handle!r} (at `{found.path}`). Remove "
+            "that handle first, or apply one policy made of both."
+        )
+
+
+def _some_of(paths: Iterable[str], limit: int = 20) -> str:
+    found = list(paths)
+    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")

@@ -1,0 +1,54 @@
+"""The blocks of a model: its repeated layers, whatever they are called."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
+
+_CONTAINERS = (ModuleList, ModuleDict, Sequential)
+
+
+def blocks_of(model: Module) -> dict[str, Module]:
+    """{path: block}, in the order of `model.named_modules()`.
+
+    Blocks are children of a `ModuleList`, `ModuleDict` or `Sequential` that share a class with another child of it, have
+    parameters, and are made of modules themselves. What is inside of a block is none: the experts of a layer are a part
+    of the layer.
+
+    Example:
+        >>> import torch
+        >>> from reactivate._blocks import blocks_of
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
+        >>> list(blocks_of(torch.nn.TransformerEncoder(layer, 2)))
+        ['layers.0', 'layers.1']
+    """
+    found: dict[str, Module] = {}
+    _collect(model, "", found, set())
+    return found
+
+
+def _collect(module: Module, path: str, found: dict[str, Module], seen: set[Module]) -> None:
+    if module in seen:  # two names for one module
+        return
+    seen.add(module)
+    blocks = _repeated(module) if isinstance(module, _CONTAINERS) else set()
+    for name, child in module.named_children():
+        place = f"{path}.{name}" if path else name
+        if child in blocks:
+            if child not in seen:
+                found[place] = child
+                seen.update(child.modules())
+        else:
+            _collect(child, place, found, seen)
+
+
+def _repeated(container: Module) -> set[Module]:
+    children = [child for child in container.children() if _is_made_of_modules(child)]
+    counts = Counter(map(type, children))
+    return {child for child in children if counts[type(child)] > 1}
+
+
+def _is_made_of_modules(module: Module) -> bool:
+    is_composite = any(True for _ in module.children()) and not isinstance(module, (ModuleList, ModuleDict))
+    return is_composite and any(True for _ in module.parameters())

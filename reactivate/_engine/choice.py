@@ -1,0 +1,194 @@
+"""What a policy says of the calls inside of a region, asked as rarely as possible.
+
+A policy is a function of a site. Asking it about every op would cost more than the ops, so the answer for an op is kept
+where it depends on nothing else, and ops that the policy cannot speak of are not looked at again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from sys import _getframe
+from types import FrameType
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+from torch.nn.functional import multi_head_attention_forward
+
+from reactivate._compat import MODULE_CALL_CODE
+from reactivate._types import Action, Policy, Save, Site
+from reactivate.errors import UsageError
+from reactivate.policies._base import ReadyMade, interest_of, parts_of
+from reactivate.policies.canonical import name_of
+
+# They draw no random number and write to no module: nothing has to be brought along where they are skipped.
+_QUIET = frozenset(
+    {
+        *("linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "baddbmm", "einsum", "bilinear", "tensordot", "outer"),
+        *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding"),
+        *("layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "gelu", "silu", "relu", "tanh", "sigmoid"),
+        *("exp", "log", "sin", "cos", "mul", "add", "sub", "div", "pow", "sqrt", "rsqrt", "max", "sum", "mean", "cat"),
+    }
+)
+# Functions written in Python that stand for many ops: these are looked at, unless the policy saves the whole.
+_OPENED = frozenset({multi_head_attention_forward})
+
+
+class Decision(NamedTuple):
+    """What is known of an op, a module, a named function.
+
+    Attributes:
+        label: what messages call it.
+        is_of_interest: whether the policy has a say in calls of it.
+        is_opened: whether the policy has a say in what it is made of.
+        is_quiet: whether a call of it leaves generators and modules alone.
+        action: the policy's answer, if that is always the same.
+        path: the module, of a module's call.
+    """
+
+    label: str
+    is_of_interest: bool = False
+    is_opened: bool = False
+    is_quiet: bool = False
+    action: Action | None = None
+    path: str | None = None
+    op: str | None = None
+    name: str | None = None
+    module: Module | None = None
+    function: Any = None
+
+
+class Unmatched:
+    """The parts of a policy that have matched nothing so far.
+
+    Args:
+        policy: the policy.
+        asked_by: what messages call the function that was given the policy.
+    """
+
+    def __init__(self, policy: Policy, asked_by: str) -> None:
+        self.asked_by = asked_by
+        self.parts = [part for part in parts_of(policy) if isinstance(part, ReadyMade) and not part.may_match_nothing]
+        self.seen: set[str] = set()
+
+    def look_at(self, site: Site) -> None:
+        """Cross off what matches `site`."""
+        self.seen.add(repr(site.name) if site.name else site.op or site.path)
+        if self.parts:
+            self.parts = [part for part in self.parts if part(site) is None]
+
+    def refuse(self) -> None:
+        """See to it that every part has matched something.
+
+        Raises:
+            UsageError: one has not.
+        """
+        if self.parts:
+            part, self.parts = self.parts[0], []
+            seen = ", ".join(sorted(self.seen)) or "no call at all"
+            raise UsageError(f"{self.asked_by}: {part} matches nothing. What there was to match: {seen}.")
+
+
+class Choice:
+    """The answers of one policy about what is inside of one region.
+
+    Args:
+        policy: the policy.
+        unmatched: told of every site that is looked at.
+        paths: {id of a module: its path}, for policies that want to know where an op is called.
+    """
+
+    def __init__(self, policy: Policy, unmatched: Unmatched, paths: dict[int, str] | None = None) -> None:
+        self.policy = policy
+        self.interest = interest_of(policy)
+        self.unmatched = unmatched
+        self.paths = paths
+        self.sees_functions = self.interest.any_function
+        self.decisions: dict[Any, Decision] = {}
+        self._modules: dict[str, Decision] = {}
+        self._names: dict[str, Decision] = {}
+
+    def look_at(self, function: Any) -> Decision:
+        """The decision about a function of torch's, from now on in `decisions`."""
+        op = name_of(function)
+        ops = self.interest.ops
+        decision = Decision(op, op=op, function=function, is_quiet=op in _QUIET)
+        if function in _OPENED and not (ops is not None and op in ops):
+            decision = decision._replace(is_opened=True)
+        elif op != "get" and (ops is None or op in ops):
+            decision = self._decide(decision)
+        else:
+            self.unmatched.seen.add(op)
+        self.decisions[function] = decision
+        return decision
+
+    def of_module(self, module: Module, path: str) -> Decision:
+        """The decision about a call of a module."""
+        if path not in self._modules:
+            label = f"{path} ({type(module).__name__})"
+            self._modules[path] = self._decide(Decision(label, path=path, module=module))
+        return self._modules[path]
+
+    def of_name(self, name: str, function: Any) -> Decision:
+        """The decision about a function that `reactivate.site` named."""
+        if name not in self._names:
+            op = getattr(function, "__name__", type(function).__name__)
+            self._names[name] = self._decide(Decision(f"site {name!r}", op=op, name=name, function=function))
+        return self._names[name]
+
+    def of_class(self, kind: Any) -> Decision:
+        """The decision about a custom `torch.autograd.Function`."""
+        if kind not in self.decisions:
+            self.decisions[kind] = self._decide(Decision(kind.__name__, op=kind.__name__, function=kind))
+        return self.decisions[kind]
+
+    def ask(self, decision: Decision, counts: dict[Any, int]) -> Action | None:
+        """The policy's answer about one call."""
+        key = (decision.label,)
+        index = counts.get(key, 0)
+        counts[key] = index + 1
+        site = self._site(decision, index, counts)
+        if self.unmatched.parts:
+            self.unmatched.look_at(site)
+        return self.policy(site)
+
+    def _decide(self, decision: Decision) -> Decision:
+        if self.interest.calls or (self.interest.paths and decision.path is None):
+            self.unmatched.seen.add(decision.label)
+            return decision._replace(is_of_interest=True)
+        site = self._site(decision, 0, {})
+        self.unmatched.look_at(site)
+        action = self.policy(site)
+        return decision._replace(is_of_interest=isinstance(action, Save), action=action)
+
+    def _site(self, decision: Decision, index: int, counts: dict[Any, int]) -> Site:
+        path = decision.path
+        if path is None:
+            path = self._innermost_path() if self.interest.paths and self.paths is not None else ""
+        return Site(
+            path,
+            op=decision.op,
+            name=decision.name,
+            index=index,
+            module=decision.module,
+            function=decision.function,
+            counts=counts,
+        )
+
+    def _innermost_path(self) -> str:
+        """The path of the module whose call is running."""
+        assert self.paths is not None
+        frame: FrameType | None = _getframe(3)
+        while frame is not None:
+            if frame.f_code is MODULE_CALL_CODE:
+                path = self.paths.get(id(frame.f_locals["self"]))
+                if path is not None:
+                    return path
+            frame = frame.f_back
+        return ""
+
+
+def paths_of(roots: Iterable[Module], prefix: str = "") -> dict[int, str]:
+    """{id of a module: its path}, from `roots` on."""
+    return {
+        id(module): ".".join(filter(None, (prefix, name))) for root in roots for name, module in root.named_modules()
+    }

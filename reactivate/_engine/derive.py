@@ -1,0 +1,211 @@
+"""How a tensor that a call saved for its backward can be had again from the arguments of the call.
+
+A linear layer saves its input, flattened, and its weight, transposed: neither need be kept where a replay makes the
+argument again. In this order: an argument itself; a view of one; a copy of one, made by casting (autocast) or by making
+it contiguous, which is found by walking autograd's graph from the copy back to the argument. What is none of these is
+the call's own, and has to be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_PLAIN = (Tensor, Parameter)
+Change = Callable[[Tensor], Tensor]
+
+
+class Recipe(NamedTuple):
+    """A tensor made from an argument, or from a leaf that is none of the arguments.
+
+    Attributes:
+        argument: which one, -1 for the leaf.
+        leaf: a parameter, or None.
+        make: what to do with it.
+    """
+
+    argument: int
+    leaf: Tensor | None
+    make: Change | None
+
+    def follow(self, arguments: Sequence[Tensor]) -> Tensor:
+        """The tensor, from the arguments of a replay."""
+        source = arguments[self.argument] if self.leaf is None else self.leaf
+        with torch.no_grad():
+            return source.detach() if self.make is None else self.make(source.detach())
+
+
+class Sources:
+    """The arguments of one call, to be recognised in what it saves."""
+
+    __slots__ = ("_by_id", "_by_memory", "arguments")
+
+    def __init__(self, arguments: list[Tensor]) -> None:
+        self.arguments = arguments
+        self._by_id = {id(tensor): index for index, tensor in enumerate(arguments)}
+        self._by_memory: dict[int, int] | None = None
+
+    def recipe_for(self, tensor: Tensor) -> Recipe | None:
+        """How to make `tensor`, or None if it is the call's own."""
+        index = self._by_id.get(id(tensor))
+        if index is not None:
+            return Recipe(index, None, None)
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return None
+        index = self.sharing_memory(tensor)
+        if index is not None:
+            return self._view(index, tensor)
+        return self._copy(tensor)
+
+    def sharing_memory(self, tensor: Tensor) -> int | None:
+        """The argument whose memory `tensor` lies in."""
+        if self._by_memory is None:
+            found: dict[int, int] = {}
+            for index, argument in enumerate(self.arguments):
+                if type(argument) in _PLAIN and argument.layout is torch.strided:
+                    found.setdefault(argument.untyped_storage()._cdata, index)
+            self._by_memory = found
+        return self._by_memory.get(tensor.untyped_storage()._cdata)
+
+    def _view(self, index: int, tensor: Tensor) -> Recipe | None:
+        source = self.arguments[index]
+        if source.dtype != tensor.dtype or source.is_conj() != tensor.is_conj() or source.is_neg() != tensor.is_neg():
+            return None
+        if source.is_conj() or source.is_neg():
+            return None
+        size, stride = tensor.size(), tensor.stride()
+        offset = tensor.storage_offset() - source.storage_offset()
+        return Recipe(index, None, lambda base: base.as_strided(size, stride, base.storage_offset() + offset))
+
+    def _copy(self, tensor: Tensor) -> Recipe | None:
+        if tensor.grad_fn is None:
+            return self._copy_without_graph(tensor)
+        nodes = {(item.grad_fn, item.output_nr): index for index, item in enumerate(self.arguments) if item.grad_fn}
+        changes, end = _way_back(tensor, nodes)
+        leaf = getattr(end[0], "variable", None)
+        index = nodes.get(end, -1) if leaf is None else self._by_id.get(id(leaf), -1)
+        if leaf is None and index < 0:
+            return None
+        source = leaf if leaf is not None else self.arguments[index]
+        changes.reverse()
+        make = _as(tensor, changes)
+        if make(source.detach()).size() != tensor.size():
+            return None
+        return Recipe(index, leaf if index < 0 else None, make)
+
+    def _copy_without_graph(self, tensor: Tensor) -> Recipe | None:
+        """A copy of an argument that needs no gradient leaves no trace: only its contents show what it is."""
+        for index, argument in enumerate(self.arguments):
+            if argument.requires_grad or type(argument) not in _PLAIN or argument.numel() != tensor.numel():
+                continue
+            if not (argument.is_floating_point() and tensor.is_floating_point()) or argument.device != tensor.device:
+                continue
+            for change in _LAYOUTS:
+                make = _as(tensor, [lambda value: value.to(tensor.dtype), change])
+                changed = change(argument.detach())
+                if changed.size() == tensor.size() and torch.equal(changed.to(tensor.dtype), tensor.detach()):
+                    return Recipe(index, None, make)
+        return None
+
+
+_LAYOUTS: tuple[Change, ...] = (
+    lambda value: value,
+    lambda value: value.t() if value.ndim == 2 else value,
+    lambda value: value.flatten(0, -2) if value.ndim > 2 else value,
+)
+
+
+def _as(tensor: Tensor, changes: Sequence[Change]) -> Change:
+    """`changes` one after the other, with the strides of `tensor` in the end."""
+    size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+
+    def make(value: Tensor) -> Tensor:
+        value = value.to(dtype)
+        for change in changes:
+            value = change(value)
+        if value.size() == size and value.stride() != stride:
+            value = torch.empty_strided(size, stride, dtype=dtype, device=value.device).copy_(value)
+        return value
+
+    return make
+
+
+Node = tuple[Any, int]  # with the number of the output
+
+
+def _way_back(tensor: Tensor, ends: Mapping[Node, Any]) -> tuple[list[Change], Node]:
+    """What each node before `tensor` did, as long as it only copied, last first; then the node that did more."""
+    node: Any = tensor.grad_fn
+    end, size, casts, changes = (node, tensor.output_nr), tensor.size(), 0, []
+    while end not in ends:
+        name = node.name()
+        if name not in _COPIES or (name == "ToCopyBackward0" and casts):
+            break
+        casts += name == "ToCopyBackward0"
+        change, size = _COPIES[name](node, size)
+        if change is not None:
+            changes.append(change)
+        end = node.next_functions[0]
+        node = end[0]
+        if node is None:
+            break
+    return changes, end
+
+
+def _same(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+    return None, size
+
+
+def _view(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+    return lambda value: value.reshape(size), torch.Size(node._saved_self_sym_sizes)
+
+
+def _expand(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+    return lambda value: value.expand(size), torch.Size(node._saved_self_sym_sizes)
+
+
+def _t(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+    return lambda value: value.t(), torch.Size(reversed(size))
+
+
+def _transpose(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+    one, other = _signed(node._saved_dim0), _signed(node._saved_dim1)
+    sizes = list(size)
+    sizes[one], sizes[other] = sizes[other], sizes[one]
+    return lambda value: value.transpose(one, other), torch.Size(sizes)
+
+
+def _permute(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+    dims = [_signed(dim) % len(size) for dim in node._saved_dims]
+    sizes = [0] * len(size)
+    for place, dim in enumerate(dims):
+        sizes[dim] = size[place]
+    return lambda value: value.permute(dims), torch.Size(sizes)
+
+
+def _unsqueeze(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+    dim = _signed(node._saved_dim) % len(size)
+    return lambda value: value.unsqueeze(dim), torch.Size((*size[:dim], *size[dim + 1 :]))
+
+
+def _signed(dim: int) -> int:
+    return dim - 2**64 if dim >= 2**63 else dim
+
+
+_COPIES: dict[str, Callable[[Any, torch.Size], tuple[Change | None, torch.Size]]] = {
+    "AliasBackward0": _same,
+    "CloneBackward0": _same,
+    "ExpandBackward0": _expand,
+    "PermuteBackward0": _permute,
+    "ReshapeAliasBackward0": _view,
+    "TBackward0": _t,
+    "ToCopyBackward0": _same,
+    "TransposeBackward0": _transpose,
+    "UnsafeViewBackward0": _view,
+    "UnsqueezeBackward0": _unsqueeze,
+    "ViewBackward0": _view,
+}

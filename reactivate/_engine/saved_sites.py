@@ -1,0 +1,443 @@
+"""Calls inside of a region that are saved: a replay skips them.
+
+In the forward pass a saved call runs under hooks of its own. What it saves for its backward is either had again from
+its arguments (see `derive`), which a replay makes anyway, or kept. Its results are kept as well, if a replay has to go
+on after it. In a replay the call is not made: slots are filled from the arguments, and its results are handed back.
+
+A call that cannot be skipped runs again in every replay, as if it were not saved: one that writes into its arguments,
+whose result is written to afterwards or is a view of an argument, or that a backward inside of the region reads.
+`reason` says which; so does `reactivate.explain`.
+
+Calls are matched by number: of all calls that a policy has a say in, which one it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from operator import length_hint
+from sys import _getframe
+from types import CodeType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from reactivate._compat import (
+    SavedTensor,
+    flatten,
+    give_back,
+    open_function,
+    pop_function_mode,
+    pop_saved_tensor_hooks,
+    push_function_mode,
+    push_saved_tensor_hooks,
+    save_tensor,
+    unflatten,
+)
+from reactivate._engine.choice import Choice, Decision
+from reactivate._engine.derive import Recipe, Sources
+from reactivate._engine.record import FunctionSlot, Metadata, Saved
+from reactivate._engine.sites import user_frame
+from reactivate._types import Device, Save, Storage
+
+
+class SiteSlot(FunctionSlot):
+    """A slot of a saved call: its tensor is kept, or made from an argument."""
+
+    __slots__ = ("kept", "recipe")
+    recipe: Recipe | None
+    kept: Any  # a `Kept`, or None
+
+
+class Kept:
+    """A tensor that is kept for the backward."""
+
+    __slots__ = ("handle", "storage", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, storage: Storage) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = tensor._version
+        self.storage = storage
+        self.handle: Any = None
+
+    def settle(self) -> None:
+        """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9)."""
+        tensor, self.tensor = self.tensor, None
+        if tensor is not None and tensor._version == self.version:  # otherwise there is nothing that may be read
+            handle = tensor if isinstance(self.storage, Device) else self.storage.save(tensor)
+            self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
+
+    def load(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: autograd's own, where it was written to since.
+        """
+        if self.handle is None:
+            raise RuntimeError("what a saved call keeps has been modified by an inplace operation")
+        handle = self.handle.unpack() if type(self.handle) is SavedTensor else self.handle
+        return handle if isinstance(self.storage, Device) else self.storage.load(handle)
+
+
+class SavedSite:
+    """One saved call.
+
+    Attributes:
+        number: which of the calls that the policy has a say in.
+        label: what was called, for messages and to see that the replay calls the same.
+        start, stop: which entries of the record's `saved` are its.
+        count: how many tensors are among its arguments.
+        outputs: what it returned, in order: a `Kept`, the number of an argument, or another value. None: not kept.
+        changes: what brings guarded state to where the call left it.
+        reason: why it runs again in replays, None if it does not.
+        place: the code and the instruction that made the call.
+    """
+
+    __slots__ = (
+        *("changes", "count", "label", "number", "outputs", "path", "place", "reason", "requires", "results"),
+        *("start", "stop", "structure"),
+    )
+    number: int
+    label: str
+    path: str | None
+    start: int
+    stop: int
+    count: int
+    outputs: list[Any] | None
+    requires: list[bool]
+    structure: Any
+    results: list[tuple[Tensor, int]]
+    changes: list[Callable[[], Any]]
+    reason: str | None
+    place: tuple[CodeType, int]
+
+
+# The log that calls on this thread go to. A region without a policy inside of one with a policy is no affair of its.
+_current: ContextVar[Log | None] = ContextVar("reactivate.sites", default=None)
+open_logs: list[object] = []  # that are at work anywhere: mostly none, and then nobody need look further
+
+
+def current_log() -> Log | None:
+    """Where saved calls are noted or skipped: None outside of regions with a policy, and inside of a saved call."""
+    log = _current.get() if open_logs else None
+    return None if log is None or log.is_inside else log
+
+
+def set_aside() -> Any:
+    """For a region without a policy: the calls inside of it are not those of the region around it."""
+    return _current.set(None) if open_logs else None
+
+
+def forget_log() -> None:
+    """For the replay of a region without a policy: what its context carries is the log of a forward pass around it."""
+    if open_logs:
+        _current.set(None)
+
+
+def take_up(token: Any) -> None:
+    """The end of what `set_aside` began."""
+    if token is not None:
+        _current.reset(token)
+
+
+class Log:
+    """What a forward pass and a replay have in common: they number calls."""
+
+    def __init__(self, record: Any, choice: Choice) -> None:
+        self.record = record
+        self.choice = choice
+        self.number = 0
+        self.is_inside = False
+        self._mode = _Mode(self, choice) if choice.sees_functions else None
+
+    def open(self) -> None:
+        """From here on, calls on this thread go to this log."""
+        open_logs.append(self)
+        self._token = _current.set(self)
+        if self._mode is not None:
+            push_function_mode(self._mode)
+
+    def close(self) -> None:
+        """The end of what `open` began."""
+        if self._mode is not None:
+            pop_function_mode()
+        _current.reset(self._token)
+        open_logs.remove(self)
+
+    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """`fn(*args, **kwargs)`, a call that the policy has a say in."""
+        raise NotImplementedError
+
+    def run_again(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call that is not skipped, and nothing inside of it is looked at."""
+        self.is_inside = True
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self.is_inside = False
+
+
+class _Mode(TorchFunctionMode):
+    """Shows torch's functions to a log."""
+
+    def __init__(self, log: Log, choice: Choice) -> None:
+        self._log = log
+        self._choice = choice
+        self._decisions = choice.decisions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        decision = self._decisions.get(func)
+        if decision is None:
+            decision = self._choice.look_at(func)
+        if decision.is_opened and current_log() is self._log:
+            with self:
+                return open_function(func, *args, **(kwargs or {}))
+        if not decision.is_of_interest or current_log() is not self._log:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._log.call(decision, func, args, kwargs or {})
+
+
+class ForwardLog(Log):
+    """The saved calls of a forward pass."""
+
+    def __init__(self, record: Any, choice: Choice) -> None:
+        super().__init__(record, choice)
+        self.sites: list[SavedSite] = []
+        self.counts: dict[Any, int] = {}
+        self._must_rerun: str | None = None
+
+    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        number = self.number
+        self.number += 1
+        action = decision.action or self.choice.ask(decision, self.counts)
+        if type(action) is not Save:
+            return fn(*args, **kwargs)
+        record = self.record
+        site = SavedSite()
+        site.number, site.label, site.path = number, decision.label, decision.path
+        site.start = len(record.saved)
+        frame = user_frame(_getframe(2))
+        site.place = (frame.f_code, frame.f_lasti)
+        sources = Sources(tensors_in(args, kwargs))
+        site.count = len(sources.arguments)
+        versions = [tensor._version for tensor in sources.arguments]
+        saved: list[tuple[SiteSlot, Tensor]] = []
+        result = self._run(site, saved, fn, args, kwargs)
+        site.stop = len(record.saved)
+        site.changes = [] if decision.is_quiet else self._changes()
+        self._take_down(site, action.storage, sources, saved, result)
+        if versions != [tensor._version for tensor in sources.arguments]:
+            site.reason = "it writes into its arguments"
+        if self._must_rerun is not None:
+            site.reason = self._must_rerun
+        if site.reason is not None:
+            self._let_go(site)
+        self.sites.append(site)
+        return result
+
+    def _run(self, site: SavedSite, saved: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        entries, place = self.record.saved, site.place
+
+        def pack(tensor: Tensor) -> SiteSlot:
+            slot = SiteSlot()
+            slot.value = slot.kept = slot.recipe = None
+            saved.append((slot, tensor))
+            metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
+            entries.append((ref(slot), metadata, *place))
+            return slot
+
+        log = self.record.log
+        push_saved_tensor_hooks(pack, self.record.unpack)
+        try:
+            return self.run_again(fn if log is None else log.unseen(fn), args, kwargs)
+        finally:
+            pop_saved_tensor_hooks()
+
+    def _changes(self) -> list[Callable[[], Any]]:
+        record = self.record
+        pairs = zip(record.options.guards, record.tokens)
+        changes = [guard.skip(record.capture, token) for guard, token in pairs]
+        return [change for change in changes if change is not None]
+
+    def _take_down(self, site: SavedSite, storage: Storage, sources: Sources, saved: Any, result: Any) -> None:
+        """Sort what was saved and what came out into what is kept and what is made again."""
+        site.reason = None
+        kept: dict[Any, Kept] = {}
+        for slot, tensor in saved:
+            slot.recipe = None if _is_parameter(tensor) else sources.recipe_for(tensor)
+            if slot.recipe is None:
+                slot.kept = _keep(tensor, storage, kept)
+        leaves, site.structure = flatten(result)
+        site.outputs, site.requires, site.results = [], [], []
+        for leaf in leaves:
+            site.requires.append(isinstance(leaf, Tensor) and leaf.requires_grad)
+            if not isinstance(leaf, Tensor):
+                site.outputs.append(leaf)
+                continue
+            recipe = sources.recipe_for(leaf) if _may_alias(leaf) else None
+            if recipe is not None and recipe.make is None and recipe.leaf is None:
+                site.outputs.append(_Argument(recipe.argument))
+            elif _may_alias(leaf) and sources.sharing_memory(leaf) is not None:
+                site.reason = "its result is a view of an argument"
+            else:
+                site.outputs.append(_keep(leaf, storage, kept))
+                site.results.append((leaf, leaf._version))
+
+    def rerun_all(self, reason: str) -> None:
+        """Let replays make every saved call again."""
+        self._must_rerun = reason
+        for site in self.sites:
+            site.reason = site.reason or reason
+            self._let_go(site)
+
+    def _let_go(self, site: SavedSite) -> None:
+        """Keep nothing of a call that is made again."""
+        site.outputs, site.results, site.changes = None, [], []
+        for reference, *_ in self.record.saved[site.start : site.stop]:
+            slot = reference()
+            if slot is not None:
+                slot.kept = slot.recipe = None
+
+    def settle(self) -> None:
+        """The forward pass is over: keep what is to be kept."""
+        for site in self.sites:
+            if any(result._version != version for result, version in site.results):
+                site.reason = "its result is written to afterwards"
+                self._let_go(site)
+        saved: Sequence[Saved] = self.record.saved
+        last = last_needed(saved) if self.record.early_stop else len(saved)
+        kept: dict[int, Kept] = {}
+        for site in self.sites:
+            site.results = []
+            if site.outputs is not None and last < site.stop:
+                site.outputs = None
+            for item in site.outputs or ():
+                if isinstance(item, Kept):
+                    kept[id(item)] = item
+            for reference, *_ in saved[site.start : site.stop]:
+                slot = reference()
+                if slot is not None and slot.kept is not None:
+                    kept[id(slot.kept)] = slot.kept
+        for item in kept.values():
+            item.settle()
+
+
+class ReplayLog(Log):
+    """The saved calls of a replay: they are skipped."""
+
+    def __init__(self, record: Any, choice: Choice, sites: Sequence[SavedSite], matching: Any) -> None:
+        super().__init__(record, choice)
+        self._todo = iter(sites)
+        self._next = next(self._todo, None)
+        self._matching = matching
+        self._contexts = ExitStack()
+
+    def close(self) -> None:
+        super().close()
+        self._contexts.close()
+
+    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        number, site = self.number, self._next
+        self.number += 1
+        if site is None or site.number != number or self._matching.is_complete:
+            return fn(*args, **kwargs)
+        if site.label != decision.label:
+            raise self._matching.refuse_site(site, decision.label)
+        self._next = next(self._todo, None)
+        log = self._matching.log
+        unseen = fn if log is None else log.unseen(fn)  # as in the forward pass
+        if site.reason is not None:
+            return self.run_again(unseen, args, kwargs)
+        self._matching.skip(site, tensors_in(args, kwargs))
+        if site.outputs is None:
+            return self.run_again(unseen, args, kwargs)
+        for change in site.changes:
+            context = change()
+            if context is not None:
+                self._contexts.enter_context(context)
+        return self._outputs(site, args, kwargs)
+
+    def _outputs(self, site: SavedSite, args: Any, kwargs: Any) -> Any:
+        """What the call returned: tensors with a place in a graph where they had one, so that what follows saves."""
+        leaves: list[Any] = []
+        arguments: list[Tensor] | None = None
+        for item, requires in zip(site.outputs or (), site.requires):
+            if isinstance(item, Kept):
+                tensor = item.load().detach()
+                leaves.append(give_back(tensor) if requires and torch.is_grad_enabled() else tensor)
+            elif isinstance(item, _Argument):
+                if arguments is None:
+                    arguments = tensors_in(args, kwargs)
+                leaves.append(arguments[item.number])
+            else:
+                leaves.append(item)
+        return unflatten(leaves, site.structure)
+
+
+class _Argument:
+    """Says that a call returned one of its arguments."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def fill(slots: Iterable[Saved], arguments: list[Tensor]) -> Iterable[tuple[Saved, Tensor]]:
+    """Each entry of a skipped call that is alive and made from the arguments, with what is made."""
+    for entry in slots:
+        slot = entry[0]()
+        if isinstance(slot, SiteSlot) and slot.recipe is not None:
+            yield entry, slot.recipe.follow(arguments)
+
+
+def last_needed(saved: Sequence[Saved]) -> int:
+    """The last entry that only a replay can fill, -1 if there is none."""
+    for index in range(len(saved) - 1, -1, -1):
+        slot = saved[index][0]()
+        if slot is not None and getattr(slot, "kept", None) is None:
+            return index
+    return -1
+
+
+def position(entries: Any, saved: Sequence[Saved]) -> int:
+    """How many of `saved` the iterator `entries` over it has given."""
+    return len(saved) - length_hint(entries)
+
+
+def tensors_in(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a call, also those in lists, tuples and dicts."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value, {})
+        elif isinstance(value, dict):
+            found += tensors_in(value.values(), {})
+    return found
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf
+
+
+def _may_alias(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _keep(tensor: Tensor, storage: Storage, kept: dict[Any, Kept]) -> Kept:
+    """`tensor` without its graph, which would otherwise hold itself; a parameter as it is: it is there anyway."""
+    if _is_parameter(tensor):
+        return Kept(tensor, Device())
+    key: Any = id(tensor)
+    if type(tensor) is Tensor and tensor.layout is torch.strided:  # a result that was saved is another object
+        memory = tensor.untyped_storage()._cdata
+        key = (memory, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+    if key not in kept:
+        kept[key] = Kept(tensor.detach(), storage)
+    return kept[key]

@@ -1,0 +1,30 @@
+"""Policies: functions from a site to an action, or to None where the site does as the call around it.
+
+A policy is any callable `Site -> Action | None`. Those here are frozen values that compose.
+"""
+
+from reactivate._types import Action, Policy, Recompute, Save, Site
+from reactivate.policies.combine import either, every_nth, except_, first_match
+from reactivate.policies.layers import full, none, recompute_every, recompute_modules
+from reactivate.policies.names import save_modules, save_names
+from reactivate.policies.ops import compute_intensive, save_ops
+
+__all__ = [
+    "Action",
+    "Policy",
+    "Recompute",
+    "Save",
+    "Site",
+    "compute_intensive",
+    "either",
+    "every_nth",
+    "except_",
+    "first_match",
+    "full",
+    "none",
+    "recompute_every",
+    "recompute_modules",
+    "save_modules",
+    "save_names",
+    "save_ops",
+]

@@ -1,0 +1,86 @@
+"""What a ready-made policy is, beside a function from sites to actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from reactivate._types import Action, Policy, Site
+
+EVERYTHING: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class Interest:
+    """What a policy has to be asked about, so that other calls cost nothing.
+
+    Attributes:
+        ops: names of ops; None for all there are.
+        functions: classes of custom `torch.autograd.Function`s.
+        names: whether functions that `reactivate.site` named are of interest.
+        modules: whether calls of modules are, inside of regions.
+        paths: whether the answer depends on the module in which a function is called.
+        calls: whether it depends on which call it is: the first, the second.
+    """
+
+    ops: frozenset[str] | None = frozenset()
+    functions: frozenset[Any] = frozenset()
+    names: bool = False
+    modules: bool = False
+    paths: bool = False
+    calls: bool = False
+
+    def __or__(self, other: Interest) -> Interest:
+        ops = None if self.ops is None or other.ops is None else self.ops | other.ops
+        return Interest(
+            ops,
+            self.functions | other.functions,
+            self.names or other.names,
+            self.modules or other.modules,
+            self.paths or other.paths,
+            self.calls or other.calls,
+        )
+
+    @property
+    def any_function(self) -> bool:
+        """Whether functions of torch are of interest: then a region has to see each of them."""
+        return self.ops is None or bool(self.ops)
+
+
+# What has to be assumed of a user's own function.
+ALL = Interest(None, frozenset(), True, True, True, True)
+
+
+@dataclass(frozen=True)
+class ReadyMade:
+    """A policy of ours: frozen, comparable, and it says what it can speak of."""
+
+    def __call__(self, site: Site) -> Action | None:
+        """The action for `site`, or None: that of the call around it."""
+        raise NotImplementedError
+
+    def interest(self) -> Interest:
+        """What it has to be asked about."""
+        return Interest()
+
+    def parts(self) -> tuple[Policy, ...]:
+        """The policies that it is made of, each of which should match something; itself if it is made of none."""
+        return (self,)
+
+    @property
+    def may_match_nothing(self) -> bool:
+        """Whether it is all right if no site matches: for a policy that lists more than any one model has."""
+        return False
+
+
+def interest_of(policy: Policy) -> Interest:
+    """What `policy` has to be asked about."""
+    return policy.interest() if isinstance(policy, ReadyMade) else ALL
+
+
+def parts_of(policy: Policy) -> tuple[Policy, ...]:
+    """The smallest policies that `policy` is made of."""
+    if not isinstance(policy, ReadyMade):
+        return (policy,)
+    parts = policy.parts()
+    return parts if parts == (policy,) else tuple(leaf for part in parts for leaf in parts_of(part))

@@ -1,0 +1,78 @@
+"""One name for each op: that by which users call it.
+
+`torch.matmul`, `Tensor.matmul`, `a @ b`, `torch.ops.aten.matmul` and its overloads are "matmul"; `F.linear` and
+`torch._C._nn.linear` are "linear". What lives in a namespace keeps it: "linalg.norm", "special.expm1", "fft.rfft". Ops of
+a library are "library.op". In-place ops keep their underscore: "relu_".
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional
+
+from reactivate._compat import HigherOrderOperator, OpOverload, OpOverloadPacket, builtin_functions, qualified_name
+from reactivate.errors import UsageError
+
+_NAMESPACES = ("linalg", "special", "fft")
+_PLACES = (torch.nn.functional, torch, torch.Tensor, builtin_functions)
+# Functions of Python's syntax, where the method has another name.
+_SYNTAX = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__getitem__": "getitem", "__setitem__": "setitem_"}
+
+
+@functools.cache
+def name_of(function: Any) -> str:
+    """The name of an op, as a `TorchFunctionMode` sees it.
+
+    Example:
+        >>> name_of(torch.Tensor.matmul), name_of(torch.ops.aten.mm.default), name_of(torch.linalg.norm)
+        ('matmul', 'mm', 'linalg.norm')
+    """
+    if isinstance(function, OpOverload):
+        function = function.overloadpacket
+    if isinstance(function, OpOverloadPacket):
+        library, _, op = qualified_name(function).partition("::")
+        return op if library == "aten" else f"{library}.{op}"
+    if isinstance(function, HigherOrderOperator):
+        return str(function.name())
+    name: str = getattr(function, "__name__", type(function).__name__)
+    if name in _SYNTAX:
+        return _SYNTAX[name]
+    if name.startswith("__"):
+        return name.strip("_")
+    namespace, _, rest = name.partition("_")
+    return f"{namespace}.{rest}" if namespace in _NAMESPACES and rest else name
+
+
+def check(name: str, asked_by: str) -> None:
+    """See to it that `name` is that of an op.
+
+    Raises:
+        UsageError: it is not; says what is similar.
+    """
+    if _is_known(name):
+        return
+    close = difflib.get_close_matches(name, _known_names(), 3, 0.5)
+    hint = f" Similar: {', '.join(map(repr, close))}." if close else ""
+    raise UsageError(
+        f"{asked_by} knows no op {name!r}.{hint} Ops go by the name that users call: 'linear', 'matmul' (also for @), "
+        "'scaled_dot_product_attention', 'linalg.norm', 'my_library.my_op'; or pass the function itself."
+    )
+
+
+def _is_known(name: str) -> bool:
+    namespace, _, rest = name.partition(".")
+    if rest:
+        place: Any = getattr(torch, namespace) if namespace in _NAMESPACES else getattr(torch.ops, namespace, None)
+        return callable(getattr(place, rest, None))
+    if name in _SYNTAX.values():
+        return True
+    return any(callable(getattr(place, name, None)) for place in _PLACES) or hasattr(torch.ops.aten, name)
+
+
+@functools.cache
+def _known_names() -> list[str]:
+    return sorted({name for place in _PLACES for name in dir(place) if not name.startswith("_")})

@@ -1,0 +1,143 @@
+"""Policies made of policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reactivate._types import Action, Policy, Save, Site
+from reactivate.errors import UsageError
+from reactivate.policies._base import Interest, ReadyMade, interest_of
+
+
+@dataclass(frozen=True)
+class _Several(ReadyMade):
+    policies: tuple[Policy, ...]
+
+    def interest(self) -> Interest:
+        interest = Interest()
+        for policy in self.policies:
+            interest |= interest_of(policy)
+        return interest
+
+    def parts(self) -> tuple[Policy, ...]:
+        return self.policies
+
+
+@dataclass(frozen=True)
+class _FirstMatch(_Several):
+    def __call__(self, site: Site) -> Action | None:
+        for policy in self.policies:
+            action = policy(site)
+            if action is not None:
+                return action
+        return None
+
+
+def first_match(*policies: Policy) -> ReadyMade:
+    """The answer of the first policy that has one.
+
+    Raises:
+        UsageError: one of `policies` cannot be called, or there is none.
+
+    Example:
+        >>> from reactivate import policies
+        >>> policy = policies.first_match(policies.save_ops("linear"), policies.full())
+    """
+    _check(policies, "first_match")
+    return _FirstMatch(policies)
+
+
+@dataclass(frozen=True)
+class _Either(_Several):
+    def __call__(self, site: Site) -> Action | None:
+        actions = [action for action in (policy(site) for policy in self.policies) if action is not None]
+        saves = [action for action in actions if isinstance(action, Save)]
+        return next(iter(saves or actions), None)
+
+
+def either(*policies: Policy) -> ReadyMade:
+    """Save what any of them saves, recompute what any other of them recomputes.
+
+    All are asked about every site, so that those that count (`every_nth`) count all of their own.
+
+    Raises:
+        UsageError: one of `policies` cannot be called, or there is none.
+
+    Example:
+        >>> from reactivate import policies
+        >>> policy = policies.either(policies.every_nth(2, policies.save_ops("linear")), policies.save_ops("matmul"))
+    """
+    _check(policies, "either")
+    return _Either(policies)
+
+
+@dataclass(frozen=True)
+class _Except(_Several):
+    def __call__(self, site: Site) -> Action | None:
+        policy, *exceptions = self.policies
+        answers = [exception(site) for exception in exceptions]  # of all: some count
+        return policy(site) if all(answer is None for answer in answers) else None
+
+
+def except_(policy: Policy, *exceptions: Policy) -> ReadyMade:
+    """`policy`, but not for sites that one of `exceptions` has an action for, whatever that is.
+
+    Raises:
+        UsageError: one of them cannot be called, or there is no exception.
+
+    Example:
+        >>> import torch, reactivate
+        >>> from reactivate import policies
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 3)
+        >>> policy = policies.except_(policies.full(), policies.recompute_modules("layers.0"))
+        >>> reactivate.apply(model, policy).regions
+        ('layers.1', 'layers.2')
+    """
+    _check((policy, *exceptions), "except_")
+    if not exceptions:
+        raise UsageError("except_ takes a policy and at least one exception to it.")
+    return _Except((policy, *exceptions))
+
+
+@dataclass(frozen=True)
+class _EveryNth(_Several):
+    n: int
+    offset: int
+
+    def __call__(self, site: Site) -> Action | None:
+        action = self.policies[0](site)
+        if action is None:
+            return None
+        count = site.counts.get(id(self), 0)
+        site.counts[id(self)] = count + 1
+        return action if count % self.n == self.offset else None
+
+    def interest(self) -> Interest:
+        return super().interest() | Interest(calls=True)
+
+
+def every_nth(n: int, policy: Policy, offset: int = 0) -> ReadyMade:
+    """Of the calls that `policy` has an action for, every n-th of each call of a region, beginning with `offset`.
+
+    Raises:
+        UsageError: `n` or `offset` is out of range, or `policy` cannot be called.
+
+    Example:
+        >>> from reactivate import policies
+        >>> policy = policies.every_nth(2, policies.save_ops("matmul", "linear"))
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise UsageError(f"every_nth takes a whole number of at least 1; got {n!r}.")
+    if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset < n:
+        raise UsageError(f"every_nth({n}, ...) takes an offset from 0 to {n - 1}; got {offset!r}.")
+    _check((policy,), "every_nth")
+    return _EveryNth((policy,), n, offset)
+
+
+def _check(policies: tuple[Policy, ...], asked_by: str) -> None:
+    if not policies:
+        raise UsageError(f"{asked_by} takes at least one policy.")
+    for policy in policies:
+        if not callable(policy):
+            raise UsageError(f"{asked_by} takes policies, functions of a site; {policy!r} is none.")

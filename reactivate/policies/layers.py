@@ -1,0 +1,111 @@
+"""Policies that make regions: which modules are recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reactivate._types import Action, Recompute, Site
+from reactivate.errors import UsageError
+from reactivate.policies._base import ReadyMade
+from reactivate.policies._select import Selector, check, selects
+
+
+@dataclass(frozen=True)
+class _Full(ReadyMade):
+    def __call__(self, site: Site) -> Action | None:
+        return Recompute() if site.block is not None else None
+
+
+def full() -> ReadyMade:
+    """Recompute every block.
+
+    Blocks are the repeated layers of a model, under whatever name: the children of its `ModuleList`s, `ModuleDict`s and
+    `Sequential`s that share a class, the outermost ones.
+
+    Example:
+        >>> import torch, reactivate
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 4)
+        >>> reactivate.apply(model, reactivate.policies.full()).regions
+        ('layers.0', 'layers.1', 'layers.2', 'layers.3')
+    """
+    return _Full()
+
+
+@dataclass(frozen=True)
+class _None(ReadyMade):
+    def __call__(self, site: Site) -> Action | None:
+        return None
+
+    @property
+    def may_match_nothing(self) -> bool:
+        return True
+
+
+def none() -> ReadyMade:
+    """Keep everything, as without a policy."""
+    return _None()
+
+
+@dataclass(frozen=True)
+class _Every(ReadyMade):
+    k: int
+    offset: int
+
+    def __call__(self, site: Site) -> Action | None:
+        return Recompute() if site.block is not None and site.block % self.k == self.offset else None
+
+
+def recompute_every(k: int, offset: int = 0) -> ReadyMade:
+    """Recompute every k-th block: those whose number, from 0, leaves the remainder `offset`.
+
+    Args:
+        k: at least 1; at most the number of blocks, which `apply` checks.
+        offset: from 0 to k - 1.
+
+    Raises:
+        UsageError: `k` or `offset` is out of range.
+
+    Example:
+        >>> import torch, reactivate
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 4)
+        >>> reactivate.apply(model, reactivate.policies.recompute_every(2, offset=1)).regions
+        ('layers.1', 'layers.3')
+    """
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise UsageError(f"recompute_every takes a whole number of at least 1; got {k!r}.")
+    if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset < k:
+        raise UsageError(f"recompute_every({k}) takes an offset from 0 to {k - 1}; got {offset!r}.")
+    return _Every(k, offset)
+
+
+@dataclass(frozen=True)
+class _Modules(ReadyMade):
+    selectors: tuple[Selector, ...]
+
+    def __call__(self, site: Site) -> Action | None:
+        return Recompute() if site.module is not None and selects(self.selectors, site) else None
+
+
+def recompute_modules(*selectors: Selector) -> ReadyMade:
+    """Recompute these modules, each a region of its own; one inside of another is a region inside of a region.
+
+    Args:
+        selectors: the end of a path in `model.named_modules()`, where `*` stands for one name and `**` for any number
+            of them ("layers.*", "encoder.**.mlp"); a class of modules; a function of the site.
+
+    Raises:
+        UsageError: a selector is none of these, or there is none.
+
+    Example:
+        >>> import torch, reactivate
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 2)
+        >>> reactivate.apply(model, reactivate.policies.recompute_modules("*.self_attn")).regions
+        ('layers.0.self_attn', 'layers.1.self_attn')
+    """
+    if not selectors:
+        raise UsageError("recompute_modules takes at least one module to recompute; full() takes every block.")
+    check(selectors, "recompute_modules")
+    return _Modules(selectors)
