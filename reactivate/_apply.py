@@ -122,7 +122,6 @@ class Applied:
         self.unmatched = Unmatched(policy, "apply")
         self._regions: dict[str, Options] = {}
         self._ran: set[str] = set()
-        self._paths: dict[int, str] = {}
 
     def attach(self, model: Module) -> None:
         """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
@@ -135,7 +134,6 @@ class Applied:
             if isinstance(action, Save) and id(module) in inside
         }
         self._refuse_unmatched(model, regions, saved)
-        self._paths.update(paths_of([model]))
         for path, module in regions.items():
             self._put(RegionForward(self, module, path), module)
         for path, module in saved.items():
@@ -186,14 +184,14 @@ class Applied:
         forward.hidden = vars(module).get(FORWARD)
         module.__dict__[FORWARD] = forward
 
-    def options_of(self, path: str) -> Options:
+    def options_of(self, path: str, module: Module) -> Options:
         """The options of a region."""
         found = self._regions.get(path)
         if found is None:
             interest = interest_of(self.policy)
             choice = None
             if interest.any_function or interest.functions or interest.names or interest.modules:
-                choice = Choice(self.policy, self.unmatched, self._paths if interest.paths else None)
+                choice = Choice(self.policy, self.unmatched, paths_of([module], path) if interest.paths else None)
             found = self._regions[path] = self.options.of(path, choice)
         return found
 
@@ -204,10 +202,16 @@ class Applied:
         self._ran.add(path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
-        return self.__reduce__()[0](*self.__reduce__()[1])  # type: ignore[no-any-return]
+        return Applied._copied(self.policy, self.options)
 
     def __reduce__(self) -> tuple[Callable[..., Applied], tuple[Any, ...]]:
-        return Applied, (self.policy, self.options)
+        return Applied._copied, (self.policy, self.options)
+
+    @classmethod
+    def _copied(cls, policy: Policy, options: Options) -> Applied:
+        applied = cls(policy, options)
+        applied.unmatched.parts = []  # that is the original's affair
+        return applied
 
 
 class AppliedForward:
@@ -223,9 +227,14 @@ class AppliedForward:
         """The module's own `forward`."""
         if self.hidden is not None:
             return self.hidden  # type: ignore[no-any-return]
+        module = self.module()
+        return MethodType(type(module).forward, module)
+
+    def module(self) -> Module:
+        """The module whose `forward` this is."""
         module = self._module()
         assert module is not None
-        return MethodType(type(module).forward, module)
+        return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -242,7 +251,8 @@ class AppliedForward:
         return self._copied, (self.applied, self._module(), self.path, self.hidden)
 
     @classmethod
-    def _copied(cls, applied: Applied, module: Module, path: str, hidden: Any) -> AppliedForward:
+    def _copied(cls, applied: Applied, module: Module | None, path: str, hidden: Any) -> AppliedForward:
+        assert module is not None
         forward = cls(applied, module, path, hidden)
         handle = applied.handle
         handle._undo.append((weakref.ref(module), hidden))
@@ -257,7 +267,7 @@ class RegionForward(AppliedForward):
     """The module is a region."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        options = self.applied.options_of(self.path)
+        options = self.applied.options_of(self.path, self.module())
         if is_compiling():
             return run_in_graph(self.original(), args, kwargs, options)
         result = run(self.original(), args, kwargs, options)
@@ -272,9 +282,7 @@ class SavedForward(AppliedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         log = None if is_compiling() else current_log()
         if log is not None:
-            module = self._module()
-            assert module is not None
-            decision = log.choice.of_module(module, self.path)
+            decision = log.choice.of_module(self.module(), self.path)
             if decision.is_of_interest:
                 return log.call(decision, self.original(), args, kwargs)
         return self.original()(*args, **kwargs)

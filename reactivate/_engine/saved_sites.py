@@ -298,7 +298,7 @@ class ForwardLog(Log):
         """Keep nothing of a call that is made again."""
         site.outputs, site.results, site.changes = None, [], []
         for reference, *_ in self.record.saved[site.start : site.stop]:
-            slot = reference()
+            slot: Any = reference()
             if slot is not None:
                 slot.kept = slot.recipe = None
 
@@ -319,7 +319,7 @@ class ForwardLog(Log):
                 if isinstance(item, Kept):
                     kept[id(item)] = item
             for reference, *_ in saved[site.start : site.stop]:
-                slot = reference()
+                slot: Any = reference()
                 if slot is not None and slot.kept is not None:
                     kept[id(slot.kept)] = slot.kept
         for item in kept.values():

@@ -102,7 +102,7 @@ class HostRng(Guard):
         return undisturbed(Rewound(lambda: [source.read() for source in sources], write, states))
 
 
-def _write_all(states: list[tuple[Callable[[Any], Any], Any]]) -> None:
+def _write_all(states: Sequence[tuple[Callable[[Any], Any], Any]]) -> None:
     for write, state in states:
         write(state)
 

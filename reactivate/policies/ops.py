@@ -10,7 +10,7 @@ from torch.autograd import Function
 from reactivate._types import DEVICE, Action, Save, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.policies._base import Interest, ReadyMade
-from reactivate.policies._select import Selector, check as check_selectors, matches
+from reactivate.policies._select import matches
 from reactivate.policies.canonical import check, name_of
 
 # What torchtitan saves, by the names that users call: the matrix products, attention and convolutions, whose time grows
@@ -49,7 +49,7 @@ class _Ops(ReadyMade):
         return self.is_a_list
 
 
-def save_ops(*ops: Any, within: Selector | tuple[str, ...] = (), storage: Storage = DEVICE) -> ReadyMade:
+def save_ops(*ops: Any, within: str | tuple[str, ...] = (), storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what these ops compute: a replay skips them.
 
     Args:
@@ -77,8 +77,7 @@ def save_ops(*ops: Any, within: Selector | tuple[str, ...] = (), storage: Storag
         else:
             names.append(_checked_name(op))
     patterns = within if isinstance(within, tuple) else (within,)
-    check_selectors(patterns, "save_ops(within=...)")
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise UsageError(f"save_ops(within=...) takes the end of a module's path, as text; got {within!r}.")
     return _Ops(tuple(names), tuple(functions), patterns, storage)
 
