@@ -56,6 +56,9 @@ class Modules(Guard):
         # Does the forward pass write to it? {module: {(name, training): written}}
         self._known: WeakKeyDictionary[Module, dict[tuple[Any, bool], bool]] = WeakKeyDictionary()
 
+    def __reduce__(self) -> Any:
+        return functools.partial(Modules, copies_all=self._copies_all), ()
+
     def before(self, call: Call) -> ModuleState | None:
         modules = call.modules
         if not modules:

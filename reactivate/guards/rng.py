@@ -51,6 +51,9 @@ class HostRng(Guard):
         self._sources = [_torch_source(), _python_source()]
         self._index()
 
+    def __reduce__(self) -> Any:
+        return HostRng, ()  # what it remembers is of this process
+
     def _index(self) -> None:
         self._probes = [probe for source in self._sources for probe in source.probes]
         self._owners = [owner for owner, source in enumerate(self._sources) for _ in source.probes]
