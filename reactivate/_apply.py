@@ -17,10 +17,12 @@ from torch.nn import Module
 
 from reactivate._blocks import blocks_of
 from reactivate._checkpoint import Determinism, make_options, run_in_graph
-from reactivate._engine.choice import Choice, Unmatched, paths_of
+from reactivate._engine.choice import Choice, Unmatched
 from reactivate._engine.record import Options
 from reactivate._engine.region import run
+from reactivate._engine.saved_functions import serve
 from reactivate._engine.saved_sites import current_log
+from reactivate._in_graph import contexts_for
 from reactivate._types import Action, Guard, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
@@ -120,7 +122,6 @@ class Applied:
         self.options = options
         self.handle = Handle(policy)
         self.unmatched = Unmatched(policy, "apply")
-        self._regions: dict[str, Options] = {}
         self._ran: set[str] = set()
 
     def attach(self, model: Module) -> None:
@@ -184,16 +185,14 @@ class Applied:
         forward.hidden = vars(module).get(FORWARD)
         module.__dict__[FORWARD] = forward
 
-    def options_of(self, path: str, module: Module) -> Options:
+    def options_of(self, path: str, module: weakref.ref[Module]) -> Options:
         """The options of a region."""
-        found = self._regions.get(path)
-        if found is None:
-            interest = interest_of(self.policy)
-            choice = None
-            if interest.any_function or interest.functions or interest.names or interest.modules:
-                choice = Choice(self.policy, self.unmatched, paths_of([module], path) if interest.paths else None)
-            found = self._regions[path] = self.options.of(path, choice)
-        return found
+        interest = interest_of(self.policy)
+        choice = in_graph = None
+        if interest.any_function or interest.functions or interest.names or interest.modules:
+            choice = serve(Choice(self.policy, self.unmatched, module, path))
+            in_graph = contexts_for(self.policy, module, path)
+        return self.options.of(path, choice, in_graph)
 
     def has_run(self, path: str) -> None:
         """A region has run. Once all have, every part of the policy must have matched something (Rule 17)."""
@@ -229,6 +228,12 @@ class AppliedForward:
             return self.hidden  # type: ignore[no-any-return]
         module = self.module()
         return MethodType(type(module).forward, module)
+
+    def in_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of the module's own `forward`, for torch.compile to trace."""
+        # Dynamo knows no bound methods that are made while it traces.
+        module = self.module()
+        return type(module).forward(module, *args, **kwargs) if self.hidden is None else self.hidden(*args, **kwargs)
 
     def module(self) -> Module:
         """The module whose `forward` this is."""
@@ -266,10 +271,14 @@ class AppliedForward:
 class RegionForward(AppliedForward):
     """The module is a region."""
 
+    def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
+        super().__init__(applied, module, path, hidden)
+        self.options = applied.options_of(path, self._module)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        options = self.applied.options_of(self.path, self.module())
+        options = self.options
         if is_compiling():
-            return run_in_graph(self.original(), args, kwargs, options)
+            return run_in_graph(self.in_graph, args, kwargs, options)
         result = run(self.original(), args, kwargs, options)
         if self.applied.unmatched.parts:
             self.applied.has_run(self.path)
@@ -280,7 +289,9 @@ class SavedForward(AppliedForward):
     """The module is kept, where it is called inside of a region."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        log = None if is_compiling() else current_log()
+        if is_compiling():
+            return self.in_graph(*args, **kwargs)
+        log = current_log()
         if log is not None:
             decision = log.choice.of_module(self.module(), self.path)
             if decision.is_of_interest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
@@ -11,9 +12,11 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._compat import NotTraced, checkpoint_in_graph
-from reactivate._engine.choice import Choice, Unmatched, paths_of
+from reactivate._engine.choice import Choice, Unmatched
 from reactivate._engine.record import Options
 from reactivate._engine.region import module_called_by, run, run_module
+from reactivate._engine.saved_functions import serve
+from reactivate._in_graph import contexts_for
 from reactivate._types import Guard, Policy
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
@@ -172,14 +175,18 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
     if not callable(policy):
         raise UsageError(f"policy= takes a policy, a function of a site such as save_ops('linear'); got {policy!r}.")
     owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
-    paths = paths_of([owner]) if isinstance(owner, Module) else None
-    return options.of(options.name, Choice(policy, Unmatched(policy, "checkpoint"), paths))
+    module = owner if isinstance(owner, Module) else None
+    root = None if module is None else weakref.ref(module)
+    choice = serve(Choice(policy, Unmatched(policy, "checkpoint"), root, ""))
+    return options.of(options.name, choice, contexts_for(policy, root, ""))
 
 
 def _context_fn_in_graph(options: Options) -> Any:
     """What torch.compile is to know of the options."""
     if options is _DEFAULT_OPTIONS:
         return None
+    if options.in_graph is not None:
+        return options.in_graph
     if options.determinism == "values":
         raise UnsupportedError('determinism="values" cannot be used under torch.compile: run the function without it.')
     pairs = [guard for guard in options.guards if isinstance(guard, ContextPair)]

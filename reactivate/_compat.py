@@ -39,6 +39,12 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 # Python frames of `torch.autograd.Function.apply`: what it saves may be read more than once in a backward.
 FUNCTION_APPLY_CODE: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
+
+def has_setup_context(kind: type[torch.autograd.Function]) -> bool:
+    """Whether the context is filled in a function of its own, and `forward` does not get it."""
+    return kind.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
+
+
 # Container types that a library registered with torch: {type: (flatten_fn, unflatten_fn, ...)}.
 registered_containers: dict[type, Any] = _pytree.SUPPORTED_NODES
 
@@ -290,7 +296,16 @@ def checkpoint_in_graph(
 
 def named_in_graph(name: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A call that torch.compile traces, named for policies."""
-    return fn(*args, **kwargs)
+    with torch.fx.traceback.annotate({SITE: name}):
+        return fn(*args, **kwargs)
+
+
+SITE = "reactivate.site"
+
+
+def node_being_traced() -> Any:
+    """What dynamo knows of the call that the op being traced comes from."""
+    return torch.fx.traceback.get_current_meta()
 
 
 # Where the traced graph is not compiled further but run as it is (`backend="eager"`), torch checkpoints it with its own
@@ -511,3 +526,17 @@ _CUDA_FLAGS = (
 FLAGS: tuple[Flag, ...] = _CPU_FLAGS if accelerator_device() is None else _CPU_FLAGS + _CUDA_FLAGS
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+# -- accounts of what is kept -----------------------------------------------------------------------------------------
+
+# Tensors without memory (`explain(fake=True)`): torch has no public name for them.
+FakeTensor, FakeTensorMode = torch._subclasses.FakeTensor, torch._subclasses.FakeTensorMode
+
+
+def data_of(saved: Any) -> Any:
+    """What is kept for a saved tensor: the tensor, or what hooks made of it. To unpack it would run these (a replay).
+
+    None before torch 2.12, which does not say.
+    """
+    return getattr(saved, "data", None)

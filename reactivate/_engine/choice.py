@@ -6,10 +6,10 @@ where it depends on nothing else, and ops that the policy cannot speak of are no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from sys import _getframe
 from types import FrameType
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch.nn import Module
 from torch.nn.functional import multi_head_attention_forward
@@ -94,14 +94,17 @@ class Choice:
     Args:
         policy: the policy.
         unmatched: told of every site that is looked at.
-        paths: {id of a module: its path}, for policies that want to know where an op is called.
+        root: a reference to the module that is the region, if it is one.
+        path: its path.
     """
 
-    def __init__(self, policy: Policy, unmatched: Unmatched, paths: dict[int, str] | None = None) -> None:
+    def __init__(self, policy: Policy, unmatched: Unmatched, root: ref[Module] | None = None, path: str = "") -> None:
         self.policy = policy
         self.interest = interest_of(policy)
         self.unmatched = unmatched
-        self.paths = paths
+        self._root = root
+        self._path = path
+        self._paths: dict[int, str] = {}
         self.sees_functions = self.interest.any_function
         self.decisions: dict[Any, Decision] = {}
         self._modules: dict[str, Decision] = {}
@@ -163,7 +166,7 @@ class Choice:
     def _site(self, decision: Decision, index: int, counts: dict[Any, int]) -> Site:
         path = decision.path
         if path is None:
-            path = self._innermost_path() if self.interest.paths and self.paths is not None else ""
+            path = self._innermost_path() if self.interest.paths else ""
         return Site(
             path,
             op=decision.op,
@@ -176,19 +179,19 @@ class Choice:
 
     def _innermost_path(self) -> str:
         """The path of the module whose call is running."""
-        assert self.paths is not None
+        if not self._paths:
+            self._find_paths()
         frame: FrameType | None = _getframe(3)
         while frame is not None:
             if frame.f_code is MODULE_CALL_CODE:
-                path = self.paths.get(id(frame.f_locals["self"]))
+                path = self._paths.get(id(frame.f_locals["self"]))
                 if path is not None:
                     return path
             frame = frame.f_back
-        return ""
+        return self._path
 
-
-def paths_of(roots: Iterable[Module], prefix: str = "") -> dict[int, str]:
-    """{id of a module: its path}, from `roots` on."""
-    return {
-        id(module): ".".join(filter(None, (prefix, name))) for root in roots for name, module in root.named_modules()
-    }
+    def _find_paths(self) -> None:
+        root = None if self._root is None else self._root()
+        if root is not None:
+            for name, module in root.named_modules():
+                self._paths[id(module)] = ".".join(filter(None, (self._path, name)))

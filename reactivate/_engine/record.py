@@ -34,6 +34,7 @@ class Options:
     determinism: str = "metadata"
     name: str | None = None
     choice: Choice | None = None
+    in_graph: Any = None  # the same for torch.compile: a function for the contexts around the traced region
     befores: tuple[Before, ...] = field(init=False, repr=False, compare=False)
     afters: tuple[tuple[After | None, Replay], ...] = field(init=False, repr=False, compare=False)
     has_leaving: bool = field(init=False, repr=False, compare=False)
@@ -48,9 +49,9 @@ class Options:
         object.__setattr__(self, "checks_versions", not any(guard.replaces_tensors for guard in self.guards))
         object.__setattr__(self, "has_leaving", any(type(guard).leave is not Guard.leave for guard in self.guards))
 
-    def of(self, name: str | None, choice: Choice | None) -> Options:
+    def of(self, name: str | None, choice: Choice | None, in_graph: Any) -> Options:
         """The same for a region of that name, with what a policy says of its inside."""
-        return replace(self, name=name, choice=choice)
+        return replace(self, name=name, choice=choice, in_graph=in_graph)
 
     def exception(self, error: ReactivateError) -> BaseException:
         """What to raise for `error`: a drop-in makes it the peer's own type as well (Rule 18)."""
@@ -194,8 +195,12 @@ def are_regions_off() -> bool:
     return _without_regions.get()
 
 
-def tell(context: Context, event: str, record: Record) -> None:
-    """Tell the observer of the context in which the region began."""
+def tell(context: Context, event: str, record: Any) -> None:
+    """Tell the observer of the context in which the region began, if it has a method for the event.
+
+    Beside those of every `Observer`: `call_saved(site)`, `replay_begins(record)`.
+    """
     observer = context.get(_observer)
-    if observer is not None:
-        getattr(observer, event)(record)
+    notice = getattr(observer, event, None)
+    if notice is not None:
+        notice(record)

@@ -43,6 +43,7 @@ from reactivate._compat import (
     without_function_modes,
 )
 from reactivate._engine import refusals
+from reactivate._engine.accounts import note_shortage
 from reactivate._engine.capture import Capture
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import (
@@ -122,7 +123,7 @@ class Region(Record):
         except BaseException as error:
             self._leave(error)
             raise
-        push_saved_tensor_hooks(self.pack, self.unpack)
+        push_saved_tensor_hooks(self.pack if options.choice is None else self.pack_beside_sites, self.unpack)
         if self.log is not None:
             self.log.__enter__()
         self.forward_log = self.aside = None
@@ -171,6 +172,7 @@ class Region(Record):
             self.log.__exit__(None, None, None)
         pop_saved_tensor_hooks()
         self._leave(error)
+        note_shortage(error)
 
     def _close_log(self) -> None:
         if self.forward_log is not None:
@@ -185,12 +187,13 @@ class Region(Record):
                 for guard, token in zip(self.options.guards, tokens):
                     stack.callback(guard.leave, token, error)
 
-    def pack(self, tensor: Tensor) -> Slot:
+    def pack(self, tensor: Tensor, frame: FrameType | None = None) -> Slot:
         """Autograd saves `tensor`: it gets an empty slot."""
+        if frame is None:
+            frame = _getframe(1)
         if is_function_mode_active():
             with without_function_modes():
-                return self.pack(tensor)
-        frame = _getframe(1)
+                return self.pack(tensor, frame)
         code = frame.f_code
         slot = Slot() if code is not FUNCTION_APPLY_CODE else FunctionSlot()
         slot.value = None
@@ -204,6 +207,16 @@ class Region(Record):
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
         self.saved.append((ref(slot), metadata, code, frame.f_lasti))
         return slot
+
+    def pack_beside_sites(self, tensor: Tensor) -> Slot:
+        """As `pack`, but a custom function whose call is saved has not saved yet when its forward returns."""
+        log = self.forward_log
+        frame = _getframe(1)
+        if log is not None and log.pending is not None:
+            if frame is log.pending.frame:
+                return log.pending.call.pack(tensor)
+            log.finish_pending()
+        return self.pack(tensor, frame)
 
     @staticmethod
     def _users_frame(known: KnownCode, frame: FrameType) -> FrameType:
@@ -229,7 +242,13 @@ class Region(Record):
                         return self._load(slot)
                     if self.tokens is not None and self.forward_log is not None:
                         self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
-                    replay(self)
+                    if observers:
+                        tell(self.context, "replay_begins", self)
+                    try:
+                        replay(self)
+                    except BaseException as error:
+                        note_shortage(error)
+                        raise
                 if len(self.saved) > 1:
                     self._limit_lifetime()
         if value._version != slot.version:

@@ -238,7 +238,9 @@ class _Matching:
         if self.last is not None and self.last_index < site.stop:
             self.is_complete = True
             self.entries = iter(())
-            self._stop_if_possible(_getframe(2))
+            frame = _getframe(2)
+            # Its own forward has not begun: it may be left out.
+            self._stop_if_possible(frame if not site.is_function else _outside_of_apply(frame))
 
     def refuse_site(self, site: SavedSite, label: str) -> BaseException:
         """The error for a call that is not the one that was saved."""
@@ -319,6 +321,12 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 leave_to_eager(_unpack.__code__)
+
+
+def _outside_of_apply(frame: FrameType) -> FrameType:
+    while frame.f_code is not FUNCTION_APPLY_CODE and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_back or frame
 
 
 def _is_inside_function(frame: FrameType) -> bool:

@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from operator import length_hint
 from sys import _getframe
-from types import CodeType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -30,6 +30,7 @@ from reactivate._compat import (
     SavedTensor,
     flatten,
     give_back,
+    is_function_mode_active,
     open_function,
     pop_function_mode,
     pop_saved_tensor_hooks,
@@ -37,6 +38,7 @@ from reactivate._compat import (
     push_saved_tensor_hooks,
     save_tensor,
     unflatten,
+    without_function_modes,
 )
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.derive import Recipe, Sources
@@ -98,11 +100,24 @@ class SavedSite:
     """
 
     __slots__ = (
-        *("changes", "count", "label", "number", "outputs", "path", "place", "reason", "requires", "results"),
+        *(
+            "changes",
+            "count",
+            "is_function",
+            "label",
+            "number",
+            "outputs",
+            "path",
+            "place",
+            "reason",
+            "requires",
+            "results",
+        ),
         *("start", "stop", "structure"),
     )
     number: int
     label: str
+    is_function: bool  # a custom `autograd.Function`
     path: str | None
     start: int
     stop: int
@@ -201,6 +216,56 @@ class _Mode(TorchFunctionMode):
         return self._log.call(decision, func, args, kwargs or {})
 
 
+class Call:
+    """A saved call while it runs."""
+
+    __slots__ = ("changes", "decision", "entries", "saved", "site", "sources", "storage", "versions")
+
+    def __init__(
+        self, log: Log, decision: Decision, number: int, storage: Storage, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.decision = decision
+        self.storage = storage
+        self.changes: list[Callable[[], Any]] = []
+        self.entries = log.record.saved
+        self.saved: list[tuple[SiteSlot, Tensor]] = []
+        self.sources = Sources(tensors_in(args, kwargs))
+        self.versions = [tensor._version for tensor in self.sources.arguments]
+        site = self.site = SavedSite()
+        site.number, site.label, site.path, site.is_function = number, decision.label, decision.path, False
+        site.start = len(self.entries)
+        site.count = len(self.sources.arguments)
+        frame = user_frame(_getframe(2))
+        site.place = (frame.f_code, frame.f_lasti)
+
+    def pack(self, tensor: Tensor) -> SiteSlot:
+        """Autograd saves `tensor` for the backward of the call."""
+        if is_function_mode_active():
+            with without_function_modes():
+                return self.pack(tensor)
+        slot = SiteSlot()
+        slot.value = slot.kept = slot.recipe = None
+        self.saved.append((slot, tensor))
+        metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
+        self.entries.append((ref(slot), metadata, *self.site.place))
+        return slot
+
+
+class Pending(NamedTuple):
+    """A custom function whose forward has returned, and which has not saved yet.
+
+    Attributes:
+        result: what its forward returned.
+        versions: of the tensors in it, by their ids.
+        frame: that of `Function.apply`, under which it will save.
+    """
+
+    call: Call
+    result: Any
+    versions: dict[int, int]
+    frame: FrameType | None
+
+
 class ForwardLog(Log):
     """The saved calls of a forward pass."""
 
@@ -208,63 +273,78 @@ class ForwardLog(Log):
         super().__init__(record, choice)
         self.sites: list[SavedSite] = []
         self.counts: dict[Any, int] = {}
+        self.pending: Pending | None = None
         self._must_rerun: str | None = None
 
     def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        call = self.begin(decision, args, kwargs)
+        if call is None:
+            return fn(*args, **kwargs)
+        log = self.record.log
+        return (self._save if log is None else log.unseen(self._save))(call, fn, args, kwargs)
+
+    def begin(self, decision: Decision, args: Any, kwargs: dict[str, Any]) -> Call | None:
+        """A call that the policy has a say in: None if it is not to be saved."""
         number = self.number
         self.number += 1
         action = decision.action or self.choice.ask(decision, self.counts)
         if type(action) is not Save:
-            return fn(*args, **kwargs)
-        record = self.record
-        site = SavedSite()
-        site.number, site.label, site.path = number, decision.label, decision.path
-        site.start = len(record.saved)
-        frame = user_frame(_getframe(2))
-        site.place = (frame.f_code, frame.f_lasti)
-        sources = Sources(tensors_in(args, kwargs))
-        site.count = len(sources.arguments)
-        versions = [tensor._version for tensor in sources.arguments]
-        saved: list[tuple[SiteSlot, Tensor]] = []
-        result = self._run(site, saved, fn, args, kwargs)
-        site.stop = len(record.saved)
-        site.changes = [] if decision.is_quiet else self._changes()
-        self._take_down(site, action.storage, sources, saved, result)
-        if versions != [tensor._version for tensor in sources.arguments]:
-            site.reason = "it writes into its arguments"
-        if self._must_rerun is not None:
-            site.reason = self._must_rerun
+            return None
+        if self.pending is not None:
+            self.finish_pending()
+        with without_function_modes():  # what is looked at here and below are not the user's calls
+            return Call(self, decision, number, action.storage, args, kwargs)
+
+    def _save(self, call: Call, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        push_saved_tensor_hooks(call.pack, self.record.unpack)
+        try:
+            result = self.run_again(fn, args, kwargs)
+        finally:
+            pop_saved_tensor_hooks()
+        if not call.decision.is_quiet:
+            call.changes = self.changes()
+        self.finish(call, result, None)
+        return result
+
+    def finish_pending(self) -> None:
+        """All has been saved that a custom function saves."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.finish(pending.call, pending.result, pending.versions)
+
+    def finish(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
+        """A saved call has returned: take down what is to be kept of it."""
+        site = call.site
+        site.stop = len(self.record.saved)
+        site.changes = call.changes
+        with without_function_modes():
+            self._take_down(call, result, versions)
+            site.reason = self._why_again(call) or site.reason
         if site.reason is not None:
             self._let_go(site)
         self.sites.append(site)
-        return result
 
-    def _run(self, site: SavedSite, saved: Any, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        entries, place = self.record.saved, site.place
+    def _why_again(self, call: Call) -> str | None:
+        if self._must_rerun is not None:
+            return self._must_rerun
+        if call.versions != [tensor._version for tensor in call.sources.arguments]:
+            return "it writes into its arguments"
+        is_op = call.decision.module is None and call.decision.name is None
+        if is_op and not call.site.results:
+            return "it computes no tensor"  # but may set something, as `set_grad_enabled` does
+        return None
 
-        def pack(tensor: Tensor) -> SiteSlot:
-            slot = SiteSlot()
-            slot.value = slot.kept = slot.recipe = None
-            saved.append((slot, tensor))
-            metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
-            entries.append((ref(slot), metadata, *place))
-            return slot
-
-        log = self.record.log
-        push_saved_tensor_hooks(pack, self.record.unpack)
-        try:
-            return self.run_again(fn if log is None else log.unseen(fn), args, kwargs)
-        finally:
-            pop_saved_tensor_hooks()
-
-    def _changes(self) -> list[Callable[[], Any]]:
+    def changes(self) -> list[Callable[[], Any]]:
+        """What brings guarded state to where it is now."""
         record = self.record
-        pairs = zip(record.options.guards, record.tokens)
-        changes = [guard.skip(record.capture, token) for guard, token in pairs]
+        with without_function_modes():
+            pairs = zip(record.options.guards, record.tokens)
+            changes = [guard.skip(record.capture, token) for guard, token in pairs]
         return [change for change in changes if change is not None]
 
-    def _take_down(self, site: SavedSite, storage: Storage, sources: Sources, saved: Any, result: Any) -> None:
+    def _take_down(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
         """Sort what was saved and what came out into what is kept and what is made again."""
+        site, sources, saved, storage = call.site, call.sources, call.saved, call.storage
         site.reason = None
         kept: dict[Any, Kept] = {}
         for slot, tensor in saved:
@@ -285,10 +365,11 @@ class ForwardLog(Log):
                 site.reason = "its result is a view of an argument"
             else:
                 site.outputs.append(_keep(leaf, storage, kept))
-                site.results.append((leaf, leaf._version))
+                site.results.append((leaf, leaf._version if versions is None else versions[id(leaf)]))
 
     def rerun_all(self, reason: str) -> None:
         """Let replays make every saved call again."""
+        self.finish_pending()
         self._must_rerun = reason
         for site in self.sites:
             site.reason = site.reason or reason
@@ -304,6 +385,7 @@ class ForwardLog(Log):
 
     def settle(self) -> None:
         """The forward pass is over: keep what is to be kept."""
+        self.finish_pending()
         for site in self.sites:
             if any(result._version != version for result, version in site.results):
                 site.reason = "its result is written to afterwards"
@@ -335,6 +417,7 @@ class ReplayLog(Log):
         self._next = next(self._todo, None)
         self._matching = matching
         self._contexts = ExitStack()
+        self.skipped: list[SavedSite] = []  # custom functions, until `apply` has been told of their results
 
     def close(self) -> None:
         super().close()
@@ -348,34 +431,38 @@ class ReplayLog(Log):
         if site.label != decision.label:
             raise self._matching.refuse_site(site, decision.label)
         self._next = next(self._todo, None)
-        log = self._matching.log
-        unseen = fn if log is None else log.unseen(fn)  # as in the forward pass
-        if site.reason is not None:
-            return self.run_again(unseen, args, kwargs)
-        self._matching.skip(site, tensors_in(args, kwargs))
-        if site.outputs is None:
-            return self.run_again(unseen, args, kwargs)
+        skip, log = self._skip, self._matching.log
+        return (skip if log is None else log.unseen(skip))(site, fn, args, kwargs)  # as in the forward pass
+
+    def _skip(self, site: SavedSite, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if site.reason is None:
+            with without_function_modes():
+                arguments = tensors_in(args, kwargs)
+                self._matching.skip(site, arguments)
+                if site.outputs is not None:
+                    return self._hand_back(site, site.outputs, arguments)
+        return self.run_again(fn, args, kwargs)
+
+    def _hand_back(self, site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
         for change in site.changes:
             context = change()
             if context is not None:
                 self._contexts.enter_context(context)
-        return self._outputs(site, args, kwargs)
+        if site.is_function:
+            self.skipped.append(site)
+        return _outputs(site, outputs, arguments)
 
-    def _outputs(self, site: SavedSite, args: Any, kwargs: Any) -> Any:
-        """What the call returned: tensors with a place in a graph where they had one, so that what follows saves."""
-        leaves: list[Any] = []
-        arguments: list[Tensor] | None = None
-        for item, requires in zip(site.outputs or (), site.requires):
-            if isinstance(item, Kept):
-                tensor = item.load().detach()
-                leaves.append(give_back(tensor) if requires and torch.is_grad_enabled() else tensor)
-            elif isinstance(item, _Argument):
-                if arguments is None:
-                    arguments = tensors_in(args, kwargs)
-                leaves.append(arguments[item.number])
-            else:
-                leaves.append(item)
-        return unflatten(leaves, site.structure)
+
+def _outputs(site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
+    """What the call returned: tensors with a place in a graph where they had one, so that what follows saves."""
+    leaves: list[Any] = []
+    for item, requires in zip(outputs, site.requires):
+        if isinstance(item, Kept):
+            tensor = item.load().detach()
+            leaves.append(give_back(tensor) if requires and torch.is_grad_enabled() else tensor)
+        else:
+            leaves.append(arguments[item.number] if isinstance(item, _Argument) else item)
+    return unflatten(leaves, site.structure)
 
 
 class _Argument:

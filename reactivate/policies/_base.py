@@ -51,12 +51,16 @@ class Interest:
 ALL = Interest(None, frozenset(), True, True, True, True)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ReadyMade:
     """A policy of ours: frozen, comparable, and it says what it can speak of."""
 
     def __call__(self, site: Site) -> Action | None:
         """The action for `site`, or None: that of the call around it."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        """As it is written."""
         raise NotImplementedError
 
     def interest(self) -> Interest:
@@ -71,6 +75,12 @@ class ReadyMade:
     def may_match_nothing(self) -> bool:
         """Whether it is all right if no site matches: for a policy that lists more than any one model has."""
         return False
+
+
+def written(function: str, *arguments: object, **options: object) -> str:
+    """A call as users write it, without options that are None."""
+    given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+    return f"{function}({', '.join([*(getattr(item, '__name__', None) or repr(item) for item in arguments), *given])})"
 
 
 def interest_of(policy: Policy) -> Interest:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from reactivate._types import Action, Policy, Save, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import Interest, ReadyMade, interest_of
+from reactivate.policies._base import Interest, ReadyMade, interest_of, written
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Several(ReadyMade):
     policies: tuple[Policy, ...]
 
@@ -23,8 +23,11 @@ class _Several(ReadyMade):
         return self.policies
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _FirstMatch(_Several):
+    def __repr__(self) -> str:
+        return written("first_match", *self.policies)
+
     def __call__(self, site: Site) -> Action | None:
         for policy in self.policies:
             action = policy(site)
@@ -47,8 +50,11 @@ def first_match(*policies: Policy) -> ReadyMade:
     return _FirstMatch(policies)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Either(_Several):
+    def __repr__(self) -> str:
+        return written("either", *self.policies)
+
     def __call__(self, site: Site) -> Action | None:
         actions = [action for action in (policy(site) for policy in self.policies) if action is not None]
         saves = [action for action in actions if isinstance(action, Save)]
@@ -71,8 +77,11 @@ def either(*policies: Policy) -> ReadyMade:
     return _Either(policies)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Except(_Several):
+    def __repr__(self) -> str:
+        return written("except_", *self.policies)
+
     def __call__(self, site: Site) -> Action | None:
         policy, *exceptions = self.policies
         answers = [exception(site) for exception in exceptions]  # of all: some count
@@ -100,10 +109,13 @@ def except_(policy: Policy, *exceptions: Policy) -> ReadyMade:
     return _Except((policy, *exceptions))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _EveryNth(_Several):
     n: int
     offset: int
+
+    def __repr__(self) -> str:
+        return written("every_nth", self.n, *self.policies, offset=self.offset or None)
 
     def __call__(self, site: Site) -> Action | None:
         action = self.policies[0](site)

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from reactivate._types import Action, Recompute, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import ReadyMade
+from reactivate.policies._base import ReadyMade, written
 from reactivate.policies._select import Selector, check, selects
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Full(ReadyMade):
+    def __repr__(self) -> str:
+        return written("full")
+
     def __call__(self, site: Site) -> Action | None:
         return Recompute() if site.block is not None else None
 
@@ -32,8 +35,11 @@ def full() -> ReadyMade:
     return _Full()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _None(ReadyMade):
+    def __repr__(self) -> str:
+        return written("none")
+
     def __call__(self, site: Site) -> Action | None:
         return None
 
@@ -47,10 +53,13 @@ def none() -> ReadyMade:
     return _None()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Every(ReadyMade):
     k: int
     offset: int
+
+    def __repr__(self) -> str:
+        return written("recompute_every", self.k, offset=self.offset or None)
 
     def __call__(self, site: Site) -> Action | None:
         return Recompute() if site.block is not None and site.block % self.k == self.offset else None
@@ -80,9 +89,12 @@ def recompute_every(k: int, offset: int = 0) -> ReadyMade:
     return _Every(k, offset)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Modules(ReadyMade):
     selectors: tuple[Selector, ...]
+
+    def __repr__(self) -> str:
+        return written("recompute_modules", *self.selectors)
 
     def __call__(self, site: Site) -> Action | None:
         return Recompute() if site.module is not None and selects(self.selectors, site) else None

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 from reactivate._types import DEVICE, Action, Save, Site, Storage
 from reactivate.errors import UsageError
-from reactivate.policies._base import Interest, ReadyMade
+from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies._select import Selector, check, selects
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Modules(ReadyMade):
     selectors: tuple[Selector, ...]
     storage: Storage
+
+    def __repr__(self) -> str:
+        return written("save_modules", *self.selectors, storage=None if self.storage == DEVICE else self.storage)
 
     def __call__(self, site: Site) -> Action | None:
         return Save(self.storage) if site.module is not None and selects(self.selectors, site) else None
@@ -49,10 +52,13 @@ def save_modules(*selectors: Selector, storage: Storage = DEVICE) -> ReadyMade:
     return _Modules(selectors, storage)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Names(ReadyMade):
     names: tuple[str, ...]
     storage: Storage
+
+    def __repr__(self) -> str:
+        return written("save_names", *self.names, storage=None if self.storage == DEVICE else self.storage)
 
     def __call__(self, site: Site) -> Action | None:
         return Save(self.storage) if site.name is not None and site.name in self.names else None

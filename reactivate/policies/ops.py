@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from reactivate._types import DEVICE, Action, Save, Site, Storage
 from reactivate.errors import UsageError
-from reactivate.policies._base import Interest, ReadyMade
+from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies._select import matches
 from reactivate.policies.canonical import check, name_of
 
@@ -24,13 +24,26 @@ COMPUTE_INTENSIVE = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _Ops(ReadyMade):
     ops: tuple[str, ...]
     functions: tuple[type[Function], ...]
     within: tuple[str, ...]
     storage: Storage
     is_a_list: bool = False
+
+    def __repr__(self) -> str:
+        return (
+            written("compute_intensive")
+            if self.is_a_list
+            else written(
+                "save_ops",
+                *self.ops,
+                *self.functions,
+                within=self.within or None,
+                storage=None if self.storage == DEVICE else self.storage,
+            )
+        )
 
     def __call__(self, site: Site) -> Action | None:
         if site.function is None or site.name is not None:

@@ -1,0 +1,236 @@
+"""Who holds which bytes for the backward.
+
+Memory is counted in storages, each once: a view costs nothing, and what two regions keep is kept once. A region keeps its
+inputs (saved tensors of autograd's own, or copies), what saved calls left, and what its guards left.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.nn import Module
+
+from reactivate._compat import SavedTensor, data_of
+from reactivate._engine.forms import CopyForm, Form, StatisticForm, attributes_of
+from reactivate._engine.record import Record, Slot
+from reactivate._engine.refusals import name_of
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+class Ledger:
+    """Counts memory, each storage once.
+
+    Args:
+        known: tensors whose memory is not to be counted: parameters, which are there anyway.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        self._seen: dict[int, UntypedStorage] = {}  # alive, so that an address stays one storage's
+        for tensor in known:
+            self.enter(tensor)
+
+    def enter(self, tensor: Tensor) -> int:
+        """The bytes of `tensor` that were not counted before."""
+        new_bytes = 0
+        for storage in _storages_of(tensor):
+            if storage._cdata not in self._seen:
+                self._seen[storage._cdata] = storage
+                new_bytes += int(storage.nbytes())
+        return new_bytes
+
+    def enter_all(self, tensors: Iterable[Tensor]) -> int:
+        """The same for several."""
+        return sum(map(self.enter, tensors))
+
+
+def _storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
+    if hasattr(tensor, "__tensor_flatten__"):  # a subclass that is made of other tensors
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages_of(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    else:
+        for name in _PARTS.get(tensor.layout, ()):
+            yield from _storages_of(getattr(tensor.detach(), name)())
+
+
+# -- what a region holds that autograd does not know of ---------------------------------------------------------------
+
+
+def copied_inputs(record: Record) -> Iterator[Tensor]:
+    """The copies that a region made of inputs, where autograd's own saved tensors would not do."""
+    seen: set[int] = set()
+    for form in (record.fn, *record.args, *record.kwargs.values()):
+        yield from _copies_in(form, seen)
+
+
+def _copies_in(form: Any, seen: set[int]) -> Iterator[Tensor]:
+    if not isinstance(form, Form) or id(form) in seen:
+        return
+    seen.add(id(form))
+    if isinstance(form, StatisticForm):
+        yield form.copy
+    elif isinstance(form, CopyForm):
+        yield from held_by(form.original)
+    for _, child in form.children():
+        yield from _copies_in(child, seen)
+
+
+def held_by_guards(record: Record) -> Iterator[Tensor]:
+    """The tensors in the snapshots of a region's guards, and in what leads over its saved calls."""
+    yield from held_by([snapshot for _, snapshot in record.snapshots])
+    yield from held_by([site.changes for site in record.sites])
+
+
+def held_by(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The tensors in containers, in this package's objects, and in what was bound to a function.
+
+    Not those of modules, which are not held but known; nor what is behind objects of other people's classes.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, (Module, type, str, bytes)):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for part in _parts_of(value):
+            yield from held_by(part, seen)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    if isinstance(value, functools.partial):
+        return (*value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if is_dataclass(value):
+        return [getattr(value, item.name) for item in fields(value)]
+    if type(value).__module__.partition(".")[0] == "reactivate":
+        return attributes_of(value).values()
+    return ()
+
+
+# -- out of memory ----------------------------------------------------------------------------------------------------
+
+_CPU_SAYS = ("not enough memory", "can't allocate memory")  # its allocator's error has no class of its own
+_BEGINNING = "Kept for the backward by regions"
+_LINES = 12
+
+
+def note_shortage(error: BaseException) -> None:
+    """If memory ran out, say in `error` what the regions that are alive keep. Otherwise do nothing."""
+    if _is_shortage(error) and not _is_noted(error):
+        _add_note(error, _account_of_living())
+
+
+def _is_shortage(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_SAYS)
+
+
+def _is_noted(error: BaseException) -> bool:
+    return any(_BEGINNING in str(note) for note in (*getattr(error, "__notes__", ()), *error.args))
+
+
+def _account_of_living() -> str:
+    """What each living region keeps, most first. They are looked for now, so that they need not be listed before."""
+    ledger = Ledger()
+    kept: dict[str, tuple[int, int]] = {}
+    for record in _living():
+        known = getattr(record, "snapshots", None) is not None
+        size = ledger.enter_all((*_saved_inputs(record), *copied_inputs(record)))
+        size += ledger.enter_all((*_saved_results(record), *held_by_guards(record))) if known else 0
+        count, before = kept.get(name_of(record), (0, 0))
+        kept[name_of(record)] = count + 1, before + size
+    order = sorted(kept.items(), key=lambda item: -item[1][1])
+    lines = [f"  {name}{f' ({count} calls)' if count > 1 else ''}: {in_words(size)}" for name, (count, size) in order]
+    if len(lines) > _LINES:
+        lines[_LINES:] = [f"  and {len(lines) - _LINES} more"]
+    total = in_words(sum(size for _, size in kept.values()))
+    return "\n".join(
+        [
+            f"{_BEGINNING}: {total} in {sum(count for count, _ in kept.values())} that are alive.",
+            *lines,
+            "What the rest of the model keeps is not in this. `reactivate.explain(model, args, fake=True)` lists all of "
+            "it, by module and line, and allocates nothing.",
+        ]
+    )
+
+
+def _living() -> list[Record]:
+    return [item for item in gc.get_objects() if issubclass(type(item), Record) and hasattr(item, "kwargs")]
+
+
+def _saved_inputs(record: Record) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    todo: list[Any] = [record.fn, *record.args, *record.kwargs.values()]
+    while todo:
+        form = todo.pop()
+        if id(form) in seen:
+            continue
+        seen.add(id(form))
+        if isinstance(form, SavedTensor):
+            yield from _tensors_of(form)
+        elif isinstance(form, Form):
+            todo += [child for _, child in form.children()]
+
+
+def _saved_results(record: Record) -> Iterator[Tensor]:
+    for kept in kept_by(record):
+        yield from _tensors_of(kept.handle) if isinstance(kept.handle, SavedTensor) else held_by(kept.handle)
+
+
+def kept_by(record: Record) -> list[Any]:
+    """What the saved calls of a region keep: results, and what they saved for their backward."""
+    return [kept for site in record.sites for kept in kept_of(record, site)]
+
+
+def kept_of(record: Record, site: Any) -> list[Any]:
+    """The same for one call."""
+    slots = (reference() for reference, *_ in record.saved[site.start : site.stop])
+    found = [*(site.outputs or ()), *(getattr(slot, "kept", None) for slot in slots)]
+    return list({id(item): item for item in found if hasattr(item, "storage")}.values())
+
+
+def _tensors_of(saved: Any) -> Iterator[Tensor]:
+    """What is kept for a saved tensor: nothing if a region around this one has it, whose replay brings it back."""
+    data = data_of(saved)
+    if not isinstance(data, Slot):
+        yield from held_by(data)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error.args[0] if error.args else ''}\n{note}", *error.args[1:])
+
+
+def in_words(size_bytes: int) -> str:
+    """A number of bytes, to be read."""
+    size, unit = float(size_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size_bytes} B" if unit == "B" else f"{size:.{0 if size >= 100 else 1 if size >= 10 else 2}f} {unit}"

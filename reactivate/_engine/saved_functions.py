@@ -1,0 +1,123 @@
+"""Custom autograd functions as saved calls.
+
+`Function.apply` is bound early (`swish = Swish.apply`), so there is no place to stand in for it. It looks up `forward` on
+the class at every call, though: there a wrapper stands, for as long as a policy names the class. What the function saves
+is saved after its `forward` has returned, directly under `apply`; the log of the forward pass waits for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from sys import _getframe
+from threading import RLock
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from reactivate._compat import FUNCTION_APPLY_CODE, flatten, has_setup_context
+from reactivate._engine.choice import Choice
+from reactivate._engine.saved_sites import ForwardLog, Pending, ReplayLog, current_log
+
+_changing = RLock()
+_wrapped: dict[type[Function], int] = {}  # how many policies name the class
+
+
+def serve(choice: Choice) -> Choice:
+    """Let the functions that a policy names be saved calls, for as long as its `choice` lives."""
+    kinds = choice.interest.functions
+    if kinds:
+        intercept(kinds)
+        weakref.finalize(choice, release, kinds)
+    return choice
+
+
+def intercept(kinds: Iterable[type[Function]]) -> None:
+    """From here on, let calls of these functions inside of regions go to the region's log."""
+    with _changing:
+        for kind in kinds:
+            if kind not in _wrapped:
+                _wrap(kind)
+            _wrapped[kind] = _wrapped.get(kind, 0) + 1
+
+
+def release(kinds: Iterable[type[Function]]) -> None:
+    """The end of what `intercept` began."""
+    with _changing:
+        for kind in kinds:
+            _wrapped[kind] -= 1
+            if not _wrapped[kind]:
+                del _wrapped[kind]
+                for name in ("forward", "setup_context"):
+                    _restore(kind, name)
+
+
+def _wrap(kind: Any) -> None:
+    forward, setup = kind.forward, kind.setup_context
+    is_split = has_setup_context(kind)
+
+    def wrapped(*args: Any) -> Any:
+        log = current_log()
+        decision = None if log is None else log.choice.of_class(kind)
+        if log is None or decision is None or not decision.is_of_interest:
+            return forward(*args)
+        inputs = args if is_split else args[1:]
+        if isinstance(log, ForwardLog):
+            return _keep(log, decision, forward, args, inputs)
+        assert isinstance(log, ReplayLog)
+        skipped = len(log.skipped)
+        result = log.call(decision, lambda *_: forward(*args), inputs, {})
+        if len(log.skipped) > skipped and not is_split:
+            _mark(args[0], result, log.skipped.pop())
+        return result
+
+    def wrapped_setup(context: Any, inputs: Any, output: Any) -> Any:
+        log = current_log()
+        if isinstance(log, ReplayLog) and log.skipped:
+            return _mark(context, output, log.skipped.pop())
+        return setup(context, inputs, output)
+
+    _put(kind, "forward", wrapped)
+    if is_split:
+        _put(kind, "setup_context", wrapped_setup)
+
+
+def _keep(log: ForwardLog, decision: Any, forward: Any, args: Any, inputs: Any) -> Any:
+    frame: FrameType | None = _getframe(2)
+    while frame is not None and frame.f_code is not FUNCTION_APPLY_CODE:
+        frame = frame.f_back
+    call = log.begin(decision, inputs, {})
+    if call is None:
+        return forward(*args)
+    result = log.run_again(forward, args, {})
+    if not decision.is_quiet:
+        call.changes = log.changes()
+    call.site.is_function = True
+    versions = {id(leaf): leaf._version for leaf in flatten(result)[0] if isinstance(leaf, Tensor)}
+    log.pending = Pending(call, result, versions, frame)
+    return result
+
+
+def _mark(context: Any, result: Any, site: Any) -> None:
+    """What the function's own forward would have said of its results, as far as it matters to what follows."""
+    leaves = flatten(result)[0]
+    constant = [leaf for leaf, requires in zip(leaves, site.requires) if isinstance(leaf, Tensor) and not requires]
+    context.mark_non_differentiable(*constant)
+
+
+def _put(kind: Any, name: str, function: Any) -> None:
+    function.hidden = vars(kind).get(name)  # None: inherited
+    setattr(kind, name, staticmethod(function))
+
+
+def _restore(kind: Any, name: str) -> None:
+    placed = vars(kind).get(name)
+    hidden = getattr(getattr(placed, "__func__", None), "hidden", placed)
+    if hidden is placed:
+        return
+    if hidden is None:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, hidden)

@@ -1,0 +1,125 @@
+"""A policy for torch.compile: what its partitioner is told to keep of a traced region.
+
+The compiler recomputes by ops of ATen; a policy speaks of calls. Each op of a traced region carries where it comes from:
+the stack of modules, the function that the model called, the name given by `reactivate.site`. So the site of an op is
+put together again, the policy is asked about it, and the op is marked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import ref
+
+from torch.nn import Module
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from reactivate._compat import SITE, node_being_traced
+from reactivate._types import DEVICE, Action, Policy, Save, Site
+from reactivate.errors import UnsupportedError
+from reactivate.policies._base import interest_of
+from reactivate.policies.canonical import name_of
+
+# Copies of what the op is called with, which eager saves no more than these: they are made again.
+_COPIES = frozenset({"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"})
+_KEYS = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
+
+
+Root = ref[Module] | None
+
+
+def contexts_for(policy: Policy, root: Root, path: str) -> Callable[[], Any]:
+    """A function for what torch.compile enters around a traced region and around its recomputation.
+
+    Args:
+        policy: the policy.
+        root: a reference to the module that is the region, if it is one.
+        path: its path.
+    """
+
+    def contexts() -> Any:  # a plain function: dynamo takes no method for a constant
+        functions = interest_of(policy).functions
+        if functions:
+            names = ", ".join(sorted(function.__name__ for function in functions))
+            raise UnsupportedError(
+                f"The policy {policy!r} saves custom autograd functions ({names}), and torch.compile takes these apart: "
+                "in its graph nothing says which ops were theirs. Save the module around it, or call it through "
+                "reactivate.site(fn, name=...) and save that name."
+            )
+        return create_selective_checkpoint_contexts(_Marker(policy, None if root is None else root(), path))
+
+    return contexts
+
+
+class _Marker:
+    """One tracing of a region: which of its ops are kept."""
+
+    def __init__(self, policy: Policy, root: Module | None, path: str) -> None:
+        self._policy = policy
+        self._root = root
+        self._path = path
+        modules = [] if root is None else list(root.named_modules())[1:]
+        self._inside = {str(id(module)): (".".join(filter(None, (path, name))), module) for name, module in modules}
+        self._answers: dict[Any, Action | None] = {}
+        self._counts: dict[Any, int] = {}
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if getattr(op, "is_view", False) or name_of(op) in _COPIES:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        meta = node_being_traced()
+        actions = [self._about_function(op, meta), *self._about_modules(meta), self._about_name(meta)]
+        saves = [action for action in actions if isinstance(action, Save)]
+        if any(action.storage != DEVICE for action in saves):
+            raise UnsupportedError(
+                f"The policy {self._policy!r} keeps results in {saves[0].storage!r}; what torch.compile keeps stays on "
+                "the device. Leave out storage=, or run the region in eager: torch.compiler.disable(region)."
+            )
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _about_function(self, op: Any, meta: Mapping[str, Any]) -> Action | None:
+        stack = meta.get("source_fn_stack") or []
+        call, function = stack[-1] if stack else (str(op), op)
+        name = self._name_of(call, function)
+        return self._ask(("call", call), op=name, path=self._innermost(meta), function=function)
+
+    @staticmethod
+    def _name_of(call: str, function: Any) -> str:
+        if isinstance(function, str):  # a method of a tensor
+            return function
+        if isinstance(function, type):  # one of torch's modules: the call is named for the function in it
+            return re.sub(r"_\d+$", "", call)
+        return name_of(function)
+
+    def _about_modules(self, meta: Mapping[str, Any]) -> list[Action | None]:
+        return [self._ask(("module", path), path=path, module=module) for path, module in self._modules(meta) if module]
+
+    def _about_name(self, meta: Mapping[str, Any]) -> Action | None:
+        name = (meta.get("custom") or {}).get(SITE)
+        return None if name is None else self._ask(("name", name), name=name, path=self._innermost(meta), function=name)
+
+    def _ask(self, key: Any, path: str, **site: Any) -> Action | None:
+        if key not in self._answers:
+            kind = (key[0], site.get("op"))
+            index = self._counts.get(kind, 0)
+            self._counts[kind] = index + 1
+            self._answers[key] = self._policy(Site(path, index=index, counts=self._counts, **site))
+        return self._answers[key]
+
+    def _innermost(self, meta: Mapping[str, Any]) -> str:
+        modules = self._modules(meta)
+        return modules[-1][0] if modules else self._path
+
+    def _modules(self, meta: Mapping[str, Any]) -> list[tuple[str, Module | None]]:
+        """The modules around an op, inside of the region, outermost first: (path, module)."""
+        stack: Mapping[str, Any] = meta.get("nn_module_stack") or {}
+        if self._root is None:
+            return [(_dotted(place), None) for place, _ in stack.values()]
+        found = [self._inside.get(key.partition("@")[0]) for key in stack]  # dynamo's keys are ids
+        return [entry for entry in found if entry is not None]
+
+
+def _dotted(place: str) -> str:
+    """`L['self']._modules['layers'].0` -> "layers.0": without the variable that the model is in."""
+    names = _KEYS.sub(r".\1", place.replace("._modules", "").replace(".forward._module()", "")).split(".")
+    return ".".join(names[2:]) if names[0] in ("L", "G") else ".".join(names)
