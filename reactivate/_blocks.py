@@ -44,7 +44,8 @@ def _collect(module: Module, path: str, found: dict[str, Module], seen: set[Modu
 
 
 def _repeated(container: Module) -> set[Module]:
-    children = [child for child in container.children() if _is_made_of_modules(child)]
+    # A layer that is there several times (shared weights) is repeated, too; `children()` has it once.
+    children = [child for child in container._modules.values() if child is not None and _is_made_of_modules(child)]
     counts = Counter(map(type, children))
     return {child for child in children if counts[type(child)] > 1}
 

@@ -106,10 +106,8 @@ without_function_modes = torch._C.DisableTorchFunction
 
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
-# Calls a function of torch's that is written in Python as if no mode had been asked about it: the modes see its inside.
-open_function: Callable[..., Any] = torch._C._skip_one_hop_torch_function
 # Functions that `torch.nn.functional` re-exports, and the ops of `torch.ops`.
-builtin_functions = torch._C._nn
+builtin_functions: Any = torch._C._nn
 OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
@@ -296,11 +294,14 @@ def checkpoint_in_graph(
 
 def named_in_graph(name: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A call that torch.compile traces, named for policies."""
+    if not names_reach_graphs:
+        return fn(*args, **kwargs)
     with torch.fx.traceback.annotate({SITE: name}):
         return fn(*args, **kwargs)
 
 
 SITE = "reactivate.site"
+names_reach_graphs: bool = hasattr(torch.fx.traceback, "annotate")  # since torch 2.10
 
 
 def node_being_traced() -> Any:
@@ -535,8 +536,5 @@ FakeTensor, FakeTensorMode = torch._subclasses.FakeTensor, torch._subclasses.Fak
 
 
 def data_of(saved: Any) -> Any:
-    """What is kept for a saved tensor: the tensor, or what hooks made of it. To unpack it would run these (a replay).
-
-    None before torch 2.12, which does not say.
-    """
-    return getattr(saved, "data", None)
+    """What is kept for a saved tensor: the tensor, or what hooks made of it. (torch < 2.12 can only run these hooks.)"""
+    return saved.data if hasattr(saved, "data") else saved.unpack()

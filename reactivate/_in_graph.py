@@ -15,10 +15,10 @@ from weakref import ref
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from reactivate._compat import SITE, node_being_traced
-from reactivate._types import DEVICE, Action, Policy, Save, Site
+from reactivate._compat import SITE, names_reach_graphs, node_being_traced
+from reactivate._types import DEVICE, Action, Policy, Save, Site, Storage
 from reactivate.errors import UnsupportedError
-from reactivate.policies._base import interest_of
+from reactivate.policies._base import ReadyMade, interest_of, parts_of
 from reactivate.policies.canonical import name_of
 
 # Copies of what the op is called with, which eager saves no more than these: they are made again.
@@ -39,17 +39,33 @@ def contexts_for(policy: Policy, root: Root, path: str) -> Callable[[], Any]:
     """
 
     def contexts() -> Any:  # a plain function: dynamo takes no method for a constant
-        functions = interest_of(policy).functions
-        if functions:
-            names = ", ".join(sorted(function.__name__ for function in functions))
-            raise UnsupportedError(
-                f"The policy {policy!r} saves custom autograd functions ({names}), and torch.compile takes these apart: "
-                "in its graph nothing says which ops were theirs. Save the module around it, or call it through "
-                "reactivate.site(fn, name=...) and save that name."
-            )
+        _refuse_untranslatable(policy)
         return create_selective_checkpoint_contexts(_Marker(policy, None if root is None else root(), path))
 
     return contexts
+
+
+def _refuse_untranslatable(policy: Policy) -> None:
+    interest = interest_of(policy)
+    if interest.functions:
+        names = ", ".join(sorted(function.__name__ for function in interest.functions))
+        raise UnsupportedError(
+            f"The policy {policy!r} saves custom autograd functions ({names}), and torch.compile takes these apart: in "
+            "its graph nothing says which ops were theirs. Save the module around it, or call it through "
+            "reactivate.site(fn, name=...) and save that name."
+        )
+    if isinstance(policy, ReadyMade) and interest.names and not names_reach_graphs:
+        raise UnsupportedError(f"The policy {policy!r} saves calls by name, which torch.compile knows since torch 2.10.")
+    for part in parts_of(policy):
+        _refuse_storage(policy, getattr(part, "storage", DEVICE))
+
+
+def _refuse_storage(policy: Policy, storage: Storage) -> None:
+    if storage != DEVICE:
+        raise UnsupportedError(
+            f"The policy {policy!r} keeps results in {storage!r}; what torch.compile keeps stays on the device. Leave "
+            "out storage=, or run the region in eager: torch.compiler.disable(region)."
+        )
 
 
 class _Marker:
@@ -70,11 +86,8 @@ class _Marker:
         meta = node_being_traced()
         actions = [self._about_function(op, meta), *self._about_modules(meta), self._about_name(meta)]
         saves = [action for action in actions if isinstance(action, Save)]
-        if any(action.storage != DEVICE for action in saves):
-            raise UnsupportedError(
-                f"The policy {self._policy!r} keeps results in {saves[0].storage!r}; what torch.compile keeps stays on "
-                "the device. Leave out storage=, or run the region in eager: torch.compiler.disable(region)."
-            )
+        for action in saves:
+            _refuse_storage(self._policy, action.storage)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _about_function(self, op: Any, meta: Mapping[str, Any]) -> Action | None:

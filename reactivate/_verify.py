@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
 
+from reactivate._apply import apply
 from reactivate._checkpoint import checkpoint
 from reactivate._compat import leaves_with_paths
 from reactivate._engine.capture import Capture
 from reactivate._engine.record import Record, observed_by, without_regions
+from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.guards import Modules, all_sources
 
@@ -61,7 +64,7 @@ class Verdict:
 
 
 def verify(
-    model: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None, *, policy: Any = None
+    model: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None, *, policy: Policy | None = None
 ) -> Verdict:
     """Run `model` plain and checkpointed from the same state, and compare all that comes out.
 
@@ -76,13 +79,14 @@ def verify(
         model: a module or a function.
         args: a tuple of arguments; a lone tensor is one argument.
         kwargs: keyword arguments.
-        policy: what to checkpoint, in place of the above: a function model -> checkpointed model.
+        policy: what to recompute, in place of the above: it is applied to `model` meanwhile, if that is a module; of a
+            function it says what is kept inside.
 
     Returns:
         The verdict, with the first difference by name.
 
     Raises:
-        UsageError: nothing that comes out requires a gradient.
+        UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
 
     Example:
         >>> import torch, reactivate
@@ -90,6 +94,14 @@ def verify(
         >>> bool(reactivate.verify(model, torch.randn(2, 4)))
         True
     """
+    return compare(model, args, kwargs, None if policy is None else functools.partial(_under, policy))
+
+
+Change = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any]]]
+
+
+def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None, change: Change | None) -> Verdict:
+    """`verify`, for what any `change` makes of the model: model -> a context with the model that is to be the same."""
     args = args if isinstance(args, tuple) else (args,)
     call = _Call(model, args, dict(kwargs or {}))
     with without_regions():
@@ -97,8 +109,8 @@ def verify(
     difference = _first_difference(plain, again)
     if difference is not None:
         return _verdict(plain, again, difference, is_deterministic=False)
-    ours = call.run(model if policy is None else policy(model))
-    if policy is None and not ours.regions:
+    ours = call.run(model, change or nullcontext)
+    if change is None and not ours.regions:
         ours = call.run(checkpoint(model))
     return _verdict(plain, ours, _first_difference(plain, ours), is_deterministic=True)
 
@@ -117,6 +129,19 @@ class _Run:
 
     def replay_done(self, record: Record) -> None:
         self.replays += 1
+
+
+@contextmanager
+def _under(policy: Policy, model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """The model with the policy."""
+    if isinstance(model, Module):
+        handle = apply(model, policy)
+        try:
+            yield model
+        finally:
+            handle.remove()
+    else:
+        yield checkpoint(model, policy=policy)
 
 
 class _Call:
@@ -139,14 +164,14 @@ class _Call:
         closed_over = [item for item, _ in reach.tensors if item.requires_grad and id(item) not in known]
         self.inputs |= {f"closed-over tensor {index}": item for index, item in enumerate(closed_over)}
 
-    def run(self, model: Callable[..., Any]) -> _Run:
+    def run(self, model: Callable[..., Any], change: Change = nullcontext) -> _Run:
         """Run forward and backward from the state that the call was made in, and go back to it."""
         random_states = [source.read() for source in self.sources]
         run = _Run()
         modules = nullcontext() if self._state is None else self._guard.replay(self._state)
         try:
-            with torch.enable_grad(), modules, observed_by(run):
-                self._run(model, run)
+            with torch.enable_grad(), modules, observed_by(run), change(model) as subject:
+                self._run(subject, run)
         finally:
             for source, state in zip(self.sources, random_states):
                 source.write(state)

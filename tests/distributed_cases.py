@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import reactivate
+from reactivate import policies
 
 PROCESSES = 2
 WIDTH = 16
@@ -248,6 +249,40 @@ def wrapped_in_ddp(wrap: Wrap) -> Training:
     return trains(DistributedDataParallel(model, static_graph=True))
 
 
+# -- a policy for the whole model --------------------------------------------------------------------------------------
+
+KEEPS_LINEAR = policies.first_match(
+    policies.save_ops("linear", within="*.up"), policies.save_modules("*.norm"), policies.full()
+)
+
+
+def applied_in_ddp(wrap: Wrap, **options: Any) -> Training:
+    model = Stack([Block() for _ in range(3)])
+    if wrap is not plain:
+        reactivate.apply(model, KEEPS_LINEAR)
+    return trains(DistributedDataParallel(model, **options))
+
+
+def applied_around_ddp(wrap: Wrap) -> Training:
+    model = DistributedDataParallel(Stack([Block() for _ in range(3)]))
+    if wrap is not plain:
+        reactivate.apply(model, KEEPS_LINEAR)
+    return trains(model)
+
+
+def applied_and_sharded(wrap: Wrap, *, first: bool, **options: Any) -> Training:
+    """The policy before the shards or after them: `forward` is inside of their hooks either way."""
+    model = Stack([Block() for _ in range(3)])
+    if wrap is not plain and first:
+        reactivate.apply(model, KEEPS_LINEAR)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    if wrap is not plain and not first:
+        reactivate.apply(model, KEEPS_LINEAR)
+    return trains(model)
+
+
 # -- collectives inside of a region ------------------------------------------------------------------------------------
 
 
@@ -410,6 +445,12 @@ CASES: dict[str, Case] = {
         other_needs, 3, 3, early_stop=False, collectives_of_a_replay=["all_reduce"]
     ),
     "tensor parallel": Case(tensor_parallel, 6, 6),
+    "policy, ddp": Case(applied_in_ddp, 9, 9),
+    "policy, ddp, static graph": Case(partial(applied_in_ddp, static_graph=True), 9, 9),
+    "policy, around ddp": Case(applied_around_ddp, 9, 9),
+    "policy, then fsdp": Case(partial(applied_and_sharded, first=True), 9, 9),
+    "fsdp, then policy": Case(partial(applied_and_sharded, first=False), 9, 9),
+    "policy, then fsdp, bfloat16": Case(partial(applied_and_sharded, first=True, mp_policy=_BF16), 9, 9),
     "fsdp, whole model": Case(whole_sharded, 3, 3),
     "fsdp, microbatches": Case(sharded_microbatches, 18, 18),
 }

@@ -27,12 +27,13 @@ FLOORS = [
     ["reactivate.errors", "reactivate._types"],
     ["reactivate._compat", "reactivate._standin", "reactivate.storage"],
     ["reactivate._backends", "reactivate.policies", "reactivate._blocks"],
-    ["reactivate.guards"],
+    ["reactivate.guards", "reactivate._in_graph"],
     ["reactivate._engine"],
     ["reactivate._checkpoint", "reactivate._site"],
     ["reactivate._apply"],
-    ["reactivate._verify"],
-    ["reactivate.dropin"],
+    ["reactivate._verify", "reactivate._explain"],
+    ["reactivate.report"],
+    ["reactivate.dropin", "reactivate.recipe"],
     ["reactivate"],
 ]
 

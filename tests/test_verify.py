@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,16 @@ from oracle import random_states
 from torch import Tensor, nn
 
 import reactivate
+from reactivate import policies
+from reactivate._verify import compare
 from reactivate.errors import UsageError
 
-Policy = Callable[[Callable[..., Any]], Callable[..., Any]]
+Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def verify_changed(model: Callable[..., Any], args: Any, *, change: Change | None) -> reactivate.Verdict:
+    """The verdict about what `change` makes of the model."""
+    return compare(model, args, None, None if change is None else lambda model: nullcontext(change(model)))
 
 
 def leaf(*shape: int) -> Tensor:
@@ -74,7 +82,7 @@ def test_a_closure_with_a_module_and_a_tensor() -> None:
 class WithRegions(nn.Module):
     """A model that checkpoints its own blocks, one inside of the other."""
 
-    def __init__(self, wrap: Policy = reactivate.checkpoint) -> None:
+    def __init__(self, wrap: Change = reactivate.checkpoint) -> None:
         super().__init__()
         self.first, self.second = network(), network()
         self.wrap = wrap
@@ -95,10 +103,29 @@ def test_a_model_with_torchs_regions_and_the_drop_in() -> None:
     assert_good(verdict, regions=2)
 
 
-def test_a_policy_says_what_is_checkpointed() -> None:
-    verdict = reactivate.verify(network(), torch.randn(4, 8), policy=lambda model: model)
+def test_a_policy_says_what_is_recomputed() -> None:
+    blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout()) for _ in range(3)])
+    for policy, regions in (
+        (policies.full(), 3),
+        (policies.recompute_every(2), 2),
+        (policies.first_match(policies.save_ops("tanh"), policies.full()), 3),
+        (policies.none(), 0),
+    ):
+        verdict = reactivate.verify(blocks, torch.randn(4, 8), policy=policy)
+        assert bool(verdict) and verdict.regions == regions
+        assert verdict.replays == regions
+        assert reactivate.Handle.of(blocks) is None
+    inside = reactivate.verify(lambda x: x.sin().cos().exp(), leaf(4), policy=policies.save_ops("cos"))
+    assert bool(inside) and inside.regions == 1
+    with pytest.raises(reactivate.errors.UsageError, match="matches nothing"):
+        reactivate.verify(blocks, torch.randn(4, 8), policy=policies.recompute_modules("head"))
+    assert reactivate.Handle.of(blocks) is None
+
+
+def test_another_way_to_checkpoint_can_be_held_against_the_plain_model() -> None:
+    verdict = verify_changed(network(), torch.randn(4, 8), change=lambda model: model)
     assert verdict and verdict.regions == 0 and verdict.kept_bytes == verdict.plain_bytes
-    assert_good(reactivate.verify(network(), torch.randn(4, 8), policy=reactivate.checkpoint))
+    assert_good(verify_changed(network(), torch.randn(4, 8), change=reactivate.checkpoint))
 
 
 # -- something is wrong -----------------------------------------------------------------------------------------------
@@ -156,7 +183,7 @@ def with_a_shifted_numpy(model: Any) -> Any:
     return lambda x: (model(x), numpy.random.random())[0]
 
 
-BROKEN: list[tuple[Policy, str]] = [
+BROKEN: list[tuple[Change, str]] = [
     (with_another_output, "output is different, by up to 1"),
     (with_a_wrong_gradient, "gradient of args[0] is different, by up to"),
     (without_a_gradient, "gradient of 0.bias is missing"),
@@ -168,8 +195,8 @@ BROKEN: list[tuple[Policy, str]] = [
 
 
 @pytest.mark.parametrize(("policy", "difference"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_the_first_difference_is_named(policy: Policy, difference: str) -> None:
-    verdict = reactivate.verify(network(), leaf(4, 8), policy=policy)
+def test_the_first_difference_is_named(policy: Change, difference: str) -> None:
+    verdict = verify_changed(network(), leaf(4, 8), change=policy)
     assert not verdict and not verdict.is_same and verdict.is_deterministic
     assert verdict.difference is not None and verdict.difference.startswith(difference), verdict
     assert str(verdict).startswith(f"Not the same: {difference}")
@@ -180,18 +207,18 @@ def test_a_gradient_that_only_the_checkpointed_model_has_is_a_difference() -> No
         return x.sin()
 
     x, y = leaf(4), leaf(4)
-    verdict = reactivate.verify(model, (x, y), policy=lambda fn: lambda x, y: fn(x, y) + 0 * y)
+    verdict = verify_changed(model, (x, y), change=lambda fn: lambda x, y: fn(x, y) + 0 * y)
     assert not verdict and verdict.difference == "gradient of args[1] is extra"
 
 
 def test_the_sign_of_zero_is_a_difference() -> None:
-    verdict = reactivate.verify(lambda x: x * 0, torch.ones(4, requires_grad=True), policy=lambda fn: lambda x: -fn(x))
+    verdict = verify_changed(lambda x: x * 0, torch.ones(4, requires_grad=True), change=lambda fn: lambda x: -fn(x))
     assert not verdict and str(verdict.difference).startswith("output is different")
 
 
 def test_without_a_guard_the_verdict_is_no() -> None:
     guards = reactivate.guards.DEFAULT.without("rng")
-    verdict = reactivate.verify(network(), leaf(4, 8), policy=lambda model: reactivate.checkpoint(model, guards=guards))
+    verdict = verify_changed(network(), leaf(4, 8), change=lambda model: reactivate.checkpoint(model, guards=guards))
     assert not verdict and "gradient of" in str(verdict.difference)
 
 
@@ -273,10 +300,10 @@ def prepared() -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("policy", [None, reactivate.checkpoint, with_a_wrong_gradient], ids=["", "policy", "broken"])
-def test_the_model_is_as_it_was(policy: Policy | None) -> None:
+def test_the_model_is_as_it_was(policy: Change | None) -> None:
     model, x = prepared()
     before, gradient, contents = state_of(model), x.grad, x.detach().clone()
-    verdict = reactivate.verify(model, x, policy=policy)
+    verdict = verify_changed(model, x, change=policy)
     assert bool(verdict) == (policy is not with_a_wrong_gradient), verdict
     assert_unchanged(before, model)
     assert x.grad is gradient and torch.equal(x, contents)
@@ -301,7 +328,7 @@ def test_the_model_is_as_it_was_after_an_exception(when: str) -> None:
 
     before = state_of(model)
     with pytest.raises(ValueError, match="in the middle"):
-        reactivate.verify(fails if when == "plain" else model, x, policy=policy)
+        verify_changed(fails if when == "plain" else model, x, change=policy)
     assert_unchanged(before, model)
     assert reactivate.verify(model, x), "and works"
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+from _thread import get_ident
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from types import MethodType
@@ -16,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
 from reactivate._compat import SavedTensor, data_of
 from reactivate._engine.forms import CopyForm, Form, StatisticForm, attributes_of
-from reactivate._engine.record import Record, Slot
+from reactivate._engine.record import Record
 from reactivate._engine.refusals import name_of
+from reactivate._types import Guard
 
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -40,7 +44,8 @@ class Ledger:
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        self._seen: dict[int, UntypedStorage] = {}  # alive, so that an address stays one storage's
+        # Weakly: that does not keep the memory, but the address, which no other storage can have meanwhile.
+        self._seen: dict[int, StorageWeakRef] = {}
         for tensor in known:
             self.enter(tensor)
 
@@ -48,8 +53,9 @@ class Ledger:
         """The bytes of `tensor` that were not counted before."""
         new_bytes = 0
         for storage in _storages_of(tensor):
-            if storage._cdata not in self._seen:
-                self._seen[storage._cdata] = storage
+            reference = StorageWeakRef(storage)
+            if reference.cdata not in self._seen:
+                self._seen[reference.cdata] = reference
                 new_bytes += int(storage.nbytes())
         return new_bytes
 
@@ -74,21 +80,24 @@ def _storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
 
 def copied_inputs(record: Record) -> Iterator[Tensor]:
     """The copies that a region made of inputs, where autograd's own saved tensors would not do."""
+    for form in _forms_of(record):
+        if isinstance(form, StatisticForm):
+            yield form.copy
+        elif isinstance(form, CopyForm):
+            yield from held_by(form.original)
+
+
+def _forms_of(record: Record) -> Iterator[Any]:
+    """What a region took down of its function and arguments, with what these are made of."""
     seen: set[int] = set()
-    for form in (record.fn, *record.args, *record.kwargs.values()):
-        yield from _copies_in(form, seen)
-
-
-def _copies_in(form: Any, seen: set[int]) -> Iterator[Tensor]:
-    if not isinstance(form, Form) or id(form) in seen:
-        return
-    seen.add(id(form))
-    if isinstance(form, StatisticForm):
-        yield form.copy
-    elif isinstance(form, CopyForm):
-        yield from held_by(form.original)
-    for _, child in form.children():
-        yield from _copies_in(child, seen)
+    todo: list[Any] = [record.fn, *record.args, *record.kwargs.values()]
+    while todo:
+        form = todo.pop()
+        if id(form) not in seen:
+            seen.add(id(form))
+            yield form
+            if isinstance(form, Form):
+                todo += [child for _, child in form.children()]
 
 
 def held_by_guards(record: Record) -> Iterator[Tensor]:
@@ -98,12 +107,13 @@ def held_by_guards(record: Record) -> Iterator[Tensor]:
 
 
 def held_by(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """The tensors in containers, in this package's objects, and in what was bound to a function.
+    """The tensors in containers, in what guards make snapshots of, and in what was bound to a function.
 
-    Not those of modules, which are not held but known; nor what is behind objects of other people's classes.
+    Not those of modules and of guards themselves, which are not held but known; nor what is behind objects of other
+    people's classes.
     """
     seen = set() if seen is None else seen
-    if id(value) in seen or isinstance(value, (Module, type, str, bytes)):
+    if id(value) in seen or isinstance(value, (Module, Guard, type, str, bytes)):
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
@@ -124,12 +134,19 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return (value.__self__,)
     if is_dataclass(value):
         return [getattr(value, item.name) for item in fields(value)]
-    if type(value).__module__.partition(".")[0] == "reactivate":
+    if type(value).__module__.startswith("reactivate.guards."):
         return attributes_of(value).values()
     return ()
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------
+
+counting_threads: list[int] = []  # that ask what is kept for a saved tensor: mostly none
+
+
+class NotKept(Exception):
+    """A region will bring a tensor back by a replay, and is not to do that only for the tensor to be counted."""
+
 
 _CPU_SAYS = ("not enough memory", "can't allocate memory")  # its allocator's error has no class of its own
 _BEGINNING = "Kept for the backward by regions"
@@ -138,7 +155,7 @@ _LINES = 12
 
 def note_shortage(error: BaseException) -> None:
     """If memory ran out, say in `error` what the regions that are alive keep. Otherwise do nothing."""
-    if _is_shortage(error) and not _is_noted(error):
+    if _is_shortage(error):
         _add_note(error, _account_of_living())
 
 
@@ -154,22 +171,22 @@ def _is_noted(error: BaseException) -> bool:
 
 def _account_of_living() -> str:
     """What each living region keeps, most first. They are looked for now, so that they need not be listed before."""
-    ledger = Ledger()
-    kept: dict[str, tuple[int, int]] = {}
-    for record in _living():
-        known = getattr(record, "snapshots", None) is not None
-        size = ledger.enter_all((*_saved_inputs(record), *copied_inputs(record)))
-        size += ledger.enter_all((*_saved_results(record), *held_by_guards(record))) if known else 0
-        count, before = kept.get(name_of(record), (0, 0))
-        kept[name_of(record)] = count + 1, before + size
-    order = sorted(kept.items(), key=lambda item: -item[1][1])
-    lines = [f"  {name}{f' ({count} calls)' if count > 1 else ''}: {in_words(size)}" for name, (count, size) in order]
-    if len(lines) > _LINES:
-        lines[_LINES:] = [f"  and {len(lines) - _LINES} more"]
-    total = in_words(sum(size for _, size in kept.values()))
+    regions = [item for item in gc.get_objects() if issubclass(type(item), Record) and hasattr(item, "kwargs")]
+    ledger = Ledger(tensor for record in regions for tensor in _own_tensors(record))
+    calls: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for record in regions:
+        calls[name_of(record)] += 1
+        sizes[name_of(record)] += ledger.enter_all(_all_kept(record))
+    lines = [
+        f"  {name}{f' ({calls[name]} calls)' if calls[name] > 1 else ''}: {in_words(size)}"
+        for name, size in sizes.most_common(_LINES)
+    ]
+    if len(sizes) > _LINES:
+        lines.append(f"  and {len(sizes) - _LINES} more")
     return "\n".join(
         [
-            f"{_BEGINNING}: {total} in {sum(count for count, _ in kept.values())} that are alive.",
+            f"{_BEGINNING}: {in_words(sum(sizes.values()))} in {len(regions)} that are alive.",
             *lines,
             "What the rest of the model keeps is not in this. `reactivate.explain(model, args, fake=True)` lists all of "
             "it, by module and line, and allocates nothing.",
@@ -177,36 +194,33 @@ def _account_of_living() -> str:
     )
 
 
-def _living() -> list[Record]:
-    return [item for item in gc.get_objects() if issubclass(type(item), Record) and hasattr(item, "kwargs")]
+def _all_kept(record: Record) -> Iterator[Tensor]:
+    yield from _saved_inputs(record)
+    yield from copied_inputs(record)
+    if hasattr(record, "snapshots"):  # its forward pass is over
+        yield from held_by_guards(record)
+        for site in record.sites:
+            for kept in kept_of(record, site):
+                yield from _tensors_of(kept.handle)
+
+
+def _own_tensors(record: Record) -> Iterator[Tensor]:
+    """The parameters and buffers that a region can reach, which are there anyway."""
+    for form in _forms_of(record):
+        for owner in (form, getattr(form, "__self__", None)):
+            if isinstance(owner, Module):
+                yield from owner.parameters()
+                yield from owner.buffers()
 
 
 def _saved_inputs(record: Record) -> Iterator[Tensor]:
-    seen: set[int] = set()
-    todo: list[Any] = [record.fn, *record.args, *record.kwargs.values()]
-    while todo:
-        form = todo.pop()
-        if id(form) in seen:
-            continue
-        seen.add(id(form))
+    for form in _forms_of(record):
         if isinstance(form, SavedTensor):
             yield from _tensors_of(form)
-        elif isinstance(form, Form):
-            todo += [child for _, child in form.children()]
-
-
-def _saved_results(record: Record) -> Iterator[Tensor]:
-    for kept in kept_by(record):
-        yield from _tensors_of(kept.handle) if isinstance(kept.handle, SavedTensor) else held_by(kept.handle)
-
-
-def kept_by(record: Record) -> list[Any]:
-    """What the saved calls of a region keep: results, and what they saved for their backward."""
-    return [kept for site in record.sites for kept in kept_of(record, site)]
 
 
 def kept_of(record: Record, site: Any) -> list[Any]:
-    """The same for one call."""
+    """What a saved call keeps: results, and what it saved for its backward."""
     slots = (reference() for reference, *_ in record.saved[site.start : site.stop])
     found = [*(site.outputs or ()), *(getattr(slot, "kept", None) for slot in slots)]
     return list({id(item): item for item in found if hasattr(item, "storage")}.values())
@@ -214,9 +228,15 @@ def kept_of(record: Record, site: Any) -> list[Any]:
 
 def _tensors_of(saved: Any) -> Iterator[Tensor]:
     """What is kept for a saved tensor: nothing if a region around this one has it, whose replay brings it back."""
-    data = data_of(saved)
-    if not isinstance(data, Slot):
-        yield from held_by(data)
+    if isinstance(saved, SavedTensor):
+        counting_threads.append(get_ident())
+        try:
+            saved = data_of(saved)
+        except (NotKept, RuntimeError):  # the latter is autograd's, where the tensor was written to since
+            return
+        finally:
+            counting_threads.remove(get_ident())
+    yield from held_by(saved)
 
 
 def _add_note(error: BaseException, note: str) -> None:

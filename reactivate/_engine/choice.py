@@ -63,10 +63,13 @@ class Unmatched:
     Args:
         policy: the policy.
         asked_by: what messages call the function that was given the policy.
+        regions: how many regions the policy is for.
     """
 
-    def __init__(self, policy: Policy, asked_by: str) -> None:
+    def __init__(self, policy: Policy, asked_by: str, regions: int = 1) -> None:
         self.asked_by = asked_by
+        self.regions = regions
+        self._ran: set[str] = set()
         self.parts = [part for part in parts_of(policy) if isinstance(part, ReadyMade) and not part.may_match_nothing]
         self.seen: set[str] = set()
 
@@ -76,13 +79,15 @@ class Unmatched:
         if self.parts:
             self.parts = [part for part in self.parts if part(site) is None]
 
-    def refuse(self) -> None:
-        """See to it that every part has matched something.
+    def region_has_run(self, path: str) -> None:
+        """Once all have, every part must have matched something.
 
         Raises:
             UsageError: one has not.
         """
-        if self.parts:
+        is_all = path in self._ran or len(self._ran) + 1 >= self.regions
+        self._ran.add(path)
+        if self.parts and is_all:
             part, self.parts = self.parts[0], []
             seen = ", ".join(sorted(self.seen)) or "no call at all"
             raise UsageError(f"{self.asked_by}: {part} matches nothing. What there was to match: {seen}.")
@@ -103,7 +108,7 @@ class Choice:
         self.interest = interest_of(policy)
         self.unmatched = unmatched
         self._root = root
-        self._path = path
+        self.path = path
         self._paths: dict[int, str] = {}
         self.sees_functions = self.interest.any_function
         self.decisions: dict[Any, Decision] = {}
@@ -188,10 +193,10 @@ class Choice:
                 if path is not None:
                     return path
             frame = frame.f_back
-        return self._path
+        return self.path
 
     def _find_paths(self) -> None:
         root = None if self._root is None else self._root()
         if root is not None:
             for name, module in root.named_modules():
-                self._paths[id(module)] = ".".join(filter(None, (self._path, name)))
+                self._paths[id(module)] = ".".join(filter(None, (self.path, name)))

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_PLAIN = (Tensor, Parameter)
+from reactivate._compat import FakeTensor
+
+_PLAIN = (Tensor, Parameter, FakeTensor)
 Change = Callable[[Tensor], Tensor]
 
 
@@ -107,9 +109,14 @@ class Sources:
             for change in _LAYOUTS:
                 make = _as(tensor, [lambda value: value.to(tensor.dtype), change])
                 changed = change(argument.detach())
-                if changed.size() == tensor.size() and torch.equal(changed.to(tensor.dtype), tensor.detach()):
+                if changed.size() == tensor.size() and _are_equal(changed.to(tensor.dtype), tensor):
                     return Recipe(index, None, make)
         return None
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    # A fake tensor has no contents: what has the size of a copy is taken for one.
+    return type(other) is FakeTensor or torch.equal(one, other.detach())
 
 
 _LAYOUTS: tuple[Change, ...] = (

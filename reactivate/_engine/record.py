@@ -198,7 +198,7 @@ def are_regions_off() -> bool:
 def tell(context: Context, event: str, record: Any) -> None:
     """Tell the observer of the context in which the region began, if it has a method for the event.
 
-    Beside those of every `Observer`: `call_saved(site)`, `replay_begins(record)`.
+    Beside those of every `Observer`: `call_begins(site)`, `replay_begins(record)`.
     """
     observer = context.get(_observer)
     notice = getattr(observer, event, None)

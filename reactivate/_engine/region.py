@@ -12,7 +12,7 @@ The rules cited here and in the tests are those of `docs/semantics.md`.
 from __future__ import annotations
 
 import functools
-from _thread import RLock
+from _thread import RLock, get_ident
 from collections.abc import Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -43,7 +43,7 @@ from reactivate._compat import (
     without_function_modes,
 )
 from reactivate._engine import refusals
-from reactivate._engine.accounts import note_shortage
+from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import (
@@ -242,6 +242,8 @@ class Region(Record):
                         return self._load(slot)
                     if self.tokens is not None and self.forward_log is not None:
                         self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
+                    if counting_threads and get_ident() in counting_threads:
+                        raise NotKept
                     if observers:
                         tell(self.context, "replay_begins", self)
                     try:

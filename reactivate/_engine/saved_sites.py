@@ -13,12 +13,13 @@ Calls are matched by number: of all calls that a policy has a say in, which one 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from operator import length_hint
 from sys import _getframe
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -31,7 +32,6 @@ from reactivate._compat import (
     flatten,
     give_back,
     is_function_mode_active,
-    open_function,
     pop_function_mode,
     pop_saved_tensor_hooks,
     push_function_mode,
@@ -42,7 +42,7 @@ from reactivate._compat import (
 )
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.derive import Recipe, Sources
-from reactivate._engine.record import FunctionSlot, Metadata, Saved
+from reactivate._engine.record import FunctionSlot, Metadata, Saved, observers, tell
 from reactivate._engine.sites import user_frame
 from reactivate._types import Device, Save, Storage
 
@@ -131,6 +131,8 @@ class SavedSite:
     place: tuple[CodeType, int]
 
 
+_BACKWARD_INSIDE = "a backward inside of the region goes through it"
+
 # The log that calls on this thread go to. A region without a policy inside of one with a policy is no affair of its.
 _current: ContextVar[Log | None] = ContextVar("reactivate.sites", default=None)
 open_logs: list[object] = []  # that are at work anywhere: mostly none, and then nobody need look further
@@ -210,7 +212,7 @@ class _Mode(TorchFunctionMode):
             decision = self._choice.look_at(func)
         if decision.is_opened and current_log() is self._log:
             with self:
-                return open_function(func, *args, **(kwargs or {}))
+                return opened(func)(*args, **(kwargs or {}))
         if not decision.is_of_interest or current_log() is not self._log:
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._log.call(decision, func, args, kwargs or {})
@@ -266,6 +268,18 @@ class Pending(NamedTuple):
     frame: FrameType | None
 
 
+@functools.cache
+def opened(function: FunctionType) -> FunctionType:
+    """One of torch's functions that are written in Python, without its question whether a mode wants all of it.
+
+    So that a mode sees the functions that it calls.
+    """
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
 class ForwardLog(Log):
     """The saved calls of a forward pass."""
 
@@ -293,7 +307,10 @@ class ForwardLog(Log):
         if self.pending is not None:
             self.finish_pending()
         with without_function_modes():  # what is looked at here and below are not the user's calls
-            return Call(self, decision, number, action.storage, args, kwargs)
+            call = Call(self, decision, number, action.storage, args, kwargs)
+        if observers:
+            tell(self.record.context, "call_begins", call.site)
+        return call
 
     def _save(self, call: Call, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         push_saved_tensor_hooks(call.pack, self.record.unpack)
@@ -320,9 +337,17 @@ class ForwardLog(Log):
         with without_function_modes():
             self._take_down(call, result, versions)
             site.reason = self._why_again(call) or site.reason
+            if site.reason is None and site.start == site.stop:
+                self._watch(site)
         if site.reason is not None:
             self._let_go(site)
         self.sites.append(site)
+
+    def _watch(self, site: SavedSite) -> None:
+        """See to it that a backward inside of the region is noticed that goes through a call which saved nothing."""
+        nodes = {result.grad_fn for result, _ in site.results}
+        for node in nodes - {None}:
+            node.register_prehook(functools.partial(_went_through, ref(self)))
 
     def _why_again(self, call: Call) -> str | None:
         if self._must_rerun is not None:
@@ -406,6 +431,14 @@ class ForwardLog(Log):
                     kept[id(slot.kept)] = slot.kept
         for item in kept.values():
             item.settle()
+        if self.choice.unmatched.parts:
+            self.choice.unmatched.region_has_run(self.choice.path)
+
+
+def _went_through(log: ref[ForwardLog], gradients: Any) -> None:
+    found = log()
+    if found is not None:
+        found.rerun_all(_BACKWARD_INSIDE)
 
 
 class ReplayLog(Log):
@@ -439,26 +472,30 @@ class ReplayLog(Log):
             with without_function_modes():
                 arguments = tensors_in(args, kwargs)
                 self._matching.skip(site, arguments)
-                if site.outputs is not None:
-                    return self._hand_back(site, site.outputs, arguments)
+            if site.outputs is not None:
+                return self._hand_back(site, site.outputs, arguments)
         return self.run_again(fn, args, kwargs)
 
     def _hand_back(self, site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
-        for change in site.changes:
-            context = change()
-            if context is not None:
-                self._contexts.enter_context(context)
-        if site.is_function:
-            self.skipped.append(site)
-        return _outputs(site, outputs, arguments)
+        loaded = [
+            item.load() if isinstance(item, Kept) else item for item in outputs
+        ]  # may replay a region around this
+        with without_function_modes():
+            for change in site.changes:
+                context = change()
+                if context is not None:
+                    self._contexts.enter_context(context)
+            if site.is_function:
+                self.skipped.append(site)
+            return _results(site, loaded, arguments)
 
 
-def _outputs(site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
+def _results(site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
     """What the call returned: tensors with a place in a graph where they had one, so that what follows saves."""
     leaves: list[Any] = []
     for item, requires in zip(outputs, site.requires):
-        if isinstance(item, Kept):
-            tensor = item.load().detach()
+        if isinstance(item, Tensor):
+            tensor = item.detach()
             leaves.append(give_back(tensor) if requires and torch.is_grad_enabled() else tensor)
         else:
             leaves.append(arguments[item.number] if isinstance(item, _Argument) else item)

@@ -18,10 +18,13 @@ from reactivate.policies.canonical import check, name_of
 # scaling, which are tiny.
 COMPUTE_INTENSIVE = (
     *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", "tensordot"),
-    *("scaled_dot_product_attention", "flex_attention"),
+    "scaled_dot_product_attention",
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     *("max", "_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single"),
 )
+
+
+_OUT_OF_SIGHT = frozenset({"flex_attention"})
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,6 +102,12 @@ def _checked_name(op: Any) -> str:
     name = op if isinstance(op, str) else name_of(op) if callable(op) else None
     if name is None:
         raise UsageError(f"save_ops takes names of ops, functions of torch and Function classes; got {op!r}.")
+    if name in _OUT_OF_SIGHT:
+        raise UsageError(
+            f"save_ops cannot see calls of {name!r}: it is a Python function around a kernel that torch.compile makes. "
+            f"Call it as reactivate.site({name}, name='attention') and use save_names('attention'), or save the module "
+            "that calls it with save_modules(...)."
+        )
     check(name, "save_ops")
     if name.endswith("_"):
         raise UsageError(

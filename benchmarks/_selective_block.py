@@ -1,0 +1,182 @@
+"""Two parts of the benchmark: one transformer block, small enough to show what the ways cost, and large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from _figures import METHODS, SINGLE, WARM, Array, Estimate, Figure, Key, Method, Times, View, estimate, verdict
+from _measure import Step, Timer, quiet, single_calls, warm_batches
+from _results import Track
+from _selective_memory import allocated_bytes, kept_bytes
+from _selective_results import BLOCK, LARGE, OF_REMAT, OF_TORCH, OVER_IDEAL, OVER_PLAIN, Kept, Row, Settings
+from _selective_ways import (
+    ALL_OURS,
+    CALLS_OF,
+    FUNCTION_SITES,
+    MODULE_SITES,
+    NOTHING,
+    SAC,
+    Way,
+    make_ways,
+    recomputed_alone,
+)
+from _subjects import PLAIN, REMAT, TORCH, differs_from_plain
+from _workloads import TransformerBlock, training_step, transformer_block
+from torch import Tensor, nn
+
+TARGETS = {(MODULE_SITES, OF_TORCH, SINGLE.name): 0.35, (FUNCTION_SITES, OF_TORCH, SINGLE.name): 0.43} | {
+    (system, OF_REMAT, method.name): 1.0 for system in (MODULE_SITES, FUNCTION_SITES) for method in METHODS
+}
+TOLERANCE = 0.02
+"""Of a large block's time: what is not above the ideal by more is no loss."""
+
+RECOMPUTED = "recomputed alone"
+PLAIN_KEY = (PLAIN, 1)
+
+Make = Callable[[torch.device], tuple[TransformerBlock, Tensor]]
+
+
+def small_block(device: torch.device) -> tuple[TransformerBlock, Tensor]:
+    """The block that the overhead benchmark has."""
+    model, x = transformer_block(device)
+    assert isinstance(model, TransformerBlock)
+    return model, x
+
+
+def large_block(settings: Settings) -> Make:
+    """The same block, so wide that nothing counts but what it computes, and with a batch of one."""
+
+    def make(device: torch.device) -> tuple[TransformerBlock, Tensor]:
+        width = settings.large_width
+        block = TransformerBlock(width, heads=max(1, width // 64))
+        block.gate, block.up, block.down = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+        return block.to(device), torch.randn(1, settings.large_length, width, device=device, requires_grad=True)
+
+    return make
+
+
+def measure_block(settings: Settings, device: torch.device, track: Track) -> list[Row]:
+    """The small block: the time over plain, and what part it is of torch's and of torch_remat's."""
+    block, x = small_block(device)
+    ways = make_ways()
+    steps = {key_of(way): training_step(way.wrap(block), x) for way in ways}
+    timer = Timer(device, settings.clock)
+    with quiet():
+        tick = track(f"{BLOCK}, {WARM.name}", settings.block.rounds)
+        warm = warm_batches(steps, settings.block.rounds, settings.block.batch_seconds, timer, tick)
+        tick = track(f"{BLOCK}, {SINGLE.name}", settings.block.calls)
+        single = single_calls(steps, settings.block.calls, timer, tick)
+    times = {WARM: warm, SINGLE: single}
+    return [
+        row for way in ways if way.system != PLAIN for method in METHODS for row in _rows(way, method, times[method])
+    ]
+
+
+def measure_large(settings: Settings, device: torch.device, track: Track) -> list[Row]:
+    """The large block: the time over that of the plain step plus the recomputed ops alone, as a part of that."""
+    block, x = large_block(settings)(device)
+    ways = make_ways()
+    steps: dict[Key, Step] = {key_of(way): finished(training_step(way.wrap(block), x), device) for way in ways}
+    for keeps in CALLS_OF:
+        steps[RECOMPUTED + keeps, 1] = finished(recomputed_alone(block, keeps, x), device)
+    timer = Timer(device, settings.clock if device.type == "cpu" else "wall")
+    with quiet():
+        times = single_calls(steps, settings.large_calls, timer, track(LARGE, settings.large_calls))
+    return [_over_ideal(way, times) for way in ways if way.system != PLAIN]
+
+
+def kept_by(part: str, make: Make, device: torch.device) -> list[Kept]:
+    """What each way keeps of one forward pass."""
+    found = []
+    for way in make_ways():
+        block, x = make(device)
+        fn = way.wrap(block)
+        forward = partial(fn, x)
+        kept = kept_bytes(forward, fn if isinstance(fn, nn.Module) else block)
+        allocated, _ = allocated_bytes(forward, device)
+        found.append(Kept(part, way.system, way.keeps, kept, allocated))
+    return found
+
+
+def differences(make: Make, device: torch.device) -> dict[str, list[str]]:
+    """{way: what one step leaves different from plain, bit for bit}."""
+    return {way.name: differs_from_plain(on_one_model(way), lambda: make(device)) for way in make_ways()}
+
+
+def on_one_model(way: Way) -> Callable[[TransformerBlock], Callable[[Tensor], Tensor]]:
+    """The way, with the gradients at the parameters of the block that it is given, also if it copies the block."""
+
+    def wrap(block: TransformerBlock) -> Callable[[Tensor], Tensor]:
+        fn = way.wrap(block)
+        if isinstance(fn, nn.Sequential):
+            for parameter, copied in zip(block.parameters(), fn.parameters(), strict=True):
+                copied.register_post_accumulate_grad_hook(lambda leaf, to=parameter: setattr(to, "grad", leaf.grad))
+        return fn
+
+    return wrap
+
+
+def finished(step: Step, device: torch.device) -> Step:
+    """The step, until the device has done it."""
+    if device.type == "cpu":
+        return step
+
+    def run() -> None:
+        step()
+        torch.accelerator.synchronize(device)
+
+    return run
+
+
+def key_of(way: Way) -> Key:
+    """Of its times."""
+    return (PLAIN if way.system == PLAIN else way.name, 1)
+
+
+def _rows(way: Way, method: Method, times: Times) -> Iterator[Row]:
+    """A way's figures; its rivals are torch's and torch_remat's ways that keep the same calls."""
+
+    own = key_of(way)
+    seconds = estimate(lambda view: view.over(own, PLAIN_KEY), times, method)
+    yield Row(BLOCK, OVER_PLAIN, way.system, way.keeps, method.name, seconds.scaled(1e6))
+    rivals = {OF_TORCH: TORCH if way.keeps == NOTHING else SAC, OF_REMAT: REMAT}
+    for quantity, system in rivals.items():
+        rival = (f"{system} ({way.keeps})", 1)
+        if rival not in times or (way.system not in ALL_OURS and quantity == OF_REMAT):
+            continue
+        ratio = estimate(_ratio(own, rival), times, method)
+        target = TARGETS.get((way.system, quantity, method.name))
+        judged = None if target is None else verdict(ratio, target)
+        yield Row(BLOCK, quantity, way.system, way.keeps, method.name, ratio, target, judged)
+
+
+def _ratio(one: Key, other: Key) -> Figure:
+    return lambda view: view.over(one, PLAIN_KEY) / view.over(other, PLAIN_KEY)
+
+
+def _over_ideal(way: Way, times: Times) -> Row:
+    recomputed = (RECOMPUTED + way.keeps, 1)
+
+    def over_ideal(view: View) -> Array:
+        alone = view.level(recomputed)
+        return (view.over(key_of(way), PLAIN_KEY) - alone) / (view.level(PLAIN_KEY) + alone)
+
+    figure = estimate(over_ideal, times, SINGLE)
+    ours = way.system in ALL_OURS
+    judged = not_above_zero(figure) if ours else None
+    return Row(LARGE, OVER_IDEAL, way.system, way.keeps, SINGLE.name, figure, TOLERANCE if ours else None, judged)
+
+
+def not_above_zero(figure: Estimate) -> str:
+    """Whether the figure cannot be told from zero, or is within `TOLERANCE` of it."""
+    return "met" if figure.low <= 0 else verdict(figure, TOLERANCE)
+
+
+MAKERS: dict[str, Callable[[Settings], Make]] = {BLOCK: lambda settings: small_block, LARGE: large_block}
+MEASURES = {BLOCK: measure_block, LARGE: measure_large}

@@ -1,0 +1,142 @@
+"""From a mapping or a file to a recipe, and from there to a model."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+
+from reactivate._apply import Handle, apply as apply_policy
+from reactivate.errors import UsageError
+from reactivate.recipe._base import Recipe
+from reactivate.recipe._native import Native
+from reactivate.recipe._torchtitan import Torchtitan
+from reactivate.recipe._torchtune import Torchtune
+from reactivate.recipe._validate import validated
+from reactivate.recipe._yaml import read_yaml
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+
+_KINDS: tuple[type[Recipe], ...] = (Torchtune, Torchtitan, Native)
+
+
+def load(source: Source, *, section: str | None = None) -> Recipe:
+    """The recipe in `source`, checked.
+
+    Args:
+        source: a mapping, or the path of a YAML file that holds one. Its keys are all torchtune's
+            (`enable_activation_checkpointing`, `ac_mode`, ...), all torchtitan's (`mode`, `selective_ac_option`, ...) or
+            all ours (`policy`, ...); see the page on recipes.
+        section: the key in `source` under which the recipe is, if it is a part of something larger.
+
+    Returns:
+        A frozen value. Equal recipes are equal, and `Recipe.to_dict` gives back what was loaded.
+
+    Raises:
+        UsageError: a key is unknown, a value is not among those that are allowed, or two of them contradict each other;
+            or pydantic, or for a file PyYAML, is not installed.
+
+    Example:
+        >>> import reactivate
+        >>> reactivate.recipe.load({"mode": "selective", "selective_ac_option": "2"})
+        Torchtitan(mode='selective', selective_ac_option='2')
+    """
+    given = _mapping(source, section)
+    kind = _kind_of(given)
+    return validated(kind, given)
+
+
+def apply(model: Module, source: Source | Recipe, *, section: str | None = None) -> Handle:
+    """Let the modules of `model` save or recompute their activations as the recipe in `source` says.
+
+    Args:
+        model: changed in place, until `Handle.remove`.
+        source, section: as for `load`; or what `load` returned.
+
+    Returns:
+        What was done, as `reactivate.apply` returns it; without regions if the recipe switches checkpointing off.
+
+    Raises:
+        UsageError: see `load` and `reactivate.apply`; or `model` has fewer layers than the recipe counts, or no module
+            of a name that it lists.
+
+    Example:
+        >>> import torch, reactivate
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 4)
+        >>> reactivate.recipe.apply(model, {"ac_mode": "selective", "ac_option": 2}).regions
+        ('layers.1', 'layers.3')
+    """
+    if not isinstance(model, Module):
+        raise UsageError(f"recipe.apply takes a torch.nn.Module; got {type(model).__name__}.")
+    recipe = source if isinstance(source, Recipe) else load(source, section=section)
+    settings = recipe.settings()
+    return apply_policy(
+        model,
+        recipe.policy_for(model),
+        guards=settings.guards,
+        early_stop=settings.early_stop,
+        determinism=settings.determinism,
+    )
+
+
+def _mapping(source: Source, section: str | None) -> dict[str, Any]:
+    given: Any = source
+    if isinstance(source, (str, os.PathLike)):
+        given = read_yaml(Path(source))
+    place = "the recipe"
+    if section is not None and isinstance(given, Mapping):
+        if section not in given:
+            raise UsageError(f"recipe: there is no section {section!r}. There are: {_listed(given)}.")
+        given, place = given[section], f"section {section!r}"
+    if not isinstance(given, Mapping):
+        raise UsageError(f"recipe: {place} is to be a mapping of fields or the path of a YAML file; got {given!r}.")
+    return {key: _plain(value) for key, value in given.items()}
+
+
+def _kind_of(given: Mapping[str, Any]) -> type[Recipe]:
+    """Whose fields these are.
+
+    Raises:
+        UsageError: nobody's, those of several, or there is none.
+    """
+    known = {kind: {item.name for item in fields(kind)} for kind in _KINDS}
+    every = sorted(set().union(*known.values()))
+    for name in given:
+        if name not in every:
+            close = difflib.get_close_matches(str(name), every, n=1)
+            meant = f" Did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"recipe: there is no field {name!r}.{meant} There are: {_fields_of(known)}.")
+    found = [kind for kind, names in known.items() if names >= given.keys()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(
+            f"recipe: {_listed(given) or 'nothing at all'} does not say what to recompute. Add a mode, 'ac_mode' or "
+            f"'mode', or a 'policy'. Fields are: {_fields_of(known)}."
+        )
+    whose = {kind.whose: _listed(name for name in given if name in names) for kind, names in known.items()}
+    mixed = "; ".join(f"{names} of {peer}" for peer, names in whose.items() if names)
+    raise UsageError(f"recipe: fields of several at once: {mixed}. Keep to one.")
+
+
+def _fields_of(known: Mapping[type[Recipe], Iterable[str]]) -> str:
+    return "; ".join(f"{kind.whose}: {', '.join(item.name for item in fields(kind))}" for kind in known)
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _plain(value: Any) -> Any:
+    """`value` in mappings and lists of Python's own, whatever a reader of configurations made of them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value

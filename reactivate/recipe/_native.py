@@ -1,0 +1,42 @@
+"""Our own fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from torch.nn import Module
+
+from reactivate._checkpoint import Determinism
+from reactivate._types import Policy
+from reactivate.guards import DEFAULT
+from reactivate.recipe._base import Recipe, Settings
+from reactivate.recipe._spelled import Spelled, understood
+
+
+@dataclass(frozen=True, repr=False)
+class Native(Recipe):
+    """A policy in plain words, and the options of `reactivate.apply`."""
+
+    whose = "reactivate"
+
+    policy: Annotated[Any, "a policy, such as 'full' or {'first_match': [{'save_ops': ['linear']}, 'full']}"]
+    without_guards: Annotated[Sequence[str], "a list of names of guards"] = ()
+    early_stop: Annotated[bool, "True or False"] = True
+    determinism: Annotated[Determinism, "'metadata', 'values' or 'none'"] = "metadata"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, Spelled):
+            object.__setattr__(self, "policy", understood(self.policy))
+        self.policy.policy()  # what is wrong in it is said here,
+        self.settings()  # and of these
+
+    def policy_for(self, model: Module) -> Policy:
+        return self.policy.policy()  # type: ignore[no-any-return]
+
+    def settings(self) -> Settings:
+        return Settings(DEFAULT.without(*self.without_guards), self.early_stop, self.determinism)
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"policy": self.policy.plain()}

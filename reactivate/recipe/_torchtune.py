@@ -1,0 +1,71 @@
+"""torchtune's fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from torch.nn import Module
+
+from reactivate._types import Policy
+from reactivate.errors import UsageError
+from reactivate.policies import full, none
+from reactivate.recipe._base import OP_OR_NUMBER, Recipe, Settings
+from reactivate.recipe._layers import every, layers_of, recompute
+from reactivate.recipe._selective_op import selective_op
+
+_LAYER = "TransformerSelfAttentionLayer"  # what the switch recomputes, wherever in a model of torchtune's
+
+
+@dataclass(frozen=True, repr=False)
+class Torchtune(Recipe):
+    """Fields of torchtune 0.6: one switch for all layers, or a mode with an option."""
+
+    whose = "torchtune"
+
+    enable_activation_checkpointing: Annotated[bool, "True or False"] = False
+    enable_activation_offloading: Annotated[bool, "False"] = False
+    ac_mode: Annotated[Literal["none", "full", "selective"] | None, "'none', 'full' or 'selective'"] = None
+    ac_option: Annotated[int | Literal["op"] | None, OP_OR_NUMBER] = None
+
+    def __post_init__(self) -> None:
+        if self.enable_activation_offloading:
+            raise UsageError(
+                "recipe: enable_activation_offloading=True is not done by a recipe; it takes False. Run the forward pass "
+                "under torchtune's own get_act_offloading_ctx_manager: it sees what regions keep. Or keep the results of "
+                "ops on the host: {'policy': {'first_match': [{'save_ops': {'ops': ['linear'], 'storage': 'host'}}, "
+                "'full']}}."
+            )
+        if self.enable_activation_checkpointing and self.ac_mode is not None:
+            raise UsageError(
+                f"recipe: enable_activation_checkpointing=True and ac_mode={self.ac_mode!r} are two switches for one "
+                "thing. Leave one out."
+            )
+        if self.ac_option is not None and self.ac_mode != "selective":
+            raise UsageError(
+                f"recipe: ac_option={self.ac_option!r} is an option of ac_mode='selective', and ac_mode is "
+                f"{self.ac_mode!r}. Set that mode, or leave the option out."
+            )
+        if self.ac_mode == "selective" and self.ac_option is None:
+            raise UsageError(f"recipe: ac_mode='selective' needs ac_option: {OP_OR_NUMBER}.")
+        if isinstance(self.ac_option, int) and self.ac_option < 1:
+            raise UsageError(f"recipe: ac_option={self.ac_option} is not allowed. It takes {OP_OR_NUMBER}.")
+
+    def policy_for(self, model: Module) -> Policy:
+        if self.enable_activation_checkpointing:
+            layers = [path for path, module in model.named_modules() if _is_layer(module)]
+            return recompute(layers) if layers else full()
+        if self.ac_mode in (None, "none"):
+            return none()
+        if self.ac_option is None:
+            return recompute(layers_of(model))
+        if self.ac_option == "op":
+            return selective_op(layers_of(model))
+        return recompute(every(layers_of(model), self.ac_option, "ac_option"))
+
+    def settings(self) -> Settings:
+        return Settings()
+
+
+def _is_layer(module: Module) -> bool:
+    return any(kind.__name__ == _LAYER for kind in type(module).__mro__)

@@ -1,0 +1,229 @@
+"""`reactivate.apply`: in place, nothing renamed, copied with the model, undone by its handle (Rules 17, 22)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+
+import reactivate
+from reactivate import policies
+from reactivate.errors import UsageError
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A residual block with dropout and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Block() for _ in range(blocks)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return x
+
+
+KEEP_LINEAR = policies.first_match(policies.save_ops("linear", within="*.up"), policies.full())
+KEEP_MODULES = policies.first_match(policies.save_modules("*.down"), policies.full())
+POLICIES = {"full": policies.full(), "ops": KEEP_LINEAR, "modules": KEEP_MODULES}
+
+
+def case(change: Callable[[Model], Any] = lambda model: model) -> Callable[[], oracle.Case]:
+    """The model after `change`, with its argument. Gradients and buffers of the result are compared."""
+
+    def make() -> oracle.Case:
+        model = change(Model())
+        inner = getattr(model, "_orig_mod", model)
+        return oracle.Case(model, (torch.randn(8, WIDTH, requires_grad=True),), modules=[inner])
+
+    return make
+
+
+def check(change: Callable[[Model], Any], regions: int = 4) -> None:
+    """The changed model does what the plain one does, by regions, with less kept."""
+    plain, ours = oracle.run(case()), oracle.run(case(change))
+    oracle.assert_same(plain, ours)
+    assert (ours.regions, ours.replays) == (regions, regions)
+    assert ours.kept_bytes < plain.kept_bytes
+
+
+def applied(policy: Any, then: Callable[[Model], Any] = lambda model: model) -> Callable[[Model], Any]:
+    def change(model: Model) -> Any:
+        reactivate.apply(model, policy)
+        return then(model)
+
+    return change
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_bitwise(name: str) -> None:
+    check(applied(POLICIES[name]))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_is_renamed(name: str) -> None:
+    model, before = Model(), Model()
+    handle = reactivate.apply(model, POLICIES[name])
+    assert list(model.state_dict()) == list(before.state_dict())
+    assert [path for path, _ in model.named_modules()] == [path for path, _ in before.named_modules()]
+    assert [path for path, _ in model.named_parameters()] == [path for path, _ in before.named_parameters()]
+    assert all(type(one) is type(other) for one, other in zip(model.modules(), before.modules()))
+    model.load_state_dict(before.state_dict())
+    handle.remove()
+    assert all(vars(one).keys() == vars(other).keys() for one, other in zip(model.modules(), before.modules()))
+
+
+def through_pickle(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_a_file(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_a_file])
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_copy_is_applied_too(name: str, copied: Callable[[Any], Any]) -> None:
+    """Bound to the copy, also when the original is gone."""
+    check(applied(POLICIES[name], copied))
+    model = Model()
+    handle = reactivate.apply(model, POLICIES[name])
+    twin = copied(model)
+    handles = [handle, reactivate.Handle.of(twin)]
+    assert handles[1] is not None and handles[1] is not handle
+    assert (handles[1].regions, handles[1].saved) == (handle.regions, handle.saved)
+    handle.remove()
+    assert reactivate.Handle.of(model) is None and reactivate.Handle.of(twin) is handles[1]
+    handles[1].remove()
+    assert reactivate.Handle.of(twin) is None
+
+
+def test_options_are_copied() -> None:
+    model = Model()
+    reactivate.apply(model, policies.full(), guards=reactivate.guards.DEFAULT.without("rng"), early_stop=False)
+    for twin in (copy.deepcopy(model), through_pickle(model)):
+        options = twin.layers[0].forward.options
+        assert options.early_stop is False
+        assert not [guard for guard in options.guards if guard.name == "rng"]
+
+
+def test_a_second_policy_is_refused_and_names_the_first() -> None:
+    model = Model()
+    handle = reactivate.apply(model, policies.full())
+    with pytest.raises(UsageError, match=r"Handle\(full\(\), regions=4\) \(at `layers\.0`\)"):
+        reactivate.apply(model, KEEP_LINEAR)
+    with pytest.raises(UsageError, match="already"):
+        reactivate.apply(nn.Sequential(model), policies.recompute_modules("first"))
+    handle.remove()
+    handle.remove()
+    reactivate.apply(model, KEEP_LINEAR)
+
+
+def test_the_model_is_freed_without_the_collector() -> None:
+    model = Model()
+    handle = reactivate.apply(model, KEEP_MODULES)
+    model(torch.randn(8, WIDTH)).sum().backward()
+    gone = [weakref.ref(module) for module in model.modules()]
+    gc.disable()
+    try:
+        del model
+        assert not [reference for reference in gone if reference() is not None]
+    finally:
+        gc.enable()
+    handle.remove()
+
+
+def test_a_forward_of_the_users_own_is_kept() -> None:
+    """A library that put its own `forward` on the instance finds it again."""
+    model = Model()
+    calls: list[str] = []
+    own = model.layers[0].forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls.append("called")
+        return own(*args, **kwargs)
+
+    model.layers[0].forward = noted
+    handle = reactivate.apply(model, policies.full())
+    model(torch.randn(8, WIDTH)).sum().backward()
+    assert len(calls) == 2
+    handle.remove()
+    assert model.layers[0].forward is noted
+
+
+def test_hooks_of_a_region_fire_once() -> None:
+    model = Model()
+    seen: list[bool] = []
+    model.layers[1].register_forward_hook(lambda *_: seen.append(reactivate.is_recomputing()))
+    reactivate.apply(model, policies.full())
+    model(torch.randn(8, WIDTH)).sum().backward()
+    assert seen == [False]
+
+
+def test_layers_do_not_depend_on_other_models() -> None:
+    policy = policies.recompute_every(3, offset=1)
+    for _ in range(3):
+        assert reactivate.apply(Model(6), policy).regions == ("layers.1", "layers.4")
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (policies.recompute_modules("blocks.*"), "layers.0, layers.1"),
+        (policies.recompute_modules(nn.Conv2d), "matches nothing"),
+        (policies.first_match(policies.save_modules("*.out"), policies.full()), r"save_modules\('\*.out'\) matches"),
+        (policies.save_ops("linear"), "makes no region"),
+        (policies.save_modules("*.up"), "no module is recomputed"),
+        (policies.first_match(policies.save_modules("first"), policies.full()), r"save_modules\('first'\) matches"),
+    ],
+)
+def test_what_matches_nothing_is_refused_at_once(policy: Any, says: str) -> None:
+    model = Model()
+    with pytest.raises(UsageError, match=says):
+        reactivate.apply(model, policy)
+    assert reactivate.Handle.of(model) is None
+
+
+@pytest.mark.parametrize("part", [policies.save_ops("einsum"), policies.save_names("query")])
+def test_calls_that_match_nothing_are_refused_when_all_regions_have_run(part: Any) -> None:
+    model = Model()
+    reactivate.apply(model, policies.first_match(part, policies.full()))
+    with pytest.raises(UsageError, match="matches nothing"):
+        model(torch.randn(8, WIDTH))
+    with pytest.raises(UsageError, match="matches nothing"):
+        reactivate.checkpoint(Block(), policy=part)(torch.randn(8, WIDTH))
+
+
+def test_not_a_model_and_not_a_policy() -> None:
+    with pytest.raises(UsageError, match=r"checkpoint\(\)"):
+        reactivate.apply(torch.sin, policies.full())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a function of a site"):
+        reactivate.apply(Model(), "full")  # type: ignore[arg-type]

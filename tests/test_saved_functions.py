@@ -1,0 +1,192 @@
+"""Custom `torch.autograd.Function`s as saved calls: through any alias, with either kind of context."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from reactivate import policies
+
+calls: list[str] = []
+
+
+class Old(torch.autograd.Function):
+    """Saves its inputs and a tensor of its own, keeps a number in the context, returns a mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append("Old")
+        product = x * weight
+        ctx.save_for_backward(x, weight, product.cos())
+        ctx.factor = 3
+        return product.sin(), product > 0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, cosine = ctx.saved_tensors
+        gradient = gradient * cosine * ctx.factor
+        return gradient * weight, gradient * x
+
+
+class New(torch.autograd.Function):
+    """With `setup_context`; its second result is floating point and not differentiable."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append("New")
+        return x @ weight, x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        _, weight, double = ctx.saved_tensors
+        return gradient @ weight.t(), (double / 2).t() @ gradient
+
+
+class Random(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        calls.append("Random")
+        mask = torch.rand_like(x)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (mask,) = ctx.saved_tensors
+        return gradient * mask
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        calls.append("InPlace")
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class Child(Random):
+    """Inherits its forward."""
+
+
+old = Old.apply  # bound before any policy
+
+
+def program(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    x = dropout(x, 0.3)
+    found, mask = old(x.sin(), weight)
+    found = Random.apply(found * mask)
+    product, double = New.apply(found.exp().tanh(), weight)
+    product = dropout(product.cos(), 0.3) + double
+    return product.exp(), New.apply(product, weight)[0]
+
+
+def make(fn: Callable[..., Any] = program) -> Callable[[], oracle.Case]:
+    def case() -> oracle.Case:
+        calls.clear()
+        weight = torch.randn(8, 8, requires_grad=True)
+        return oracle.Case(fn, (torch.randn(8, 8, requires_grad=True), weight))
+
+    return case
+
+
+def twice(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+    for last in (False, True):
+        torch.autograd.backward(outputs, oracle.cotangents(outputs), retain_graph=not last)
+
+
+# In the forward pass there are four calls; a replay repeats those that are not saved.
+@pytest.mark.parametrize(
+    ("saved", "in_replay"),
+    [
+        ((Old,), ["Random", "New", "New"]),
+        ((New,), ["Old", "Random"]),
+        ((Random,), ["Old", "New", "New"]),
+        ((Old, New, Random), []),
+        ((Old, "dropout", "exp", New), ["Random"]),
+    ],
+)
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_bitwise(saved: tuple[Any, ...], in_replay: list[str], early_stop: bool, backwards: int) -> None:
+    policy = policies.save_ops(*saved)
+    oracle.check(
+        make(),
+        backward=twice if backwards == 2 else oracle.backward_once,
+        policy=policy,
+        early_stop=early_stop,
+        replays=backwards,
+    )
+    assert calls == ["Old", "Random", "New", "New", *(in_replay * backwards)]
+
+
+def test_the_results_are_kept_only_where_the_replay_goes_on() -> None:
+    kept = [
+        oracle.check(make(), policy=policies.save_ops(Old), early_stop=early_stop)[1].kept_bytes
+        for early_stop in (True, False)
+    ]
+    assert kept[0] == kept[1]  # it is not the last call
+    last = [
+        oracle.check(
+            make(lambda x, weight: New.apply(x.sin().cos(), weight)[0] * 1),
+            policy=policies.save_ops(New),
+            early_stop=early_stop,
+        )[1].kept_bytes
+        for early_stop in (True, False)
+    ]
+    assert last[0] == last[1] - 8 * 8 * 4 and calls == ["New"]
+
+
+def test_what_works_in_place_or_is_written_to_afterwards_runs_again() -> None:
+    def writes(x: Tensor, weight: Tensor) -> Tensor:
+        first = InPlace.apply(x.sin()).exp()
+        second = Random.apply(first)
+        second.add_(1)
+        return (second * weight).cos()
+
+    oracle.check(make(writes), policy=policies.save_ops(InPlace, Random))
+    assert calls == ["InPlace", "Random"] * 2
+
+
+def test_a_class_that_inherits_its_forward() -> None:
+    oracle.check(make(lambda x, weight: (Child.apply(x.sin()) * weight).exp()), policy=policies.save_ops(Child))
+    assert calls == ["Random"]
+    oracle.check(make(lambda x, weight: (Random.apply(x.sin()) * weight).exp()), policy=policies.save_ops(Child, "exp"))
+    assert calls == ["Random", "Random"]
+
+
+def test_the_class_is_as_before_when_the_policy_is_gone() -> None:
+    gc.collect()
+    before = {kind: dict(vars(kind)) for kind in (Old, New, Child)}
+    oracle.check(make(), policy=policies.save_ops(Old, New))
+    gc.collect()
+    assert {kind: dict(vars(kind)) for kind in before} == before
+
+
+def test_calls_outside_of_the_region_are_not_touched() -> None:
+    policy = policies.save_ops(Random)
+
+    def around(x: Tensor, weight: Tensor) -> Tensor:
+        return Random.apply(x) * weight
+
+    oracle.check(make(), policy=policy)
+    x = torch.randn(4, 4, requires_grad=True)
+    Random.apply(x).sum().backward()
+    assert x.grad is not None
+    case = make(lambda x, weight: Random.apply(around(x, weight)).exp())
+    oracle.check(case, policy=policy, saves_memory=False)  # it is hardly more than what is saved
