@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from _figures import METHODS, SINGLE, WARM, Array, Estimate, Figure, Key, Method, Times, View, estimate, verdict
@@ -22,7 +23,7 @@ from _selective_ways import (
     make_ways,
     recomputed_alone,
 )
-from _subjects import PLAIN, REMAT, TORCH, differs_from_plain
+from _subjects import PLAIN, REMAT, TORCH, Function, differs_from_plain
 from _workloads import TransformerBlock, training_step, transformer_block
 from torch import Tensor, nn
 
@@ -109,10 +110,10 @@ def differences(make: Make, device: torch.device) -> dict[str, list[str]]:
     return {way.name: differs_from_plain(on_one_model(way), lambda: make(device)) for way in make_ways()}
 
 
-def on_one_model(way: Way) -> Callable[[TransformerBlock], Callable[[Tensor], Tensor]]:
+def on_one_model(way: Way) -> Callable[[Any], Function]:
     """The way, with the gradients at the parameters of the block that it is given, also if it copies the block."""
 
-    def wrap(block: TransformerBlock) -> Callable[[Tensor], Tensor]:
+    def wrap(block: Any) -> Function:
         fn = way.wrap(block)
         if isinstance(fn, nn.Sequential):
             for parameter, copied in zip(block.parameters(), fn.parameters(), strict=True):

@@ -30,7 +30,7 @@ import reactivate
 from reactivate import policies
 
 NONE, FULL, SECOND, THIRD = "none", "full", "every 2nd block", "every 3rd block"
-OPS, MODULES = "full, op list saved", "full, linear modules saved"
+OPS, MODULES = "op list saved", "linear modules saved"
 EVERY = {FULL: 1, SECOND: 2, THIRD: 3}
 
 aten = torch.ops.aten

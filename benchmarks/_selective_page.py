@@ -14,15 +14,23 @@ def to_markdown(results: Results) -> str:
 
     Headings start at the third level.
     """
-    lines = [
-        f"{results.machine['device name']}, Python {results.machine['python']}, torch {results.machine['torch']}, one "
-        "thread. All ways run in one process, interleaved, in an order that is shuffled in every round.",
-        "",
-    ]
+    machine, lines = results.machine, list[str]()
+    where = (
+        f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread. All ways run in one "
+        "process, interleaved, in an order that is shuffled in every round."
+    )
     for part in PARTS:
         found = tables(results, part)
         if found:
-            lines += [f"<!-- --8<-- [start:{part}] -->", "", f"### {TITLES[part]}", "", *_about(results, part), ""]
+            lines += [
+                f"<!-- --8<-- [start:{part}] -->",
+                "",
+                f"### {TITLES[part]}",
+                "",
+                where,
+                *_about(results, part),
+                "",
+            ]
             for table in found:
                 lines += [f"**{table.title}**", "", table.to_markdown(), ""]
             lines += [*_differences(results, part), "", f"<!-- --8<-- [end:{part}] -->", ""]
@@ -34,7 +42,10 @@ def _about(results: Results, part: str) -> Iterator[str]:
     if part == BLOCK:
         yield (
             "A ratio is to torch's way that keeps the same calls (non-reentrant where none is kept, selective activation "
-            "checkpointing, SAC, where some are), or to torch_remat's. "
+            "checkpointing, SAC, where some are), or to torch_remat's. Of "
+            "the activations, torch's and torch_remat's ways keep also what the last linear computes, which no backward "
+            "reads, and torch_remat the copies that `matmul` makes. What is allocated includes the result of the block and "
+            "states of random number generators, and not its argument. "
             + " ".join(f"*{name}*: {text}." for name, text in results.methods().items())
         )
     elif part == LARGE:

@@ -32,12 +32,12 @@ class Settings:
     block: BlockSettings = field(default_factory=lambda: BlockSettings(batch_seconds=0.03))
     large_width: int = 1024
     large_length: int = 512
-    large_calls: int = 40
+    large_calls: int = 30
     layers: int = 12
     dim: int = 192
     heads: int = 6
-    context: int = 256
-    batch: int = 4
+    context: int = 128
+    batch: int = 8
     experiment_calls: int = 15
     clock: str = "cpu"
 
@@ -82,7 +82,8 @@ class Kept:
 
     Attributes:
         kept_bytes: of activations, as autograd and the systems hold them, the argument of the block among them.
-        allocated_bytes: in all, whoever holds it: with the block's result and states of random number generators.
+        allocated_bytes: by the forward pass, whoever holds it: without the argument, with the block's result and states
+            of random number generators.
     """
 
     part: str

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from _figures import METHODS, Method
-from _selective_results import BLOCK, EXPERIMENT, LARGE, OF_REMAT, OF_TORCH, OVER_IDEAL, OVER_PLAIN, Point, Results, Row
+from _selective_results import (
+    BLOCK,
+    EXPERIMENT,
+    LARGE,
+    OF_REMAT,
+    OF_TORCH,
+    OVER_IDEAL,
+    OVER_PLAIN,
+    Experiment,
+    Point,
+    Results,
+    Row,
+)
 from _subjects import REMAT
 from _tables import Table, with_interval
 
@@ -34,7 +46,7 @@ def block_tables(results: Results) -> Iterator[Table]:
 
 def times_table(rows: Sequence[Row], method: Method, results: Results) -> Table:
     """The times over plain by one method."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for system, keeps in dict.fromkeys((row.system, row.keeps) for row in rows):
         mine = [row for row in rows if (row.system, row.keeps) == (system, keeps)]
         figures = {row.quantity: with_interval(row.figure) for row in mine}
@@ -48,7 +60,7 @@ def large_tables(results: Results) -> Iterator[Table]:
     """What is kept, and the time over the ideal."""
     rows = [row for row in results.rows if (row.part, row.quantity) == (LARGE, OVER_IDEAL)]
     yield kept_table(results, LARGE)
-    lines = [
+    lines: list[tuple[str, ...]] = [
         (
             named(row.system, results),
             row.keeps,
@@ -63,17 +75,17 @@ def large_tables(results: Results) -> Iterator[Table]:
 
 def kept_table(results: Results, part: str) -> Table:
     """Bytes after the forward pass."""
-    lines = [
+    lines: list[tuple[str, ...]] = [
         (named(kept.system, results), kept.keeps, f"{kept.kept_bytes:,}", f"{kept.allocated_bytes:,}")
         for kept in results.kept
         if kept.part == part
     ]
-    return Table("After the forward pass", ("way", "keeps", "bytes of activations", "bytes allocated in all"), lines)
+    return Table("After the forward pass", ("way", "keeps", "bytes of activations", "bytes allocated"), lines)
 
 
 def target_table(rows: Sequence[Row], results: Results) -> Table:
     """Every figure that has a target."""
-    lines = [
+    lines: list[tuple[str, ...]] = [
         (
             named(row.system, results),
             row.keeps,
@@ -91,29 +103,38 @@ def target_table(rows: Sequence[Row], results: Results) -> Table:
 
 def experiment_tables(results: Results) -> Iterator[Table]:
     """At one batch, and at equal memory."""
-    experiment = results.experiment
-    if experiment is None:
-        return
-    plain = experiment.at_equal_batch[0]
-    header = ("mode", "way", "peak, MB", "of plain's", "step, ms", "of plain's")
-    lines = [
+    if results.experiment is not None:
+        yield batch_table(results.experiment.at_equal_batch, results)
+        yield memory_table(results.experiment, results)
+
+
+def batch_table(points: Sequence[Point], results: Results) -> Table:
+    """Peak and time of a step; the first of `points` is plain."""
+    plain = points[0]
+    lines: list[tuple[str, ...]] = [
         (
             *(point.mode, named(point.system, results)),
             *(f"{point.peak_bytes / 1e6:.1f}", f"{point.peak_bytes / plain.peak_bytes:.2f}"),
             *(with_interval(point.seconds.scaled(1e3)), f"{point.seconds.value / plain.seconds.value:.2f}"),
         )
-        for point in by_mode(experiment.at_equal_batch)
+        for point in by_mode(points)
     ]
-    yield Table(f"One batch, of {plain.batch}", header, lines)
-    header = ("mode", "way", "batch", "peak, MB", "tokens a second")
-    lines = [
+    return Table(
+        f"One batch, of {plain.batch}", ("mode", "way", "peak, MB", "of plain's", "step, ms", "of plain's"), lines
+    )
+
+
+def memory_table(experiment: Experiment, results: Results) -> Table:
+    """Speed within one budget."""
+    lines: list[tuple[str, ...]] = [
         (
             *(point.mode, named(point.system, results), str(point.batch), f"{point.peak_bytes / 1e6:.1f}"),
             with_interval(point.tokens_per_second),
         )
         for point in by_mode(experiment.at_equal_memory)
     ]
-    yield Table(f"The largest batch below {experiment.budget_bytes / 1e6:.1f} MB", header, lines)
+    title = f"The largest batch below {experiment.budget_bytes / 1e6:.1f} MB"
+    return Table(title, ("mode", "way", "batch", "peak, MB", "tokens a second"), lines)
 
 
 def by_mode(points: Sequence[Point]) -> list[Point]:

@@ -3,17 +3,20 @@
 Drop activations in the forward pass, get them back in the backward pass, with every bit of every gradient unchanged.
 """
 
-from reactivate import dropin, errors, guards, policies, storage
+from reactivate import dropin, errors, guards, policies, recipe, report, storage
 from reactivate._apply import Handle, apply
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.replay import is_recomputing
 from reactivate._engine.sharing import shared_replay
+from reactivate._explain import explain
+from reactivate._explanation import Explanation
 from reactivate._site import site
 from reactivate._types import Recompute, Save, Site
 from reactivate._verify import Verdict, verify
 from reactivate.errors import ReactivateError
 
 __all__ = [
+    "Explanation",
     "Handle",
     "ReactivateError",
     "Recompute",
@@ -24,9 +27,12 @@ __all__ = [
     "checkpoint",
     "dropin",
     "errors",
+    "explain",
     "guards",
     "is_recomputing",
     "policies",
+    "recipe",
+    "report",
     "shared_replay",
     "site",
     "storage",

@@ -188,6 +188,14 @@ def copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().clone()
 
 
+def equal_unseen(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they are equal, asked of neither modes of the user's nor a fake-tensor mode, which could not say."""
+    if not _count_dispatch_modes() and not _count_function_modes():
+        return torch.equal(one, other)
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return torch.equal(one, other)
+
+
 def write_unseen(tensor: torch.Tensor, content: torch.Tensor) -> None:
     """Write `content` into `tensor` without a new version."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from reactivate._backends import accelerator
-from reactivate._compat import MODULE_CALL_CODE, flatten, is_function_mode_active, without_function_modes
+from reactivate._compat import MODULE_CALL_CODE, flatten
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
 from reactivate._engine.capture import Capture
 from reactivate._engine.forms import MethodForm
@@ -41,8 +41,6 @@ from reactivate._fake import faked, has_no_memory, tensors_of
 from reactivate._types import Device
 from reactivate._verify import _Call, _cotangents, _leaves
 from reactivate.errors import UsageError
-from reactivate.guards import Modules
-from reactivate.guards._module_state import RewoundModules
 
 
 def explain(
@@ -73,10 +71,10 @@ def explain(
         >>> import torch, reactivate
         >>> from reactivate import policies
         >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)))
-        >>> handle = reactivate.apply(model, policies.first_match(policies.save_ops("gelu"), policies.full()))
-        >>> explanation = explain(model, torch.randn(4, 8))
+        >>> handle = reactivate.apply(model, policies.first_match(policies.save_ops("linear"), policies.full()))
+        >>> explanation = reactivate.explain(model, torch.randn(4, 8))
         >>> [(entry.path, entry.kind, entry.kept_bytes) for entry in explanation.regions[0].walk()][:2]
-        [('0', 'region', 128), ('0.1', 'saved call', 128)]
+        [('0', 'region', 128), ('0.0', 'saved call', 128)]
     """
     args = args if isinstance(args, tuple) else (args,)
     kwargs = dict(kwargs or {})
@@ -86,7 +84,7 @@ def explain(
         if is_fake:
             args, kwargs = stack.enter_context(faked(model, args, kwargs))
         else:
-            _Step(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
+            _Call(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
         trace = _Trace(model, args, kwargs, around, is_fake)
         trace.run(model)
     return trace.explanation()
@@ -158,25 +156,7 @@ class _RegionEvent:
     calls: dict[int, _Draft]  # by the number of the call
 
 
-class _Rewinding(Modules):
-    """Modules as they were, without the lock of replays: on a device these run on other threads than the backward."""
-
-    def __init__(self) -> None:
-        super().__init__(copies_all=True)
-
-    def replay(self, snapshot: Any) -> Any:
-        return RewoundModules(snapshot)
-
-
-class _Step(_Call):
-    """A forward and a backward pass, after which everything is as it was."""
-
-    def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__(model, args, kwargs)
-        self._guard = _Rewinding()
-
-
-class _Trace(_Step):
+class _Trace(_Call):
     """One step of a model, and who kept what in it."""
 
     def __init__(
@@ -227,10 +207,7 @@ class _Trace(_Step):
 
     def _pack(self, tensor: Tensor) -> _Holder:
         """Autograd keeps `tensor`."""
-        if is_function_mode_active():
-            with without_function_modes():
-                return self._pack(tensor)
-        holder = _Holder(tensor.detach())  # an output with its graph would hold itself
+        holder = _Holder(tensor)
         event = _Event(ref(holder), None, "result_bytes")
         self._events.append(event)
         frame: FrameType | None = _getframe(1)

@@ -55,7 +55,9 @@ def _refuse_untranslatable(policy: Policy) -> None:
             "reactivate.site(fn, name=...) and save that name."
         )
     if isinstance(policy, ReadyMade) and interest.names and not names_reach_graphs:
-        raise UnsupportedError(f"The policy {policy!r} saves calls by name, which torch.compile knows since torch 2.10.")
+        raise UnsupportedError(
+            f"The policy {policy!r} saves calls by name, which torch.compile knows since torch 2.10."
+        )
     for part in parts_of(policy):
         _refuse_storage(policy, getattr(part, "storage", DEVICE))
 

@@ -168,7 +168,7 @@ class _Call:
         """Run forward and backward from the state that the call was made in, and go back to it."""
         random_states = [source.read() for source in self.sources]
         run = _Run()
-        modules = nullcontext() if self._state is None else self._guard.replay(self._state)
+        modules = nullcontext() if self._state is None else self._guard.rewound(self._state)
         try:
             with torch.enable_grad(), modules, observed_by(run), change(model) as subject:
                 self._run(subject, run)

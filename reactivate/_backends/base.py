@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
+from reactivate._compat import equal_unseen
 
 
 class Backend:
@@ -49,7 +49,7 @@ class Backend:
 
     def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
         """Whether no number was drawn between two reads."""
-        return all(torch.equal(one, other) for one, other in zip(first, second))
+        return all(equal_unseen(one, other) for one, other in zip(first, second))
 
     def first_rng(self) -> Sequence[Any] | None:
         """The state that the generators had when the device was initialised, None if that cannot be known."""

@@ -155,7 +155,7 @@ _LINES = 12
 
 def note_shortage(error: BaseException) -> None:
     """If memory ran out, say in `error` what the regions that are alive keep. Otherwise do nothing."""
-    if _is_shortage(error):
+    if _is_shortage(error) and not _is_noted(error):
         _add_note(error, _account_of_living())
 
 
@@ -180,7 +180,7 @@ def _account_of_living() -> str:
         sizes[name_of(record)] += ledger.enter_all(_all_kept(record))
     lines = [
         f"  {name}{f' ({calls[name]} calls)' if calls[name] > 1 else ''}: {in_words(size)}"
-        for name, size in sizes.most_common(_LINES)
+        for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:_LINES]
     ]
     if len(sizes) > _LINES:
         lines.append(f"  and {len(sizes) - _LINES} more")

@@ -165,11 +165,16 @@ class Log:
     """What a forward pass and a replay have in common: they number calls."""
 
     def __init__(self, record: Any, choice: Choice) -> None:
-        self.record = record
+        self._record = ref(record)  # which has the log, as have the contexts of regions inside of it
         self.choice = choice
         self.number = 0
         self.is_inside = False
-        self._mode = _Mode(self, choice) if choice.sees_functions else None
+        self._mode: _Mode | None = _Mode(self, choice) if choice.sees_functions else None
+
+    @property
+    def record(self) -> Any:
+        """The region's record."""
+        return self._record()
 
     def open(self) -> None:
         """From here on, calls on this thread go to this log."""
@@ -182,6 +187,7 @@ class Log:
         """The end of what `open` began."""
         if self._mode is not None:
             pop_function_mode()
+            self._mode = None  # which knows the log: a cycle would hold the region until the collector runs (Rule 2)
         _current.reset(self._token)
         open_logs.remove(self)
 
@@ -316,6 +322,9 @@ class ForwardLog(Log):
         push_saved_tensor_hooks(call.pack, self.record.unpack)
         try:
             result = self.run_again(fn, args, kwargs)
+        except BaseException:
+            call.saved.clear()
+            raise
         finally:
             pop_saved_tensor_hooks()
         if not call.decision.is_quiet:
@@ -336,17 +345,19 @@ class ForwardLog(Log):
         site.changes = call.changes
         with without_function_modes():
             self._take_down(call, result, versions)
-            site.reason = self._why_again(call) or site.reason
+            site.reason = site.reason or self._why_again(call)
             if site.reason is None and site.start == site.stop:
-                self._watch(site)
+                self._watch(result)
+        call.saved.clear()  # what was saved for the graph knows `call.pack`: a cycle, which no collector sees
+        del call.sources
         if site.reason is not None:
             self._let_go(site)
         self.sites.append(site)
 
-    def _watch(self, site: SavedSite) -> None:
+    def _watch(self, result: Any) -> None:
         """See to it that a backward inside of the region is noticed that goes through a call which saved nothing."""
-        nodes = {result.grad_fn for result, _ in site.results}
-        for node in nodes - {None}:
+        leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
+        for node in {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}:
             node.register_prehook(functools.partial(_went_through, ref(self)))
 
     def _why_again(self, call: Call) -> str | None:
@@ -389,8 +400,10 @@ class ForwardLog(Log):
             elif _may_alias(leaf) and sources.sharing_memory(leaf) is not None:
                 site.reason = "its result is a view of an argument"
             else:
-                site.outputs.append(_keep(leaf, storage, kept))
-                site.results.append((leaf, leaf._version if versions is None else versions[id(leaf)]))
+                item = _keep(leaf, storage, kept)
+                site.outputs.append(item)
+                assert item.tensor is not None  # without the graph of the result, and with its version
+                site.results.append((item.tensor, leaf._version if versions is None else versions[id(leaf)]))
 
     def rerun_all(self, reason: str) -> None:
         """Let replays make every saved call again."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._compat import copy_unseen, is_distributed, write_unseen
+from reactivate._compat import copy_unseen, equal_unseen, is_distributed, write_unseen
 from reactivate._standin import StandIn, copies_of
 from reactivate.errors import MutationError
 from reactivate.guards._watch import WatchedReads
@@ -290,7 +290,7 @@ def _written(state: ModuleState) -> Iterator[Held]:
         is_there = held.namespace is None or held.namespace.get(held.name) is held.tensor
         if is_there and not held.tensor.requires_grad:
             is_changed = held.tensor._version != held.version
-            if is_changed or (held.is_silent and content is not None and not torch.equal(held.tensor, content)):
+            if is_changed or (held.is_silent and content is not None and not equal_unseen(held.tensor, content)):
                 yield held
 
 

@@ -146,6 +146,11 @@ class Modules(Guard):
         changed = ChangedModules(token) if token is not None and token.has_changed() else None
         return changed.bring if changed else None
 
+    @staticmethod
+    def rewound(state: ModuleState) -> AbstractContextManager[None]:
+        """As `replay`, for a whole step: without the lock, which replays on other threads would wait for."""
+        return RewoundModules(state)
+
 
 _CONTAINERS = frozenset({list, dict, set, OrderedDict, defaultdict, deque})
 _OF_EVERY_MODULE = frozenset(Module().__dict__)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reactivate._backends import Backend, accelerator
-from reactivate._compat import ask, cpu_generator_memory
+from reactivate._compat import ask, cpu_generator_memory, equal_unseen
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound, undisturbed
 
@@ -261,5 +261,5 @@ def _set_state(generator: Any, state: Any) -> None:
 def _is_at(generator: Any, state: Any) -> bool:
     now = _get_state(generator)
     if isinstance(now, torch.Tensor):
-        return torch.equal(now, state)
+        return equal_unseen(now, state)
     return repr(now) == repr(state)  # nested dicts with arrays in them

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from reactivate._backends import accelerator
+from reactivate._compat import equal_unseen
 from reactivate._types import Call, Guard
 from reactivate.errors import UsageError
 from reactivate.guards._base import Rewound, undisturbed
@@ -95,7 +96,7 @@ def _content(state: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+    return equal_unseen(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 class RngTracker:

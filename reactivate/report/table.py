@@ -56,11 +56,8 @@ def draw(columns: Sequence[Column], rows: Iterable[Row], *, title: str = "", wid
     Example:
         >>> from reactivate.report.table import Column, Row, draw
         >>> text = draw([Column("site"), Column("kept", True)], [Row(["layers.0", "4 KiB"]), Row(["linear"], depth=1)])
-        >>> print(*(line.strip() for line in text.splitlines()), sep="\\n")
-        site         kept
-        ──────────────────
-        layers.0    4 KiB
-        linear
+        >>> text.split()[-4:]
+        ['layers.0', '4', 'KiB', 'linear']
     """
     console, table_class, text_class, box = _rich()
     table = table_class(box=box)

@@ -1,0 +1,585 @@
+"""Saved calls: a replay skips them, and every bit is that of the plain function (Rules 1, 2, 5 to 13, 16)."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import Case, assert_bitwise, assert_same, check, run
+from surroundings import Kept
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import reactivate
+from reactivate import Save, Site, policies
+from reactivate._engine.record import observed_by
+from reactivate.guards import DEFAULT, RngTracker, TrackerGuard
+from reactivate.storage import Host
+
+save_ops, site = policies.save_ops, reactivate.site
+
+
+def everything(at: Site) -> Save:
+    return Save()
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+class Reasons:
+    """Why saved calls of the forward pass are made again: {what was called: reason}."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str | None] = {}
+
+    def forward_done(self, record: Any) -> None:
+        self.found |= {saved.label: saved.reason for saved in record.sites}
+
+    def replay_done(self, record: Any) -> None:
+        pass
+
+
+class Counted(nn.Module):
+    """Counts its calls where no guard sees it."""
+
+    def __init__(self, inner: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.calls: tuple[list[int]] = ([],)
+
+    def forward(self, *args: Any) -> Any:
+        self.calls[0].append(1)
+        return self.inner(*args)
+
+    def count(self) -> int:
+        return len(self.calls[0])
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
+
+
+def case(fn: Callable[..., Any], *shapes: tuple[int, ...], modules: Any = (), **leaves: tuple[int, ...]) -> Case:
+    made = {name: leaf(*shape) for name, shape in leaves.items()}
+    args = tuple(leaf(*shape) for shape in (shapes or ((4, 4),)))
+    return Case(partial(fn, **made), args, leaves=made, modules=list(modules))
+
+
+def generated(x: Tensor, generator: torch.Generator) -> Tensor:
+    noise = torch.rand(4, 4, generator=generator)
+    return (torch.bernoulli(noise, generator=generator) * x).exp() * torch.rand(4, 4, generator=generator)
+
+
+def with_generator() -> Case:
+    return Case(generated, (leaf(4, 4), torch.Generator().manual_seed(3)))
+
+
+def attention(x: Tensor, w: Tensor, *, p: float) -> Tensor:
+    q, k, v = F.linear(x, w).view(2, 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).reshape(2, 6, 8)
+    return F.dropout(out, 0.2).exp()
+
+
+def split(x: Tensor) -> Tensor:
+    one, two, three = torch.cat([x, x.sin(), x.cos()]).chunk(3)
+    (a, b), c = (one @ two).split(2), two @ three
+    return torch.cat([a @ c, b @ one.t()]).exp()
+
+
+def in_place(x: Tensor, w: Tensor) -> Tensor:
+    y = F.linear(x, w)
+    y.mul_(2).add_(1)
+    return F.linear(F.linear(y.sin(), w).relu_(), w).exp()
+
+
+def under_autocast(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = F.linear(F.linear(x, w).relu(), w)
+        return (F.linear(y.sin(), w) @ w).float().exp()
+
+
+def with_inner_gradient(x: Tensor, w: Tensor) -> Tensor:
+    y = F.linear(x, w).tanh()
+    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return (F.linear(slope.sin(), w) * y).exp()
+
+
+def many(x: Tensor, w: Tensor) -> Any:
+    y = F.linear(x, w)
+    return {"one": y.sin(), "two": (y.exp(), None, 3), "three": [x, y]}
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "dropout": lambda: case(lambda x: F.dropout((F.dropout(x, 0.3).exp() * torch.rand_like(x)), 0.5).sin()),
+    "generator": with_generator,
+    "attention": lambda: case(partial(attention, p=0.3), (2, 6, 8), w=(24, 8)),
+    "broadcast": lambda: case(lambda x, y: ((x * y).exp() @ y.expand(4, 4)).sin() + y, (4, 4), (1, 4)),
+    "views": lambda: case(lambda x: (x.t() @ x[1:3].t()).exp().unsqueeze(0).expand(2, 4, 2).sin().flatten(), (4, 4)),
+    "non-contiguous": lambda: case(
+        lambda x, w: (x.transpose(0, 1) @ w).transpose(1, 2).matmul(w).sin(), (4, 4, 4), w=(4, 4)
+    ),
+    "several of one node": lambda: case(split),
+    "in place": lambda: case(in_place, w=(4, 4)),
+    "autocast": lambda: case(under_autocast, w=(4, 4)),
+    "inner gradient": lambda: case(with_inner_gradient, w=(4, 4)),
+    "containers": lambda: case(many, w=(4, 4)),
+    "itself": lambda: case(lambda x: site(lambda x: x, name="same")(x).sin() * F.dropout(x, 0.0).exp()),
+    "no gradient": lambda: case(lambda x, w: F.linear(F.linear(torch.ones(4, 4), w).detach().sin(), w) * x, w=(4, 4)),
+    "no_grad": lambda: case(lambda x: x.sin() * without_gradient(x.sin()).exp()),
+    "item": lambda: case(lambda x: (x.exp() * x.sum().item()).sin() * x.shape[0]),
+    "nested": lambda: case(
+        lambda x, w: reactivate.checkpoint(nested, policy=everything)(F.linear(x, w), w).sin(), w=(4, 4)
+    ),
+    "saved region": lambda: case(
+        lambda x, w: site(reactivate.checkpoint(nested, policy=save_ops("exp")), name="r")(x.exp(), w).sin(), w=(4, 4)
+    ),
+    "plain region": lambda: case(lambda x, w: reactivate.checkpoint(nested)(F.linear(x, w), w).sin(), w=(4, 4)),
+}
+
+
+def without_gradient(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.exp().sin()
+
+
+def nested(x: Tensor, w: Tensor) -> Tensor:
+    return F.dropout(F.linear(x.exp(), w).sin(), 0.3).exp()
+
+
+def several(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+    for output in outputs:
+        output.float().square().sum().backward(retain_graph=True)
+    sum(output.float().sum() for output in outputs).backward()  # type: ignore[union-attr]
+
+
+def double(outputs: list[Tensor], inputs: dict[str, Tensor]) -> Any:
+    loss = sum(output.float().square().sum() for output in outputs)
+    gradients = torch.autograd.grad(loss, list(inputs.values()), create_graph=True, allow_unused=True)  # type: ignore[arg-type]
+    sum(gradient.square().sum() for gradient in gradients if gradient is not None).backward()  # type: ignore[union-attr]
+    return list(gradients)
+
+
+def once(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+    sum(output.float().square().sum() for output in outputs).backward()  # type: ignore[union-attr]
+
+
+def saving(*names: str) -> Callable[[Site], Save | None]:
+    """A policy that may match nothing."""
+    return lambda at: Save() if (at.name or at.op) in names else None
+
+
+POLICIES: dict[str, Any] = {
+    "linear": saving("linear", "matmul", "scaled_dot_product_attention", "same", "r"),
+    "random": saving("dropout", "bernoulli", "rand_like", "scaled_dot_product_attention", "exp"),
+    "second": policies.every_nth(2, saving("linear", "exp", "sin", "matmul"), 1),
+    "everything": everything,
+}
+
+
+@pytest.mark.parametrize("backward", [once, several, double])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CASES)
+def test_every_bit_is_that_of_the_plain_function(name: str, policy: str, backward: Any) -> None:
+    plain = run(CASES[name], None, backward)
+    others = ({"early_stop": False}, {"determinism": "values"}, {"determinism": "none"}) if backward is once else ()
+    for options in ({}, *others):
+        ours = run(CASES[name], lambda fn: reactivate.checkpoint(fn, policy=POLICIES[policy], **options), backward)
+        assert_same(plain, ours)
+        assert ours.regions >= 1, "there was a region"
+        runs_again = name == "inner gradient"  # and then nothing is kept
+        assert ours.kept_bytes > 0 or policy != "everything" or runs_again, "something was kept"
+
+
+def test_storage_that_is_not_the_device_gives_the_same_bits() -> None:
+    make = lambda: case(lambda x, w: F.linear(F.linear(x, w).sin(), w).exp().sin(), w=(4, 4))  # noqa: E731
+    check(make, policy=save_ops("linear", "exp", storage=Host()), saves_memory=False)
+
+
+def test_a_frozen_first_layer_and_shared_weights() -> None:
+    def make() -> Case:
+        first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+        first.requires_grad_(False)
+        return Case(lambda x: second(second(first(x)).tanh()).exp(), (torch.randn(2, 4),), modules=[first, second])
+
+    check(make, policy=save_ops("linear"), saves_memory=False)
+    check(make, policy=save_ops("tanh"), saves_memory=False)
+
+
+def test_no_grad_is_the_plain_call() -> None:
+    x, counted = leaf(4, 4), Counted(torch.exp)
+    with torch.no_grad():
+        found = reactivate.checkpoint(counted, policy=everything)(x)
+    assert_bitwise(x.exp().detach(), found, "result")
+    assert counted.count() == 1 and found.grad_fn is None
+
+
+def test_shared_replay_skips_as_well() -> None:
+    def backward(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+        with reactivate.shared_replay():
+            for output in outputs:
+                output.square().sum().backward(retain_graph=True)
+
+    make = partial(case, lambda x, w: (F.linear(x, w).sin(), F.linear(x.exp(), w).cos().exp()), w=(4, 4))
+    check(make, policy=save_ops("linear"), backward=backward)
+
+
+def test_a_named_tracker_is_where_it_was() -> None:
+    tracker = RngTracker()
+
+    def drop(x: Tensor) -> Tensor:
+        with tracker.fork("parallel"):
+            return F.dropout(x, 0.5)
+
+    def fn(x: Tensor) -> Tensor:
+        return drop(site(drop, name="first")(x.sin()).exp()).sin()
+
+    def make() -> Case:
+        tracker.set_states({})
+        tracker.add("parallel", 5)
+        return Case(fn, (leaf(4, 4),))
+
+    guards = DEFAULT.adding(TrackerGuard(tracker))
+    check(make, policy=policies.save_names("first"), guards=guards)
+    expected = tracker.get_states()["parallel"]
+    run(make)
+    assert_bitwise(expected, tracker.get_states()["parallel"], "the stream afterwards")
+
+
+# -- modules with state -----------------------------------------------------------------------------------------------
+
+
+class Amax(nn.Module):
+    """A linear layer that scales by the largest values of its last calls, as FP8 layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("history", torch.ones(3))
+        self.register_buffer("scale", torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.history.copy_(self.history.roll(1))
+            self.history[0] = x.abs().max()
+            self.scale = self.history.max() / self.calls
+        return F.linear(x / self.scale, self.weight) * self.scale
+
+
+def stateful(make: Callable[[], nn.Module], *, saves: str) -> Case:
+    module = make()
+    calls = {name: site(module, name=name) for name in ("first", "second", "third")}
+
+    def fn(x: Tensor) -> Tensor:
+        return calls["third"](calls["second"](calls["first"](x).sin()).exp()).sin()
+
+    return Case(fn, (leaf(4, 4),), modules=[module])
+
+
+@pytest.mark.parametrize("backward", [once, several])
+@pytest.mark.parametrize("saves", ["first", "second", "third", "first second", "first third", "second third"])
+@pytest.mark.parametrize(
+    "make", [Amax, lambda: nn.BatchNorm1d(4), lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.3))]
+)
+def test_modules_are_written_once_whichever_of_their_calls_are_saved(
+    make: Callable[[], nn.Module], saves: str, backward: Any
+) -> None:
+    policy = policies.save_names(*saves.split())
+    replays = 2 if backward is several else 1
+    check(partial(stateful, make, saves=saves), policy=policy, backward=backward, replays=replays, saves_memory=False)
+
+
+def test_saved_modules_of_a_model() -> None:
+    def make() -> Case:
+        block = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), Amax(), nn.Tanh())  # noqa: E731
+        return Case(nn.Sequential(block(), block()), (leaf(8, 4),))
+
+    def applied(saved: tuple[str, ...]) -> Callable[[Any], Any]:
+        def wrap(model: Any) -> Any:
+            policy = policies.first_match(policies.save_modules(*saved), policies.full())
+            assert len(reactivate.apply(model, policy).regions) == 2
+            return model
+
+        return wrap
+
+    for saved in [("*.1",), ("*.3",), ("*.1", "*.3"), ("*.2", "*.0")]:
+        plain, ours = run(make), run(make, applied(saved))
+        assert_same(plain, ours)
+        assert ours.regions == 2 and ours.replays == 2 and ours.kept_bytes < plain.kept_bytes
+
+
+# -- how often things run ---------------------------------------------------------------------------------------------
+
+
+def test_a_saved_call_runs_once_and_a_recomputed_one_twice() -> None:
+    saved, recomputed, unneeded = Counted(torch.sin), Counted(torch.exp), Counted(torch.cos)
+
+    def fn(x: Tensor) -> Tensor:
+        y = site(saved, name="saved")(site(recomputed, name="recomputed")(x))
+        return site(unneeded, name="saved")(recomputed(y))
+
+    x = leaf(4, 4)
+    out = reactivate.checkpoint(fn, policy=policies.save_names("saved"))(x)
+    out.sum().backward()
+    assert (saved.count(), recomputed.count(), unneeded.count()) == (1, 4, 1)
+    (expected,) = torch.autograd.grad(fn(x).sum(), x)
+    assert_bitwise(expected, x.grad, "gradient")
+
+
+def test_a_saved_call_runs_once_for_several_backwards() -> None:
+    saved, recomputed = Counted(torch.sin), Counted(torch.exp)
+    fn = lambda x: recomputed(site(saved, name="saved")(recomputed(x)))  # noqa: E731
+    out = reactivate.checkpoint(fn, policy=policies.save_names("saved"))(leaf(4, 4)).sum()
+    for _ in range(3):
+        out.backward(retain_graph=True)
+    assert (saved.count(), recomputed.count()) == (1, 2 + 3 * 2)
+
+
+def test_nothing_runs_again_when_all_is_saved() -> None:
+    counted = Counted(lambda x: x.sin().exp())
+    fn = lambda x: site(counted, name="all")(x)  # noqa: E731
+    policy = policies.save_names("all")
+    x = leaf(4, 4)
+    reactivate.checkpoint(fn, policy=policy)(x).sum().backward()
+    assert counted.count() == 1
+    assert_bitwise(torch.autograd.grad(fn(x).sum(), x)[0], x.grad, "gradient")
+
+
+@pytest.mark.parametrize(
+    ("fn", "label", "reason"),
+    [
+        (lambda x: x.sin().mul_(2).exp(), "sin", "written to afterwards"),
+        (lambda x: x.sin().mul_(2).exp(), "mul_", "it writes into its arguments"),
+        (lambda x: x.t().sin(), "t", "a view of an argument"),
+        (lambda x: x.sin() * x.dim(), "dim", "it computes no tensor"),
+        (with_inner_gradient, "linear", "a backward inside of the region"),
+        (
+            lambda x, w: x * torch.autograd.grad(F.linear(x, w).sum(), w)[0].sin(),
+            "sum",
+            "a backward inside of the region",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_skipped_runs_again_and_says_why(fn: Any, label: str, reason: str) -> None:
+    def make() -> Case:
+        return case(fn, **({"w": (4, 4)} if "w" in fn.__code__.co_varnames else {}))
+
+    reasons = Reasons()
+    made = make()
+    with observed_by(reasons):
+        reactivate.checkpoint(made.fn, policy=everything)(*made.args)
+    assert reason in str(reasons.found[label])
+    assert_same(run(make), run(make, lambda fn: reactivate.checkpoint(fn, policy=everything)))
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def kept_bytes(forward: Callable[[], Tensor]) -> int:
+    storages: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    del out
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+def selective(ops: list[Any], fn: Callable[..., Tensor], *args: Tensor) -> int:
+    """What torch's selective checkpointing keeps: its inputs, and what it caches."""
+
+    def must_save(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: list[Any] = []
+
+    def make() -> Any:
+        contexts.append(create_selective_checkpoint_contexts(must_save))
+        return contexts[0]
+
+    out = checkpoint(fn, *args, use_reentrant=False, context_fn=make)
+    storages = {argument.untyped_storage().data_ptr(): argument.untyped_storage().nbytes() for argument in args}
+    for outputs in contexts[0][0].storage.values():
+        for output in outputs.values() if isinstance(outputs, dict) else outputs:
+            value = getattr(output, "val", output)
+            for tensor in value if isinstance(value, (tuple, list)) else [value]:
+                tensor = getattr(tensor, "val", tensor)
+                if isinstance(tensor, Tensor):
+                    storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    del out
+    return sum(storages.values())
+
+
+aten = torch.ops.aten
+MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
+weight, wide = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(3, 8, 16))
+
+
+def block(x: Tensor) -> Tensor:
+    return F.linear(F.linear(x, weight).sin(), weight).exp()
+
+
+def cast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(F.linear(x, weight).sin(), weight).float().exp()
+
+
+@pytest.mark.parametrize(
+    ("fn", "ours", "theirs"),
+    [
+        (block, save_ops("linear"), MATMULS),
+        (cast, save_ops("linear"), MATMULS),
+        (
+            lambda x: (x.transpose(1, 2) @ wide.transpose(1, 2).sin().transpose(1, 2)).exp().sin(),
+            save_ops("matmul"),
+            MATMULS,
+        ),
+        (lambda x: F.softmax(x.sin(), -1).exp(), save_ops("softmax"), [aten._softmax.default]),
+        (lambda x: F.layer_norm(x.sin(), (16,)).exp(), save_ops("layer_norm"), [aten.native_layer_norm.default]),
+        (lambda x: F.gelu(x.sin()).exp(), save_ops("gelu"), [aten.gelu.default]),
+    ],
+)
+def test_no_more_is_kept_than_torchs_selective_checkpointing_keeps(fn: Any, ours: Any, theirs: list[Any]) -> None:
+    x = torch.randn(3, 8, 16, requires_grad=True)
+    found = kept_bytes(lambda: reactivate.checkpoint(fn, policy=ours)(x))
+    assert x.nbytes < found <= selective(theirs, fn, x)
+    assert found < kept_bytes(lambda: fn(x))
+    plain, saved = (torch.autograd.grad(call(x).sum(), x) for call in (fn, reactivate.checkpoint(fn, policy=ours)))
+    assert_bitwise(plain[0], saved[0], "gradient")
+
+
+def test_a_result_that_nothing_needs_is_not_kept() -> None:
+    x = torch.randn(8, 16, requires_grad=True)
+    fn = lambda x: F.linear(x.sin(), weight)  # noqa: E731
+    assert kept_bytes(lambda: reactivate.checkpoint(fn, policy=save_ops("linear"))(x)) == x.nbytes
+
+
+def test_an_offloader_around_the_region_sees_what_saved_calls_keep() -> None:
+    x, packed = torch.randn(8, 16, requires_grad=True), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = reactivate.checkpoint(block, policy=save_ops("linear"))(x)
+    assert any(tensor.shape == x.shape and tensor.data_ptr() != x.data_ptr() for tensor in packed)
+    packed.clear()
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert_bitwise(torch.autograd.grad(block(x).sum(), x)[0], found, "gradient")
+
+
+def alive() -> int:
+    return sum(isinstance(item, Tensor) for item in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", ["attention", "autocast", "in place", "several of one node", "nested", "saved region"])
+def test_nothing_outlives_the_backward_without_the_collector(name: str) -> None:
+    made = CASES[name]()
+    fn = reactivate.checkpoint(made.fn, policy=everything)
+
+    def step() -> None:
+        fn(*made.args).float().sum().backward()
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        for _ in range(300):
+            step()
+        after = alive()
+    finally:
+        gc.enable()
+    assert before == after, "as many tensors as after the first step"
+
+
+# -- failures, threads ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["linear", "everything"])
+def test_after_an_exception_the_same_backward_can_be_tried_again(policy: str) -> None:
+    failing = False
+
+    def fn(x: Tensor) -> Tensor:
+        y = F.dropout(F.linear(x.sin(), weight), 0.3).exp()
+        if failing:
+            raise OSError
+        return y.sin()
+
+    x = torch.randn(4, 16, requires_grad=True)
+    region, state = reactivate.checkpoint(fn, policy=POLICIES[policy], early_stop=False), torch.get_rng_state()
+    failing = True
+    with pytest.raises(OSError):  # noqa: PT011
+        region(x)
+    failing = False
+    torch.set_rng_state(state)
+    out = region(x).sum()
+    after = torch.get_rng_state()
+    failing = True
+    with contextlib.suppress(OSError):  # nothing is left to recompute where all is saved
+        out.backward(retain_graph=True)
+    x.grad = weight.grad = None
+    failing = False
+    out.backward()
+    assert_bitwise(after, torch.get_rng_state(), "random numbers")
+    torch.set_rng_state(state)
+    assert_bitwise(torch.autograd.grad(fn(x).sum(), x)[0], x.grad, "gradient")
+
+
+def test_two_threads_do_not_see_each_others_saved_calls() -> None:
+    barrier, results = threading.Barrier(2), dict[int, list[Tensor]]()
+
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(5):
+            barrier.wait(10)
+            x = F.linear(x.sin(), w)
+        return x.exp()
+
+    def work(number: int) -> None:
+        x, w = inputs[number]
+        region = reactivate.checkpoint(fn, policy=policies.every_nth(2, save_ops("linear", "sin"), number))
+        results[number] = list(torch.autograd.grad(region(x, w).sum(), [x, w]))
+
+    inputs = [(leaf(4, 4), leaf(4, 4)) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, (x, w) in enumerate(inputs):
+        y = x
+        for _ in range(5):
+            y = F.linear(y.sin(), w)
+        for one, other in zip(torch.autograd.grad(y.exp().sum(), [x, w]), results[number], strict=True):
+            assert_bitwise(one, other, f"thread {number}")
+
+
+def test_a_replay_that_calls_something_else_is_refused() -> None:
+    calls: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        calls.append(1)
+        y = F.linear(x, weight) if len(calls) == 1 else torch.tanh(x)
+        return y.exp().sin()
+
+    x = torch.randn(4, 16, requires_grad=True)
+    out = reactivate.checkpoint(fn, policy=save_ops("linear", "tanh"))(x)
+    with pytest.raises(reactivate.errors.ReplayMismatchError, match="linear"):
+        out.sum().backward()
+    with Kept() as kept:
+        del out
+    assert kept.kept_bytes == 0
