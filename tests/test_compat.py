@@ -348,6 +348,56 @@ def what_is_kept_can_be_asked_for() -> None:
     assert is_said == hasattr(saved, "data")  # from torch 2.12 on; before, the hooks are run
 
 
+@needs("OpOverload", "OpOverloadPacket", "HigherOrderOperator", "qualified_name")
+def ops_have_classes_and_names() -> None:
+    assert _compat.builtin_functions.linear is torch.nn.functional.linear
+    assert isinstance(torch.ops.aten.mm, _compat.OpOverloadPacket)
+    assert isinstance(torch.ops.aten.mm.default, _compat.OpOverload)
+    assert _compat.qualified_name(torch.ops.aten.mm) == "aten::mm"
+    assert isinstance(torch.ops.higher_order.cond, _compat.HigherOrderOperator)
+    assert torch.ops.higher_order.cond.name() == "cond"
+
+
+@needs("flatten", "unflatten")
+def containers_are_flattened_and_put_back() -> None:
+    x = torch.ones(2)
+    assert _compat.flatten(x) == ([x], None)
+    leaves, structure = _compat.flatten({"a": (x, None), "b": [3]})
+    assert [leaf for leaf in leaves if leaf is not None] == [x, 3]
+    assert _compat.unflatten(leaves, structure) == {"a": (x, None), "b": [3]}
+
+
+@needs("give_back")
+def a_result_is_handed_back_as_that_of_an_op() -> None:
+    x = torch.ones(2)
+    given = _compat.give_back(x.detach())
+    assert given.requires_grad and not given.is_leaf and not given._is_view()
+    assert given.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    with pytest.raises(RuntimeError, match="its replay skips"):
+        given.sum().backward()
+
+
+@needs("has_setup_context")
+def two_kinds_of_custom_functions_are_told_apart() -> None:
+    class Old(torch.autograd.Function):
+        """Its forward gets the context."""
+
+    class New(torch.autograd.Function):
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            """Fills the context."""
+
+    assert not _compat.has_setup_context(Old)
+    assert _compat.has_setup_context(New)
+
+
+@needs("named_in_graph", "names_reach_graphs", "node_being_traced", "SITE")
+def a_traced_op_says_where_it_comes_from() -> None:
+    """Behaviour: `test_policies_in_graph`."""
+    assert _compat.named_in_graph("name", torch.sin, (torch.zeros(1),), {}) == 0
+    assert not _compat.node_being_traced().get("custom")
+
+
 @needs("Flag", "FLAGS")
 def flags_can_be_read_and_written_back() -> None:
     values = [flag.read() for flag in _compat.FLAGS]

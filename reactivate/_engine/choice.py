@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
+from torch import nn
 from torch.nn import Module
 from torch.nn.functional import multi_head_attention_forward
 
@@ -27,6 +28,22 @@ _QUIET = frozenset(
         *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "embedding"),
         *("layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "gelu", "silu", "relu", "tanh", "sigmoid"),
         *("exp", "log", "sin", "cos", "mul", "add", "sub", "div", "pow", "sqrt", "rsqrt", "max", "sum", "mean", "cat"),
+    }
+)
+_QUIET_MODULES = frozenset(
+    {
+        *(
+            nn.Linear,
+            nn.Bilinear,
+            nn.Conv1d,
+            nn.Conv2d,
+            nn.Conv3d,
+            nn.Embedding,
+            nn.LayerNorm,
+            nn.GroupNorm,
+            nn.RMSNorm,
+        ),
+        *(nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Identity),
     }
 )
 # Functions written in Python that stand for many ops: these are looked at, unless the policy saves the whole.
@@ -112,6 +129,7 @@ class Choice:
         self._paths: dict[int, str] = {}
         self.sees_functions = self.interest.any_function
         self.decisions: dict[Any, Decision] = {}
+        self.ignored: set[Any] = set()  # functions that are of no interest
         self._modules: dict[str, Decision] = {}
         self._names: dict[str, Decision] = {}
 
@@ -127,13 +145,16 @@ class Choice:
         else:
             self.unmatched.seen.add(op)
         self.decisions[function] = decision
+        if not (decision.is_of_interest or decision.is_opened):
+            self.ignored.add(function)
         return decision
 
     def of_module(self, module: Module, path: str) -> Decision:
         """The decision about a call of a module."""
         if path not in self._modules:
             label = f"{path} ({type(module).__name__})"
-            self._modules[path] = self._decide(Decision(label, path=path, module=module))
+            is_quiet = type(module) in _QUIET_MODULES
+            self._modules[path] = self._decide(Decision(label, path=path, module=module, is_quiet=is_quiet))
         return self._modules[path]
 
     def of_name(self, name: str, function: Any) -> Decision:

@@ -26,78 +26,93 @@ class Recipe(NamedTuple):
 
     Attributes:
         argument: which one, -1 for the leaf.
+        view: the size, the strides and how far behind the argument's beginning, for a view of it.
+        make: what to do with it otherwise; None for the argument itself.
         leaf: a parameter, or None.
-        make: what to do with it.
     """
 
     argument: int
-    leaf: Tensor | None
-    make: Change | None
+    view: tuple[Any, Any, Any] | None = None
+    make: Change | None = None
+    leaf: Tensor | None = None
 
     def follow(self, arguments: Sequence[Tensor]) -> Tensor:
         """The tensor, from the arguments of a replay."""
-        source = arguments[self.argument] if self.leaf is None else self.leaf
-        with torch.no_grad():
-            return source.detach() if self.make is None else self.make(source.detach())
+        source = (arguments[self.argument] if self.leaf is None else self.leaf).detach()
+        if self.view is not None:
+            size, stride, offset = self.view
+            return source.as_strided(size, stride, source.storage_offset() + offset)
+        return source if self.make is None else self.make(source)
 
 
 class Sources:
-    """The arguments of one call, to be recognised in what it saves."""
+    """The arguments of one call, to be recognised in what it saves. They are few: a scan is faster than a dict."""
 
-    __slots__ = ("_by_id", "_by_memory", "arguments")
+    __slots__ = ("_bases", "arguments")
 
     def __init__(self, arguments: list[Tensor]) -> None:
         self.arguments = arguments
-        self._by_id = {id(tensor): index for index, tensor in enumerate(arguments)}
-        self._by_memory: dict[int, int] | None = None
+        self._bases: list[Tensor] | None = None
 
     def recipe_for(self, tensor: Tensor) -> Recipe | None:
         """How to make `tensor`, or None if it is the call's own."""
-        index = self._by_id.get(id(tensor))
-        if index is not None:
-            return Recipe(index, None, None)
+        index = self.which(tensor)
+        if index >= 0:
+            return Recipe(index)
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
         index = self.sharing_memory(tensor)
-        if index is not None:
-            return self._view(index, tensor)
-        return self._copy(tensor)
+        return self._copy(tensor) if index < 0 else self._view(index, tensor)
 
-    def sharing_memory(self, tensor: Tensor) -> int | None:
-        """The argument whose memory `tensor` lies in."""
-        if self._by_memory is None:
-            found: dict[int, int] = {}
-            for index, argument in enumerate(self.arguments):
-                if type(argument) in _PLAIN and argument.layout is torch.strided:
-                    found.setdefault(argument.untyped_storage()._cdata, index)
-            self._by_memory = found
-        return self._by_memory.get(tensor.untyped_storage()._cdata)
+    def which(self, tensor: Tensor) -> int:
+        """The number of the argument that `tensor` is, or -1."""
+        for index, argument in enumerate(self.arguments):
+            if argument is tensor:
+                return index
+        return -1
+
+    def sharing_memory(self, tensor: Tensor) -> int:
+        """The number of an argument whose memory `tensor` lies in, or -1."""
+        if self._bases is None:
+            self._bases = [_base_of(argument) for argument in self.arguments]
+        base = _base_of(tensor)
+        for index, other in enumerate(self._bases):
+            if other is base:
+                return index
+        if base is tensor and not tensor.requires_grad and type(tensor) in _PLAIN:  # made out of autograd's sight: by `detach`, or in a kernel
+            return self._sharing_storage(tensor)
+        return -1
+
+    def _sharing_storage(self, tensor: Tensor) -> int:
+        memory = tensor.untyped_storage()._cdata
+        for index, argument in enumerate(self.arguments):
+            is_plain = type(argument) in _PLAIN and argument.layout is torch.strided
+            if is_plain and argument.untyped_storage()._cdata == memory:
+                return index
+        return -1
 
     def _view(self, index: int, tensor: Tensor) -> Recipe | None:
         source = self.arguments[index]
-        if source.dtype != tensor.dtype or source.is_conj() != tensor.is_conj() or source.is_neg() != tensor.is_neg():
+        if source.dtype != tensor.dtype or source.is_conj() or source.is_neg() or tensor.is_conj() or tensor.is_neg():
             return None
-        if source.is_conj() or source.is_neg():
-            return None
-        size, stride = tensor.size(), tensor.stride()
         offset = tensor.storage_offset() - source.storage_offset()
-        return Recipe(index, None, lambda base: base.as_strided(size, stride, base.storage_offset() + offset))
+        return Recipe(index, (tensor.size(), tensor.stride(), offset))
 
     def _copy(self, tensor: Tensor) -> Recipe | None:
         if tensor.grad_fn is None:
             return self._copy_without_graph(tensor)
         nodes = {(item.grad_fn, item.output_nr): index for index, item in enumerate(self.arguments) if item.grad_fn}
-        changes, end = _way_back(tensor, nodes)
+        changes, end, size = _way_back(tensor, nodes)
         leaf = getattr(end[0], "variable", None)
-        index = nodes.get(end, -1) if leaf is None else self._by_id.get(id(leaf), -1)
+        index = nodes.get(end, -1) if leaf is None else self.which(leaf)
         if leaf is None and index < 0:
             return None
         source = leaf if leaf is not None else self.arguments[index]
+        if source.size() != size:
+            return None
         changes.reverse()
         make = _as(tensor, changes)
-        if make(source.detach()).size() != tensor.size():
-            return None
-        return Recipe(index, leaf if index < 0 else None, make)
+        return Recipe(index, None, make, leaf if index < 0 else None)
 
     def _copy_without_graph(self, tensor: Tensor) -> Recipe | None:
         """A copy of an argument that needs no gradient leaves no trace: only its contents show what it is."""
@@ -119,6 +134,11 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     return type(other) is FakeTensor or torch.equal(one, other.detach())
 
 
+def _base_of(tensor: Tensor) -> Tensor:
+    base = tensor._base
+    return tensor if base is None else base
+
+
 _LAYOUTS: tuple[Change, ...] = (
     lambda value: value,
     lambda value: value.t() if value.ndim == 2 else value,
@@ -131,7 +151,8 @@ def _as(tensor: Tensor, changes: Sequence[Change]) -> Change:
     size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
 
     def make(value: Tensor) -> Tensor:
-        value = value.to(dtype)
+        if value.dtype != dtype:
+            value = value.to(dtype)
         for change in changes:
             value = change(value)
         if value.size() == size and value.stride() != stride:
@@ -144,8 +165,8 @@ def _as(tensor: Tensor, changes: Sequence[Change]) -> Change:
 Node = tuple[Any, int]  # with the number of the output
 
 
-def _way_back(tensor: Tensor, ends: Mapping[Node, Any]) -> tuple[list[Change], Node]:
-    """What each node before `tensor` did, as long as it only copied, last first; then the node that did more."""
+def _way_back(tensor: Tensor, ends: Mapping[Node, Any]) -> tuple[list[Change], Node, torch.Size]:
+    """What each node before `tensor` did, as long as it only copied, last first; the node that did more, and its size."""
     node: Any = tensor.grad_fn
     end, size, casts, changes = (node, tensor.output_nr), tensor.size(), 0, []
     while end not in ends:
@@ -160,7 +181,7 @@ def _way_back(tensor: Tensor, ends: Mapping[Node, Any]) -> tuple[list[Change], N
         node = end[0]
         if node is None:
             break
-    return changes, end
+    return changes, end, size
 
 
 def _same(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:

@@ -31,7 +31,7 @@ from reactivate._engine import refusals
 from reactivate._engine.forms import Memo, rebuild
 from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.record import Record, Saved, observers, tell
-from reactivate._engine.saved_sites import ReplayLog, SavedSite, fill, forget_log, last_needed, position
+from reactivate._engine.saved_sites import ReplayLog, SavedSite, forget_log, last_needed, position
 from reactivate.errors import ReactivateError
 
 _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
@@ -227,11 +227,12 @@ class _Matching:
         saved = self.record.saved
         if position(self.entries, saved) != site.start or len(arguments) != site.count:
             raise self._refuse(refusals.different_site(self.record, site))
-        for entry, tensor in fill(saved[site.start : site.stop], arguments):
-            if (tensor.shape, tensor.dtype, tensor.device) != entry[1][:3]:
-                self._check(entry, tensor)
-            slot = entry[0]()
-            if slot is not None:
+        for index in range(site.start, site.stop):
+            slot: Any = saved[index][0]()
+            if slot is not None and slot.recipe is not None:
+                tensor = slot.recipe.follow(arguments)
+                if (tensor.shape, tensor.dtype, tensor.device) != saved[index][1][:3]:
+                    self._check(saved[index], tensor)
                 slot.version = tensor._version
                 slot.value = tensor
         self.entries.__setstate__(site.stop)

@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from operator import length_hint
+from operator import attrgetter, length_hint
 from sys import _getframe
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -44,7 +44,9 @@ from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.derive import Recipe, Sources
 from reactivate._engine.record import FunctionSlot, Metadata, Saved, observers, tell
 from reactivate._engine.sites import user_frame
-from reactivate._types import Device, Save, Storage
+from reactivate._types import DEVICE, Save, Storage
+
+_VERSION = attrgetter("_version")
 
 
 class SiteSlot(FunctionSlot):
@@ -70,7 +72,7 @@ class Kept:
         """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9)."""
         tensor, self.tensor = self.tensor, None
         if tensor is not None and tensor._version == self.version:  # otherwise there is nothing that may be read
-            handle = tensor if isinstance(self.storage, Device) else self.storage.save(tensor)
+            handle = tensor if self.storage is DEVICE else self.storage.save(tensor)
             self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
 
     def load(self) -> Tensor:
@@ -82,7 +84,7 @@ class Kept:
         if self.handle is None:
             raise RuntimeError("what a saved call keeps has been modified by an inplace operation")
         handle = self.handle.unpack() if type(self.handle) is SavedTensor else self.handle
-        return handle if isinstance(self.storage, Device) else self.storage.load(handle)
+        return handle if self.storage is DEVICE else self.storage.load(handle)
 
 
 class SavedSite:
@@ -211,8 +213,11 @@ class _Mode(TorchFunctionMode):
         self._log = log
         self._choice = choice
         self._decisions = choice.decisions
+        self._ignored = choice.ignored
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._ignored:
+            return func(*args, **kwargs) if kwargs else func(*args)
         decision = self._decisions.get(func)
         if decision is None:
             decision = self._choice.look_at(func)
@@ -238,12 +243,12 @@ class Call:
         self.entries = log.record.saved
         self.saved: list[tuple[SiteSlot, Tensor]] = []
         self.sources = Sources(tensors_in(args, kwargs))
-        self.versions = [tensor._version for tensor in self.sources.arguments]
+        self.versions = list(map(_VERSION, self.sources.arguments))
         site = self.site = SavedSite()
         site.number, site.label, site.path, site.is_function = number, decision.label, decision.path, False
         site.start = len(self.entries)
         site.count = len(self.sources.arguments)
-        frame = user_frame(_getframe(2))
+        frame = user_frame(_getframe(3))
         site.place = (frame.f_code, frame.f_lasti)
 
     def pack(self, tensor: Tensor) -> SiteSlot:
@@ -312,8 +317,7 @@ class ForwardLog(Log):
             return None
         if self.pending is not None:
             self.finish_pending()
-        with without_function_modes():  # what is looked at here and below are not the user's calls
-            call = Call(self, decision, number, action.storage, args, kwargs)
+        call: Call = _unseen(Call, self, decision, number, action.storage, args, kwargs)
         if observers:
             tell(self.record.context, "call_begins", call.site)
         return call
@@ -343,11 +347,7 @@ class ForwardLog(Log):
         site = call.site
         site.stop = len(self.record.saved)
         site.changes = call.changes
-        with without_function_modes():
-            self._take_down(call, result, versions)
-            site.reason = site.reason or self._why_again(call)
-            if site.reason is None and site.start == site.stop:
-                self._watch(result)
+        _unseen(self._take_down, call, result, versions)
         call.saved.clear()  # what was saved for the graph knows `call.pack`: a cycle, which no collector sees
         del call.sources
         if site.reason is not None:
@@ -363,7 +363,7 @@ class ForwardLog(Log):
     def _why_again(self, call: Call) -> str | None:
         if self._must_rerun is not None:
             return self._must_rerun
-        if call.versions != [tensor._version for tensor in call.sources.arguments]:
+        if call.versions != list(map(_VERSION, call.sources.arguments)):
             return "it writes into its arguments"
         is_op = call.decision.module is None and call.decision.name is None
         if is_op and not call.site.results:
@@ -394,16 +394,19 @@ class ForwardLog(Log):
             if not isinstance(leaf, Tensor):
                 site.outputs.append(leaf)
                 continue
-            recipe = sources.recipe_for(leaf) if _may_alias(leaf) else None
-            if recipe is not None and recipe.make is None and recipe.leaf is None:
-                site.outputs.append(_Argument(recipe.argument))
-            elif _may_alias(leaf) and sources.sharing_memory(leaf) is not None:
+            index = sources.which(leaf)
+            if index >= 0:
+                site.outputs.append(_Argument(index))
+            elif _may_alias(leaf) and sources.sharing_memory(leaf) >= 0:
                 site.reason = "its result is a view of an argument"
             else:
                 item = _keep(leaf, storage, kept)
                 site.outputs.append(item)
                 assert item.tensor is not None  # without the graph of the result, and with its version
                 site.results.append((item.tensor, leaf._version if versions is None else versions[id(leaf)]))
+        site.reason = site.reason or self._why_again(call)
+        if site.reason is None and site.start == site.stop:
+            self._watch(result)
 
     def rerun_all(self, reason: str) -> None:
         """Let replays make every saved call again."""
@@ -425,25 +428,25 @@ class ForwardLog(Log):
         """The forward pass is over: keep what is to be kept."""
         self.finish_pending()
         for site in self.sites:
-            if any(result._version != version for result, version in site.results):
-                site.reason = "its result is written to afterwards"
-                self._let_go(site)
+            for result, version in site.results:
+                if result._version != version:
+                    site.reason = "its result is written to afterwards"
+                    self._let_go(site)
+                    break
         saved: Sequence[Saved] = self.record.saved
         last = last_needed(saved) if self.record.early_stop else len(saved)
-        kept: dict[int, Kept] = {}
         for site in self.sites:
             site.results = []
-            if site.outputs is not None and last < site.stop:
+            if last < site.stop:
                 site.outputs = None
-            for item in site.outputs or ():
-                if isinstance(item, Kept):
-                    kept[id(item)] = item
-            for reference, *_ in saved[site.start : site.stop]:
-                slot: Any = reference()
+            if site.outputs is not None:
+                for item in site.outputs:
+                    if type(item) is Kept:
+                        item.settle()
+            for index in range(site.start, site.stop):
+                slot: Any = saved[index][0]()
                 if slot is not None and slot.kept is not None:
-                    kept[id(slot.kept)] = slot.kept
-        for item in kept.values():
-            item.settle()
+                    slot.kept.settle()
         if self.choice.unmatched.parts:
             self.choice.unmatched.region_has_run(self.choice.path)
 
@@ -482,9 +485,7 @@ class ReplayLog(Log):
 
     def _skip(self, site: SavedSite, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if site.reason is None:
-            with without_function_modes():
-                arguments = tensors_in(args, kwargs)
-                self._matching.skip(site, arguments)
+            arguments = _unseen(self._fill, site, args, kwargs)
             if site.outputs is not None:
                 return self._hand_back(site, site.outputs, arguments)
         return self.run_again(fn, args, kwargs)
@@ -493,14 +494,22 @@ class ReplayLog(Log):
         loaded = [
             item.load() if isinstance(item, Kept) else item for item in outputs
         ]  # may replay a region around this
-        with without_function_modes():
-            for change in site.changes:
-                context = change()
-                if context is not None:
-                    self._contexts.enter_context(context)
-            if site.is_function:
-                self.skipped.append(site)
-            return _results(site, loaded, arguments)
+        if site.is_function:
+            self.skipped.append(site)
+        if site.changes:
+            _unseen(self._change, site)
+        return _unseen(_results, site, loaded, arguments)
+
+    def _fill(self, site: SavedSite, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        arguments = tensors_in(args, kwargs)
+        self._matching.skip(site, arguments)
+        return arguments
+
+    def _change(self, site: SavedSite) -> None:
+        for change in site.changes:
+            context = change()
+            if context is not None:
+                self._contexts.enter_context(context)
 
 
 def _results(site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
@@ -515,6 +524,14 @@ def _results(site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor
     return unflatten(leaves, site.structure)
 
 
+def _unseen(function: Callable[..., Any], *args: Any) -> Any:
+    """What is looked at here are not the user's calls: modes around the region do not see them."""
+    if not is_function_mode_active():
+        return function(*args)
+    with without_function_modes():
+        return function(*args)
+
+
 class _Argument:
     """Says that a call returned one of its arguments."""
 
@@ -522,14 +539,6 @@ class _Argument:
 
     def __init__(self, number: int) -> None:
         self.number = number
-
-
-def fill(slots: Iterable[Saved], arguments: list[Tensor]) -> Iterable[tuple[Saved, Tensor]]:
-    """Each entry of a skipped call that is alive and made from the arguments, with what is made."""
-    for entry in slots:
-        slot = entry[0]()
-        if isinstance(slot, SiteSlot) and slot.recipe is not None:
-            yield entry, slot.recipe.follow(arguments)
 
 
 def last_needed(saved: Sequence[Saved]) -> int:
@@ -560,7 +569,11 @@ def tensors_in(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf
+    """Whether it is a parameter, or a view of one: then it is there anyway."""
+    base = tensor._base
+    if base is None:
+        return tensor.requires_grad and tensor.is_leaf
+    return base.requires_grad and base.is_leaf
 
 
 def _may_alias(tensor: Tensor) -> bool:
@@ -570,9 +583,10 @@ def _may_alias(tensor: Tensor) -> bool:
 def _keep(tensor: Tensor, storage: Storage, kept: dict[Any, Kept]) -> Kept:
     """`tensor` without its graph, which would otherwise hold itself; a parameter as it is: it is there anyway."""
     if _is_parameter(tensor):
-        return Kept(tensor, Device())
+        return Kept(tensor.detach(), DEVICE)
     key: Any = id(tensor)
-    if type(tensor) is Tensor and tensor.layout is torch.strided:  # a result that was saved is another object
+    # A result that was saved is another object. On the device that costs nothing; another storage would keep it twice.
+    if storage is not DEVICE and type(tensor) is Tensor and tensor.layout is torch.strided:
         memory = tensor.untyped_storage()._cdata
         key = (memory, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
     if key not in kept:
