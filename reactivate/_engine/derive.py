@@ -79,7 +79,8 @@ class Sources:
         for index, other in enumerate(self._bases):
             if other is base:
                 return index
-        if base is tensor and not tensor.requires_grad and type(tensor) in _PLAIN:  # made out of autograd's sight: by `detach`, or in a kernel
+        # Made out of autograd's sight: by `detach`, or in a kernel.
+        if base is tensor and not tensor.requires_grad and type(tensor) in _PLAIN:
             return self._sharing_storage(tensor)
         return -1
 

@@ -57,7 +57,7 @@ from reactivate._engine.record import (
     tell,
 )
 from reactivate._engine.replay import replay
-from reactivate._engine.saved_sites import ForwardLog, SiteSlot, open_logs, set_aside, take_up
+from reactivate._engine.saved_sites import KEPT_CODE, ForwardLog, SiteSlot, is_at_work, open_logs, set_aside
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
 from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
@@ -69,6 +69,9 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     """`fn(*args, **kwargs)`, keeping of it what its replays need and no more."""
     if not is_grad_enabled() or (plain_contexts and are_regions_off()):  # Rule 3
         return fn(*args, **kwargs)
+    if open_logs and is_at_work():  # calls inside of this region are not those of a region around it
+        with set_aside():
+            return run(fn, args, kwargs, options)
     region = Region()
     scripts = region.begin(fn, args, kwargs, options)
     if scripts:
@@ -88,10 +91,9 @@ leave_to_eager(run.__code__)
 class Region(Record):
     """One call of a checkpointed function."""
 
-    __slots__ = ("aside", "capture", "forward_log", "script_graph")
+    __slots__ = ("capture", "forward_log", "script_graph")
     capture: Capture | None
     forward_log: ForwardLog | None  # of the calls that the policy saves
-    aside: Any  # the log of a region around this one
     script_graph: Any  # what TorchScript ran last before the region
 
     def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Sequence[Any]:
@@ -126,12 +128,10 @@ class Region(Record):
         push_saved_tensor_hooks(self.pack if options.choice is None else self.pack_beside_sites, self.unpack)
         if self.log is not None:
             self.log.__enter__()
-        self.forward_log = self.aside = None
+        self.forward_log = None
         if options.choice is not None:
             self.forward_log = ForwardLog(self, options.choice)
             self.forward_log.open()
-        elif open_logs:
-            self.aside = set_aside()
         return ()
 
     def end(self) -> None:
@@ -168,6 +168,7 @@ class Region(Record):
     def fail(self, error: BaseException) -> None:
         """The forward pass ended by an exception: leave everything as it was (Rule 13)."""
         self._close_log()
+        self.forward_log = None
         if self.log is not None:
             self.log.__exit__(None, None, None)
         pop_saved_tensor_hooks()
@@ -177,8 +178,6 @@ class Region(Record):
     def _close_log(self) -> None:
         if self.forward_log is not None:
             self.forward_log.close()
-        elif self.aside is not None:
-            take_up(self.aside)
 
     def _leave(self, error: BaseException | None) -> None:
         tokens = self.tokens
@@ -195,7 +194,7 @@ class Region(Record):
             with without_function_modes():
                 return self.pack(tensor, frame)
         code = frame.f_code
-        slot = Slot() if code is not FUNCTION_APPLY_CODE else FunctionSlot()
+        slot = Slot() if code is not FUNCTION_APPLY_CODE and code is not KEPT_CODE else FunctionSlot()
         slot.value = None
         known = known_code.get(id(code)) or look_at(code)
         if known is not USERS:

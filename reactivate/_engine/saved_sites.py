@@ -14,8 +14,8 @@ Calls are matched by number: of all calls that a policy has a say in, which one 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from operator import attrgetter, length_hint
 from sys import _getframe
@@ -87,6 +87,26 @@ class Kept:
         return handle if self.storage is DEVICE else self.storage.load(handle)
 
 
+class There(Kept):
+    """A parameter, or a view of one: it is there anyway, and no hook need see it."""
+
+    __slots__ = ()
+
+    def settle(self) -> None:
+        if self.tensor is not None:
+            self.handle, self.tensor = self.tensor, None
+
+    def load(self) -> Tensor:
+        found: Tensor = self.handle
+        if found._version != self.version:
+            raise RuntimeError("a parameter that a saved call keeps has been modified by an inplace operation")
+        return found
+
+
+# A region around this one has to have what is kept more than once: for a replay, and for the backward.
+KEPT_CODE = Kept.settle.__code__
+
+
 class SavedSite:
     """One saved call.
 
@@ -146,21 +166,25 @@ def current_log() -> Log | None:
     return None if log is None or log.is_inside else log
 
 
-def set_aside() -> Any:
-    """For a region without a policy: the calls inside of it are not those of the region around it."""
-    return _current.set(None) if open_logs else None
+def is_at_work() -> bool:
+    """Whether calls on this thread go to a log."""
+    return _current.get() is not None
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """No log is at work on this thread for the time of the context."""
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def forget_log() -> None:
     """For the replay of a region without a policy: what its context carries is the log of a forward pass around it."""
     if open_logs:
         _current.set(None)
-
-
-def take_up(token: Any) -> None:
-    """The end of what `set_aside` began."""
-    if token is not None:
-        _current.reset(token)
 
 
 class Log:
@@ -355,7 +379,7 @@ class ForwardLog(Log):
         self.sites.append(site)
 
     def _watch(self, result: Any) -> None:
-        """See to it that a backward inside of the region is noticed that goes through a call which saved nothing."""
+        """See to it that a backward inside of the region is noticed, also if it reads nothing that the call saved."""
         leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
         for node in {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}:
             node.register_prehook(functools.partial(_went_through, ref(self)))
@@ -405,7 +429,7 @@ class ForwardLog(Log):
                 assert item.tensor is not None  # without the graph of the result, and with its version
                 site.results.append((item.tensor, leaf._version if versions is None else versions[id(leaf)]))
         site.reason = site.reason or self._why_again(call)
-        if site.reason is None and site.start == site.stop:
+        if site.reason is None:
             self._watch(result)
 
     def rerun_all(self, reason: str) -> None:
@@ -441,7 +465,7 @@ class ForwardLog(Log):
                 site.outputs = None
             if site.outputs is not None:
                 for item in site.outputs:
-                    if type(item) is Kept:
+                    if isinstance(item, Kept):
                         item.settle()
             for index in range(site.start, site.stop):
                 slot: Any = saved[index][0]()
@@ -583,7 +607,7 @@ def _may_alias(tensor: Tensor) -> bool:
 def _keep(tensor: Tensor, storage: Storage, kept: dict[Any, Kept]) -> Kept:
     """`tensor` without its graph, which would otherwise hold itself; a parameter as it is: it is there anyway."""
     if _is_parameter(tensor):
-        return Kept(tensor.detach(), DEVICE)
+        return There(tensor.detach(), DEVICE)
     key: Any = id(tensor)
     # A result that was saved is another object. On the device that costs nothing; another storage would keep it twice.
     if storage is not DEVICE and type(tensor) is Tensor and tensor.layout is torch.strided:

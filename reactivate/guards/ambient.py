@@ -84,7 +84,7 @@ class _Rest(NamedTuple):
         backend = accelerator()
         is_in_use = backend is not None and backend.is_initialized()
         return cls(
-            function_modes(),
+            tuple(filterfalse(_is_ours, function_modes())),
             tuple(filter(_is_users, dispatch_modes())),
             _read_autocast() if is_any_autocast_enabled() else None,
             backend.read_place() if backend is not None and is_in_use else None,
@@ -112,6 +112,10 @@ def _write_flags(values: list[Any]) -> None:
         for flag, value in zip(FLAGS, values):
             if flag.read() != value:
                 flag.write(value)
+
+
+def _is_ours(mode: Any) -> bool:
+    return type(mode).__module__.partition(".")[0] == "reactivate"
 
 
 def _is_users(mode: Any) -> bool:
