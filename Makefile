@@ -32,8 +32,9 @@ types: $(VENV)/.lint
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.bench  ## the figures in README.md and docs/overhead.md
+bench: $(VENV)/.bench  ## the figures in README.md, docs/overhead.md and docs/choosing.md
 	$(BIN)/python benchmarks/overhead.py --out benchmarks/results
+	$(BIN)/python benchmarks/selective.py --out benchmarks/results
 
 test-upstream: $(VENV)/.test  ## PyTorch's own checkpoint tests on the drop-in: make test-upstream TORCH_SRC=a/checkout
 	$(BIN)/python benchmarks/upstream.py "$(TORCH_SRC)" --out benchmarks/results

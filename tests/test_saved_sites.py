@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Case, assert_bitwise, assert_same, check, run
+from oracle import Case, assert_bitwise, assert_same, check, run, seed_everything
 from surroundings import Kept
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -583,3 +583,20 @@ def test_a_replay_that_calls_something_else_is_refused() -> None:
     with Kept() as kept:
         del out
     assert kept.kept_bytes == 0
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_result_that_is_written_to_after_the_region(early_stop: bool) -> None:
+    """Autograd does not need it, so the plain model does not mind: the call runs again in the replay."""
+
+    def run(wrap: Any) -> list[Tensor]:
+        seed_everything()
+        weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+        first, second = wrap(lambda x: ((x.sin() @ weight), x.cos().exp()))(x)
+        first.add_(1)
+        (first.sum() + second.sum()).backward()
+        return [first.detach(), x.grad, weight.grad]
+
+    ours = run(lambda fn: reactivate.checkpoint(fn, policy=save_ops("matmul"), early_stop=early_stop))
+    for one, other in zip(run(lambda fn: fn), ours, strict=True):
+        assert torch.equal(one, other)

@@ -243,6 +243,11 @@ class _Matching:
             # Its own forward has not begun: it may be left out.
             self._stop_if_possible(frame if not site.is_function else _outside_of_apply(frame))
 
+    def go_back_to(self, site: SavedSite) -> None:
+        """The call is made after all: it saves what it saved."""
+        if not self.is_complete:
+            self.entries.__setstate__(site.start)
+
     def refuse_site(self, site: SavedSite, label: str) -> BaseException:
         """The error for a call that is not the one that was saved."""
         return self._refuse(refusals.different_site(self.record, site, label))

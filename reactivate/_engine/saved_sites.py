@@ -510,19 +510,27 @@ class ReplayLog(Log):
     def _skip(self, site: SavedSite, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if site.reason is None:
             arguments = _unseen(self._fill, site, args, kwargs)
-            if site.outputs is not None:
-                return self._hand_back(site, site.outputs, arguments)
+            loaded = None if site.outputs is None else self._load(site, site.outputs)
+            if loaded is not None:
+                return self._hand_back(site, loaded, arguments)
         return self.run_again(fn, args, kwargs)
 
-    def _hand_back(self, site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
-        loaded = [
-            item.load() if isinstance(item, Kept) else item for item in outputs
-        ]  # may replay a region around this
+    def _load(self, site: SavedSite, outputs: Iterable[Any]) -> list[Any] | None:
+        """What the call returned; None if somebody has written to it since the region ended, so that it runs again."""
+        try:
+            return [item.load() if isinstance(item, Kept) else item for item in outputs]  # may replay a region around
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+        self._matching.go_back_to(site)
+        return None
+
+    def _hand_back(self, site: SavedSite, results: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
         if site.is_function:
             self.skipped.append(site)
         if site.changes:
             _unseen(self._change, site)
-        return _unseen(_results, site, loaded, arguments)
+        return _unseen(_results, site, results, arguments)
 
     def _fill(self, site: SavedSite, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         arguments = tensors_in(args, kwargs)
