@@ -21,7 +21,7 @@ from reactivate._engine.choice import Choice, Unmatched
 from reactivate._engine.record import Options
 from reactivate._engine.region import run
 from reactivate._engine.saved_functions import serve
-from reactivate._engine.saved_sites import current_log
+from reactivate._engine.site_log import current_log
 from reactivate._in_graph import contexts_for
 from reactivate._types import Action, Guard, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError

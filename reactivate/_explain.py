@@ -30,11 +30,11 @@ from reactivate._compat import MODULE_CALL_CODE, flatten
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
 from reactivate._engine.capture import Capture
 from reactivate._engine.forms import MethodForm
+from reactivate._engine.kept import Kept, SavedSite
 from reactivate._engine.record import Record, observed_by
 from reactivate._engine.refusals import name_of
 from reactivate._engine.region import Region, run
 from reactivate._engine.replay import is_recomputing
-from reactivate._engine.saved_sites import Kept, SavedSite
 from reactivate._engine.sites import line_of, user_frame
 from reactivate._explanation import Entry, Explanation
 from reactivate._fake import faked, has_no_memory, tensors_of

@@ -45,6 +45,7 @@ from reactivate._compat import (
 from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
+from reactivate._engine.kept import KEPT_CODE, SiteSlot
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import (
     FunctionSlot,
@@ -57,9 +58,10 @@ from reactivate._engine.record import (
     tell,
 )
 from reactivate._engine.replay import replay
-from reactivate._engine.saved_sites import KEPT_CODE, ForwardLog, SiteSlot, is_at_work, open_logs, set_aside
+from reactivate._engine.saved_sites import ForwardLog
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
+from reactivate._engine.site_log import is_at_work, open_logs, set_aside
 from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
 from reactivate._standin import StandIn
 from reactivate.errors import UnsupportedError

@@ -29,9 +29,11 @@ from reactivate._compat import (
 )
 from reactivate._engine import refusals
 from reactivate._engine.forms import Memo, rebuild
+from reactivate._engine.kept import SavedSite, last_needed
 from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.record import Record, Saved, observers, tell
-from reactivate._engine.saved_sites import ReplayLog, SavedSite, forget_log, last_needed, position
+from reactivate._engine.site_log import forget_log
+from reactivate._engine.skipped_sites import ReplayLog, position
 from reactivate.errors import ReactivateError
 
 _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)

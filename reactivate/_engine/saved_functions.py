@@ -19,7 +19,9 @@ from torch.autograd import Function
 
 from reactivate._compat import FUNCTION_APPLY_CODE, flatten, has_setup_context
 from reactivate._engine.choice import Choice
-from reactivate._engine.saved_sites import ForwardLog, Pending, ReplayLog, current_log
+from reactivate._engine.saved_sites import ForwardLog, Pending
+from reactivate._engine.site_log import current_log
+from reactivate._engine.skipped_sites import ReplayLog
 
 _changing = RLock()
 _wrapped: dict[type[Function], int] = {}  # how many policies name the class

@@ -1,0 +1,152 @@
+"""Where calls inside of a region with a policy go: to the log of its forward pass, or to that of a replay."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FunctionType
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from reactivate._compat import (
+    is_function_mode_active,
+    pop_function_mode,
+    push_function_mode,
+    without_function_modes,
+)
+from reactivate._engine.choice import Choice, Decision
+
+# The log that calls on this thread go to. A region without a policy inside of one with a policy is no affair of its.
+_current: ContextVar[Log | None] = ContextVar("reactivate.sites", default=None)
+open_logs: list[object] = []  # that are at work anywhere: mostly none, and then nobody need look further
+
+
+def current_log() -> Log | None:
+    """Where saved calls are noted or skipped: None outside of regions with a policy, and inside of a saved call."""
+    log = _current.get() if open_logs else None
+    return None if log is None or log.is_inside else log
+
+
+def is_at_work() -> bool:
+    """Whether calls on this thread go to a log."""
+    return _current.get() is not None
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """No log is at work on this thread for the time of the context."""
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def forget_log() -> None:
+    """For the replay of a region without a policy: what its context carries is the log of a forward pass around it."""
+    if open_logs:
+        _current.set(None)
+
+
+class Log:
+    """What a forward pass and a replay have in common: they number calls."""
+
+    def __init__(self, record: Any, choice: Choice) -> None:
+        self._record = ref(record)  # which has the log, as have the contexts of regions inside of it
+        self.choice = choice
+        self.number = 0
+        self.is_inside = False
+        self._mode: _Mode | None = _Mode(self, choice) if choice.sees_functions else None
+
+    @property
+    def record(self) -> Any:
+        """The region's record."""
+        return self._record()
+
+    def open(self) -> None:
+        """From here on, calls on this thread go to this log."""
+        open_logs.append(self)
+        self._token = _current.set(self)
+        if self._mode is not None:
+            push_function_mode(self._mode)
+
+    def close(self) -> None:
+        """The end of what `open` began."""
+        if self._mode is not None:
+            pop_function_mode()
+            self._mode = None  # which knows the log: a cycle would hold the region until the collector runs (Rule 2)
+        _current.reset(self._token)
+        open_logs.remove(self)
+
+    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """`fn(*args, **kwargs)`, a call that the policy has a say in."""
+        raise NotImplementedError
+
+    def run_again(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call that is not skipped, and nothing inside of it is looked at."""
+        self.is_inside = True
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            self.is_inside = False
+
+
+class _Mode(TorchFunctionMode):
+    """Shows torch's functions to a log."""
+
+    def __init__(self, log: Log, choice: Choice) -> None:
+        self._log = log
+        self._choice = choice
+        self._decisions = choice.decisions
+        self._ignored = choice.ignored
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._ignored:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        decision = self._decisions.get(func)
+        if decision is None:
+            decision = self._choice.look_at(func)
+        if decision.is_opened and current_log() is self._log:
+            with self:
+                return opened(func)(*args, **(kwargs or {}))
+        if not decision.is_of_interest or current_log() is not self._log:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._log.call(decision, func, args, kwargs or {})
+
+
+@functools.cache
+def opened(function: FunctionType) -> FunctionType:
+    """One of torch's functions that are written in Python, without its question whether a mode wants all of it.
+
+    So that a mode sees the functions that it calls.
+    """
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def unseen(function: Callable[..., Any], *args: Any) -> Any:
+    """What is looked at here are not the user's calls: modes around the region do not see them."""
+    if not is_function_mode_active():
+        return function(*args)
+    with without_function_modes():
+        return function(*args)
+
+
+def tensors_in(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a call, also those in lists, tuples and dicts."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value, {})
+        elif isinstance(value, dict):
+            found += tensors_in(value.values(), {})
+    return found

@@ -1,0 +1,100 @@
+"""A replay's side of saved calls: they are skipped, and their results handed back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from operator import length_hint
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reactivate._compat import (
+    give_back,
+    unflatten,
+)
+from reactivate._engine.choice import Choice, Decision
+from reactivate._engine.kept import Argument, Kept, SavedSite
+from reactivate._engine.record import Saved
+from reactivate._engine.site_log import Log, tensors_in, unseen
+
+
+class ReplayLog(Log):
+    """The saved calls of a replay: they are skipped."""
+
+    def __init__(self, record: Any, choice: Choice, sites: Sequence[SavedSite], matching: Any) -> None:
+        super().__init__(record, choice)
+        self._todo = iter(sites)
+        self._next = next(self._todo, None)
+        self._matching = matching
+        self._contexts = ExitStack()
+        self.skipped: list[SavedSite] = []  # custom functions, until `apply` has been told of their results
+
+    def close(self) -> None:
+        super().close()
+        self._contexts.close()
+
+    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        number, site = self.number, self._next
+        self.number += 1
+        if site is None or site.number != number or self._matching.is_complete:
+            return fn(*args, **kwargs)
+        if site.label != decision.label:
+            raise self._matching.refuse_site(site, decision.label)
+        self._next = next(self._todo, None)
+        skip, log = self._skip, self._matching.log
+        return (skip if log is None else log.unseen(skip))(site, fn, args, kwargs)  # as in the forward pass
+
+    def _skip(self, site: SavedSite, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if site.reason is None:
+            arguments = unseen(self._fill, site, args, kwargs)
+            loaded = None if site.outputs is None else self._load(site, site.outputs)
+            if loaded is not None:
+                return self._hand_back(site, loaded, arguments)
+        return self.run_again(fn, args, kwargs)
+
+    def _load(self, site: SavedSite, outputs: Iterable[Any]) -> list[Any] | None:
+        """What the call returned; None if somebody has written to it since the region ended, so that it runs again."""
+        try:
+            return [item.load() if isinstance(item, Kept) else item for item in outputs]  # may replay a region around
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+        self._matching.go_back_to(site)
+        return None
+
+    def _hand_back(self, site: SavedSite, results: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
+        if site.is_function:
+            self.skipped.append(site)
+        if site.changes:
+            unseen(self._change, site)
+        return unseen(_results, site, results, arguments)
+
+    def _fill(self, site: SavedSite, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        arguments = tensors_in(args, kwargs)
+        self._matching.skip(site, arguments)
+        return arguments
+
+    def _change(self, site: SavedSite) -> None:
+        for change in site.changes:
+            context = change()
+            if context is not None:
+                self._contexts.enter_context(context)
+
+
+def _results(site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
+    """What the call returned: tensors with a place in a graph where they had one, so that what follows saves."""
+    leaves: list[Any] = []
+    for item, requires in zip(outputs, site.requires):
+        if isinstance(item, Tensor):
+            tensor = item.detach()
+            leaves.append(give_back(tensor) if requires and torch.is_grad_enabled() else tensor)
+        else:
+            leaves.append(arguments[item.number] if isinstance(item, Argument) else item)
+    return unflatten(leaves, site.structure)
+
+
+def position(entries: Any, saved: Sequence[Saved]) -> int:
+    """How many of `saved` the iterator `entries` over it has given."""
+    return len(saved) - length_hint(entries)
