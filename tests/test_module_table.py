@@ -19,26 +19,29 @@ def inputs_of(info: Any, training: bool) -> list[Any]:
     return info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
 
 
+def cases_of(info: Any, training: bool) -> list[Case]:
+    """Every sample of the table. The same ones again, if it is called again."""
+    torch.manual_seed(0)
+    cases = []
+    for given in inputs_of(info, training):
+        build, forward = given.constructor_input, given.forward_input
+        module = info.module_cls(*build.args, **build.kwargs).train(training)
+        cases.append(Case(module, forward.args if forward else (), forward.kwargs if forward else {}))
+    return cases
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.formatted_name)
 def test_module(info: Any, training: bool) -> None:
     replays = 0
-    for index in range(len(inputs_of(info, training))):
-
-        def make(index: int = index) -> Case:
-            torch.manual_seed(0)
-            given = inputs_of(info, training)[index]
-            build, forward = given.constructor_input, given.forward_input
-            module = info.module_cls(*build.args, **build.kwargs).train(training)
-            return Case(module, forward.args if forward else (), forward.kwargs if forward else {})
-
-        if not any(leaf.requires_grad for leaf in [*make().inputs().values()]):
+    for first, second in zip(cases_of(info, training), cases_of(info, training), strict=True):
+        if not first.inputs():
             continue
-        plain = run(make)
+        plain = run(lambda case=first: case)
         try:
-            ours = run(make, reactivate.checkpoint)
+            ours = run(lambda case=second: case, reactivate.checkpoint)
         except MutationError:
-            assert any(leaf._version > 0 for leaf in tensors_in(make().args)) or "inplace" in str(make().fn)
+            assert any(tensor._version > 0 for tensor in tensors_in(second.args)) or "inplace" in str(second.fn)
             continue
         assert_same(plain, ours)
         assert ours.regions == 1 and ours.replays <= 1
