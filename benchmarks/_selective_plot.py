@@ -15,7 +15,7 @@ from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
 COLORS = {OURS: "#d1495b", TORCH: "#8d99ae", SAC: "#2e6f95", REMAT: "#4f5d75", PLAIN: "black"}
-SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, 1), (1, -1))
+SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, 1), (1, -1), (-1, -3), (-1, 3), (1, -7), (1, 7), (-1, -7), (1, -12), (1, -1))
 GAP = 8
 """Pixels around the middle of a point that stay free."""
 
@@ -92,7 +92,7 @@ def _write(point: Point, side: tuple[int, int], axes: Axes) -> Annotation:
         (x * 7, y * 7),
         textcoords="offset points",
         ha={-1: "right", 0: "center", 1: "left"}[x],
-        va={-1: "top", 0: "center", 1: "bottom"}[y],
+        va="center" if y == 0 else "top" if y < 0 else "bottom",
         size=9,
         color=COLORS[point.system],
     )

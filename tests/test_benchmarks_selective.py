@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -190,7 +191,8 @@ def test_every_way_has_every_figure(results: results_of.Results) -> None:
         assert np.isfinite([row.figure.value, row.figure.low, row.figure.high]).all()
         assert (row.verdict is None) == (row.target is None)
     judged = {(row.system, row.quantity, row.method) for row in results.rows if row.part == "block" and row.target}
-    assert judged == {*block.TARGETS}
+    is_there = find_spec("torch_remat") is not None
+    assert judged == {key for key in block.TARGETS if is_there or key[1] != "of torch_remat's"}
 
 
 def test_experiment_has_every_mode_of_every_system(results: results_of.Results) -> None:
