@@ -15,7 +15,21 @@ from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
 COLORS = {OURS: "#d1495b", TORCH: "#8d99ae", SAC: "#2e6f95", REMAT: "#4f5d75", PLAIN: "black"}
-SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, 1), (1, -1), (-1, -3), (-1, 3), (1, -7), (1, 7), (-1, -7), (1, -12), (1, -1))
+SIDES = (
+    (1, 0),
+    (-1, 0),
+    (0, -1),
+    (0, 1),
+    (1, 1),
+    (1, -1),
+    (-1, -3),
+    (-1, 3),
+    (1, -7),
+    (1, 7),
+    (-1, -7),
+    (1, -12),
+    (1, -1),
+)
 GAP = 8
 """Pixels around the middle of a point that stay free."""
 
