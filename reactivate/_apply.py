@@ -125,7 +125,8 @@ class Applied:
 
     def attach(self, model: Module) -> None:
         """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
-        actions = self._decide(model)
+        sites = _sites_of(model)
+        actions = self._decide(sites)
         regions = {path: module for path, (module, action) in actions.items() if isinstance(action, Recompute)}
         inside = {id(inner) for module in regions.values() for inner in module.modules()}
         saved = {
@@ -133,57 +134,51 @@ class Applied:
             for path, (module, action) in actions.items()
             if isinstance(action, Save) and id(module) in inside
         }
-        self._refuse_unmatched(model, regions, saved)
-        for path, module in regions.items():
-            self._put(RegionForward(self, module, path), module)
-        for path, module in saved.items():
-            self._put(SavedForward(self, module, path), module)
+        self._refuse_unmatched(model, sites, regions, saved)
+        for kind, modules in ((RegionForward, regions), (SavedForward, saved)):
+            for path, module in modules.items():
+                module.__dict__[FORWARD] = kind(self, module, path, vars(module).get(FORWARD))
         self.unmatched.regions = len(regions)
-        self.handle.regions, self.handle.saved = tuple(regions), tuple(saved)
 
-    def _decide(self, model: Module) -> dict[str, tuple[Module, Action | None]]:
-        blocks = {id(module): number for number, module in enumerate(blocks_of(model).values())}
-        counts: dict[Any, int] = {}
+    def _decide(self, sites: list[tuple[Module, Site]]) -> dict[str, tuple[Module, Action | None]]:
         actions: dict[str, tuple[Module, Action | None]] = {}
-        for path, module in model.named_modules():
-            site = Site(path, module=module, block=blocks.get(id(module)), blocks=len(blocks), counts=counts)
+        for module, site in sites:
             action = self.policy(site)
             if action is None and interest_of(self.policy).calls:  # it may be another call that is saved
                 action = next((found for found in self._of_parts(site) if isinstance(found, Save)), None)
-            actions[path] = (module, action)
+            actions[site.path] = (module, action)
         return actions
 
     def _of_parts(self, site: Site) -> Iterable[Action | None]:
         return (part(site) for part in parts_of(self.policy) if isinstance(part, ReadyMade))
 
-    def _refuse_unmatched(self, model: Module, regions: dict[str, Module], saved: dict[str, Module]) -> None:
+    def _refuse_unmatched(
+        self,
+        model: Module,
+        sites: list[tuple[Module, Site]],
+        regions: dict[str, Module],
+        saved: dict[str, Module],
+    ) -> None:
         """Rule 17: what selects modules must have selected some."""
-        blocks = blocks_of(model)
-        numbers = {id(module): number for number, module in enumerate(blocks.values())}
-        for path, module in model.named_modules():
-            site = Site(path, module=module, block=numbers.get(id(module)), blocks=len(blocks))
+        for _, site in sites:
             for part in list(self.unmatched.parts):
                 action = part(site)
-                if isinstance(action, Recompute) or (action is not None and path in saved):
+                if isinstance(action, Recompute) or (action is not None and site.path in saved):
                     self.unmatched.parts.remove(part)
         about_modules = [part for part in self.unmatched.parts if not _is_about_functions(part)]
         if about_modules:
-            names = ", ".join(path for path in blocks) or "none: name modules with recompute_modules"
+            blocks = ", ".join(site.path for _, site in sites if site.block is not None)
+            names = blocks or "none: name modules with recompute_modules"
             where = "" if regions else " (and no module is recomputed, inside of which something could be saved)"
             raise UsageError(
                 f"apply: {about_modules[0]} matches nothing in {type(model).__name__}{where}. Its blocks are {names}. "
-                f"Its modules are {_some_of(path for path, _ in model.named_modules() if path)}."
+                f"Its modules are {_some_of(site.path for _, site in sites if site.path)}."
             )
         if self.unmatched.parts and not regions:
             raise UsageError(
                 f"apply: {self.unmatched.parts[0]} saves calls inside of regions, and the policy makes no region. "
                 "Combine it with one that does: first_match(save_ops(...), full())."
             )
-
-    def _put(self, forward: AppliedForward, module: Module) -> None:
-        self.handle._undo.append((weakref.ref(module), vars(module).get(FORWARD)))
-        forward.hidden = vars(module).get(FORWARD)
-        module.__dict__[FORWARD] = forward
 
     def options_of(self, path: str, module: weakref.ref[Module]) -> Options:
         """The options of a region."""
@@ -215,6 +210,11 @@ class AppliedForward:
         self.path = path
         self.hidden = hidden  # what stood there before
         self._module = weakref.ref(module)  # a cycle would keep the model's memory until the collector runs
+        self.note(applied.handle)
+
+    def note(self, handle: Handle) -> None:
+        """Tell the handle what stands where, for it to be undone."""
+        handle._undo.append((self._module, self.hidden))
 
     def original(self) -> Callable[..., Any]:
         """The module's own `forward`."""
@@ -252,14 +252,7 @@ class AppliedForward:
     @classmethod
     def _copied(cls, applied: Applied, module: Module | None, path: str, hidden: Any) -> AppliedForward:
         assert module is not None
-        forward = cls(applied, module, path, hidden)
-        handle = applied.handle
-        handle._undo.append((weakref.ref(module), hidden))
-        if cls is RegionForward:
-            handle.regions = (*handle.regions, path)
-        else:
-            handle.saved = (*handle.saved, path)
-        return forward
+        return cls(applied, module, path, hidden)
 
 
 class RegionForward(AppliedForward):
@@ -268,6 +261,10 @@ class RegionForward(AppliedForward):
     def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
         super().__init__(applied, module, path, hidden)
         self.options = applied.options_of(path, self._module)
+
+    def note(self, handle: Handle) -> None:
+        super().note(handle)
+        handle.regions = (*handle.regions, self.path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options = self.options
@@ -279,6 +276,10 @@ class RegionForward(AppliedForward):
 class SavedForward(AppliedForward):
     """The module is kept, where it is called inside of a region."""
 
+    def note(self, handle: Handle) -> None:
+        super().note(handle)
+        handle.saved = (*handle.saved, self.path)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return self.in_graph(*args, **kwargs)
@@ -288,6 +289,16 @@ class SavedForward(AppliedForward):
             if decision.is_of_interest:
                 return log.call(decision, self.original(), args, kwargs)
         return self.original()(*args, **kwargs)
+
+
+def _sites_of(model: Module) -> list[tuple[Module, Site]]:
+    """Every module, with its site. They share what policies count."""
+    blocks = {id(module): number for number, module in enumerate(blocks_of(model).values())}
+    counts: dict[Any, int] = {}
+    return [
+        (module, Site(path, module=module, block=blocks.get(id(module)), blocks=len(blocks), counts=counts))
+        for path, module in model.named_modules()
+    ]
 
 
 def _is_about_functions(part: Any) -> bool:

@@ -39,7 +39,7 @@ from reactivate._engine.sites import line_of, user_frame
 from reactivate._explanation import Entry, Explanation
 from reactivate._fake import faked, has_no_memory, tensors_of
 from reactivate._types import Device
-from reactivate._verify import _Call, _cotangents, _leaves
+from reactivate._verify import Step, cotangents, leaves_of
 from reactivate.errors import UsageError
 
 
@@ -84,7 +84,7 @@ def explain(
         if is_fake:
             args, kwargs = stack.enter_context(faked(model, args, kwargs))
         else:
-            _Call(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
+            Step(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
         trace = _Trace(model, args, kwargs, around, is_fake)
         trace.run(model)
     return trace.explanation()
@@ -156,7 +156,7 @@ class _RegionEvent:
     calls: dict[int, _Draft]  # by the number of the call
 
 
-class _Trace(_Call):
+class _Trace(Step):
     """One step of a model, and who kept what in it."""
 
     def __init__(
@@ -189,11 +189,11 @@ class _Trace(_Call):
         with observed_by(self):
             with saved_tensors_hooks(self._pack, _tensor_of):
                 output = model(*self.args, **self.kwargs)
-            roots = [leaf for leaf in _leaves("output", output).values() if leaf.requires_grad]
+            roots = [leaf for leaf in leaves_of("output", output).values() if leaf.requires_grad]
             if not roots or not self.inputs:
                 raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to explain.")
             self._count_kept()
-            torch.autograd.grad(roots, list(self.inputs.values()), _cotangents(roots), allow_unused=True)
+            torch.autograd.grad(roots, list(self.inputs.values()), cotangents(roots), allow_unused=True)
 
     def _known(self) -> Iterator[Tensor]:
         """What is there anyway: parameters, buffers, and leaves that the function closes over."""

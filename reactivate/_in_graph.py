@@ -77,8 +77,8 @@ class _Marker:
         self._policy = policy
         self._root = root
         self._path = path
-        modules = [] if root is None else list(root.named_modules())[1:]
-        self._inside = {str(id(module)): (".".join(filter(None, (path, name))), module) for name, module in modules}
+        modules = [] if root is None else list(root.named_modules(prefix=path))[1:]
+        self._inside = {str(id(module)): (place, module) for place, module in modules}
         self._answers: dict[Any, Action | None] = {}
         self._counts: dict[Any, int] = {}
 

@@ -103,7 +103,7 @@ Change = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any
 def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None, change: Change | None) -> Verdict:
     """`verify`, for what any `change` makes of the model: model -> a context with the model that is to be the same."""
     args = args if isinstance(args, tuple) else (args,)
-    call = _Call(model, args, dict(kwargs or {}))
+    call = Step(model, args, dict(kwargs or {}))
     with without_regions():
         plain, again = call.run(model), call.run(model)
     difference = _first_difference(plain, again)
@@ -144,7 +144,7 @@ def _under(policy: Policy, model: Callable[..., Any]) -> Iterator[Callable[..., 
         yield checkpoint(model, policy=policy)
 
 
-class _Call:
+class Step:
     """A model and its arguments, with the state that both can reach."""
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -180,12 +180,12 @@ class _Call:
     def _run(self, model: Callable[..., Any], run: _Run) -> None:
         with saved_tensors_hooks(functools.partial(self._count, run.kept), lambda tensor: tensor):
             output = model(*self.args, **self.kwargs)
-        outputs = _leaves("output", output)
+        outputs = leaves_of("output", output)
         roots = [leaf for leaf in outputs.values() if leaf.requires_grad]
         if not roots or not self.inputs:
             raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to verify.")
         inputs = list(self.inputs.values())
-        gradients = torch.autograd.grad(roots, inputs, _cotangents(roots), allow_unused=True)
+        gradients = torch.autograd.grad(roots, inputs, cotangents(roots), allow_unused=True)
         for name, leaf in outputs.items():
             run.results[name] = leaf.detach().clone()
         for name, gradient in zip(self.inputs, gradients):
@@ -203,7 +203,7 @@ class _Call:
         return tensor
 
 
-def _leaves(name: str, value: Any) -> dict[str, Tensor]:
+def leaves_of(name: str, value: Any) -> dict[str, Tensor]:
     """The tensors in nested containers and dataclasses, by the way to them."""
     found: dict[str, Tensor] = {}
     for path, leaf in leaves_with_paths(value):
@@ -211,15 +211,15 @@ def _leaves(name: str, value: Any) -> dict[str, Tensor]:
             found[name + path] = leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             for item in fields(leaf):
-                found |= _leaves(f"{name}{path}.{item.name}", getattr(leaf, item.name))
+                found |= leaves_of(f"{name}{path}.{item.name}", getattr(leaf, item.name))
     return found
 
 
 def _leaves_requiring_grad(name: str, value: Any) -> dict[str, Tensor]:
-    return {path: leaf for path, leaf in _leaves(name, value).items() if leaf.requires_grad}
+    return {path: leaf for path, leaf in leaves_of(name, value).items() if leaf.requires_grad}
 
 
-def _cotangents(roots: list[Tensor]) -> list[Tensor]:
+def cotangents(roots: list[Tensor]) -> list[Tensor]:
     """A gradient for each output that has no symmetry: the sum of a softmax, say, would have gradient zero."""
     generator = torch.Generator().manual_seed(0)
     return [

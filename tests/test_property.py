@@ -271,9 +271,9 @@ def kept_bytes(program: Program, wrap: Wrap) -> tuple[int, int]:
 # -- the test ---------------------------------------------------------------------------------------------------------
 
 
-def check(program: Program, **options: Any) -> None:
-    """Plain and checkpointed are the same, as the docstring of this file says."""
-    copies, counts, wrap = Copies(), Counts(), checkpointed(**options)
+def compare(program: Program, wrap: Wrap) -> tuple[Copies, Counts] | None:
+    """Plain and checkpointed are the same, as the docstring of this file says. None if one of them raises."""
+    copies, counts = Copies(), Counts()
     expected, right = run(program, plain), run(program, copies.wrap)
     with observed_by(counts):
         ours = run(program, wrap)
@@ -287,9 +287,19 @@ def check(program: Program, **options: Any) -> None:
     if ours.error is not None and len(ours.results) < len(expected.results):
         assert may_refuse and isinstance(ours.error, MutationError), f"only ours raises: {ours.error!r}"
     if ours.error is not None or expected.error is not None:
-        return
+        return None
     assert_same_results(expected.after, ours.after, "afterwards")
     assert len(counts.regions) == len(copies.read), "as many regions as expected"
+    return copies, counts
+
+
+def check(program: Program, **options: Any) -> None:
+    """The same, with as many replays as the backwards need, and nothing kept."""
+    wrap = checkpointed(**options)
+    found = compare(program, wrap)
+    if found is None:
+        return
+    copies, counts = found
     replays = sum(map(len, copies.read))
     assert counts.replays() == replays or (copies.reads_again and counts.replays() > replays), "as many as expected"
     kept, given_bytes = kept_bytes(program, wrap)

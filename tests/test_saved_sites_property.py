@@ -17,15 +17,13 @@ from zlib import crc32
 import interpreter
 import pytest
 from hypothesis import HealthCheck, given, note, settings, strategies as st
-from interpreter import STATELESS, Wrap
+from interpreter import Wrap
 from programs import Program
-from test_property import Copies, Counts, assert_same_results, plain, programs, run
+from test_property import compare, programs
 from torch import Tensor, nn
 
 import reactivate
 from reactivate import Save, Site
-from reactivate._engine.record import observed_by
-from reactivate.errors import MutationError
 
 EXAMPLES = os.environ.get("REACTIVATE_EXAMPLES")
 
@@ -68,24 +66,12 @@ def checkpointed(policy: Some, **options: Any) -> Wrap:
 
 def check(program: Program, policy: Some, **options: Any) -> None:
     """Plain and checkpointed are the same, as the docstring of `test_property` says."""
-    copies, counts = Copies(), Counts()
-    expected, right = run(program, plain), run(program, copies.wrap)
-    with observed_by(counts):
-        ours = run(program, checkpointed(policy, **options))
-    shares_state = len(copies.read) > 1 and not STATELESS.issuperset(program.modules)
-    may_refuse = copies.wrote_to_inputs() or shares_state
-    for index, results in enumerate(ours.results):
-        assert index < len(right.results), f"event {index} raises with copies too: {right.error!r}"
-        assert_same_results(right.results[index], results, f"event {index}")
-    if ours.error is not None and len(ours.results) < len(expected.results):
-        assert may_refuse and isinstance(ours.error, MutationError), f"only ours raises: {ours.error!r}"
-    if ours.error is not None or expected.error is not None:
+    found = compare(program, checkpointed(policy, **options))
+    if found is None:
         return
-    assert_same_results(expected.after, ours.after, "afterwards")
-    assert len(counts.regions) == len(copies.read), "as many regions as expected"
-    if (
-        len(copies.read) == 1 and not copies.reads_again
-    ):  # a region around another one may be asked twice for what it kept
+    copies, counts = found
+    # A region around another one may be asked twice for what it kept.
+    if len(copies.read) == 1 and not copies.reads_again:
         assert counts.replays() <= len(copies.read[0]), "no more replays than without a policy"
 
 

@@ -219,5 +219,4 @@ class Choice:
     def _find_paths(self) -> None:
         root = None if self._root is None else self._root()
         if root is not None:
-            for name, module in root.named_modules():
-                self._paths[id(module)] = ".".join(filter(None, (self.path, name)))
+            self._paths = {id(module): path for path, module in root.named_modules(prefix=self.path)}

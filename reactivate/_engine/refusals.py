@@ -37,6 +37,11 @@ def name_of(record: Record) -> str:
     return name if isinstance(name, str) else type(fn).__name__
 
 
+def is_of_a_write(error: Exception) -> bool:
+    """Whether autograd, or one of the errors below, says that a tensor was written to in place."""
+    return "modified by an inplace operation" in str(error)
+
+
 def written_before_replay(record: Record, reason: Exception) -> MutationError:
     """An input of the region was written to in place after the forward pass read it."""
     return MutationError(

@@ -133,6 +133,7 @@ class Region(Record):
         self.forward_log = None
         if options.choice is not None:
             self.forward_log = ForwardLog(self, options.choice)
+            self.sites = self.forward_log.sites  # which it fills
             self.forward_log.open()
         return ()
 
@@ -163,7 +164,7 @@ class Region(Record):
             refuse_watched(last_script_graph(), refusals.name_of(self))
         if self.forward_log is not None:
             self.forward_log.settle()
-            self.sites, self.forward_log = self.forward_log.sites, None
+            self.forward_log = None
         if observers:
             tell(self.context, "forward_done", self)
 
@@ -265,7 +266,7 @@ class Region(Record):
         try:
             return slot.kept.load()  # type: ignore[no-any-return]
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
+            if not refusals.is_of_a_write(error):
                 raise
             raise self.options.exception(refusals.written_after_saved(self, slot)) from None
 

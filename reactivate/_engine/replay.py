@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
+from operator import length_hint
 from sys import _getframe
 from types import FrameType
 from typing import Any
@@ -33,7 +34,7 @@ from reactivate._engine.kept import SavedSite, last_needed
 from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.record import Record, Saved, observers, tell
 from reactivate._engine.site_log import forget_log
-from reactivate._engine.skipped_sites import ReplayLog, position
+from reactivate._engine.skipped_sites import ReplayLog
 from reactivate.errors import ReactivateError
 
 _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
@@ -134,7 +135,7 @@ def _call_again(record: Record) -> tuple[Callable[..., Any], list[Any], dict[str
         for name, form in record.kwargs.items():
             kwargs[name] = rebuild(form, memo)
     except RuntimeError as error:
-        if isinstance(error, ReactivateError) or "modified by an inplace operation" not in str(error):
+        if isinstance(error, ReactivateError) or not refusals.is_of_a_write(error):
             raise  # from the replay of a region around this one
         raise record.options.exception(refusals.written_before_replay(record, error)) from None
     return fn, args, kwargs
@@ -220,14 +221,13 @@ class _Matching:
         if record.options.choice is None:
             forget_log()
             return None
-        forward = getattr(record, "forward_log", None)
-        sites = record.sites if forward is None else forward.sites
-        return ReplayLog(record, record.options.choice, sites, self)
+        return ReplayLog(record, record.options.choice, record.sites, self)
 
     def skip(self, site: SavedSite, arguments: list[Tensor]) -> None:
         """A saved call is not made: fill its slots from its arguments, and go on behind them."""
         saved = self.record.saved
-        if position(self.entries, saved) != site.start or len(arguments) != site.count:
+        position = len(saved) - length_hint(self.entries)  # how many entries the forward pass has had by now
+        if position != site.start or len(arguments) != site.count:
             raise self._refuse(refusals.different_site(self.record, site))
         for index in range(site.start, site.stop):
             slot: Any = saved[index][0]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from reactivate._compat import (
 )
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.kept import Argument, Kept, SavedSite
-from reactivate._engine.record import Saved
+from reactivate._engine.refusals import is_of_a_write
 from reactivate._engine.site_log import Log, tensors_in, unseen
 
 
@@ -59,7 +58,7 @@ class ReplayLog(Log):
         try:
             return [item.load() if isinstance(item, Kept) else item for item in outputs]  # may replay a region around
         except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
+            if not is_of_a_write(error):
                 raise
         self._matching.go_back_to(site)
         return None
@@ -93,8 +92,3 @@ def _results(site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor
         else:
             leaves.append(arguments[item.number] if isinstance(item, Argument) else item)
     return unflatten(leaves, site.structure)
-
-
-def position(entries: Any, saved: Sequence[Saved]) -> int:
-    """How many of `saved` the iterator `entries` over it has given."""
-    return len(saved) - length_hint(entries)

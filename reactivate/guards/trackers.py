@@ -61,15 +61,14 @@ class TrackerGuard(Guard):
         return _contents(self._get().get_states())
 
     def after(self, token: Any) -> Any | None:
-        now = _contents(self._get().get_states())
-        return None if now.keys() == token.keys() and all(_is_same(now[name], token[name]) for name in now) else token
+        return None if _are_same(_contents(self._get().get_states()), token) else token
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
         return undisturbed(Rewound(lambda: _contents(self._get().get_states()), self._write, snapshot))
 
     def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
         now = _contents(self._get().get_states())
-        return None if self.after(token) is None else functools.partial(self._write, now)
+        return None if _are_same(now, token) else functools.partial(self._write, now)
 
     def _write(self, contents: dict[str, Any]) -> None:
         tracker = self._get()
@@ -93,6 +92,10 @@ def _content(state: Any) -> Any:
     if isinstance(state, torch.Generator):
         return state.get_state().clone()
     return state.clone() if isinstance(state, torch.Tensor) else state
+
+
+def _are_same(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    return some.keys() == others.keys() and all(_is_same(some[name], others[name]) for name in some)
 
 
 def _is_same(one: Any, other: Any) -> bool:

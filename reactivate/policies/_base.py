@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from reactivate._types import Action, Policy, Site
-
-EVERYTHING: frozenset[str] | None = None
+from reactivate._types import DEVICE, Action, Policy, Site
+from reactivate.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,24 @@ class ReadyMade:
 
 
 def written(function: str, *arguments: object, **options: object) -> str:
-    """A call as users write it, without options that are None."""
-    given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+    """A call as users write it, without options that are None or the default storage."""
+    given = [f"{name}={value!r}" for name, value in options.items() if value is not None and value != DEVICE]
     return f"{function}({', '.join([*(getattr(item, '__name__', None) or repr(item) for item in arguments), *given])})"
+
+
+def check_every(n: int, offset: int, function: str, rest: str = "") -> None:
+    """See to it that "every n-th, beginning with `offset`" means something.
+
+    Args:
+        function, rest: the function that was asked, and how its other arguments are written.
+
+    Raises:
+        UsageError: `n` or `offset` is out of range.
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise UsageError(f"{function} takes a whole number of at least 1; got {n!r}.")
+    if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset < n:
+        raise UsageError(f"{function}({n}{rest}) takes an offset from 0 to {n - 1}; got {offset!r}.")
 
 
 def interest_of(policy: Policy) -> Interest:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from reactivate._types import Action, Policy, Save, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import Interest, ReadyMade, interest_of, written
+from reactivate.policies._base import Interest, ReadyMade, check_every, interest_of, written
 
 
 @dataclass(frozen=True, repr=False)
@@ -139,10 +139,7 @@ def every_nth(n: int, policy: Policy, offset: int = 0) -> ReadyMade:
         >>> from reactivate import policies
         >>> policy = policies.every_nth(2, policies.save_ops("matmul", "linear"))
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise UsageError(f"every_nth takes a whole number of at least 1; got {n!r}.")
-    if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset < n:
-        raise UsageError(f"every_nth({n}, ...) takes an offset from 0 to {n - 1}; got {offset!r}.")
+    check_every(n, offset, "every_nth", ", ...")
     _check((policy,), "every_nth")
     return _EveryNth((policy,), n, offset)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from reactivate._types import Action, Recompute, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import ReadyMade, written
+from reactivate.policies._base import ReadyMade, check_every, written
 from reactivate.policies._select import Selector, check, selects
 
 
@@ -82,10 +82,7 @@ def recompute_every(k: int, offset: int = 0) -> ReadyMade:
         >>> reactivate.apply(model, reactivate.policies.recompute_every(2, offset=1)).regions
         ('layers.1', 'layers.3')
     """
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise UsageError(f"recompute_every takes a whole number of at least 1; got {k!r}.")
-    if not isinstance(offset, int) or isinstance(offset, bool) or not 0 <= offset < k:
-        raise UsageError(f"recompute_every({k}) takes an offset from 0 to {k - 1}; got {offset!r}.")
+    check_every(k, offset, "recompute_every")
     return _Every(k, offset)
 
 

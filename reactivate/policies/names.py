@@ -16,7 +16,7 @@ class _Modules(ReadyMade):
     storage: Storage
 
     def __repr__(self) -> str:
-        return written("save_modules", *self.selectors, storage=None if self.storage == DEVICE else self.storage)
+        return written("save_modules", *self.selectors, storage=self.storage)
 
     def __call__(self, site: Site) -> Action | None:
         return Save(self.storage) if site.module is not None and selects(self.selectors, site) else None
@@ -58,7 +58,7 @@ class _Names(ReadyMade):
     storage: Storage
 
     def __repr__(self) -> str:
-        return written("save_names", *self.names, storage=None if self.storage == DEVICE else self.storage)
+        return written("save_names", *self.names, storage=self.storage)
 
     def __call__(self, site: Site) -> Action | None:
         return Save(self.storage) if site.name is not None and site.name in self.names else None

@@ -44,7 +44,7 @@ class _Ops(ReadyMade):
                 *self.ops,
                 *self.functions,
                 within=self.within or None,
-                storage=None if self.storage == DEVICE else self.storage,
+                storage=self.storage,
             )
         )
 
