@@ -10,14 +10,17 @@ from reactivate._engine.replay import is_recomputing
 from reactivate._engine.sharing import shared_replay
 from reactivate._explain import explain
 from reactivate._explanation import Explanation
+from reactivate._plan import plan
 from reactivate._site import site
 from reactivate._types import Recompute, Save, Site
 from reactivate._verify import Verdict, verify
 from reactivate.errors import ReactivateError
+from reactivate.planner.plan import Plan
 
 __all__ = [
     "Explanation",
     "Handle",
+    "Plan",
     "ReactivateError",
     "Recompute",
     "Save",
@@ -30,6 +33,7 @@ __all__ = [
     "explain",
     "guards",
     "is_recomputing",
+    "plan",
     "policies",
     "recipe",
     "report",

@@ -72,8 +72,10 @@ def apply(
         raise UsageError(f"apply takes a policy, a function of a site such as policies.full(); got {policy!r}.")
     _refuse_second(model)
     options = make_options(guards, early_stop, determinism, None)
+    undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
     applied = Applied(policy, options)
     applied.attach(model)
+    applied.handle._undo_policy = undo
     return applied.handle
 
 
@@ -91,6 +93,7 @@ class Handle:
         self.regions: tuple[str, ...] = ()
         self.saved: tuple[str, ...] = ()
         self._undo: list[tuple[weakref.ref[Module], Any]] = []
+        self._undo_policy: Callable[[], None] | None = None
 
     @staticmethod
     def of(model: Module) -> Handle | None:
@@ -108,6 +111,8 @@ class Handle:
                 else:
                     module.__dict__[FORWARD] = hidden
         self._undo = []
+        if self._undo_policy is not None:
+            self._undo_policy()
 
     def __repr__(self) -> str:
         saved = f", saved={len(self.saved)} modules" if self.saved else ""
@@ -182,11 +187,12 @@ class Applied:
 
     def options_of(self, path: str, module: weakref.ref[Module]) -> Options:
         """The options of a region."""
-        interest = interest_of(self.policy)
+        policy = self.policy.inside(path) if isinstance(self.policy, ReadyMade) else self.policy
+        interest = interest_of(policy)
         choice = in_graph = None
         if interest.any_function or interest.functions or interest.names or interest.modules:
-            choice = serve(Choice(self.policy, self.unmatched, module, path))
-            in_graph = contexts_for(self.policy, module, path)
+            choice = serve(Choice(policy, self.unmatched, module, path))
+            in_graph = contexts_for(policy, module, path)
         return self.options.of(path, choice, in_graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied:

@@ -45,11 +45,12 @@ def _collect(module: Module, path: str, found: dict[str, Module], seen: set[Modu
 
 def _repeated(container: Module) -> set[Module]:
     # A layer that is there several times (shared weights) is repeated, too; `children()` has it once.
-    children = [child for child in container._modules.values() if child is not None and _is_made_of_modules(child)]
+    children = [child for child in container._modules.values() if child is not None and is_made_of_modules(child)]
     counts = Counter(map(type, children))
     return {child for child in children if counts[type(child)] > 1}
 
 
-def _is_made_of_modules(module: Module) -> bool:
+def is_made_of_modules(module: Module) -> bool:
+    """Whether a module that is called has modules inside, and parameters."""
     is_composite = any(True for _ in module.children()) and not isinstance(module, (ModuleList, ModuleDict))
     return is_composite and any(True for _ in module.parameters())

@@ -75,13 +75,45 @@ def give_back(tensor: torch.Tensor) -> torch.Tensor:
     return _without_way_back(tensor.requires_grad_())  # type: ignore[no-any-return]
 
 
+def hook_backward(result: Any, alias: Any, hooks: dict[int, Any]) -> None:
+    """Let every backward that goes through what computed `result` call what is in `hooks` by then.
+
+    `Node.register_prehook` costs 12 us. A dict it takes from a tensor only: from `alias`, which has it no longer then.
+    """
+    alias._backward_hooks = hooks
+    result.grad_fn._register_hook_dict(alias)
+    alias._backward_hooks = None
+
+
 # Whether a profiler is on: `record_function` costs 5 us even when nobody listens.
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
 # Values that autograd carries over to the threads that a backward runs on; a context variable stays behind.
 _thread_state_has = torch._C._is_key_in_tls
 _thread_state_get = torch._C._get_obj_in_tls
-write_thread_state: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+_thread_state_put: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+_own = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+
+
+def _put_and_own(key: str, value: Any) -> None:
+    _own(value)
+    _thread_state_put(key, value)
+
+
+def _find_put() -> Callable[[str, Any], None]:
+    """torch gives a reference back when the next value comes, and before 2.12 takes none: Python would crash."""
+    key, probe = "reactivate.probe", object()
+    count = sys.getrefcount(probe)
+    _thread_state_put(key, probe)
+    if sys.getrefcount(probe) > count:
+        _thread_state_put(key, None)
+        return _thread_state_put
+    _own(probe)
+    _put_and_own(key, None)
+    return _put_and_own
+
+
+write_thread_state: Callable[[str, Any], None] = _find_put()
 
 
 def read_thread_state(key: str) -> Any:
@@ -115,6 +147,17 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 def qualified_name(packet: Any) -> str:
     """`library::op`."""
     return packet._qualified_op_name  # type: ignore[no-any-return]
+
+
+@functools.cache
+def written_arguments(op: Any) -> tuple[tuple[int, str, bool], ...]:
+    """What `op`'s schema says that it writes to: (position, name, whether it can only be named, as `out=`) of each."""
+    arguments = op._schema.arguments if isinstance(op, OpOverload) else ()
+    return tuple(
+        (position, item.name, item.kwarg_only)
+        for position, item in enumerate(arguments)
+        if item.alias_info is not None and item.alias_info.is_write
+    )
 
 
 def function_modes() -> tuple[Any, ...]:
@@ -292,12 +335,16 @@ def checkpoint_in_graph(
             raise NotTraced
         return fn(*inner, **kwargs)
 
+    contexts: dict[str, Any] = {}
     if context_fn is not None:
-        contexts = functools.partial(_contexts_in_graph, context_fn)
-        return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, context_fn=contexts)
-    if _recompute_everything is not None:
-        return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, context_fn=_contexts_by_default)
-    return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False)
+        contexts["context_fn"] = functools.partial(_contexts_in_graph, context_fn)
+    elif _recompute_everything is not None:
+        contexts["context_fn"] = _contexts_by_default
+    try:
+        return torch.utils.checkpoint.checkpoint(body, *args, use_reentrant=False, **contexts)
+    except NotTraced:
+        pass  # torch's hooks go with this error, whose traceback has them
+    raise NotTraced
 
 
 def named_in_graph(name: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -391,11 +438,21 @@ if hasattr(torch._C._autograd, "_make_saved_tensor"):
 
 else:
 
+    def _empty() -> torch.Tensor:
+        """A tensor that no mode sees being made: torch >= 2.12 makes none."""
+        modes = dispatch_modes()
+        replace_dispatch_modes(())
+        try:
+            with torch._C.DisableTorchFunction():
+                return torch.empty(0, device="cpu")
+        finally:
+            replace_dispatch_modes(modes)
+
     class _KeepInput(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(tensor)
-            return anchor.new_empty(0)
+            return _empty()
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -408,8 +465,7 @@ else:
 
         def __init__(self, tensor: torch.Tensor, is_output: bool) -> None:
             with torch.enable_grad(), torch.autograd.forward_ad._set_fwd_grad_enabled(False):
-                anchor = torch.empty(0, device="cpu", requires_grad=True)
-                self._output = _KeepInput.apply(anchor, tensor)  # the node lives as long as this
+                self._output = _KeepInput.apply(_empty().requires_grad_(), tensor)  # the node lives as long as this
 
         def unpack(self) -> torch.Tensor:
             """The tensor, or autograd's own error if it was written to."""
@@ -546,3 +602,26 @@ FakeTensor, FakeTensorMode = torch._subclasses.FakeTensor, torch._subclasses.Fak
 def data_of(saved: Any) -> Any:
     """What is kept for a saved tensor: the tensor, or what hooks made of it. (torch < 2.12 can only run these hooks.)"""
     return saved.data if hasattr(saved, "data") else saved.unpack()
+
+
+# What runs with no fake tensor among its arguments can run for real: the fake mode is put aside for the time.
+unset_fake_temporarily = torch._subclasses.fake_tensor.unset_fake_temporarily
+
+# The op that asks a tensor for its device: fake tensors are asked it several times an op, through every dispatch mode.
+DEVICE_QUERY: Any = torch.ops.prim.device.default
+
+# Autograd numbers its nodes in the order in which they are made: that tells where in the forward pass a node belongs.
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
+
+
+def current_node_number() -> int | None:
+    """The number of the node whose backward runs on this thread; -1 if it has none; None if no backward runs."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    number = int(node._sequence_nr())
+    return number if number < 2**63 else -1
+
+
+# What a fake tensor raises that is asked for its value.
+DataDependentError: type[Exception] = torch._subclasses.fake_tensor.DataDependentOutputException

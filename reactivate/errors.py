@@ -5,6 +5,7 @@
     ReactivateError (RuntimeError)
     |-- MutationError          what a replay must read was changed after the forward pass read it
     |-- ReplayMismatchError    the replay did not do what the forward pass did
+    |-- PlanInfeasible         no policy lets the step fit in the budget
     |-- UsageError (ValueError)  the request itself is wrong: an unknown option, a bad value
     `-- UnsupportedError (NotImplementedError)  a part of torch that cannot be checkpointed
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 __all__ = [
     "MutationError",
+    "PlanInfeasible",
     "ReactivateError",
     "ReplayMismatchError",
     "UnsupportedError",
@@ -40,6 +42,20 @@ class ReplayMismatchError(ReactivateError):
     def __init__(self, message: str, *, kind: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class PlanInfeasible(ReactivateError):
+    """No policy lets the step fit in the budget.
+
+    Attributes:
+        budget_bytes: what was allowed.
+        least_bytes: the least budget for which there is a plan.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
 
 
 class UsageError(ReactivateError, ValueError):

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -109,6 +109,16 @@ def thread_state_is_kept() -> None:
     _compat.write_thread_state("reactivate.test", 3)
     assert _compat.read_thread_state("reactivate.test") == 3
     _compat.write_thread_state("reactivate.test", None)
+    # It is held for as long as it is there, on this thread and on those that autograd carries it to, and no longer.
+    value = object()
+    counts = []
+    for put in (None, value, value, None, value, None):
+        _compat.write_thread_state("reactivate.test", put)
+        torch.ones(1, requires_grad=True).exp().backward()
+        assert _compat.read_thread_state("reactivate.test") is put
+        del put
+        counts.append(sys.getrefcount(value))
+    assert [count - counts[0] for count in counts] == [0, 1, 1, 0, 1, 0]
 
 
 class FunctionMode(TorchFunctionMode):
@@ -273,6 +283,11 @@ def the_inside_of_a_traced_region_is_known() -> None:
         _compat.warn_of_running_as_traced()
 
 
+class _NoOps(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(func)
+
+
 @needs("SavedTensor", "save_tensor")
 def a_saved_tensor_knows_its_version() -> None:
     x = torch.ones(2, requires_grad=True) * 2
@@ -282,6 +297,8 @@ def a_saved_tensor_knows_its_version() -> None:
     x.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.unpack()
+    with _NoOps():
+        assert torch.equal(_compat.save_tensor(x, False).unpack(), x.detach())
 
 
 @needs("cpu_generator_memory")
@@ -336,6 +353,39 @@ def a_fake_tensor_has_a_size_and_a_graph_and_no_memory() -> None:
     assert type(gradient) is _compat.FakeTensor
 
 
+@needs("unset_fake_temporarily", "DataDependentError", "DEVICE_QUERY")
+def a_fake_mode_can_be_put_aside() -> None:
+    with _compat.FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ones(2)
+        with pytest.raises(_compat.DataDependentError):
+            fake.sum().item()
+        with _compat.unset_fake_temporarily():
+            assert type(torch.ones(2)) is Tensor
+    assert _compat.DEVICE_QUERY(torch.ones(2)) == torch.device("cpu")
+
+
+@needs("next_node_number", "current_node_number")
+def nodes_are_numbered_in_the_order_of_the_forward() -> None:
+    class Asks(TorchDispatchMode):
+        seen: ClassVar[list[int | None]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(_compat.current_node_number())
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    first = _compat.next_node_number()
+    y = x.exp()
+    second = _compat.next_node_number()
+    assert _compat.current_node_number() is None and first < second
+    loss = y.sin().sum()
+    with Asks():
+        loss.backward()
+    numbers = [number for number in Asks.seen if number is not None and number >= 0]
+    assert numbers == sorted(numbers, reverse=True) and first <= numbers[-1] < second
+    assert -1 in Asks.seen  # the accumulation of a gradient
+
+
 @needs("data_of")
 def what_is_kept_can_be_asked_for() -> None:
     x = torch.ones(2)
@@ -358,6 +408,16 @@ def ops_have_classes_and_names() -> None:
     assert torch.ops.higher_order.cond.name() == "cond"
 
 
+@needs("written_arguments")
+def a_schema_says_what_is_written_to() -> None:
+    aten = torch.ops.aten
+    assert _compat.written_arguments(aten.add.Tensor) == ()
+    assert _compat.written_arguments(aten.t.default) == ()
+    assert _compat.written_arguments(aten.add_.Tensor) == ((0, "self", False),)
+    assert _compat.written_arguments(aten.mm.out) == ((2, "out", True),)
+    assert _compat.written_arguments(torch.ops.higher_order.cond) == ()
+
+
 @needs("flatten", "unflatten")
 def containers_are_flattened_and_put_back() -> None:
     x = torch.ones(2)
@@ -375,6 +435,21 @@ def a_result_is_handed_back_as_that_of_an_op() -> None:
     assert given.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     with pytest.raises(RuntimeError, match="its replay skips"):
         given.sum().backward()
+
+
+@needs("hook_backward")
+def a_backward_that_goes_through_a_result_calls_what_is_in_a_dict_by_then() -> None:
+    seen: list[Any] = []
+    hooks = {0: seen.append}
+    first, second = torch.ones(2, 3, requires_grad=True).unbind()
+    alias = first.detach()
+    _compat.hook_backward(first, alias, hooks)
+    assert alias._backward_hooks is None and first._backward_hooks is None
+    second.sum().backward(retain_graph=True)
+    assert len(seen) == 1, "also if it comes from another result of the same op"
+    hooks.clear()
+    first.sum().backward()
+    assert len(seen) == 1
 
 
 @needs("has_setup_context")

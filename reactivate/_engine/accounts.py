@@ -52,7 +52,7 @@ class Ledger:
     def enter(self, tensor: Tensor) -> int:
         """The bytes of `tensor` that were not counted before."""
         new_bytes = 0
-        for storage in _storages_of(tensor):
+        for storage in storages_of(tensor):
             reference = StorageWeakRef(storage)
             if reference.cdata not in self._seen:
                 self._seen[reference.cdata] = reference
@@ -64,15 +64,16 @@ class Ledger:
         return sum(map(self.enter, tensors))
 
 
-def _storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
+def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
+    """The memory of `tensor`: of several, if it is sparse or made of other tensors."""
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass that is made of other tensors
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages_of(getattr(tensor, name))
+            yield from storages_of(getattr(tensor, name))
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     else:
         for name in _PARTS.get(tensor.layout, ()):
-            yield from _storages_of(getattr(tensor.detach(), name)())
+            yield from storages_of(getattr(tensor.detach(), name)())
 
 
 # -- what a region holds that autograd does not know of ---------------------------------------------------------------

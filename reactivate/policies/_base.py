@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from torch.nn import Module
 
 from reactivate._types import DEVICE, Action, Policy, Site
 from reactivate.errors import UsageError
@@ -70,10 +73,29 @@ class ReadyMade:
         """The policies that it is made of, each of which should match something; itself if it is made of none."""
         return (self,)
 
+    def inside(self, path: str) -> Policy:
+        """What it says of the calls inside of the region at `path`: where that is less, less has to be looked at."""
+        return self
+
+    def applied_to(self, model: Module) -> Callable[[], None]:
+        """It is applied to `model`.
+
+        Returns:
+            What undoes what it did about that.
+
+        Raises:
+            UsageError: it is not for this model.
+        """
+        return _nothing
+
     @property
     def may_match_nothing(self) -> bool:
         """Whether it is all right if no site matches: for a policy that lists more than any one model has."""
         return False
+
+
+def _nothing() -> None:
+    """Undo nothing."""
 
 
 def written(function: str, *arguments: object, **options: object) -> str:

@@ -1,0 +1,94 @@
+"""`plan`: the fastest policy with which a step fits, proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from reactivate._apply import Handle
+from reactivate.errors import UsageError
+from reactivate.planner.budget import parse
+from reactivate.planner.devices import DeviceSpec
+from reactivate.planner.maximize import largest
+from reactivate.planner.place import place_of
+from reactivate.planner.plan import Plan
+from reactivate.planner.planner import Planner
+from reactivate.planner.progress import progress
+from reactivate.planner.step import Loss, TrainingStep
+
+
+def plan(
+    model: Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    loss: Loss | None = None,
+    step: Callable[[], object] | None = None,
+    optimizer: Optimizer | None = None,
+    device: torch.device | str | DeviceSpec | None = None,
+    maximize: str | Mapping[str, int] | None = None,
+) -> Plan:
+    """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
+
+    On a device that is here the plain step runs four times: to warm up, under a clock for every op, and to be timed. All
+    else, every policy that is tried among it, is simulated on fake tensors, which have neither memory nor compute. A model
+    on the meta device, or a device that is only named, is simulated altogether, with the times of a roofline. Model,
+    gradients and random number generators are then as they were.
+
+    Args:
+        model: without a policy applied. It must run on fake tensors: its control flow may not depend on what it computes.
+        args: a tuple of arguments; a lone tensor is one argument.
+        kwargs: keyword arguments.
+        budget: the most that may be allocated at any moment, all included: bytes, "8GiB"; or "50%" of the plain step's
+            activation peak, which is its peak above what is there all the time. None, on an accelerator: its free memory
+            and what the model has there already, less 5 %.
+        loss: from what the model returns to the scalar to go back from. By default the output if it is a scalar, its
+            `.loss`, or the sum of what is in it.
+        step: runs forward and backward, in place of all that; not the optimizer.
+        optimizer: counts for the budget: its state, and what its step allocates.
+        device: where it is to run; a name or a description of a device that is not here (`reactivate.planner.devices`).
+        maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
+
+    Returns:
+        A policy: give it to `apply`.
+
+    Raises:
+        PlanInfeasible: there is none; says the least budget for which there is one.
+        UsageError: an argument is not one of the above, or the step cannot be simulated.
+
+    Example:
+        >>> import torch, reactivate
+        >>> layer = torch.nn.TransformerEncoderLayer(32, 2, 128, dropout=0.0, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        >>> plan = reactivate.plan(model, torch.randn(8, 64, 32), budget="50%")
+        >>> plan.predicted.peak_bytes <= plan.budget_bytes < plan.plain.peak_bytes
+        True
+        >>> handle = reactivate.apply(model, plan)
+    """
+    began = perf_counter()
+    args = args if isinstance(args, tuple) else (args,)
+    asked = None if budget is None else parse(budget)
+    _refuse(model)
+    place = place_of(model, args, dict(kwargs or {}), device)
+    planned = TrainingStep(model, args, kwargs, loss, step)
+    with progress("plan") as tell:
+        if maximize is None:
+            found = Planner(planned, place, optimizer, tell).prepare().plan(asked)
+        else:
+            found = largest(planned, place, optimizer, tell, asked, maximize)
+    return replace(found, planning_seconds=perf_counter() - began)
+
+
+def _refuse(model: Module) -> None:
+    if not isinstance(model, Module):
+        raise UsageError(f"plan takes a torch.nn.Module; got {type(model).__name__}.")
+    applied = Handle.of(model)
+    if applied is not None:
+        raise UsageError(f"plan: a policy is applied to this model already, {applied!r}. Remove that first.")

@@ -1,0 +1,115 @@
+"""What a user allows a step to take: bytes in all, or a share of the plain step's activations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from reactivate.errors import UsageError
+
+__all__ = ["Budget", "parse"]
+
+_DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = _DECIMAL | _BINARY
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(\S*)")
+_TAKES = 'A budget is an int of bytes (8589934592), a text with a unit ("8GiB", "8 GB", "512MiB") or a share ("50%").'
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much memory a step may take at its peak.
+
+    Attributes:
+        text: the budget as `parse` takes it.
+        total_bytes: the peak in bytes, with parameters, gradients and optimizer state; None for a share.
+        share: the part, up to 1, of the plain step's activation peak, which is its peak above parameters, gradients
+            and optimizer state; None for bytes.
+    """
+
+    text: str
+    total_bytes: int | None = None
+    share: Fraction | None = None
+
+    def total(self, fixed_bytes: int, plain_activation_bytes: int) -> int:
+        """The peak that is allowed, in bytes.
+
+        Args:
+            fixed_bytes: parameters, gradients and optimizer state.
+            plain_activation_bytes: the peak above these of the step without any checkpointing.
+
+        Example:
+            >>> from reactivate.planner.budget import parse
+            >>> parse("8KiB").total(1000, 600), parse("50%").total(1000, 600)
+            (8192, 1300)
+        """
+        if self.total_bytes is not None:
+            return self.total_bytes
+        assert self.share is not None
+        return fixed_bytes + int(self.share * plain_activation_bytes)
+
+
+def parse(budget: int | str) -> Budget:
+    """The budget that a user wrote.
+
+    Units are those of IEC (KiB, MiB, GiB, TiB: powers of 1024) and SI (kB, MB, GB, TB: powers of 1000). A part of a byte
+    is dropped.
+
+    Args:
+        budget: bytes as an int, or a text: an amount and its unit, or a percentage of the plain step's activation peak.
+
+    Raises:
+        UsageError: it is neither, or is nothing, or is more than 100 %.
+
+    Example:
+        >>> from reactivate.planner.budget import parse
+        >>> parse("1.5 GiB").total_bytes
+        1610612736
+        >>> parse("50%").share
+        Fraction(1, 2)
+    """
+    if isinstance(budget, str):
+        return _parse_text(budget)
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise _refusal(budget, f"is a {type(budget).__name__}")
+    return Budget(f"{budget}B", total_bytes=_positive(budget, budget))
+
+
+def _parse_text(text: str) -> Budget:
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None:
+        raise _refusal(text, "is not an amount and a unit")
+    amount, unit = Fraction(found[1]), found[2]
+    if unit == "%":
+        return Budget(text.strip(), share=_share(text, amount))
+    if unit not in _UNITS:
+        raise _refusal(text, _about_unit(found[1], unit))
+    return Budget(text.strip(), total_bytes=_positive(text, int(amount * _UNITS[unit])))
+
+
+def _positive(budget: int | str, total_bytes: int) -> int:
+    if total_bytes <= 0:
+        raise _refusal(budget, "leaves no memory" if total_bytes == 0 else "is negative")
+    return total_bytes
+
+
+def _share(text: str, percent: Fraction) -> Fraction:
+    if percent == 0:
+        raise _refusal(text, "leaves no memory for activations")
+    if percent > 100:
+        raise _refusal(text, "is more than the plain step takes; 100% is the plain step")
+    return percent / 100
+
+
+def _about_unit(amount: str, unit: str) -> str:
+    if not unit:
+        return f"has no unit; say {amount}GiB, {amount}MiB or {amount}%, or give an int of bytes"
+    prefix = unit[0].upper()
+    if prefix in "KMGT" and unit[1:].lower() in ("", "b", "ib"):
+        return f"has the unit {unit!r}; say {amount}{prefix}iB or {amount}{prefix}B"
+    return f"has the unit {unit!r}, which is none of {', '.join(_UNITS)} and %"
+
+
+def _refusal(budget: object, found: str) -> UsageError:
+    return UsageError(f"budget={budget!r} {found}. {_TAKES}")

@@ -1,0 +1,145 @@
+"""The largest batch, or other dimension, for which there is a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from reactivate._compat import flatten, unflatten
+from reactivate.errors import PlanInfeasible, UsageError
+from reactivate.planner.budget import Budget
+from reactivate.planner.place import Place
+from reactivate.planner.plan import Plan
+from reactivate.planner.planner import Planner
+from reactivate.planner.progress import Tell
+from reactivate.planner.step import TrainingStep
+
+_NAMED = {"batch": 0}
+
+
+def largest(
+    step: TrainingStep,
+    place: Place,
+    optimizer: Optimizer | None,
+    tell: Tell,
+    budget: Budget | None,
+    maximize: str | Mapping[str, int],
+) -> Plan:
+    """A plan for the largest size of a dimension with which the step fits.
+
+    Args:
+        step, place, optimizer, tell, budget: as for `Planner`; a share is one of the plain step as it was given.
+        maximize: "batch", or {name: dimension}: that of every tensor argument in which it has the size of the first.
+
+    Raises:
+        UsageError: there is no such dimension, or the step does not run with another size.
+        PlanInfeasible: not even size 1 fits.
+    """
+    name, dimension = _named(maximize)
+    if step.whole is not None:
+        raise UsageError(
+            "plan(maximize=...) changes the arguments of the model, and step() takes none. Pass args and loss."
+        )
+    size = _size(step, dimension, name)
+
+    def attempt(wanted: int) -> Plan:
+        tell(f"{name} {wanted}")
+        return Planner(_resized(step, dimension, size, wanted), place, optimizer, tell).prepare().plan(budget)
+
+    if budget is not None and budget.share is not None:
+        raise UsageError(
+            f"plan(maximize={name!r}) with budget={budget.text!r}: a share of the plain step grows with the {name}, so that "
+            "any fits. Give the budget in bytes."
+        )
+    return _search(attempt, _guess(step, place, optimizer, tell, budget, dimension, size), name)
+
+
+def _search(attempt: Any, guess: int, name: str) -> Plan:
+    """From a guess to the largest size that fits: up or down by ever larger steps, then halve."""
+    fits: dict[int, Plan] = {}
+    low, high = 0, 0  # fits, does not
+    error: PlanInfeasible | None = None
+    wanted, stride = max(1, guess), 1
+    while not high or high - low > 1:
+        try:
+            fits[wanted] = attempt(wanted)
+            low = wanted
+        except PlanInfeasible as found:
+            error, high = found, wanted
+            if wanted == 1:
+                raise
+        if not high:
+            wanted, stride = wanted + stride, stride * 2
+        elif not low and not fits:
+            wanted, stride = max(1, wanted - stride), stride * 2
+        else:
+            wanted = (low + high) // 2
+    assert error is not None
+    return replace(fits[low], largest=low)
+
+
+def _guess(
+    step: TrainingStep,
+    place: Place,
+    optimizer: Optimizer | None,
+    tell: Tell,
+    budget: Budget | None,
+    dimension: int,
+    size: int,
+) -> int:
+    """Where the least peaks of two sizes, simulated, lead to, if memory grows along a line."""
+    elsewhere = replace(place, is_here=False)
+    peaks = []
+    for wanted in (size, 2 * size):
+        planner = Planner(_resized(step, dimension, size, wanted), elsewhere, optimizer, tell)
+        try:
+            planner.prepare()
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"plan(maximize=...): the step does not run with the size {wanted} in the place of {size} ({error}). What "
+                "else has that size, targets in the loss say, must be an argument of the model."
+            ) from error
+        peaks.append(planner.smallest_bytes())
+        allowed = (budget or planner.default_budget()).total(planner.fixed.total, planner.plain.peak_bytes)
+    slope = max(1, peaks[1] - peaks[0]) / size
+    return max(1, int(size + (allowed - peaks[0]) / slope))
+
+
+def _named(maximize: str | Mapping[str, int]) -> tuple[str, int]:
+    if isinstance(maximize, str) and maximize in _NAMED:
+        return maximize, _NAMED[maximize]
+    if isinstance(maximize, Mapping) and len(maximize) == 1:
+        ((name, dimension),) = maximize.items()
+        if isinstance(dimension, int) and not isinstance(dimension, bool):
+            return name, dimension
+    raise UsageError(
+        f"plan(maximize={maximize!r}) takes 'batch', the first dimension of the arguments, or one other by its name and "
+        "number: {'length': 1}."
+    )
+
+
+def _size(step: TrainingStep, dimension: int, name: str) -> int:
+    leaves = flatten((step.args, dict(step.kwargs or {})))[0]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.ndim > dimension:
+            return int(leaf.shape[dimension])
+    raise UsageError(f"plan(maximize=...): no argument has a dimension {dimension} to be the {name}.")
+
+
+def _resized(step: TrainingStep, dimension: int, size: int, wanted: int) -> TrainingStep:
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.ndim <= dimension or leaf.shape[dimension] != size:
+            return leaf
+        indices = torch.arange(wanted, device=leaf.device) % size
+        return leaf.detach().index_select(dimension, indices).requires_grad_(leaf.requires_grad)
+
+    leaves, structure = flatten((step.args, dict(step.kwargs or {})))
+    args, kwargs = unflatten([resize(leaf) for leaf in leaves], structure)
+    return replace(step, args=args, kwargs=kwargs)

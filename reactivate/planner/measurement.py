@@ -1,0 +1,48 @@
+"""A plan's promise beside what was found when its step ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reactivate._engine.accounts import in_words
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was promised, and what was measured.
+
+    Attributes:
+        budget_bytes: what was allowed.
+        promised_bytes: the peak that the plan says, all included.
+        measured_bytes: the peak that was found.
+        activation_bytes: what of the promise the step allocates itself.
+        promised_seconds, measured_seconds: of forward and backward.
+        reserved_bytes: what an accelerator's allocator had taken from the device; None on a CPU.
+    """
+
+    budget_bytes: int
+    promised_bytes: int
+    measured_bytes: int
+    activation_bytes: int
+    promised_seconds: float
+    measured_seconds: float
+    reserved_bytes: int | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the budget was kept."""
+        return self.measured_bytes <= self.budget_bytes
+
+    @property
+    def error(self) -> float:
+        """How far the measured peak is above the promise, as a part of the step's own peak; negative: below."""
+        return (self.measured_bytes - self.promised_bytes) / max(self.activation_bytes, 1)
+
+    def __str__(self) -> str:
+        reserved = "" if self.reserved_bytes is None else f" ({in_words(self.reserved_bytes)} reserved)"
+        return (
+            f"Peak: promised {in_words(self.promised_bytes)}, measured {in_words(self.measured_bytes)}{reserved}, "
+            f"{self.error:+.2%} of the step's own; the budget of {in_words(self.budget_bytes)} "
+            f"{'holds' if self.holds else 'does not hold'}. Step: promised {self.promised_seconds:.3f} s, measured "
+            f"{self.measured_seconds:.3f} s."
+        )

@@ -1,0 +1,84 @@
+"""Where a planned step is to run: here, or on a device that only a table knows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from reactivate._fake import has_no_memory, tensors_of
+from reactivate.errors import UsageError
+from reactivate.planner.devices import DeviceSpec, find
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a step is to run.
+
+    Attributes:
+        device: of its tensors.
+        spec: the roofline of ops that were not measured.
+        is_here: whether it can run.
+    """
+
+    device: torch.device
+    spec: DeviceSpec
+    is_here: bool
+
+    @property
+    def rounding(self) -> int:
+        """The allocator gives multiples of this many bytes: those of accelerators 512."""
+        return 1 if self.device.type == "cpu" and self.spec.name == "cpu" else 512
+
+
+def place_of(
+    model: Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | str | DeviceSpec | None
+) -> Place:
+    """Where a model is, or is said to be.
+
+    Raises:
+        UsageError: it is elsewhere, or no such device is known.
+    """
+    tensors = tensors_of(model, args, kwargs)
+    parameter = next(iter(model.parameters()), None)
+    own = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+    has_values = not any(map(has_no_memory, tensors))
+    if isinstance(device, DeviceSpec):
+        return Place(own, device, False)
+    if isinstance(device, str) and not _is_torch_device(device):
+        return Place(own, find(device), False)
+    wanted = own if device is None else torch.device(device)
+    if wanted.type != own.type:
+        raise UsageError(
+            f"plan(device={device!r}): the model is on {own}. Move it there first, or name a device that is not here "
+            "('H100-SXM', see `reactivate devices`) to plan for it."
+        )
+    return Place(own, _spec_of(own), has_values)
+
+
+def _is_torch_device(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _spec_of(device: torch.device) -> DeviceSpec:
+    """The roofline of a device that is here, where it is in the table: else that of a CPU, of which only ratios count."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        try:
+            return find(torch.cuda.get_device_name(device))
+        except UsageError:
+            pass
+    return find("cpu")
+
+
+def available_bytes(device: torch.device) -> int:
+    """The memory of a device that is free now."""
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

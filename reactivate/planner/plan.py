@@ -1,0 +1,299 @@
+"""A plan: a policy that a solver wrote, with the promise that it was chosen for."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.nn import Module
+
+from reactivate._engine.accounts import in_words
+from reactivate._types import Action, Site
+from reactivate.errors import UsageError
+from reactivate.planner.budget import Budget, parse
+from reactivate.planner.prediction import Fixed, Moment, Point, Prediction, Proof
+from reactivate.planner.treatments import Assignment, Treatment
+from reactivate.policies._base import Interest, ReadyMade
+
+VERSION = 1
+
+
+class Runner(Protocol):
+    """What can still run the step that a plan was made for.
+
+    Attributes:
+        replan: from another budget to its plan.
+    """
+
+    replan: Callable[[Budget | None], Plan]
+
+    def measure(self, plan: Plan) -> Any:
+        """Run it with `plan`."""
+
+    def watch(self, model: Module, plan: Plan) -> Callable[[], None]:
+        """Warn when `model` is called with other shapes. Returns what ends that."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is done with a unit of the model.
+
+    Attributes:
+        path, kind: the module, and the name of its class.
+        parameters: a digest of the names, shapes and dtypes of its parameters.
+        treatment: what is done.
+        held_bytes: what is alive after its forward, until its backward begins, and was not before.
+        seconds: how much longer the step takes by it.
+    """
+
+    path: str
+    kind: str
+    parameters: str
+    treatment: Treatment
+    held_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What a plan was made for.
+
+    Attributes:
+        model: the name of its class.
+        inputs: (name, shape, dtype) of the tensors that it is called with.
+        device: where it runs.
+        torch: the version.
+        loss: what the backward begins from, in words.
+        is_predicted: whether nothing ran: times are those of a roofline, and what kernels allocate for themselves is not
+            counted.
+    """
+
+    model: str
+    inputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    device: str
+    torch: str
+    loss: str
+    is_predicted: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(ReadyMade):
+    """A policy that fits a step into a budget: give it to `apply`. Printed, it is a table.
+
+    Attributes:
+        budget: as it was asked for.
+        budget_bytes: in bytes, all included.
+        made_for: the model, the inputs, the device.
+        decisions: what is done with each block.
+        fixed: what is allocated all the time.
+        plain: the step without a policy.
+        predicted: the step with this plan.
+        frontier: the plans for other budgets, from the least feasible.
+        policies: fixed policies, for comparison.
+        proof: how it was seen that the plan holds.
+        optimizer_bytes: the most that is allocated while the optimizer steps, all included; 0 if none was given.
+        planning_seconds: what planning took.
+        largest: the size of the dimension that was maximized, or None.
+    """
+
+    budget: str
+    budget_bytes: int
+    made_for: Circumstances
+    decisions: tuple[Decision, ...]
+    fixed: Fixed
+    plain: Prediction
+    predicted: Prediction
+    frontier: tuple[Point, ...]
+    policies: tuple[Point, ...]
+    proof: Proof
+    optimizer_bytes: int = 0
+    planning_seconds: float = 0.0
+    largest: int | None = None
+    runner: Runner | None = field(
+        default=None, compare=False, metadata={"json": False}
+    )  # of `measure` and of other shapes
+
+    # -- a policy -----------------------------------------------------------------------------------------------------
+
+    @property
+    def assignment(self) -> Assignment:
+        """The policy itself."""
+        return Assignment({decision.path: decision.treatment for decision in self.decisions})
+
+    def __call__(self, site: Site) -> Action | None:
+        return self.assignment(site)
+
+    def __repr__(self) -> str:
+        counts: dict[str, int] = {}
+        for decision in self.decisions:
+            counts[decision.treatment.name] = counts.get(decision.treatment.name, 0) + 1
+        done = ", ".join(f"{count} x {name}" for name, count in counts.items())
+        return f"Plan({self.made_for.model} in {in_words(self.budget_bytes)}: {done})"
+
+    def __hash__(self) -> int:
+        return hash((self.made_for, self.decisions))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:
+        return Plan.from_json, (self.to_json(),)  # without the step, which may be made of anything
+
+    def interest(self) -> Interest:
+        return self.assignment.interest()
+
+    def inside(self, path: str) -> Any:
+        return self.assignment.inside(path)
+
+    @property
+    def may_match_nothing(self) -> bool:
+        return True
+
+    def applied_to(self, model: Module) -> Callable[[], None]:
+        differences = list(self._differences(model))
+        if differences:
+            raise UsageError(
+                f"apply: this plan was made for {self.made_for.model}, and this model is another: "
+                f"{'; '.join(differences[:3])}{'; ...' if len(differences) > 3 else ''}. Plan again, for this model."
+            )
+        return super().applied_to(model) if self.runner is None else self.runner.watch(model, self)
+
+    def _differences(self, model: Module) -> Any:
+        modules = dict(model.named_modules())
+        for decision in self.decisions:
+            module = modules.get(decision.path)
+            where = repr(decision.path or "the model itself")
+            if module is None:
+                yield f"it has no {where}"
+            elif type(module).__name__ != decision.kind:
+                yield f"{where} is a {type(module).__name__} and was a {decision.kind}"
+            elif digest_of(module) != decision.parameters:
+                yield f"{where} has other parameters"
+
+    # -- figures ------------------------------------------------------------------------------------------------------
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated at any moment, all included: at most the budget."""
+        return max(self.predicted.peak_bytes, self.optimizer_bytes)
+
+    def measure(self) -> Any:
+        """Run the step with the plan, and say what was promised and what was found.
+
+        Returns:
+            A `Measurement`, which is also printed.
+
+        Raises:
+            UsageError: the plan was loaded from a file, so that there is nothing to run: see `measure` in
+                `reactivate.planner`; or its device is not here.
+        """
+        if self.runner is None:
+            raise UsageError("This plan was loaded from a file and has no step to run. Plan again, to measure.")
+        found = self.runner.measure(self)
+        print(found)
+        return found
+
+    def at(self, budget: int | str) -> Plan:
+        """The plan for another budget, without another look at the model.
+
+        Args:
+            budget: as for `plan`.
+
+        Raises:
+            PlanInfeasible: there is none.
+            UsageError: the plan was loaded from a file, or the model has a policy applied.
+        """
+        if self.runner is None:
+            raise UsageError("This plan was loaded from a file and has no step to plan for. Plan again.")
+        return self.runner.replan(parse(budget))
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it in dicts, lists, texts and numbers."""
+        names = [item.name for item in dataclasses.fields(self) if item.metadata.get("json", True)]
+        values = {name: getattr(self, name) for name in names}
+        return {"version": VERSION, **{name: _plainly(value) for name, value in values.items()}}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Plan:
+        """What `to_json` gave.
+
+        Raises:
+            UsageError: it is not that, or of another version.
+        """
+        if value.get("version") != VERSION:
+            raise UsageError(f"A plan of version {value.get('version')!r}; this release reads {VERSION}. Plan again.")
+        try:
+            return cls._of(value)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"This is no plan as `Plan.save` writes it: {error!r}.") from None
+
+    @classmethod
+    def _of(cls, value: Mapping[str, Any]) -> Plan:
+        made_for = value["made_for"]
+        inputs = tuple((name, tuple(shape), dtype) for name, shape, dtype in made_for["inputs"])
+        return cls(
+            budget=value["budget"],
+            budget_bytes=value["budget_bytes"],
+            made_for=Circumstances(**{**made_for, "inputs": inputs}),
+            decisions=tuple(
+                Decision(**{**item, "treatment": _treatment_of(item["treatment"])}) for item in value["decisions"]
+            ),
+            fixed=Fixed(**value["fixed"]),
+            plain=_prediction_of(value["plain"]),
+            predicted=_prediction_of(value["predicted"]),
+            frontier=tuple(Point(**item) for item in value["frontier"]),
+            policies=tuple(Point(**item) for item in value["policies"]),
+            proof=Proof(**value["proof"]),
+            optimizer_bytes=value["optimizer_bytes"],
+            planning_seconds=value["planning_seconds"],
+            largest=value["largest"],
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """What `save` wrote.
+
+        Raises:
+            UsageError: there is no such file, it is no plan, or of another version.
+        """
+        try:
+            value = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UsageError(f"Plan.load: {os.fspath(path)!r} cannot be read as a plan: {error}.") from None
+        if not isinstance(value, dict):
+            raise UsageError(f"Plan.load: {os.fspath(path)!r} is no plan: it has a {type(value).__name__}.")
+        return cls.from_json(value)
+
+
+def digest_of(module: Module) -> str:
+    """What tells one block's parameters from another's: names, shapes and dtypes, not values."""
+    facts = [(name, tuple(item.shape), str(item.dtype)) for name, item in module.named_parameters()]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _plainly(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, Moment):
+            return [value.seconds, value.kept, value.recomputed, value.workspace]
+        return {item.name: _plainly(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    return [_plainly(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _treatment_of(value: Mapping[str, Any]) -> Treatment:
+    return Treatment(value["name"], *(tuple(value[name]) for name in ("recompute", "save_modules", "save_ops")))
+
+
+def _prediction_of(value: Mapping[str, Any]) -> Prediction:
+    return Prediction(**{**value, "moments": tuple(Moment(*item) for item in value["moments"])})

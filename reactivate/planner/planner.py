@@ -1,0 +1,271 @@
+"""Plans one step: profile, tabulate, solve, prove."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from reactivate._apply import apply
+from reactivate._compat import DataDependentError
+from reactivate._engine.accounts import in_words
+from reactivate._verify import leaves_of
+from reactivate.errors import PlanInfeasible, UsageError
+from reactivate.planner.budget import Budget, parse
+from reactivate.planner.chain import Chain, Pick
+from reactivate.planner.memory import fixed_of, optimizer_memory
+from reactivate.planner.overhead import measure_overhead
+from reactivate.planner.place import Place, available_bytes
+from reactivate.planner.plan import Circumstances, Decision, Plan, digest_of
+from reactivate.planner.prediction import Point, Proof
+from reactivate.planner.probe import Reading, Table, read, rounds_of
+from reactivate.planner.profile import Measured, Modelled, measure, seconds_of
+from reactivate.planner.progress import Tell
+from reactivate.planner.runner import StepRunner
+from reactivate.planner.simulate import simulate
+from reactivate.planner.solution import Proven, Search
+from reactivate.planner.solve import frontier
+from reactivate.planner.step import TrainingStep
+from reactivate.planner.timeline import prediction_of
+from reactivate.planner.trace import Costs, Trace
+from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
+from reactivate.planner.units import units_of
+
+RESERVE = 0.05  # of an accelerator's free memory: for its context's growth and the allocator's gaps
+_TIMED = 2  # plain steps that are timed, beside one to warm up and one under the clock
+_POINTS = 24  # of the frontier
+
+
+class Planner:
+    """Plans one step."""
+
+    def __init__(self, step: TrainingStep, place: Place, optimizer: Optimizer | None, tell: Tell) -> None:
+        self.step = step
+        self.place = place
+        self._tell = tell
+        self._optimizer = optimizer
+        self._overhead = measure_overhead()
+        self.units = units_of(step.model)
+        self.costs: Costs = Modelled(place.spec, place.rounding)
+        self.is_predicted = not place.is_here
+
+    # -- the plain step -----------------------------------------------------------------------------------------------
+
+    def _look_at_plain(self) -> None:
+        """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
+        self._tell("the plain step, simulated")
+        plain = self._simulated({}, count_functions=True)
+        self._called = {call.path: call for turn in plain.calls for call in turn}
+        self.units = {path: unit for path, unit in self.units.items() if path in self._called}
+        state_bytes, optimizer_top = self._optimizer_memory()
+        self.fixed = fixed_of(self.step.model, self.step.args, self.step.kwargs, state_bytes)
+        self.optimizer_bytes = 0 if self._optimizer is None else self.fixed.total + optimizer_top
+        if self.place.is_here:
+            plain = self._measure(plain)
+        else:
+            self.plain_seconds = plain.seconds
+        self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
+        self.plain = plain
+        self.plain_reading = self._read(plain, {})
+
+    def _optimizer_memory(self) -> tuple[int, int]:
+        if self._optimizer is None:
+            return 0, 0
+        return optimizer_memory(self._optimizer, self.step.model, self.costs, self.place.device)
+
+    def _measure(self, simulated: Trace) -> Trace:
+        available = available_bytes(self.place.device)
+        policy = Assignment({} if simulated.peak_bytes < available else dict.fromkeys(self.units, FULL))
+        if policy.treatments and self._simulated(policy.treatments).peak_bytes >= available:
+            warnings.warn(
+                f"plan: not even with everything recomputed does this step seem to fit in the {in_words(available)} that "
+                "are free here, so nothing is measured: the plan is predicted, as for a device that is not here.",
+                stacklevel=4,
+            )
+            self.is_predicted = True
+            self.plain_seconds = simulated.seconds
+            return simulated
+        handle = apply(self.step.model, policy)
+        try:
+            seconds = self._measure_with(policy)
+        finally:
+            handle.remove()
+        plain = self._simulated({})
+        same = plain if not policy.treatments else self._simulated(policy.treatments)
+        self.plain_seconds = seconds * plain.seconds / same.seconds
+        return plain
+
+    def _measure_with(self, policy: Assignment) -> float:
+        """Run the step: once to warm up, once for what ops cost, then for the time."""
+        found: list[Measured] = []
+        place = self.place
+        device = place.device
+        self._tell("the step runs, to warm up")
+        self.step.run_for_real()
+        self._tell("the step runs, for what its ops cost")
+        self.step.run_for_real(watch=lambda run: found.append(measure(run, device, place.spec, place.rounding)))
+        self._tell("the step runs, for its time")
+        seconds: list[float] = []
+        self.step.run_for_real(_TIMED, watch=lambda run: seconds.append(seconds_of(run, device)))
+        self.costs = found[0]
+        return statistics.median(seconds)
+
+    # -- other steps --------------------------------------------------------------------------------------------------
+
+    def _simulated(self, treatments: Mapping[str, Treatment], *, count_functions: bool = False) -> Trace:
+        try:
+            return simulate(
+                self.step,
+                Assignment(treatments),
+                self.units,
+                self.costs,
+                self.place.device,
+                count_functions=count_functions,
+            )
+        except DataDependentError as error:
+            raise UsageError(
+                f"plan: the step does something that depends on values that it computes ({error}), so it cannot be "
+                "simulated. Plan the part of the model in front of that, or behind it."
+            ) from error
+
+    def _read(self, trace: Trace, treatments: Mapping[str, Treatment]) -> Reading:
+        seeing = {
+            path: self._called[path].functions.total() for path, treatment in treatments.items() if treatment.save_ops
+        }
+        return read(trace, self._overhead, seeing)
+
+    def _try(self, treatments: Mapping[str, Treatment]) -> tuple[Trace, Reading]:
+        trace = self._simulated(treatments)
+        return trace, self._read(trace, treatments)
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> Planner:
+        """Find out what every treatment of every unit comes to."""
+        self._look_at_plain()
+        self.menus = {
+            path: treatments_of(unit, frozenset(self._called[path].functions)) for path, unit in self.units.items()
+        }
+        self.table = Table(self.plain_reading, self.units)
+        rounds = rounds_of(self.units, self.menus)
+        for number, treatments in enumerate(rounds, start=1):
+            self._tell(f"policies, simulated: {number} of {len(rounds)}")
+            self.table.enter(self._try(treatments)[1], treatments)
+        self.search = Search(self.table, self.menus, self._try)
+        return self
+
+    def plan(self, asked: Budget | None) -> Plan:
+        """The plan for a budget, once it is prepared."""
+        budget = self.default_budget() if asked is None else asked
+        allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
+        self._tell("the plan, solved and proved")
+        found = None if self.optimizer_bytes > allowed else self.search.fit(allowed - self.fixed.total)
+        if found is None:
+            raise self._infeasible(budget, allowed)
+        return self._written(found, budget, allowed)
+
+    def smallest_bytes(self) -> int:
+        """The least budget for which there is a plan."""
+        return max(self.fixed.total + self.search.smallest().trace.peak_bytes, self.optimizer_bytes)
+
+    def default_budget(self) -> Budget:
+        """What is free on the device, less a reserve, and what the step has there already."""
+        if self.place.device.type == "cpu" and not self.is_predicted:
+            raise UsageError(
+                "plan(budget=None): what is free is known of an accelerator. On a CPU say how much: budget='8GiB'."
+            )
+        if self.is_predicted:
+            free = int(self.place.spec.memory_bytes * (1 - RESERVE))
+        else:
+            free = int(available_bytes(self.place.device) * (1 - RESERVE)) + self.fixed.total
+        return parse(free)
+
+    def _infeasible(self, budget: Budget, allowed: int) -> PlanInfeasible:
+        least_bytes = self.smallest_bytes()
+        fixed = self.fixed
+        return PlanInfeasible(
+            f"plan(budget={budget.text!r}): no plan keeps this step within {in_words(allowed)} ({allowed} bytes); the least "
+            f"that does takes {in_words(least_bytes)}: budget={least_bytes}. Of that, {in_words(fixed.total)} are there all "
+            f"the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, optimizer "
+            f"{in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}). Raise the budget, or make the batch smaller.",
+            budget_bytes=allowed,
+            least_bytes=least_bytes,
+        )
+
+    def _written(self, found: Proven, budget: Budget, allowed: int) -> Plan:
+        chain = self.search.chain
+        total = self.fixed.total
+        return Plan(
+            budget=budget.text,
+            budget_bytes=allowed,
+            made_for=self._circumstances(),
+            decisions=self._decisions(found),
+            fixed=self.fixed,
+            plain=prediction_of(self.plain, total, self.plain_seconds),
+            predicted=prediction_of(found.trace, total, self._seconds_with(found.solution.seconds)),
+            frontier=tuple(
+                Point("planned", total + item.peak_bytes, self._seconds_with(item.seconds))
+                for item in frontier(chain, _POINTS)
+            ),
+            policies=tuple(self._fixed_policies(chain)),
+            proof=self._proof(found),
+            optimizer_bytes=self.optimizer_bytes,
+            runner=StepRunner(self.step, self.place, self.costs, self.plan),
+        )
+
+    def _seconds_with(self, extra: float) -> float:
+        return self.plain_seconds + extra * self._scale
+
+    def _proof(self, found: Proven) -> Proof:
+        return Proof("simulated", self.fixed.total + found.trace.peak_bytes, found.rounds)
+
+    def _decisions(self, found: Proven) -> tuple[Decision, ...]:
+        entries = {
+            path: pick.entry for path, pick in reversed(list(zip(self.plain_reading.paths, found.solution.picks)))
+        }
+        return tuple(
+            Decision(
+                path,
+                type(self.units[path]).__name__,
+                digest_of(self.units[path]),
+                treatment,
+                entries[path].held_bytes,
+                entries[path].seconds * self._scale,
+            )
+            for path, treatment in found.treatments.items()
+        )
+
+    def _fixed_policies(self, chain: Chain) -> list[Point]:
+        """What policies that are none of the solver's would come to."""
+        points = []
+        for label, recomputed in (("none()", 0), ("full()", 1), *((f"recompute_every({k})", k) for k in (2, 3, 4))):
+            picks = [
+                Pick(index, index + 1, _entry_of(menu, FULL if recomputed and index % recomputed == 0 else KEEP))
+                for index, menu in enumerate(chain.menus)
+            ]
+            solution = chain.solution_of(picks)
+            points.append(Point(label, self.fixed.total + solution.peak_bytes, self._seconds_with(solution.seconds)))
+        return points
+
+    def _circumstances(self) -> Circumstances:
+        leaves = leaves_of("args", self.step.args) | leaves_of("kwargs", dict(self.step.kwargs or {}))
+        inputs = tuple(
+            (name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items()
+        )
+        device = self.place.spec.name if self.is_predicted else str(self.place.device)
+        return Circumstances(
+            type(self.step.model).__name__, inputs, device, torch.__version__, self._words_for_loss(), self.is_predicted
+        )
+
+    def _words_for_loss(self) -> str:
+        if self.step.whole is not None:
+            return "step()"
+        return "loss(output)" if self.step.loss is not None else "default"
+
+
+def _entry_of(menu: Any, treatment: Treatment) -> Any:
+    return next((entry for entry in menu if entry.name == treatment.name), menu[0])

@@ -1,0 +1,111 @@
+"""What a plan says of a step: its memory over time, its peak and what that is made of, its time. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_MOMENTS = 400
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Bytes that are there before the step, and all the time.
+
+    Attributes:
+        parameters: with buffers.
+        gradients: of all parameters that have one.
+        optimizer: its state.
+        inputs: what the model is called with.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    inputs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.inputs
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a step has allocated beyond `Fixed`, at one moment.
+
+    Attributes:
+        seconds: since the step began.
+        kept: bytes of what the forward pass keeps for the backward.
+        recomputed: bytes of what replays have made again.
+        workspace: bytes of all else: values on the way, gradients of them, what kernels take for themselves.
+    """
+
+    seconds: float
+    kept: int
+    recomputed: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.kept + self.recomputed + self.workspace
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step under one policy.
+
+    Attributes:
+        peak_bytes: the most that is allocated, `Fixed` included.
+        seconds: of forward and backward.
+        moments: its memory over time, some 400 of them; the peak is among them.
+        forward_seconds: when the forward pass ends.
+    """
+
+    peak_bytes: int
+    seconds: float
+    forward_seconds: float
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment of the most memory."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A choice between memory and time.
+
+    Attributes:
+        label: "planned" for one that the solver found; of a fixed policy, as it is written.
+        peak_bytes, seconds: as in `Prediction`.
+    """
+
+    label: str
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How it was seen that a plan holds.
+
+    Attributes:
+        method: "simulated", on fake tensors, or "measured".
+        peak_bytes: what was seen.
+        rounds: how many plans were tried until one held.
+    """
+
+    method: str
+    peak_bytes: int
+    rounds: int
+
+
+def thinned(moments: list[Moment]) -> tuple[Moment, ...]:
+    """Of many moments the highest of each stretch, and the first and the last."""
+    stretch = -(-len(moments) // MOST_MOMENTS)
+    if stretch <= 1:
+        return tuple(moments)
+    parts = (moments[start : start + stretch] for start in range(0, len(moments), stretch))
+    return (moments[0], *(max(part, key=lambda moment: moment.total) for part in parts), moments[-1])

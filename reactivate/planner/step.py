@@ -1,0 +1,149 @@
+"""A training step: forward, loss, backward; for real or on fake tensors, and afterwards as if it had not been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from reactivate._fake import faked
+from reactivate._verify import Step, leaves_of
+from reactivate.errors import UsageError
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """What a user trains: a model, what it is called with, and what is made of the result.
+
+    Args:
+        model: the model.
+        args, kwargs: of its call.
+        loss: from what the model returns to a scalar; None: see `default_loss`.
+        whole: forward and backward in the place of all that; None: model, loss and backward.
+    """
+
+    model: Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    loss: Loss | None = None
+    whole: Callable[[], object] | None = None
+
+    def run_for_real(self, times: int = 1, watch: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """Run it, with gradients that are there already; then model, gradients and generators are as they were.
+
+        Args:
+            times: how often.
+            watch: called in place of the step, with the step.
+        """
+        with self._put_back(self.args, dict(self.kwargs or {})), _with_gradients(self.model, torch.zeros_like):
+            for _ in range(times):
+                if watch is None:
+                    self._run(self.args, dict(self.kwargs or {}))
+                else:
+                    watch(lambda: self._run(self.args, dict(self.kwargs or {})))
+
+    @contextmanager
+    def on_fakes(self, device: torch.device) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
+        """The step on fake tensors: yields what runs it, and the tensors that are there before it."""
+        kwargs = dict(self.kwargs or {})
+        with ExitStack() as stack:
+            stack.enter_context(self._put_back(self.args, kwargs))
+            args, kwargs = stack.enter_context(faked(self.model, self.args, kwargs, device))
+            stack.enter_context(_with_gradients(self.model, torch.empty_like))
+            known = [*_state_of(self.model), *leaves_of("args", (args, kwargs)).values()]
+            yield lambda: self._run(args, kwargs), known
+
+    @contextmanager
+    def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        with _Rewound(self.model, args, kwargs).held(), _refusing_optimizers():
+            yield
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.whole is not None:
+            self.whole()
+            return
+        output = self.model(*args, **kwargs)  # alive during the backward, as in most training loops
+        loss = (self.loss or default_loss)(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise UsageError(f"plan(loss=...) takes a function whose result is a scalar to go back from; got {loss!r}.")
+        loss.backward()
+
+
+def default_loss(output: Any) -> Tensor:
+    """What is taken for the loss: the output if it is a scalar, its `.loss`, else the sum of all in it with a gradient."""
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    parts = [leaf.sum() for leaf in leaves_of("output", output).values() if leaf.requires_grad]
+    if not parts:
+        raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to plan.")
+    return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+
+def words_for_default_loss(output: Any) -> str:
+    """Which of the three it was."""
+    if isinstance(output, Tensor) and output.numel() == 1:
+        return "the model's output"
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return "the output's .loss" if isinstance(loss, Tensor) else "the sum of the model's output"
+
+
+class _Rewound(Step):
+    """Puts model and generators back."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._state is not None:
+                stack.enter_context(self._guard.rewound(self._state))
+            for source in self.sources:
+                stack.callback(source.write, source.read())
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+@contextmanager
+def _with_gradients(model: Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Every parameter has a gradient, as in the middle of training; afterwards the one that it had."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = make(parameter)
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before):
+            parameter.grad = gradient
+
+
+def _state_of(model: Module) -> Iterable[Tensor]:
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from model.buffers()
+
+
+@contextmanager
+def _refusing_optimizers() -> Iterator[None]:
+    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        raise UsageError(
+            f"plan(step=...) takes a function that runs forward and backward; it called {type(optimizer).__name__}.step(), "
+            "which would change the model. Leave that out, and pass plan(optimizer=...) for its memory."
+        )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,53 @@
+"""What a plan decides about: the blocks of a model, and what else of it is made of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.nn import Module, ModuleDict, ModuleList
+
+from reactivate._blocks import blocks_of, is_made_of_modules
+
+_LISTS = (ModuleList, ModuleDict)  # they have children and are not called
+
+
+def units_of(model: Module) -> dict[str, Module]:
+    """{path: module}, none inside of another: the blocks, and the largest modules of modules without a block inside.
+
+    A model without either is one unit, with the path "".
+
+    Example:
+        >>> import torch
+        >>> from reactivate.planner.units import units_of
+        >>> conv = lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.ReLU())
+        >>> list(units_of(torch.nn.ModuleDict({"down": conv(), "up": torch.nn.ModuleList([conv(), conv()])})))
+        ['down', 'up.0', 'up.1']
+    """
+    blocks = set(map(id, blocks_of(model).values()))
+    found = dict(_collect(model, "", blocks, set()))
+    while len(found) == 1 and not blocks:  # a wrapper: what it wraps may be more than one
+        ((path, only),) = found.items()
+        inside = dict(_collect(only, path, blocks, set()))
+        if not inside:
+            break
+        found = inside
+    return found or {"": model}
+
+
+def parts_of(unit: Module) -> dict[str, Module]:
+    """{path: module} of what a unit is made of and which is made of modules itself: attention, MLP."""
+    return dict(_collect(unit, "", set(), set()))
+
+
+def _collect(module: Module, path: str, blocks: set[int], seen: set[int]) -> Iterator[tuple[str, Module]]:
+    for name, child in module.named_children():
+        place = f"{path}.{name}" if path else name
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if id(child) in blocks:
+            yield place, child
+        elif isinstance(child, _LISTS) or any(id(inner) in blocks for inner in child.modules()):
+            yield from _collect(child, place, blocks, seen)
+        elif is_made_of_modules(child):
+            yield place, child

@@ -1,0 +1,526 @@
+"""`plan`: what it asks for, what it returns, what it leaves alone, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from memory import allocated_by
+from oracle import assert_bitwise, random_states
+from plan_models import GPT, Block, Case, gpt, resnet
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import reactivate
+from reactivate._compat import FakeTensor
+from reactivate.errors import PlanInfeasible, UsageError
+from reactivate.planner.devices import find
+from reactivate.planner.plan import Plan
+
+
+def planned(case: Case, budget: int | str = "60%", **options: Any) -> Plan:
+    return reactivate.plan(case.model, case.args, case.kwargs, budget=budget, loss=case.loss, **options)
+
+
+def assert_all_bitwise(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, item in one.items():
+        assert_bitwise(item, other[name], name)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: item.grad.clone() for name, item in model.named_parameters()}
+
+
+def peak_of(case: Case, plan: Plan | None, step: Any = None) -> int:
+    """What a step allocates at most, above what is there before."""
+    for parameter in case.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    handle = None if plan is None else reactivate.apply(case.model, plan)
+    (step or case.step)()
+    peak = allocated_by(step or case.step).peak_bytes
+    if handle is not None:
+        handle.remove()
+    case.model.zero_grad()
+    return peak
+
+
+def assert_holds(case: Case, plan: Plan) -> None:
+    """The real step stays within the budget, is as large as was said, and comes to the same gradients."""
+    peak = peak_of(case, plan)
+    assert plan.fixed.total + peak <= plan.budget_bytes
+    own = plan.plain.peak_bytes - plan.fixed.total
+    assert abs(plan.predicted.peak_bytes - plan.fixed.total - peak) <= 0.01 * own
+    assert peak < own
+    verdict = reactivate.verify(case.model, case.args, case.kwargs, policy=plan)
+    assert verdict and verdict.regions > 0
+
+
+# -- what it leaves alone ---------------------------------------------------------------------------------------------
+
+
+def test_model_gradients_and_generators_are_as_they_were() -> None:
+    case = resnet()  # with BatchNorm's statistics
+    for number, parameter in enumerate(case.model.parameters()):
+        parameter.grad = torch.randn_like(parameter) if number % 2 else None
+    before = {name: item.clone() for name, item in case.model.state_dict().items()}
+    gradients = [item.grad for item in case.model.parameters()]
+    values = [None if gradient is None else gradient.clone() for gradient in gradients]
+    states = random_states()
+    planned(case)
+    assert_all_bitwise(states, random_states())
+    assert_all_bitwise(before, dict(case.model.state_dict()))
+    for parameter, gradient, value in zip(case.model.parameters(), gradients, values):
+        assert parameter.grad is gradient
+        assert_bitwise(value, parameter.grad, "gradient")
+    assert not any(isinstance(item, FakeTensor) for item in case.model.state_dict().values())
+
+
+def test_the_plain_step_runs_four_times() -> None:
+    case = gpt(layers=2)
+    runs: Counter[bool] = Counter()
+
+    def count(model: nn.Module, args: Any, output: Any) -> None:
+        runs[isinstance(output, FakeTensor)] += 1
+
+    case.model.register_forward_hook(count)
+    planned(case, budget="100%")
+    assert runs[False] == 4 and runs[True] > 4
+
+
+# -- where the peak is ------------------------------------------------------------------------------------------------
+
+
+class InForward(nn.Module):
+    """A large value on the way that nothing keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            large = x.repeat(1, 1, 200).sum(-1, keepdim=True)
+        return self.last(x) + large
+
+
+def test_a_step_that_peaks_in_the_forward() -> None:
+    case = Case(InForward(), (torch.randn(4, 32, 16),), loss=lambda out: out.sum())
+    plan = planned(case, "90%")
+    assert_holds(case, plan)
+    assert plan.predicted.peak.seconds <= plan.predicted.forward_seconds
+
+
+def test_a_step_that_peaks_in_the_loss() -> None:
+    case = gpt(layers=3, tokens=2000)
+    plan = planned(case, "85%")
+    assert_holds(case, plan)
+
+
+@pytest.mark.parametrize("wide", [(16, 1, 1, 1), (1, 1, 1, 16), (2, 8, 1, 4)], ids=["first", "last", "uneven"])
+def test_uneven_blocks(wide: tuple[int, ...]) -> None:
+    case = gpt(layers=4, wide=wide)
+    plan = planned(case, "70%")
+    assert_holds(case, plan)
+
+
+def test_placement_matters() -> None:
+    """Of equal blocks it is not the first that are recomputed: what those hold is there at the peak of the others."""
+    case = gpt(layers=8)
+    plan = planned(case, "60%")
+    assert_holds(case, plan)
+    counts = Counter(decision.treatment.name for decision in plan.decisions)
+    assert len(counts) > 1 and plan.decisions[-1].held_bytes >= plan.decisions[0].held_bytes
+
+
+class Giant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Block(16), nn.Sequential(*(Block(16) for _ in range(6))), nn.Linear(16, 16)])
+        self.body = nn.Sequential(self.parts[0], self.parts[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def test_one_giant_block() -> None:
+    case = Case(Giant(), (torch.randn(4, 64, 16),), loss=lambda out: out.sum())
+    plan = planned(case, "60%")
+    assert_holds(case, plan)
+
+
+class LoRA(nn.Module):
+    def __init__(self, inner: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Linear(inner.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, inner.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+def test_a_frozen_trunk_with_adapters() -> None:
+    case = gpt(layers=4)
+    case.model.requires_grad_(False)
+    for block in case.model.blocks:
+        block.attn.qkv = LoRA(block.attn.qkv)
+    plan = planned(case, "60%")
+    assert plan.fixed.gradients == sum(item.nbytes for item in case.model.parameters() if item.requires_grad)
+    assert_holds(case, plan)
+
+
+def test_gradients_of_several_batches_are_accumulated() -> None:
+    case = gpt(layers=4)
+    parts = [torch.randint(64, (4, 64)), torch.randint(64, (2, 64))]
+
+    def step() -> None:
+        for tokens in parts:
+            logits = case.model(tokens)
+            F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+
+    plan = reactivate.plan(case.model, budget="60%", step=step)
+    assert plan.made_for.loss == "step()"
+    assert plan.fixed.total + peak_of(case, plan, step) <= plan.budget_bytes
+    own = plan.plain.peak_bytes - plan.fixed.total
+    assert abs(plan.predicted.peak_bytes - plan.fixed.total - peak_of(case, plan, step)) <= 0.01 * own
+
+
+def test_no_block_structure() -> None:
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(32, 32), nn.GELU()]
+    case = Case(nn.Sequential(*layers), (torch.randn(64, 32),), loss=lambda out: out.sum())
+    plan = planned(case, "100%")
+    assert [decision.path for decision in plan.decisions] == [""]
+    with pytest.raises(PlanInfeasible) as caught:
+        plan.at(plan.fixed.total + 1)
+    smallest = plan.at(caught.value.least_bytes)
+    assert smallest.fixed.total + peak_of(case, smallest) <= caught.value.least_bytes
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Block(16), Block(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.block(x)
+        return self.last(x)
+
+
+def test_a_block_that_runs_several_times() -> None:
+    case = Case(Shared(), (torch.randn(4, 64, 16),), loss=lambda out: out.sum())
+    plan = planned(case, "60%")
+    assert [decision.path for decision in plan.decisions] == ["block", "last"]
+    assert_holds(case, plan)
+
+
+# -- the budget -------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_budget_is_named_and_holds_and_one_byte_less_is_refused() -> None:
+    case = gpt(layers=3)
+    with pytest.raises(PlanInfeasible, match="the least that does takes") as caught:
+        planned(case, 1000)
+    least = caught.value.least_bytes
+    assert caught.value.budget_bytes == 1000
+    plan = planned(case, least)
+    assert plan.fixed.total + peak_of(case, plan) <= least
+    with pytest.raises(PlanInfeasible) as again:
+        planned(case, least - 1)
+    assert again.value.least_bytes == least
+
+
+def test_a_budget_is_all_included() -> None:
+    case = gpt(layers=3)
+    optimizer = torch.optim.Adam(case.model.parameters())
+    plan = planned(case, "60%", optimizer=optimizer)
+    parameters = sum(item.nbytes for item in case.model.parameters())
+    assert plan.fixed.parameters == plan.fixed.gradients == parameters
+    steps = 4 * len(list(case.model.parameters()))  # a number of steps for each parameter
+    assert plan.fixed.optimizer == 2 * parameters + steps
+    assert plan.fixed.inputs == case.args[0].nbytes
+    assert not optimizer.state  # untouched
+    for parameter in case.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    found = allocated_by(optimizer.step).peak_bytes
+    assert abs(plan.optimizer_bytes - plan.fixed.total - found) <= 0.01 * found
+    tight = max(plan.predicted.peak_bytes, plan.optimizer_bytes)
+    assert plan.at(tight).peak_bytes <= tight
+    with pytest.raises(PlanInfeasible) as caught:
+        plan.at(plan.optimizer_bytes - 1)
+    assert caught.value.least_bytes >= plan.optimizer_bytes
+
+
+def test_a_share_is_of_the_activations() -> None:
+    plan = planned(gpt(layers=3), "50%")
+    own = plan.plain.peak_bytes - plan.fixed.total
+    assert plan.budget_bytes == plan.fixed.total + own // 2
+
+
+def test_a_cpu_has_no_default_budget() -> None:
+    with pytest.raises(UsageError, match="say how much"):
+        reactivate.plan(gpt(layers=2).model, gpt(layers=2).args)
+
+
+def test_less_memory_is_more_time_on_the_frontier() -> None:
+    plan = planned(gpt(layers=4), "70%")
+    points = plan.frontier
+    assert len(points) > 3
+    assert [point.peak_bytes for point in points] == sorted({point.peak_bytes for point in points})
+    seconds = [point.seconds for point in points]
+    assert seconds == sorted(seconds, reverse=True)
+    assert {"none()", "full()", "recompute_every(2)"} <= {point.label for point in plan.policies}
+    none = next(point for point in plan.policies if point.label == "none()")
+    assert none.peak_bytes == plan.plain.peak_bytes
+    for policy in plan.policies:  # none is both smaller and faster than what the solver found
+        assert not any(policy.peak_bytes < point.peak_bytes and policy.seconds < point.seconds for point in points)
+
+
+def test_the_largest_batch_is_found() -> None:
+    class Labelled(GPT):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
+
+    model = Labelled(layers=3)
+    tokens = torch.randint(64, (2, 32))
+    budget = reactivate.plan(model, tokens, budget="100%").budget_bytes * 2
+    plan = reactivate.plan(model, tokens, budget=budget, maximize="batch")
+    assert plan.largest is not None and plan.largest > 4
+    assert plan.made_for.inputs[0][1] == (plan.largest, 32)
+    assert plan.predicted.peak_bytes <= budget
+    with pytest.raises(PlanInfeasible):
+        reactivate.plan(model, torch.randint(64, (plan.largest + 1, 32)), budget=budget)
+    longer = reactivate.plan(model, tokens, budget=budget, maximize={"length": 1})
+    assert longer.largest is not None and longer.made_for.inputs[0][1] == (2, longer.largest)
+
+
+@pytest.mark.parametrize("maximize", ["length", {"a": 0, "b": 1}, 3, {"length": True}])
+def test_what_cannot_be_maximized_is_refused(maximize: Any) -> None:
+    with pytest.raises(UsageError, match="takes 'batch'"):
+        reactivate.plan(GPT(layers=2), torch.zeros(2, 8, dtype=torch.long), budget="1GiB", maximize=maximize)
+
+
+def test_a_loss_with_targets_of_its_own_cannot_be_maximized() -> None:
+    case = gpt(layers=2)
+    with pytest.raises(UsageError, match="does not run with the size"):
+        planned(case, "1GiB", maximize="batch")
+
+
+# -- on devices that are not here -------------------------------------------------------------------------------------
+
+
+def test_a_model_without_memory_is_planned() -> None:
+    with torch.device("meta"):
+        model = GPT(dim=4096, layers=24, tokens=50_000).to(torch.bfloat16)
+    tokens = torch.zeros(16, 2048, dtype=torch.long)
+    plan = reactivate.plan(model, tokens, budget="25%", device="H100-SXM")
+    assert plan.made_for.is_predicted and plan.made_for.device == "H100-SXM"
+    assert plan.predicted.peak_bytes <= plan.budget_bytes < plan.plain.peak_bytes
+    assert plan.plain.peak_bytes > 100 * 2**30
+    assert all(item.is_meta for item in model.parameters())
+
+
+def test_real_and_fake_agree() -> None:
+    case = gpt(layers=3)
+    real = planned(case, "60%")
+    fake = planned(case, "60%", device=find("cpu"))
+    assert not real.made_for.is_predicted and fake.made_for.is_predicted
+    own = real.plain.peak_bytes - real.fixed.total
+    assert abs(fake.plain.peak_bytes - real.plain.peak_bytes) <= 0.01 * own
+    assert fake.fixed == real.fixed
+
+
+def test_a_faster_device_is_faster() -> None:
+    case = gpt(layers=2)
+    seconds = [planned(case, "100%", device=name).plain.seconds for name in ("T4", "A100-80GB")]
+    assert seconds[1] < seconds[0]
+
+
+@pytest.mark.parametrize(("device", "message"), [("H1000", "H100"), ("cuda", "Move it there first")])
+def test_an_unknown_device_is_refused(device: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        planned(gpt(layers=2), "60%", device=device)
+
+
+# -- a policy, a file -------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
+    case = gpt(layers=4)
+    plan = planned(case)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.to_json() == plan.to_json()
+    assert_holds(case, loaded)
+    with pytest.raises(UsageError, match="loaded from a file"):
+        loaded.measure()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 99}', '{"version": 1}', "nothing"])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="plan"):
+        Plan.load(path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        Plan.load(tmp_path / "missing.json")
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    plan = planned(gpt(layers=3))
+    with pytest.raises(UsageError, match=r"it has no 'blocks\.2'"):
+        reactivate.apply(GPT(layers=2), plan)
+    with pytest.raises(UsageError, match="has other parameters"):
+        reactivate.apply(GPT(layers=3, dim=16), plan)
+
+
+def test_copies_of_a_planned_model_have_the_plan() -> None:
+    case = gpt(layers=3)
+    plan = planned(case)
+    handle = reactivate.apply(case.model, plan)
+    for twin in (copy.deepcopy(case.model), pickle.loads(pickle.dumps(case.model))):
+        found = reactivate.Handle.of(twin)
+        assert found is not None and found.regions == handle.regions and found.policy == plan
+        torch.manual_seed(1)
+        case.loss(twin(*case.args)).backward()
+        case.model.zero_grad()
+        torch.manual_seed(1)
+        case.step()
+        assert_all_bitwise(gradients_of(case.model), gradients_of(twin))
+
+
+def test_a_plan_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(gpt(layers=3))
+    found = plan.measure()
+    assert found.holds and abs(found.error) <= 0.01 and found.measured_bytes <= plan.budget_bytes
+    assert found.measured_seconds > 0
+    assert capsys.readouterr().out.startswith("Peak: promised")
+
+
+def test_other_shapes_are_told_of() -> None:
+    case = gpt(layers=3)
+    plan = reactivate.plan(case.model, case.args, budget="60%")
+    handle = reactivate.apply(case.model, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        case.model(*case.args)
+    longer = torch.randint(64, (8, 64))
+    with pytest.warns(
+        UserWarning, match=r"shape \(4, 64\), and the model is called with \(8, 64\).*does not hold"
+    ) as told:
+        case.model(longer)
+    assert "The peak will be" in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        case.model(longer)  # once
+    with pytest.warns(UserWarning, match="still holds"):
+        case.model(case.args[0][:1])
+    handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        case.model(torch.randint(64, (3, 64)))
+
+
+def test_the_plan_reaches_the_compiler() -> None:
+    case = gpt(layers=2)
+    case.model.eval()
+    plan = planned(case, "60%")
+    case.step()
+    expected = gradients_of(case.model)
+    case.model.zero_grad()
+    reactivate.apply(case.model, plan)
+    compiled = torch.compile(case.model, backend="aot_eager")
+    case.loss(compiled(*case.args)).backward()
+    assert_all_bitwise(expected, gradients_of(case.model))
+
+
+# -- what it refuses --------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_in_the_step_is_refused() -> None:
+    case = gpt(layers=2)
+    optimizer = torch.optim.SGD(case.model.parameters(), lr=1.0)
+    before = {name: item.clone() for name, item in case.model.state_dict().items()}
+
+    def step() -> None:
+        case.step()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match=r"it called SGD\.step"):
+        reactivate.plan(case.model, budget="60%", step=step)
+    assert_all_bitwise(before, dict(case.model.state_dict()))
+
+
+def test_a_policy_that_is_applied_already_is_refused() -> None:
+    case = gpt(layers=2)
+    reactivate.apply(case.model, reactivate.policies.full())
+    with pytest.raises(UsageError, match="applied to this model already"):
+        planned(case)
+
+
+class Deciding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if x.sum() > 0 else block(-x)
+        return x
+
+
+def test_a_step_that_depends_on_what_it_computes_is_refused() -> None:
+    with pytest.raises(UsageError, match="depends on values"):
+        reactivate.plan(Deciding(), torch.randn(2, 8, 16), budget="60%")
+
+
+class Masked(nn.Module):
+    """Looks at its mask, as many do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not mask.all():
+            x = x.masked_fill(~mask[..., None], 0.0)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_step_that_depends_on_its_arguments_is_planned() -> None:
+    mask = torch.ones(2, 64, dtype=torch.bool)
+    mask[0, 3:] = False
+    case = Case(Masked(), (torch.randn(2, 64, 16), mask), loss=lambda out: out.sum())
+    assert_holds(case, planned(case))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [(lambda out: out, "takes a function whose result is a scalar"), (lambda out: 3.0, "a scalar to go back from")],
+)
+def test_a_loss_that_is_none_is_refused(loss: Any, message: str) -> None:
+    case = gpt(layers=2)
+    with pytest.raises(UsageError, match=message):
+        reactivate.plan(case.model, case.args, budget="60%", loss=loss)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module"):
+        reactivate.plan(lambda x: x, torch.ones(1), budget="60%")  # type: ignore[arg-type]
