@@ -32,9 +32,10 @@ types: $(VENV)/.lint
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.bench  ## the figures in README.md, docs/overhead.md and docs/choosing.md
+bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: overhead, choosing, planning-measured
 	$(BIN)/python benchmarks/overhead.py --out benchmarks/results
 	$(BIN)/python benchmarks/selective.py --out benchmarks/results
+	$(BIN)/python benchmarks/frontier.py --compile gpt --out benchmarks/results --page docs/planning-measured.md
 
 test-upstream: $(VENV)/.test  ## PyTorch's own checkpoint tests on the drop-in: make test-upstream TORCH_SRC=a/checkout
 	$(BIN)/python benchmarks/upstream.py "$(TORCH_SRC)" --out benchmarks/results

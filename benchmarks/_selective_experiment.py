@@ -121,7 +121,7 @@ def make_model(way: ModelWay, settings: Settings, device: torch.device) -> GPT:
     sizes = ModelSettings(
         layers=settings.layers, dim=settings.dim, heads=settings.heads, context=settings.context, dropout=0.0
     )
-    model = GPT(sizes, checkpointed=False).to(device)
+    model = GPT(sizes).to(device)
     way.change(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

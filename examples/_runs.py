@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from reactivate import Plan
+
 
 @dataclass
 class Timeline:
@@ -42,6 +44,7 @@ class Run:
     step_seconds: list[float]
     timeline: Timeline
     evidence: dict[str, bytes]
+    plan: Plan | None = None
 
     def figures(self) -> dict[str, float]:
         return {
@@ -79,6 +82,6 @@ def evidence_of(losses: list[Tensor], model: nn.Module) -> dict[str, bytes]:
     return evidence
 
 
-def first_difference(plain: Run, checkpointed: Run) -> str | None:
+def first_difference(plain: Run, planned: Run) -> str | None:
     """The name of the first thing that is not the same in both, bit for bit; None if everything is."""
-    return next((name for name, bits in plain.evidence.items() if bits != checkpointed.evidence[name]), None)
+    return next((name for name, bits in plain.evidence.items() if bits != planned.evidence[name]), None)

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 MIB = 2**20
-LABELS = ("plain", "checkpointed")
+LABELS = ("plain", "planned")
 COLORS = ("#8d99ae", "#d1495b")
 
 
@@ -30,21 +30,34 @@ def table(results: dict[str, Any]) -> Table:
     for title, (name, shape) in rows.items():
         values = (shape(results[label][name]) for label in LABELS)
         shown.add_row(title, *values, f"{results['ratios'][name]:.2f}")
-    verdict = "[bold green]yes[/]" if results["identical"] else "[bold red]no[/]"
+    plan = results["plan"]
+    budget, promised = (
+        f"{plan[name] / MIB:,.1f} MiB" for name in ("activation_budget_bytes", "promised_activation_bytes")
+    )
     shown.add_section()
-    shown.add_row(f"losses, gradients and RNG identical: {verdict}")
+    shown.add_row("the budget for activations", "", budget)
+    shown.add_row("the peak that the plan promised", "", promised)
+    shown.add_section()
+    shown.add_row(f"the budget holds: {_verdict(results['holds'])}")
+    shown.add_row(f"losses, gradients and RNG identical: {_verdict(results['identical'])}")
     return shown
 
 
-def plot(plain: Run, checkpointed: Run, path: Path) -> None:
-    """Left, the memory of a step; right, losses and step times. The second run is drawn over the first."""
+def _verdict(is_so: bool) -> str:
+    return "[bold green]yes[/]" if is_so else "[bold red]no[/]"
+
+
+def plot(plain: Run, planned: Run, results: dict[str, Any], path: Path) -> None:
+    """Left, the memory of a step and the budget; right, losses and step times. The second run is drawn over the first."""
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     memory, loss, time = figure.subplot_mosaic([["memory", "loss"], ["memory", "time"]], width_ratios=(3, 2)).values()
-    for run, label, color, width in zip((plain, checkpointed), LABELS, COLORS, (5, 1.5)):
+    for run, label, color, width in zip((plain, planned), LABELS, COLORS, (5, 1.5)):
         draw_memory(memory, run.timeline, label, color)
         loss.plot(range(1, len(run.losses) + 1), run.losses, color=color, linewidth=width, label=label)
         median = f"{label}: median {statistics.median(run.step_seconds):.2f} s"
         time.plot(range(1, len(run.step_seconds) + 1), run.step_seconds, color=color, linewidth=1.5, label=median)
+    budget = results["plan"]["activation_budget_bytes"] / MIB
+    memory.axhline(budget, color="black", linewidth=1, linestyle="--", label=f"the budget: {budget:,.0f} MiB")
     memory.margins(y=0.18)  # room for the legend, above the mountain
     memory.set(title="Memory of one training step", xlabel="seconds; a dot where the forward pass ends", ylabel="MiB")
     loss.set(title="Loss", ylabel="nats per byte")

@@ -1,12 +1,13 @@
-"""A byte-level GPT, trained twice from one seed: plain, and with every block checkpointed.
+"""A byte-level GPT, trained twice from one seed: plain, and within a budget that the plain step exceeds several times.
 
-python examples/byte_gpt.py --out demo           train, then a table here, and byte_gpt.png and results.json in demo/
+python examples/byte_gpt.py --out demo           train, then a table here, and in demo/ the report of the plan (plan.html),
+                                                 the plan (plan.json), a plot (byte_gpt.png) and results.json
 python examples/byte_gpt.py --out demo --json    the results as JSON in the place of the table
 
-It learns the source of Python's standard library, so nothing is downloaded. Checkpointing is one word, in
-`GPT.forward`; the rest is an ordinary training loop and what it takes to show that the two runs are the same, bit for
-bit: every loss, every gradient of the last step, every parameter, and the random number generators afterwards. Where
-they are not, the script says what differs first, and exits with 1.
+It learns the source of Python's standard library, so nothing is downloaded. Planning takes two lines, in `prepare`; the
+rest is an ordinary training loop and what it takes to show that the two runs are the same, bit for bit: every loss,
+every gradient of the last step, every parameter, and the random number generators afterwards. Where they are not, or
+the step takes more than the budget, the script says so, and exits with 1.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ try:
     from _runs import Run, evidence_of, first_difference, watched
     from _show import LABELS, plot, table
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 except ImportError as error:
     sys.exit(f"This example needs {error.name}: pip install 'reactivate[demo]'")
 
@@ -49,7 +50,8 @@ except ImportError as error:
 class Settings:
     """The model and its training; each is an option of the command line."""
 
-    steps: int = field(default=32, metadata={"help": "training steps of each run"})
+    budget: str = field(default="20%", metadata={"help": "of memory, as reactivate.plan takes it"})
+    steps: int = field(default=16, metadata={"help": "training steps of each run"})
     layers: int = field(default=12, metadata={"help": "transformer blocks"})
     dim: int = field(default=192, metadata={"help": "width of the model"})
     heads: int = field(default=6, metadata={"help": "attention heads of a block"})
@@ -91,9 +93,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, logits of the next byte out."""
 
-    def __init__(self, settings: Settings, checkpointed: bool) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.checkpointed = checkpointed
         self.bytes = nn.Embedding(256, settings.dim)
         self.positions = nn.Embedding(settings.context, settings.dim)
         self.dropout = nn.Dropout(settings.dropout)
@@ -105,7 +106,7 @@ class GPT(nn.Module):
         """(batch, time) to (batch, time, 256)."""
         x = self.dropout(self.bytes(tokens) + self.positions.weight[: tokens.shape[1]])
         for block in self.blocks:
-            x = reactivate.checkpoint(block)(x) if self.checkpointed else block(x)
+            x = block(x)
         return self.head(self.norm(x))
 
 
@@ -123,12 +124,38 @@ def standard_library() -> Tensor:
     return torch.frombuffer(bytearray(source), dtype=torch.uint8)
 
 
-def train(settings: Settings, source: Tensor, checkpointed: bool, on_step: Callable[[float, float], None]) -> Run:
-    """Train a model from the seed, timing each step; the profiler watches one step more, which is not timed."""
+def loss_of(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Of the next byte, in nats."""
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Trainee:
+    """A model with its optimizer, and the plan that is applied to it."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    plan: reactivate.Plan | None = None
+
+
+def prepare(settings: Settings, is_planned: bool) -> Trainee:
+    """A model from the seed."""
     torch.manual_seed(settings.seed)
     random.seed(settings.seed)
-    model = GPT(settings, checkpointed)
+    model = GPT(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if not is_planned:
+        return Trainee(model, optimizer)
+    tokens = torch.zeros(settings.batch, settings.context + 1, dtype=torch.long)
+    loss = partial(loss_of, tokens)
+    plan = reactivate.plan(model, tokens[:, :-1], budget=settings.budget, loss=loss, optimizer=optimizer)
+    reactivate.apply(model, plan)
+    return Trainee(model, optimizer, plan)
+
+
+def train(settings: Settings, source: Tensor, trainee: Trainee, on_step: Callable[[float, float], None]) -> Run:
+    """Train, timing each step; the profiler watches one step more, which is not timed."""
+    model, optimizer = trainee.model, trainee.optimizer
 
     def batch() -> Tensor:
         starts = torch.randint(len(source) - settings.context, (settings.batch,)).tolist()
@@ -138,7 +165,7 @@ def train(settings: Settings, source: Tensor, checkpointed: bool, on_step: Calla
         optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, so that no timeline shows them
         with record_function("forward"):
             logits = model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss_of(tokens, logits)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -152,30 +179,37 @@ def train(settings: Settings, source: Tensor, checkpointed: bool, on_step: Calla
         on_step(losses[-1].item(), step_seconds[-1])
     tokens = batch()
     timeline = watched(lambda: losses.append(step(tokens)))
-    return Run([loss.item() for loss in losses], step_seconds, timeline, evidence_of(losses, model))
+    return Run([loss.item() for loss in losses], step_seconds, timeline, evidence_of(losses, model), trainee.plan)
 
 
 # The two runs
 
 
 def train_both(settings: Settings, console: Console) -> tuple[Run, Run]:
-    """Plain, then checkpointed, with a bar for each."""
+    """Plain, then planned, with a bar for each."""
     source = standard_library()
+    plain = train_one(settings, source, LABELS[0], prepare(settings, is_planned=False), console)
+    return plain, train_one(settings, source, LABELS[1], prepare(settings, is_planned=True), console)
+
+
+def train_one(settings: Settings, source: Tensor, label: str, trainee: Trainee, console: Console) -> Run:
+    """Train, with a bar."""
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
     with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(label, total=settings.steps, now="")
 
-        def on_step(bar: TaskID, loss: float, seconds: float) -> None:
+        def on_step(loss: float, seconds: float) -> None:
             progress.update(bar, advance=1, now=f"loss {loss:.4f}  {seconds:.2f} s/step")
 
-        one, other = (progress.add_task(label, total=settings.steps, now="") for label in LABELS)
-        plain = train(settings, source, checkpointed=False, on_step=partial(on_step, one))
-        return plain, train(settings, source, checkpointed=True, on_step=partial(on_step, other))
+        return train(settings, source, trainee, on_step)
 
 
-def compare(settings: Settings, plain: Run, checkpointed: Run) -> dict[str, Any]:
+def compare(settings: Settings, plain: Run, planned: Run) -> dict[str, Any]:
     """The results, as results.json has them."""
-    one, other = plain.figures(), checkpointed.figures()
-    difference = first_difference(plain, checkpointed)
+    one, other = plain.figures(), planned.figures()
+    plan = planned.plan
+    assert plan is not None
+    difference = first_difference(plain, planned)
     results = {
         "settings": asdict(settings),
         "torch": torch.__version__,
@@ -183,8 +217,15 @@ def compare(settings: Settings, plain: Run, checkpointed: Run) -> dict[str, Any]
         "identical": difference is None,
         "first_difference": difference,
         "ratios": {name: other[name] / one[name] for name in one},
+        "plan": {
+            "activation_budget_bytes": plan.budget_bytes - plan.fixed.total,
+            "promised_activation_bytes": plan.predicted.peak_bytes - plan.fixed.total,
+            "promised_ratio_of_step_seconds": plan.predicted.seconds / plan.plain.seconds,
+            "planning_seconds": plan.planning_seconds,
+        },
+        "holds": other["peak_activation_bytes"] <= plan.budget_bytes - plan.fixed.total,
     }
-    for label, run in zip(LABELS, (plain, checkpointed)):
+    for label, run in zip(LABELS, (plain, planned)):
         results[label] = {**run.figures(), "losses": run.losses, "step_seconds": run.step_seconds}
     return results
 
@@ -192,12 +233,12 @@ def compare(settings: Settings, plain: Run, checkpointed: Run) -> dict[str, Any]
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line: those of `Settings`, `out` and `json`."""
     parser = argparse.ArgumentParser(
-        description="A byte-level GPT, trained twice from one seed: plain, and with every block checkpointed.",
+        description="A byte-level GPT, trained twice from one seed: plain, and within a budget.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for option in fields(Settings):
         parser.add_argument(f"--{option.name}", type=type(option.default), default=option.default, **option.metadata)
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of byte_gpt.png and results.json")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of what is written")
     parser.add_argument("--json", action="store_true", help="print the results as JSON, and no table")
     return parser.parse_args(arguments)
 
@@ -207,19 +248,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     settings = Settings(**{option.name: getattr(options, option.name) for option in fields(Settings)})
     console = Console(stderr=options.json)
-    runs = train_both(settings, console)
-    results = compare(settings, *runs)
+    plain, planned = train_both(settings, console)
+    results = compare(settings, plain, planned)
     as_json = json.dumps(results, indent=2)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.json").write_text(as_json + "\n", encoding="utf-8")
-    plot(*runs, options.out / "byte_gpt.png")
+    plot(plain, planned, results, options.out / "byte_gpt.png")
+    planned.plan.save(options.out / "plan.json")
+    reactivate.report.write(planned.plan, options.out / "plan.html")
     if options.json:
         print(as_json)
     else:
-        console.print("", table(results), "")
-    console.print(f"Plot and results: {options.out / 'byte_gpt.png'}, {options.out / 'results.json'}", style="dim")
+        console.print("", str(planned.plan), "", table(results), "", highlight=False)
+    written = ", ".join(str(options.out / name) for name in ("plan.html", "plan.json", "byte_gpt.png", "results.json"))
+    console.print(f"Report, plan, plot, results: {written}", style="dim")
     if not results["identical"]:
-        sys.exit(f"The checkpointed run is not the plain one. The first difference: {results['first_difference']}.")
+        sys.exit(f"The planned run is not the plain one. The first difference: {results['first_difference']}.")
+    if not results["holds"]:
+        sys.exit("The planned step takes more memory than its budget.")
 
 
 if __name__ == "__main__":

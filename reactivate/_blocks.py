@@ -13,8 +13,8 @@ def blocks_of(model: Module) -> dict[str, Module]:
     """{path: block}, in the order of `model.named_modules()`.
 
     Blocks are children of a `ModuleList`, `ModuleDict` or `Sequential` that share a class with another child of it, have
-    parameters, and are made of modules themselves. What is inside of a block is none: the experts of a layer are a part
-    of the layer.
+    parameters, and are made of modules themselves. Plain `Sequential`s share it if all that is in them does. What is inside
+    of a block is none: the experts of a layer are a part of the layer.
 
     Example:
         >>> import torch
@@ -46,8 +46,13 @@ def _collect(module: Module, path: str, found: dict[str, Module], seen: set[Modu
 def _repeated(container: Module) -> set[Module]:
     # A layer that is there several times (shared weights) is repeated, too; `children()` has it once.
     children = [child for child in container._modules.values() if child is not None and is_made_of_modules(child)]
-    counts = Counter(map(type, children))
-    return {child for child in children if counts[type(child)] > 1}
+    counts = Counter(map(_kind_of, children))
+    return {child for child in children if counts[_kind_of(child)] > 1}
+
+
+def _kind_of(module: Module) -> object:
+    """Its class: of a plain `Sequential`, which may be anything, the classes of all that is in it."""
+    return tuple(map(type, module.modules())) if type(module) is Sequential else type(module)
 
 
 def is_made_of_modules(module: Module) -> bool:

@@ -438,15 +438,20 @@ if hasattr(torch._C._autograd, "_make_saved_tensor"):
 
 else:
 
-    def _empty() -> torch.Tensor:
+    def _empty(requires_grad: bool = False) -> torch.Tensor:
         """A tensor that no mode sees being made: torch >= 2.12 makes none."""
         modes = dispatch_modes()
         replace_dispatch_modes(())
         try:
             with torch._C.DisableTorchFunction():
-                return torch.empty(0, device="cpu")
+                return torch.empty(0, device="cpu", requires_grad=requires_grad)
         finally:
             replace_dispatch_modes(modes)
+
+    def _set_modes(grad: bool, forward_grad: bool) -> None:
+        with torch._C.DisableTorchFunction():
+            set_grad_enabled(grad)
+            torch._C._set_fwd_grad_enabled(forward_grad)
 
     class _KeepInput(torch.autograd.Function):
         @staticmethod
@@ -464,8 +469,12 @@ else:
         __slots__ = ("_output",)
 
         def __init__(self, tensor: torch.Tensor, is_output: bool) -> None:
-            with torch.enable_grad(), torch.autograd.forward_ad._set_fwd_grad_enabled(False):
-                self._output = _KeepInput.apply(_empty().requires_grad_(), tensor)  # the node lives as long as this
+            modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+            _set_modes(True, False)
+            try:
+                self._output = _KeepInput.apply(_empty(requires_grad=True), tensor)  # the node lives as long as this
+            finally:
+                _set_modes(*modes)
 
         def unpack(self) -> torch.Tensor:
             """The tensor, or autograd's own error if it was written to."""

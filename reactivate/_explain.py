@@ -82,12 +82,18 @@ def explain(
     is_fake = any(map(has_no_memory, tensors_of(model, args, kwargs))) if fake is None else fake
     with ExitStack() as stack:
         if is_fake:
-            args, kwargs = stack.enter_context(faked(model, args, kwargs))
+            args, kwargs = stack.enter_context(faked(model, args, kwargs, _device_of(args, kwargs)))
         else:
             Step(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
         trace = _Trace(model, args, kwargs, around, is_fake)
         trace.run(model)
     return trace.explanation()
+
+
+def _device_of(args: Any, kwargs: Any) -> torch.device | None:
+    """Where the arguments are: a model without memory seems to be there, too. None if they have no memory either."""
+    devices = [leaf.device for leaf in leaves_of("args", (args, kwargs)).values() if not leaf.is_meta]
+    return devices[0] if devices else None
 
 
 def _codes_around(frame: FrameType | None) -> set[CodeType]:

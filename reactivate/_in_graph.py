@@ -54,7 +54,10 @@ def _refuse_untranslatable(policy: Policy) -> None:
             "its graph nothing says which ops were theirs. Save the module around it, or call it through "
             "reactivate.site(fn, name=...) and save that name."
         )
-    if isinstance(policy, ReadyMade) and interest.names and not names_reach_graphs:
+    if (
+        any(isinstance(part, ReadyMade) and part.interest().names for part in parts_of(policy))
+        and not names_reach_graphs
+    ):
         raise UnsupportedError(
             f"The policy {policy!r} saves calls by name, which torch.compile knows since torch 2.10."
         )

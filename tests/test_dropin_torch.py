@@ -67,7 +67,10 @@ def test_every_public_name() -> None:
 FUNCTIONS = [name for name in upstream.__all__ if inspect.isfunction(getattr(upstream, name))]
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "GraphExecGroup", "DefaultDeviceType", "SelectiveCheckpointContext"])
+GROUPS = ["GraphExecGroup"] if hasattr(upstream, "GraphExecGroup") else []  # torch 2.9 has none
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *GROUPS, "DefaultDeviceType", "SelectiveCheckpointContext"])
 def test_signature(name: str) -> None:
     """Names, kinds and defaults of the parameters."""
     assert parameters(getattr(ours, name)) == parameters(getattr(upstream, name))
@@ -468,7 +471,7 @@ def test_graph_exec_group(make: Callable[[], Case], context: Callable[[], Any], 
 
 
 def test_graph_exec_groups_are_not_nested() -> None:
-    for engine in (upstream, ours):
+    for engine in (upstream, ours) if GROUPS else (ours,):
         with engine.GraphExecGroup() as group, pytest.raises(RuntimeError, match="inside"), engine.GraphExecGroup():
             pass
         assert isinstance(group, engine.GraphExecGroup)
@@ -583,8 +586,8 @@ def test_saved_random_ops_do_not_shift_the_others(is_saved: tuple[bool, ...]) ->
         return Case(fn, (leaf(16, 8),))
 
     def wrap(fn: Any) -> Any:
-        answers = iter(is_saved)
-        return selecting(lambda context, op, *args, **kwargs: op is RANDOM and next(answers))(fn)
+        answers = {False: iter(is_saved), True: iter(is_saved)}  # torch 2.9 asks again in the replay
+        return selecting(lambda context, op, *args, **kwargs: op is RANDOM and next(answers[context.is_recompute]))(fn)
 
     check(make, wrap)
 
@@ -602,7 +605,7 @@ def test_saved_attention_before_a_dropout() -> None:
         return Case(fn, (leaf(2, 2, 8, 16),))
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-        if op is attention:
+        if op is attention and not context.is_recompute:
             saved.append(op)
         return op is attention
 

@@ -36,11 +36,12 @@ FLOORS = [
     ["reactivate._checkpoint", "reactivate._site"],
     ["reactivate._apply"],
     ["reactivate._verify", "reactivate._explanation", "reactivate._fake", "reactivate._explain"],
-    ["reactivate.planner"],
+    ["reactivate.planner", "reactivate.report.plan_table", "reactivate.report.planned"],
     ["reactivate._plan"],
     ["reactivate.report"],
     ["reactivate.dropin", "reactivate.recipe"],
     ["reactivate"],
+    ["reactivate.cli"],
 ]
 
 

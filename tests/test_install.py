@@ -28,7 +28,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import (
     CheckpointError,
     CheckpointFunction,
-    GraphExecGroup,
     checkpoint,
     checkpoint_sequential,
     set_checkpoint_debug_enabled,
@@ -42,7 +41,13 @@ from reactivate.guards import DEFAULT, Guard
 
 Get = Callable[[], Any]  # asks a place what it refers to
 NAMES = ("checkpoint", "checkpoint_sequential", "set_checkpoint_early_stop", "set_checkpoint_debug_enabled")
-NAMES += ("GraphExecGroup", "CheckpointFunction")
+NAMES += ("CheckpointFunction",)
+if hasattr(upstream, "GraphExecGroup"):
+    from torch.utils.checkpoint import GraphExecGroup
+
+    NAMES += ("GraphExecGroup",)
+else:
+    from reactivate.dropin.torch import GraphExecGroup  # torch 2.9 has none
 
 
 def block(width: int = 16) -> nn.Sequential:

@@ -13,7 +13,14 @@ from oracle import Case, check
 from torch import Tensor, nn
 
 import reactivate
-from reactivate.errors import MutationError, ReactivateError, ReplayMismatchError, UnsupportedError, UsageError
+from reactivate.errors import (
+    MutationError,
+    PlanInfeasible,
+    ReactivateError,
+    ReplayMismatchError,
+    UnsupportedError,
+    UsageError,
+)
 from reactivate.guards import DEFAULT, ContextPair
 
 
@@ -213,7 +220,8 @@ def test_a_wrong_request_lists_what_is_allowed(request_it: Callable[[], Any], al
 
 def test_the_errors_are_one_tree() -> None:
     errors = [getattr(reactivate.errors, name) for name in reactivate.errors.__all__]
-    assert set(errors) == {ReactivateError, MutationError, ReplayMismatchError, UsageError, UnsupportedError}
+    found = {ReactivateError, MutationError, PlanInfeasible, ReplayMismatchError, UsageError, UnsupportedError}
+    assert set(errors) == found
     assert all(issubclass(error, ReactivateError) for error in errors)
     assert issubclass(ReactivateError, RuntimeError), "what upstream raises"
     assert issubclass(UsageError, ValueError) and issubclass(UnsupportedError, NotImplementedError)
@@ -264,10 +272,18 @@ class Exported(nn.Module):
         return out
 
 
+# Strict export fails on the operator that compilers recompute: with torch's own checkpoint as well.
+EXPORTS_REGIONS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
 def test_an_exported_model_is_right(strict: bool) -> None:
     """Strict, the region is in the graph as the operator that compilers recompute; otherwise it is traced through."""
     model, x = Exported(), torch.randn(4, 3)
+    if strict and not EXPORTS_REGIONS:
+        with pytest.raises(Exception, match="not an allowed operator|tag_activation_checkpoint"):
+            torch.export.export(model, (x,), strict=True)
+        return
     with pytest.warns(UserWarning, match="keeps its activations") if strict else nullcontext():
         exported = torch.export.export(model, (x,), strict=strict)
         assert torch.equal(exported.module()(x), model(x))

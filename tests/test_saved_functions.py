@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from surroundings import Failure
 from torch import Tensor
 from torch.nn.functional import dropout
 
+import reactivate
 from reactivate import policies
 
 calls: list[str] = []
@@ -190,3 +193,92 @@ def test_calls_outside_of_the_region_are_not_touched() -> None:
     assert x.grad is not None
     case = make(lambda x, weight: Random.apply(around(x, weight)).exp())
     oracle.check(case, policy=policy, saves_memory=False)  # it is hardly more than what is saved
+
+
+class Differentiates(torch.autograd.Function):
+    """Has a graph of its own, as reentrant checkpoints have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        calls.append("Differentiates")
+        with torch.enable_grad():
+            ctx.inputs = [item.detach().requires_grad_() for item in (x, weight)]
+            ctx.output = (ctx.inputs[0] * ctx.inputs[1]).sin().exp()
+        return ctx.output.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(ctx.output, ctx.inputs, gradient, retain_graph=True)
+
+
+class Computes(torch.autograd.Function):
+    """Computes what it saves in `setup_context`, with an op that policies may name."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        calls.append("Computes")
+        return (x * weight).sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight = inputs
+        ctx.save_for_backward(x, weight, (x * weight).cos())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, cosine = ctx.saved_tensors
+        return gradient * cosine * weight, gradient * cosine * x
+
+
+@pytest.mark.parametrize("determinism", ["metadata", "values"])
+@pytest.mark.parametrize("kind", [Old, New, Differentiates, Computes])
+@pytest.mark.parametrize("runs_again", [False, True])
+def test_what_a_saved_function_computes_is_all_its_own(kind: Any, runs_again: bool, determinism: str) -> None:
+    """None of it is written down, and policies are not asked about it, in either pass."""
+
+    def fn(x: Tensor, weight: Tensor) -> Tensor:
+        found = kind.apply((x.sin() * weight).tanh(), weight)
+        found = (found[0] if isinstance(found, tuple) else found) * 1.5
+        return (found * weight).exp().sin().exp().sin().exp()
+
+    def writes(x: Tensor, weight: Tensor) -> Tensor:
+        found = kind.apply((x.sin() * weight).tanh(), weight)
+        found = found[0] if isinstance(found, tuple) else found
+        found.add_(1)
+        return (found * weight).exp()
+
+    policy = policies.save_ops(kind, "mul")
+    oracle.check(make(writes if runs_again else fn), policy=policy, determinism=determinism, backward=twice, replays=2)
+    assert calls == [kind.__name__] * (3 if runs_again else 1)
+
+
+def test_a_function_that_another_policy_names_is_an_op_like_any_other() -> None:
+    other = policies.save_ops(Random)
+    region = reactivate.checkpoint(torch.sin, policy=other)  # as long as it lives
+    asked: list[str | None] = []
+
+    def policy(site: Any) -> Any:
+        asked.append(site.op)
+        return reactivate.Save() if site.op in ("Random", "tanh") else None
+
+    oracle.check(make(lambda x, weight: (Random.apply(x.sin()).tanh() * weight).exp()), policy=policy)
+    assert calls == ["Random", "Random"] and "Random" not in asked and "tanh" in asked
+    assert region is not None
+
+
+def test_a_forward_that_fails_after_a_function_leaves_nothing() -> None:
+    gone: list[Any] = []
+
+    def fails(x: Tensor, weight: Tensor) -> Tensor:
+        found = Differentiates.apply(x.sin(), weight)
+        gone.append(weakref.ref(found.grad_fn.inputs[0]))
+        raise Failure
+
+    case = make(fails)()
+    gc.disable()
+    try:
+        with pytest.raises(Failure):
+            reactivate.checkpoint(case.fn, policy=policies.save_ops(Differentiates))(*case.args)
+        assert gone[0]() is None
+    finally:
+        gc.enable()

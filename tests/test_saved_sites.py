@@ -367,6 +367,7 @@ def test_nothing_runs_again_when_all_is_saved() -> None:
             "sum",
             "a backward inside of the region",
         ),
+        (lambda x, w: x * torch.autograd.grad((x + w).sum(), w)[0].sin(), "add", "a backward inside of the region"),
     ],
 )
 def test_a_call_that_cannot_be_skipped_runs_again_and_says_why(fn: Any, label: str, reason: str) -> None:
@@ -600,3 +601,19 @@ def test_a_result_that_is_written_to_after_the_region(early_stop: bool) -> None:
     ours = run(lambda fn: reactivate.checkpoint(fn, policy=save_ops("matmul"), early_stop=early_stop))
     for one, other in zip(run(lambda fn: fn), ours, strict=True):
         assert torch.equal(one, other)
+
+
+def test_what_is_equal_to_an_argument_and_has_other_signs_is_no_copy_of_it() -> None:
+    """Zeros: autograd saves `-constant` for the division, and dividing by it tells -0.0 from 0.0."""
+    constant = torch.zeros(8)
+
+    def divide(x: Tensor, constant: Tensor) -> Tensor:
+        return x.sin() / -constant
+
+    def fn(x: Tensor) -> Tensor:
+        return reactivate.site(divide, name="divided")(x.exp(), constant)
+
+    check(
+        lambda: Case(lambda x: (fn(x), x.sin().exp().sin()), (torch.rand(8, requires_grad=True),)),
+        policy=policies.save_names("divided"),
+    )

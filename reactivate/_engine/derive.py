@@ -48,18 +48,17 @@ class Recipe(NamedTuple):
 class Sources:
     """The arguments of one call, to be recognised in what it saves. They are few: a scan is faster than a dict."""
 
-    __slots__ = ("_bases", "arguments")
+    __slots__ = ("arguments",)
 
     def __init__(self, arguments: list[Tensor]) -> None:
         self.arguments = arguments
-        self._bases: list[Tensor] | None = None
 
     def recipe_for(self, tensor: Tensor) -> Recipe | None:
         """How to make `tensor`, or None if it is the call's own."""
         index = self.which(tensor)
         if index >= 0:
             return Recipe(index)
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if not _is_plain(tensor):
             return None
         index = self.sharing_memory(tensor)
         return self._copy(tensor) if index < 0 else self._view(index, tensor)
@@ -73,22 +72,19 @@ class Sources:
 
     def sharing_memory(self, tensor: Tensor) -> int:
         """The number of an argument whose memory `tensor` lies in, or -1."""
-        if self._bases is None:
-            self._bases = [_base_of(argument) for argument in self.arguments]
-        base = _base_of(tensor)
-        for index, other in enumerate(self._bases):
-            if other is base:
+        base = tensor if tensor._base is None else tensor._base
+        for index, argument in enumerate(self.arguments):
+            if argument is base or argument._base is base:
                 return index
         # Made out of autograd's sight: by `detach`, or in a kernel.
-        if base is tensor and not tensor.requires_grad and type(tensor) in _PLAIN:
+        if base is tensor and not tensor.requires_grad and _is_plain(tensor):
             return self._sharing_storage(tensor)
         return -1
 
     def _sharing_storage(self, tensor: Tensor) -> int:
         memory = tensor.untyped_storage()._cdata
         for index, argument in enumerate(self.arguments):
-            is_plain = type(argument) in _PLAIN and argument.layout is torch.strided
-            if is_plain and argument.untyped_storage()._cdata == memory:
+            if _is_plain(argument) and argument.untyped_storage()._cdata == memory:
                 return index
         return -1
 
@@ -104,16 +100,18 @@ class Sources:
             return self._copy_without_graph(tensor)
         nodes = {(item.grad_fn, item.output_nr): index for index, item in enumerate(self.arguments) if item.grad_fn}
         changes, end, size = _way_back(tensor, nodes)
-        leaf = getattr(end[0], "variable", None)
-        index = nodes.get(end, -1) if leaf is None else self.which(leaf)
-        if leaf is None and index < 0:
-            return None
-        source = leaf if leaf is not None else self.arguments[index]
+        index = nodes.get(end, -1)
+        leaf: Any = None
+        if index < 0:
+            leaf = getattr(end[0], "variable", None)
+            if leaf is None:
+                return None
+            index = self.which(leaf)
+        source = leaf if index < 0 else self.arguments[index]
         if source.size() != size:
             return None
         changes.reverse()
-        make = _as(tensor, changes)
-        return Recipe(index, None, make, leaf if index < 0 else None)
+        return Recipe(index, None, _as(tensor, changes), leaf if index < 0 else None)
 
     def _copy_without_graph(self, tensor: Tensor) -> Recipe | None:
         """A copy of an argument that needs no gradient leaves no trace: only its contents show what it is."""
@@ -132,12 +130,14 @@ class Sources:
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     # A fake tensor has no contents: what has the size of a copy is taken for one.
-    return type(other) is FakeTensor or torch.equal(one, other.detach())
+    if type(other) is FakeTensor:
+        return True
+    other = other.detach()
+    return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())  # -0.0 is equal to 0.0
 
 
-def _base_of(tensor: Tensor) -> Tensor:
-    base = tensor._base
-    return tensor if base is None else base
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
 _LAYOUTS: tuple[Change, ...] = (
@@ -164,68 +164,71 @@ def _as(tensor: Tensor, changes: Sequence[Change]) -> Change:
 
 
 Node = tuple[Any, int]  # with the number of the output
+Size = tuple[int, ...]
 
 
-def _way_back(tensor: Tensor, ends: Mapping[Node, Any]) -> tuple[list[Change], Node, torch.Size]:
+def _way_back(tensor: Tensor, ends: Mapping[Node, Any]) -> tuple[list[Change], Node, Size]:
     """What each node before `tensor` did, as long as it only copied, last first; the node that did more, and its size."""
     node: Any = tensor.grad_fn
-    end, size, casts, changes = (node, tensor.output_nr), tensor.size(), 0, []
-    while end not in ends:
+    end: Node = (node, tensor.output_nr)
+    size: Size = tensor.size()
+    casts, changes = 0, []
+    while node is not None and end not in ends:
         name = node.name()
-        if name not in _COPIES or (name == "ToCopyBackward0" and casts):
+        undo = _COPIES.get(name)
+        if undo is None or (name == "ToCopyBackward0" and casts):
             break
         casts += name == "ToCopyBackward0"
-        change, size = _COPIES[name](node, size)
+        change, size = undo(node, size)
         if change is not None:
             changes.append(change)
         end = node.next_functions[0]
         node = end[0]
-        if node is None:
-            break
     return changes, end, size
 
 
-def _same(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+def _same(node: Any, size: Size) -> tuple[Change | None, Size]:
     return None, size
 
 
-def _view(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
-    return lambda value: value.reshape(size), torch.Size(node._saved_self_sym_sizes)
+def _view(node: Any, size: Size) -> tuple[Change | None, Size]:
+    return lambda value: value.reshape(size), node._saved_self_sym_sizes
 
 
-def _expand(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
-    return lambda value: value.expand(size), torch.Size(node._saved_self_sym_sizes)
+def _expand(node: Any, size: Size) -> tuple[Change | None, Size]:
+    before = node._saved_self_sym_sizes
+    return (None if before == size else lambda value: value.expand(size)), before
 
 
-def _t(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
-    return lambda value: value.t(), torch.Size(reversed(size))
+def _t(node: Any, size: Size) -> tuple[Change | None, Size]:
+    return lambda value: value.t(), size[::-1]
 
 
-def _transpose(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+def _transpose(node: Any, size: Size) -> tuple[Change | None, Size]:
     one, other = _signed(node._saved_dim0), _signed(node._saved_dim1)
     sizes = list(size)
     sizes[one], sizes[other] = sizes[other], sizes[one]
-    return lambda value: value.transpose(one, other), torch.Size(sizes)
+    return lambda value: value.transpose(one, other), tuple(sizes)
 
 
-def _permute(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+def _permute(node: Any, size: Size) -> tuple[Change | None, Size]:
     dims = [_signed(dim) % len(size) for dim in node._saved_dims]
     sizes = [0] * len(size)
     for place, dim in enumerate(dims):
         sizes[dim] = size[place]
-    return lambda value: value.permute(dims), torch.Size(sizes)
+    return lambda value: value.permute(dims), tuple(sizes)
 
 
-def _unsqueeze(node: Any, size: torch.Size) -> tuple[Change | None, torch.Size]:
+def _unsqueeze(node: Any, size: Size) -> tuple[Change | None, Size]:
     dim = _signed(node._saved_dim) % len(size)
-    return lambda value: value.unsqueeze(dim), torch.Size((*size[:dim], *size[dim + 1 :]))
+    return lambda value: value.unsqueeze(dim), (*size[:dim], *size[dim + 1 :])
 
 
 def _signed(dim: int) -> int:
     return dim - 2**64 if dim >= 2**63 else dim
 
 
-_COPIES: dict[str, Callable[[Any, torch.Size], tuple[Change | None, torch.Size]]] = {
+_COPIES: dict[str, Callable[[Any, Size], tuple[Change | None, Size]]] = {
     "AliasBackward0": _same,
     "CloneBackward0": _same,
     "ExpandBackward0": _expand,

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import (
-    SavedTensor,
-    save_tensor,
-)
+from reactivate._compat import SavedTensor, save_tensor
+from reactivate._engine.aside import aside
 from reactivate._engine.derive import Recipe
 from reactivate._engine.record import FunctionSlot, Saved
 from reactivate._types import DEVICE, Storage
@@ -37,11 +35,15 @@ class Kept:
         self.storage = storage
         self.handle: Any = None
 
+    def is_written(self) -> bool:
+        """Whether it was written to, as long as it is not settled."""
+        return self.tensor is not None and self.tensor._version != self.version
+
     def settle(self) -> None:
         """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9)."""
         tensor, self.tensor = self.tensor, None
         if tensor is not None and tensor._version == self.version:  # otherwise there is nothing that may be read
-            handle = tensor if self.storage is DEVICE else self.storage.save(tensor)
+            handle = tensor if self.storage is DEVICE else aside(self.storage.save, tensor)
             self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
 
     def load(self) -> Tensor:
@@ -53,13 +55,16 @@ class Kept:
         if self.handle is None:
             raise RuntimeError("what a saved call keeps has been modified by an inplace operation")
         handle = self.handle.unpack() if type(self.handle) is SavedTensor else self.handle
-        return handle if self.storage is DEVICE else self.storage.load(handle)
+        return handle if self.storage is DEVICE else aside(self.storage.load, handle)  # type: ignore[no-any-return]
 
 
 class There(Kept):
     """A parameter, or a view of one: it is there anyway, and no hook need see it."""
 
     __slots__ = ()
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__(parameter, DEVICE)
 
     def settle(self) -> None:
         if self.tensor is not None:
@@ -102,7 +107,6 @@ class SavedSite:
             "place",
             "reason",
             "requires",
-            "results",
         ),
         *("start", "stop", "structure"),
     )
@@ -116,8 +120,7 @@ class SavedSite:
     outputs: list[Any] | None
     requires: list[bool]
     structure: Any
-    results: list[tuple[Tensor, int]]
-    changes: list[Callable[[], Any]]
+    changes: Sequence[Callable[[], Any]]
     reason: str | None
     place: tuple[CodeType, int]
 
@@ -151,7 +154,7 @@ def is_parameter(tensor: Tensor) -> bool:
 def keep(tensor: Tensor, storage: Storage, kept: dict[Any, Kept]) -> Kept:
     """`tensor` without its graph, which would otherwise hold itself; a parameter as it is: it is there anyway."""
     if is_parameter(tensor):
-        return There(tensor.detach(), DEVICE)
+        return There(tensor.detach())
     key: Any = id(tensor)
     # A result that was saved is another object. On the device that costs nothing; another storage would keep it twice.
     if storage is not DEVICE and type(tensor) is Tensor and tensor.layout is torch.strided:

@@ -127,7 +127,8 @@ class Region(Record):
         except BaseException as error:
             self._leave(error)
             raise
-        push_saved_tensor_hooks(self.pack if options.choice is None else self.pack_beside_sites, self.unpack)
+        sees_applies = options.choice is not None and options.choice.interest.functions
+        push_saved_tensor_hooks(self.pack_beside_sites if sees_applies else self.pack, self.unpack)
         if self.log is not None:
             self.log.__enter__()
         self.forward_log = None
@@ -171,7 +172,9 @@ class Region(Record):
     def fail(self, error: BaseException) -> None:
         """The forward pass ended by an exception: leave everything as it was (Rule 13)."""
         self._close_log()
-        self.forward_log = None
+        if self.forward_log is not None:
+            self.forward_log.give_up()
+            self.forward_log = None
         if self.log is not None:
             self.log.__exit__(None, None, None)
         pop_saved_tensor_hooks()

@@ -33,7 +33,6 @@ from reactivate._engine.forms import Memo, rebuild
 from reactivate._engine.kept import SavedSite, last_needed
 from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.record import Record, Saved, observers, tell
-from reactivate._engine.site_log import forget_log
 from reactivate._engine.skipped_sites import ReplayLog
 from reactivate.errors import ReactivateError
 
@@ -152,18 +151,18 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         sites.open()
     try:
         fn(*args, **kwargs)
+        matching.finish()
     except (Exception, ReplayComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         if matching.refused is not None:
             raise matching.refused from None
         if not matching.is_complete:
             raise
-        return
     finally:
         if sites is not None:
             sites.close()
         pop_saved_tensor_hooks()
-    matching.finish()
+        matching.let_go()
 
 
 _REPLAY_CODE = _refill.__code__
@@ -219,7 +218,6 @@ class _Matching:
         """What skips the calls that the policy saved."""
         record = self.record
         if record.options.choice is None:
-            forget_log()
             return None
         return ReplayLog(record, record.options.choice, record.sites, self)
 
@@ -277,6 +275,14 @@ class _Matching:
         missing = 0 if self.is_complete else len(list(self.entries))
         if missing:
             raise self._refuse(refusals.fewer_tensors(self.record, len(self.record.saved) - missing, self._details()))
+
+    def let_go(self) -> None:
+        """Hold nothing of the region any more: the replay is over, but perhaps not its graph, which has `pack`.
+
+        Hooks inside of the function that give back an op's own output tie that graph into a cycle. No backward goes
+        through it and opens the cycle, and no collector sees it (Rule 2).
+        """
+        del self.record, self.entries, self.last, self.log, self.detach, self.refused
 
     def compare_ops_of(self, fn: Callable[..., Any], forward: OpLog) -> Callable[..., Any]:
         """`fn`, with each op held against that of the forward pass (`determinism="values"`)."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from reactivate._compat import FUNCTION_APPLY_CODE, flatten, has_setup_context
-from reactivate._engine.choice import Choice
+from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.saved_sites import ForwardLog, Pending
 from reactivate._engine.site_log import current_log
 from reactivate._engine.skipped_sites import ReplayLog
@@ -62,15 +62,23 @@ def _wrap(kind: Any) -> None:
 
     def wrapped(*args: Any) -> Any:
         log = current_log()
-        decision = None if log is None else log.choice.of_class(kind)
-        if log is None or decision is None or not decision.is_of_interest:
+        if log is None or kind not in log.choice.interest.functions:  # it may be another policy that names it
+            return forward(*args)
+        decision = log.choice.of_class(kind)
+        if not decision.is_of_interest:
             return forward(*args)
         inputs = args if is_split else args[1:]
+
+        def run(*_: Any) -> Any:
+            result = forward(*args)
+            log.is_setup_inside = is_split and log.is_inside
+            return result
+
         if isinstance(log, ForwardLog):
-            return _keep(log, decision, forward, args, inputs)
+            return _keep(log, decision, run, inputs)
         assert isinstance(log, ReplayLog)
         skipped = len(log.skipped)
-        result = log.call(decision, lambda *_: forward(*args), inputs, {})
+        result = log.call(decision, run, inputs, {})
         if len(log.skipped) > skipped and not is_split:
             _mark(args[0], result, log.skipped.pop())
         return result
@@ -79,6 +87,9 @@ def _wrap(kind: Any) -> None:
         log = current_log()
         if isinstance(log, ReplayLog) and log.skipped:
             return _mark(context, output, log.skipped.pop())
+        if log is not None and log.is_setup_inside:
+            log.is_setup_inside = False
+            return log.unlogged(log.run_again)(setup, (context, inputs, output), {})
         return setup(context, inputs, output)
 
     _put(kind, "forward", wrapped)
@@ -86,16 +97,14 @@ def _wrap(kind: Any) -> None:
         _put(kind, "setup_context", wrapped_setup)
 
 
-def _keep(log: ForwardLog, decision: Any, forward: Any, args: Any, inputs: Any) -> Any:
+def _keep(log: ForwardLog, decision: Decision, forward: Any, inputs: Any) -> Any:
     frame: FrameType | None = _getframe(2)
     while frame is not None and frame.f_code is not FUNCTION_APPLY_CODE:
         frame = frame.f_back
     call = log.begin(decision, inputs, {})
     if call is None:
-        return forward(*args)
-    result = log.run_again(forward, args, {})
-    if not decision.is_quiet:
-        call.changes = log.changes()
+        return forward()
+    result = log.unlogged(log.run)(call, forward, (), {})
     call.site.is_function = True
     versions = {id(leaf): leaf._version for leaf in flatten(result)[0] if isinstance(leaf, Tensor)}
     log.pending = Pending(call, result, versions, frame)

@@ -21,11 +21,11 @@ from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torch
 from torch import Tensor
 
 from reactivate._compat import (
     flatten,
+    hook_backward,
     is_function_mode_active,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
@@ -33,7 +33,8 @@ from reactivate._compat import (
 )
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.derive import Sources
-from reactivate._engine.kept import Argument, Kept, SavedSite, SiteSlot, is_parameter, keep, last_needed
+from reactivate._engine.kept import Argument, Kept, SavedSite, SiteSlot, There, is_parameter, keep, last_needed
+from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import Metadata, Saved, observers, tell
 from reactivate._engine.site_log import Log, tensors_in, unseen
 from reactivate._engine.sites import user_frame
@@ -46,23 +47,23 @@ _BACKWARD_INSIDE = "a backward inside of the region goes through it"
 class Call:
     """A saved call while it runs."""
 
-    __slots__ = ("changes", "decision", "entries", "saved", "site", "sources", "storage", "versions")
+    __slots__ = ("decision", "entries", "saved", "site", "sources", "storage", "versions")
 
     def __init__(
         self, log: Log, decision: Decision, number: int, storage: Storage, args: Any, kwargs: dict[str, Any]
     ) -> None:
         self.decision = decision
         self.storage = storage
-        self.changes: list[Callable[[], Any]] = []
         self.entries = log.record.saved
         self.saved: list[tuple[SiteSlot, Tensor]] = []
         self.sources = Sources(tensors_in(args, kwargs))
         self.versions = list(map(_VERSION, self.sources.arguments))
         site = self.site = SavedSite()
-        site.number, site.label, site.path, site.is_function = number, decision.label, decision.path, False
+        site.number, site.label, site.path = number, decision.label, decision.path
+        site.is_function, site.reason, site.changes = False, None, ()
         site.start = len(self.entries)
         site.count = len(self.sources.arguments)
-        frame = user_frame(_getframe(3))
+        frame = user_frame(_getframe(5))  # above `call`, and who called that
         site.place = (frame.f_code, frame.f_lasti)
 
     def pack(self, tensor: Tensor) -> SiteSlot:
@@ -102,13 +103,17 @@ class ForwardLog(Log):
         self.counts: dict[Any, int] = {}
         self.pending: Pending | None = None
         self._must_rerun: str | None = None
+        self._hooks = {0: functools.partial(_went_through, ref(self))}
 
     def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         call = self.begin(decision, args, kwargs)
         if call is None:
             return fn(*args, **kwargs)
-        log = self.record.log
-        return (self._save if log is None else log.unseen(self._save))(call, fn, args, kwargs)
+        return self.unlogged(self._save)(call, fn, args, kwargs)
+
+    @property
+    def values(self) -> OpLog | None:
+        return self.record.log  # type: ignore[no-any-return]
 
     def begin(self, decision: Decision, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """A call that the policy has a say in: None if it is not to be saved."""
@@ -125,6 +130,12 @@ class ForwardLog(Log):
         return call
 
     def _save(self, call: Call, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = self.run(call, fn, args, kwargs)
+        self.finish(call, result, None)
+        return result
+
+    def run(self, call: Call, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make a call that is saved: what is saved inside of it is its own."""
         push_saved_tensor_hooks(call.pack, self.record.unpack)
         try:
             result = self.run_again(fn, args, kwargs)
@@ -134,21 +145,25 @@ class ForwardLog(Log):
         finally:
             pop_saved_tensor_hooks()
         if not call.decision.is_quiet:
-            call.changes = self.changes()
-        self.finish(call, result, None)
+            call.site.changes = self.changes()
         return result
 
     def finish_pending(self) -> None:
         """All has been saved that a custom function saves."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self.finish(pending.call, pending.result, pending.versions)
+            self.unlogged(self.finish)(pending.call, pending.result, pending.versions)
+
+    def give_up(self) -> None:
+        """The forward pass has failed."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.call.saved.clear()  # as in `finish`
 
     def finish(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
         """A saved call has returned: take down what is to be kept of it."""
         site = call.site
-        site.stop = len(self.record.saved)
-        site.changes = call.changes
+        site.stop = len(call.entries)
         unseen(self._take_down, call, result, versions)
         call.saved.clear()  # what was saved for the graph knows `call.pack`: a cycle, which no collector sees
         del call.sources
@@ -156,19 +171,12 @@ class ForwardLog(Log):
             self._let_go(site)
         self.sites.append(site)
 
-    def _watch(self, result: Any) -> None:
-        """See to it that a backward inside of the region is noticed, also if it reads nothing that the call saved."""
-        leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
-        for node in {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}:
-            node.register_prehook(functools.partial(_went_through, ref(self)))
-
-    def _why_again(self, call: Call) -> str | None:
+    def _why_again(self, call: Call, computes: bool) -> str | None:
         if self._must_rerun is not None:
             return self._must_rerun
         if call.versions != list(map(_VERSION, call.sources.arguments)):
             return "it writes into its arguments"
-        is_op = call.decision.module is None and call.decision.name is None
-        if is_op and not call.site.results:
+        if not computes and call.decision.module is None and call.decision.name is None:
             return "it computes no tensor"  # but may set something, as `set_grad_enabled` does
         return None
 
@@ -182,33 +190,40 @@ class ForwardLog(Log):
 
     def _take_down(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
         """Sort what was saved and what came out into what is kept and what is made again."""
-        site, sources, saved, storage = call.site, call.sources, call.saved, call.storage
-        site.reason = None
+        site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}
-        for slot, tensor in saved:
-            slot.recipe = None if is_parameter(tensor) else sources.recipe_for(tensor)
-            if slot.recipe is None:
-                slot.kept = keep(tensor, storage, kept)
+        for slot, tensor in call.saved:
+            if is_parameter(tensor):
+                slot.kept = There(tensor)
+            else:
+                slot.recipe = sources.recipe_for(tensor)
+                if slot.recipe is None:
+                    slot.kept = keep(tensor, storage, kept)
         leaves, site.structure = flatten(result)
-        site.outputs, site.requires, site.results = [], [], []
+        outputs: list[Any] = []
+        computed: list[tuple[Tensor, Kept]] = []
+        site.outputs, site.requires = outputs, []
         for leaf in leaves:
-            site.requires.append(isinstance(leaf, Tensor) and leaf.requires_grad)
-            if not isinstance(leaf, Tensor):
-                site.outputs.append(leaf)
-                continue
-            index = sources.which(leaf)
+            is_tensor = isinstance(leaf, Tensor)
+            site.requires.append(is_tensor and leaf.requires_grad)
+            index = sources.which(leaf) if is_tensor else -1
             if index >= 0:
-                site.outputs.append(Argument(index))
-            elif _may_alias(leaf) and sources.sharing_memory(leaf) >= 0:
+                outputs.append(Argument(index))
+            elif not is_tensor:
+                outputs.append(leaf)
+            elif sources.sharing_memory(leaf) >= 0:
                 site.reason = "its result is a view of an argument"
             else:
                 item = keep(leaf, storage, kept)
-                site.outputs.append(item)
-                assert item.tensor is not None  # without the graph of the result, and with its version
-                site.results.append((item.tensor, leaf._version if versions is None else versions[id(leaf)]))
-        site.reason = site.reason or self._why_again(call)
+                if versions is not None:
+                    item.version = versions[id(leaf)]
+                outputs.append(item)
+                computed.append((leaf, item))
+        site.reason = site.reason or self._why_again(call, bool(computed))
         if site.reason is None:
-            self._watch(result)
+            for leaf, item in computed:
+                if leaf.grad_fn is not None:
+                    hook_backward(leaf, item.tensor, self._hooks)
 
     def rerun_all(self, reason: str) -> None:
         """Let replays make every saved call again."""
@@ -220,7 +235,7 @@ class ForwardLog(Log):
 
     def _let_go(self, site: SavedSite) -> None:
         """Keep nothing of a call that is made again."""
-        site.outputs, site.results, site.changes = None, [], []
+        site.outputs, site.changes = None, ()
         for reference, *_ in self.record.saved[site.start : site.stop]:
             slot: Any = reference()
             if slot is not None:
@@ -229,16 +244,16 @@ class ForwardLog(Log):
     def settle(self) -> None:
         """The forward pass is over: keep what is to be kept."""
         self.finish_pending()
+        self._hooks.clear()  # which the graph has
         for site in self.sites:
-            for result, version in site.results:
-                if result._version != version:
+            for item in site.outputs or ():
+                if isinstance(item, Kept) and item.is_written():
                     site.reason = "its result is written to afterwards"
                     self._let_go(site)
                     break
         saved: Sequence[Saved] = self.record.saved
         last = last_needed(saved) if self.record.early_stop else len(saved)
         for site in self.sites:
-            site.results = []
             if last < site.stop:
                 site.outputs = None
             if site.outputs is not None:
@@ -257,7 +272,3 @@ def _went_through(log: ref[ForwardLog], gradients: Any) -> None:
     found = log()
     if found is not None:
         found.rerun_all(_BACKWARD_INSIDE)
-
-
-def _may_alias(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided

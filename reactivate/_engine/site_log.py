@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reactivate._compat import (
+    function_modes,
     is_function_mode_active,
     pop_function_mode,
     push_function_mode,
-    without_function_modes,
+    replace_function_modes,
 )
 from reactivate._engine.choice import Choice, Decision
+from reactivate._engine.oplog import OpLog
 
 # The log that calls on this thread go to. A region without a policy inside of one with a policy is no affair of its.
 _current: ContextVar[Log | None] = ContextVar("reactivate.sites", default=None)
@@ -47,12 +49,6 @@ def set_aside() -> Iterator[None]:
         _current.reset(token)
 
 
-def forget_log() -> None:
-    """For the replay of a region without a policy: what its context carries is the log of a forward pass around it."""
-    if open_logs:
-        _current.set(None)
-
-
 class Log:
     """What a forward pass and a replay have in common: they number calls."""
 
@@ -61,6 +57,7 @@ class Log:
         self.choice = choice
         self.number = 0
         self.is_inside = False
+        self.is_setup_inside = False  # whether what a custom function sets up next is part of a saved call
         self._mode: _Mode | None = _Mode(self, choice) if choice.sees_functions else None
 
     @property
@@ -82,10 +79,20 @@ class Log:
             self._mode = None  # which knows the log: a cycle would hold the region until the collector runs (Rule 2)
         _current.reset(self._token)
         open_logs.remove(self)
+        self.is_inside = True  # nothing more is looked at, in contexts that were copied while it was open
 
     def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """`fn(*args, **kwargs)`, a call that the policy has a say in."""
         raise NotImplementedError
+
+    @property
+    def values(self) -> OpLog | None:
+        """What writes down the ops of this pass, with `determinism="values"`."""
+        raise NotImplementedError
+
+    def unlogged(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with its ops not written down: those of a saved call are not in both passes."""
+        return function if self.values is None else self.values.unseen(function)
 
     def run_again(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """A call that is not skipped, and nothing inside of it is looked at."""
@@ -135,8 +142,12 @@ def unseen(function: Callable[..., Any], *args: Any) -> Any:
     """What is looked at here are not the user's calls: modes around the region do not see them."""
     if not is_function_mode_active():
         return function(*args)
-    with without_function_modes():
+    modes = function_modes()
+    replace_function_modes(())  # `without_function_modes` would make plain tensors of subclasses
+    try:
         return function(*args)
+    finally:
+        replace_function_modes(modes)
 
 
 def tensors_in(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

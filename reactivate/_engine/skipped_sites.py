@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import (
-    give_back,
-    unflatten,
-)
+from reactivate._compat import give_back, unflatten, without_function_modes
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.kept import Argument, Kept, SavedSite
+from reactivate._engine.oplog import OpLog
 from reactivate._engine.refusals import is_of_a_write
 from reactivate._engine.site_log import Log, tensors_in, unseen
 
@@ -34,6 +32,10 @@ class ReplayLog(Log):
         super().close()
         self._contexts.close()
 
+    @property
+    def values(self) -> OpLog | None:
+        return self._matching.log  # type: ignore[no-any-return]
+
     def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         number, site = self.number, self._next
         self.number += 1
@@ -42,15 +44,19 @@ class ReplayLog(Log):
         if site.label != decision.label:
             raise self._matching.refuse_site(site, decision.label)
         self._next = next(self._todo, None)
-        skip, log = self._skip, self._matching.log
-        return (skip if log is None else log.unseen(skip))(site, fn, args, kwargs)  # as in the forward pass
+        return self.unlogged(self._skip)(site, fn, args, kwargs)
 
     def _skip(self, site: SavedSite, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if site.reason is None:
             arguments = unseen(self._fill, site, args, kwargs)
-            loaded = None if site.outputs is None else self._load(site, site.outputs)
-            if loaded is not None:
-                return self._hand_back(site, loaded, arguments)
+            results = None if site.outputs is None else self._load(site, site.outputs)
+            if results is not None:
+                if site.is_function:
+                    self.skipped.append(site)
+                if site.changes:
+                    with without_function_modes():
+                        self._change(site)
+                return unseen(_hand_back, site, results, arguments)
         return self.run_again(fn, args, kwargs)
 
     def _load(self, site: SavedSite, outputs: Iterable[Any]) -> list[Any] | None:
@@ -62,13 +68,6 @@ class ReplayLog(Log):
                 raise
         self._matching.go_back_to(site)
         return None
-
-    def _hand_back(self, site: SavedSite, results: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
-        if site.is_function:
-            self.skipped.append(site)
-        if site.changes:
-            unseen(self._change, site)
-        return unseen(_results, site, results, arguments)
 
     def _fill(self, site: SavedSite, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         arguments = tensors_in(args, kwargs)
@@ -82,10 +81,10 @@ class ReplayLog(Log):
                 self._contexts.enter_context(context)
 
 
-def _results(site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
+def _hand_back(site: SavedSite, results: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
     """What the call returned: tensors with a place in a graph where they had one, so that what follows saves."""
     leaves: list[Any] = []
-    for item, requires in zip(outputs, site.requires):
+    for item, requires in zip(results, site.requires):
         if isinstance(item, Tensor):
             tensor = item.detach()
             leaves.append(give_back(tensor) if requires and torch.is_grad_enabled() else tensor)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,7 +79,12 @@ def _spec_of(device: torch.device) -> DeviceSpec:
 
 
 def available_bytes(device: torch.device) -> int:
-    """The memory of a device that is free now."""
+    """The memory of a device that is free now. On a CPU whose system does not say, more than there can be."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return sys.maxsize
+    sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return sizes["MemAvailable"] * 1024

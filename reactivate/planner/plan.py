@@ -20,6 +20,7 @@ from reactivate.planner.budget import Budget, parse
 from reactivate.planner.prediction import Fixed, Moment, Point, Prediction, Proof
 from reactivate.planner.treatments import Assignment, Treatment
 from reactivate.policies._base import Interest, ReadyMade
+from reactivate.report.plan_table import printed
 
 VERSION = 1
 
@@ -135,6 +136,9 @@ class Plan(ReadyMade):
             counts[decision.treatment.name] = counts.get(decision.treatment.name, 0) + 1
         done = ", ".join(f"{count} x {name}" for name, count in counts.items())
         return f"Plan({self.made_for.model} in {in_words(self.budget_bytes)}: {done})"
+
+    def __str__(self) -> str:
+        return printed(self)
 
     def __hash__(self) -> int:
         return hash((self.made_for, self.decisions))

@@ -91,7 +91,7 @@ class Planner:
             return simulated
         handle = apply(self.step.model, policy)
         try:
-            seconds = self._measure_with(policy)
+            seconds = self._run_for_costs()
         finally:
             handle.remove()
         plain = self._simulated({})
@@ -99,8 +99,8 @@ class Planner:
         self.plain_seconds = seconds * plain.seconds / same.seconds
         return plain
 
-    def _measure_with(self, policy: Assignment) -> float:
-        """Run the step: once to warm up, once for what ops cost, then for the time."""
+    def _run_for_costs(self) -> float:
+        """Run the step: once to warm up, once for what ops cost, then for the time, which is returned."""
         found: list[Measured] = []
         place = self.place
         device = place.device
@@ -168,6 +168,11 @@ class Planner:
             raise self._infeasible(budget, allowed)
         return self._written(found, budget, allowed)
 
+    @property
+    def chain(self) -> Chain:
+        """The problem that is solved, before any plan was proved."""
+        return self.table.chain(self.menus, {})
+
     def smallest_bytes(self) -> int:
         """The least budget for which there is a plan."""
         return max(self.fixed.total + self.search.smallest().trace.peak_bytes, self.optimizer_bytes)
@@ -187,17 +192,19 @@ class Planner:
     def _infeasible(self, budget: Budget, allowed: int) -> PlanInfeasible:
         least_bytes = self.smallest_bytes()
         fixed = self.fixed
+        share = -(-100 * (least_bytes - fixed.total) // max(self.plain.peak_bytes, 1))
         return PlanInfeasible(
             f"plan(budget={budget.text!r}): no plan keeps this step within {in_words(allowed)} ({allowed} bytes); the least "
-            f"that does takes {in_words(least_bytes)}: budget={least_bytes}. Of that, {in_words(fixed.total)} are there all "
-            f"the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, optimizer "
-            f"{in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}). Raise the budget, or make the batch smaller.",
+            f"that does takes {in_words(least_bytes)}: budget={least_bytes}, or '{share}%'. Of that, {in_words(fixed.total)} "
+            f"are there all the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
+            f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}). Raise the budget, or make the batch "
+            "smaller.",
             budget_bytes=allowed,
             least_bytes=least_bytes,
         )
 
     def _written(self, found: Proven, budget: Budget, allowed: int) -> Plan:
-        chain = self.search.chain
+        chain = self.chain
         total = self.fixed.total
         return Plan(
             budget=budget.text,

@@ -16,7 +16,7 @@ from torch.nn import Module
 from reactivate.planner.chain import Chain, Entry
 from reactivate.planner.overhead import Overhead
 from reactivate.planner.trace import Trace
-from reactivate.planner.treatments import KEEP, Treatment
+from reactivate.planner.treatments import FULL, KEEP, Treatment
 
 REPEATED = 4  # equal blocks, of which each step tries several treatments
 
@@ -121,11 +121,11 @@ def rounds_of(units: Mapping[str, Module], menus: Mapping[str, Sequence[Treatmen
         for members in classes.values()
         for group in ([members] if len(members) >= REPEATED else [[member] for member in members])
     ]
-    rounds: list[dict[str, Treatment]] = []
+    rounds = [dict.fromkeys(units, FULL)] if units else []  # for the least that is needed: exactly
     for members in groups:
-        tries = menus[members[0]][1:]
+        tries = [item for item in menus[members[0]] if item not in (KEEP, FULL)]
         for start in range(0, len(tries), len(members)):
-            number = start // len(members)
+            number = 1 + start // len(members)
             if number == len(rounds):
                 rounds.append({})
             rounds[number].update(zip(members, tries[start : start + len(members)]))

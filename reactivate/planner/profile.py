@@ -155,7 +155,10 @@ def _events(profiler: Any) -> list[dict[str, Any]]:
 
 
 def _tops(events: list[dict[str, Any]]) -> dict[int, int]:
-    """The most that was allocated in each op that `_Meter` marked, above what there was when it began."""
+    """The most that was allocated in each op that `_Meter` marked, above what there was when it began.
+
+    A number that it was given counts: it is a small tensor for a moment, which is made before the op begins.
+    """
     marks: list[tuple[float, int, int]] = []  # second, what, which or how much
     for event in events:
         name = event.get("name", "")
@@ -167,19 +170,22 @@ def _tops(events: list[dict[str, Any]]) -> dict[int, int]:
     marks.sort(key=lambda mark: mark[0])
     tops: dict[int, int] = {}
     running: int | None = None
-    live = 0
+    live = numbers = 0
     for _, what, value in marks:
         if what == _BEGINS:
-            running, live, tops[value] = value, 0, 0
+            running, live, tops[value] = value, numbers, numbers
         elif what == _ENDS:
-            running = None
+            running, numbers = None, 0
         elif running is not None:
             live += value
             tops[running] = max(tops[running], live)
+        elif 0 < value <= _NUMBER_BYTES:
+            numbers += value
     return tops
 
 
 _BEGINS, _ENDS, _CHANGES = range(3)
+_NUMBER_BYTES = 16  # of the largest: a complex one
 
 
 def measured_peak(step: Callable[[], object], device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import torch
 from torch.nn import Module
@@ -32,11 +33,9 @@ def simulate(
         device: where tensors on the meta device are to seem to be.
         count_functions: whether to count the calls of torch's functions.
     """
-    handle = apply(step.model, policy)
-    try:
-        with step.on_fakes(device) as (run, known):
-            with traced(units, known, costs, count_functions=count_functions) as trace:
-                run()
-    finally:
-        handle.remove()
+    with ExitStack() as stack:
+        stack.callback(apply(step.model, policy).remove)
+        run, known = stack.enter_context(step.on_fakes(device))
+        trace = stack.enter_context(traced(units, known, costs, count_functions=count_functions))
+        run()
     return trace

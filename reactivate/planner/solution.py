@@ -53,7 +53,7 @@ class Search:
         self._seen: dict[tuple[Treatment, ...], tuple[Trace, Reading]] = {}
 
     @property
-    def chain(self) -> Chain:
+    def _chain(self) -> Chain:
         """The problem, as it is known by now."""
         return self._table.chain(self._menus, self._corrections)
 
@@ -67,7 +67,7 @@ class Search:
         limit = budget_bytes
         for _ in range(MOST_ROUNDS):
             try:
-                found = self._prove(solve(self.chain, limit))
+                found = self._prove(solve(self._chain, limit))
             except Infeasible:
                 break
             if found.trace.peak_bytes <= budget_bytes:
@@ -82,10 +82,10 @@ class Search:
         best: Proven | None = None
         self._corrections = {}
         for _ in range(MOST_ROUNDS):
-            found = self._prove(least(self.chain))
+            found = self._prove(least(self._chain))
             if best is None or found.trace.peak_bytes < best.trace.peak_bytes:
                 best = found
-            if not self._correct(found) or least(self.chain).peak_bytes >= best.trace.peak_bytes:
+            if not self._correct(found) or least(self._chain).peak_bytes >= best.trace.peak_bytes:
                 break
         assert best is not None
         return best
@@ -109,7 +109,7 @@ class Search:
         reading = self._seen[tuple(found.treatments.values())][1]
         if reading.paths != self._table.plain.paths:
             return False
-        promised = dict(_tops_of_picks(self.chain, found.solution.picks))
+        promised = dict(_tops_of_picks(self._chain, found.solution.picks))
         changed = False
         for position, top in _tops_of(reading):
             if top != promised[position]:

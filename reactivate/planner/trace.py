@@ -27,13 +27,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._compat import DEVICE_QUERY, current_node_number, flatten, next_node_number
-from reactivate._engine.accounts import held_by_guards, storages_of
+from reactivate._engine.accounts import held_by, held_by_guards, storages_of
 from reactivate._engine.record import Record, observed_by
 from reactivate._engine.replay import is_recomputing
 from reactivate._engine.site_log import opened
 from reactivate.policies.canonical import name_of
-
-NUMBERS_BYTES = 64  # what an op is given as a number is a tensor for a moment, which no mode sees
 
 
 class Cost(NamedTuple):
@@ -176,6 +174,7 @@ class _Tracer(TorchDispatchMode):
         self._costs = costs
         self._live_bytes = 0
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._own: set[int] = set()  # those that were not there before
         self._place = _Places()
         self._call: Call | None = None  # that runs
         self._aside: list[Allocation] = []  # by the guards of the replays that run
@@ -202,6 +201,7 @@ class _Tracer(TorchDispatchMode):
                 self.trace.allocations.append(allocation)
                 self._live_bytes += allocation.size_bytes
                 self._storages[key] = weakref.ref(storage, self._leaver(key, allocation))
+                self._own.add(key)
 
     def _rounded(self, size_bytes: int) -> int:
         rounding = self._costs.rounding
@@ -212,6 +212,7 @@ class _Tracer(TorchDispatchMode):
             allocation.died = len(self.trace.ops)
             self._live_bytes -= allocation.size_bytes
             self._storages.pop(key, None)
+            self._own.discard(key)
 
         return leave
 
@@ -233,7 +234,7 @@ class _Tracer(TorchDispatchMode):
                 self._enter(leaf, next(sizes, 0))
         is_replay = is_recomputing()
         turn, position, is_backward = self._place.now()
-        top = max(self._live_bytes, before + cost.top_bytes) + NUMBERS_BYTES
+        top = max(self._live_bytes, before + cost.top_bytes)
         op = Op(turn, position, is_backward, is_replay, before, top, self._live_bytes, cost.seconds)
         self.trace.ops.append(op)
         return result
@@ -270,20 +271,24 @@ class _Tracer(TorchDispatchMode):
             self._call.regions += 1
             self._call.saved_tensors += len(record.saved)
             self._call.saved_calls += sum(site.reason is None for site in record.sites)
-        states = list(held_by_guards(record))
-        for tensor in states:
+        for tensor in held_by_guards(record):
             self._enter(tensor)
-        if states and not self._remembered:  # a guard has read the state that it saw last, which no region may need
-            self._remembered = max(self._rounded(tensor.nbytes) for tensor in states)
+        if not self._remembered:  # a guard has the state that it read last, which no region may need
+            self._remembered = max(self._sizes_of_snapshots(record), default=0)
             self.trace.allocations.append(Allocation(self._remembered, len(self.trace.ops)))
             self._live_bytes += self._remembered
 
     def replay_begins(self, record: Record) -> None:
         """A region is replayed: its guards put the state as it is now aside, which is as large as what they kept."""
-        size = sum(map(self._rounded, (tensor.nbytes for tensor in held_by_guards(record))))
+        size = sum(self._sizes_of_snapshots(record))
         self._aside.append(Allocation(size, len(self.trace.ops)))
         self._live_bytes += size
         self.trace.allocations.append(self._aside[-1])
+
+    def _sizes_of_snapshots(self, record: Record) -> Iterator[int]:
+        for tensor in held_by([snapshot for _, snapshot in record.snapshots]):
+            if any(id(storage) in self._own for storage in storages_of(tensor)):
+                yield self._rounded(tensor.nbytes)
 
     def replay_done(self, record: Record) -> None:
         """A region was replayed."""

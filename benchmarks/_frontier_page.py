@@ -1,0 +1,85 @@
+"""The page of the docs about plans as they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from _figures import SINGLE
+from _frontier_results import Frontier
+from _frontier_tables import different, in_short, optimum_in_words, tables, what_is_done
+from _tables import Table
+
+_INTRODUCTION = """\
+# Plans, measured
+
+[`reactivate.plan`](planning.md) promises the fastest policy that fits a budget. Here its plans run beside what else one could
+do, each in the memory that the other takes: what counts is who is faster *at the same peak*.
+
+The script is `benchmarks/frontier.py`, and this page is what its `--page` writes of its results: no figure is edited by hand.
+
+## How it is measured
+
+- The peak is the most that a step allocates, forward, loss and backward, over parameters, gradients and inputs, which are
+  there before. On a CPU that is the running sum of the profiler's memory events, on an accelerator the allocator's own
+  peak.
+- All steps of a model run in one process on the same parameters, interleaved, in an order that is shuffled in every round.
+- The model is profiled once, for the first plan. The others are for the exact peak of every peer, for shares of the
+  plain step's peak (90 % to 25 %), and for the least budget for which there is a plan.
+- *Holds* says whether the peak of the real step is within the budget that its plan was made for.
+- A verdict takes the fastest of the peers whose peaks are within the budget. Which that is, is read off the same times,
+  which favours the peers a little. *Faster* and *slower* are said where the 95 % interval of the ratio leaves out 1.
+
+The peers: no checkpointing; torch's checkpointing (non-reentrant) of every block, every second, third and fourth; torch's
+selective checkpointing of every block with the results of products, attention and convolutions saved; where it says so,
+`torch.compile` with `activation_memory_budget` from 1 to 0, of the whole model and block by block. Compiled steps run
+generated code, while all else, the plans too, runs eagerly: a part of the difference in time is not about memory.
+"""
+
+_NOTHING = """
+Nothing has been measured here: `python benchmarks/frontier.py --out benchmarks/results --page docs/planning-measured.md`.
+"""
+
+
+def to_markdown(frontiers: Sequence[Frontier]) -> str:
+    """The whole page."""
+    lines = [_INTRODUCTION]
+    for found in frontiers:
+        lines += _section(found)
+    if not frontiers:
+        lines.append(_NOTHING.strip())
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(found: Frontier) -> Iterator[str]:
+    machine = found.machine
+    yield f"## {found.title.partition(':')[0]}\n"
+    yield (
+        f"{found.title}; {found.parameters / 1e6:.1f} million parameters. {machine['device name']}, Python "
+        f"{machine['python']}, torch {machine['torch']}, one thread, {found.rounds} rounds; {SINGLE.describe}. Planned in "
+        f"{found.planning_seconds:.1f} s, for each further budget in {found.replanning_seconds:.2f} s. As a picture: "
+        f"`benchmarks/results/{found.name}.png`.\n"
+    )
+    yield f"In short: the plan is, against {in_short(found)}.\n"
+    for table in (*tables(found), what_is_done(found)):
+        yield from _table(table)
+    yield optimum_in_words(found) + "\n"
+    yield from _about_differences(found)
+    if found.sac_ilp:
+        yield "torch's own planner, `torch.distributed._tools.sac_ilp`, is not among the peers:\n"
+        yield from (f"- {what}" for what in found.sac_ilp)
+        yield ""
+
+
+def _table(table: Table) -> Iterator[str]:
+    yield f"**{table.title}**\n"
+    yield table.to_markdown() + "\n"
+
+
+def _about_differences(found: Frontier) -> Iterator[str]:
+    ways = different(found)
+    if not ways:
+        yield "Every step leaves what the plain step leaves, bit for bit.\n"
+        return
+    yield "Different from the plain step, bit for bit:\n"
+    yield from (f"- {name}: {what}" for name, what in ways)
+    yield ""

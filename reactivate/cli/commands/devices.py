@@ -1,0 +1,42 @@
+"""`reactivate devices`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from reactivate.cli.options import REPORTING
+from reactivate.cli.outcome import Code, print_json
+from reactivate.planner.devices import DEVICES, FORMATS, DeviceSpec
+from reactivate.report.table import WIDTH, Column, Row, draw
+
+
+@click.command()
+@REPORTING
+def devices(as_json: bool) -> int:
+    """List the devices that a plan can be made for without having one."""
+    if as_json:
+        print_json([dataclasses.asdict(device) for device in DEVICES.values()])
+    else:
+        click.echo(_table())
+    return Code.YES
+
+
+def _table() -> str:
+    columns = [Column("device"), *(Column(name, True) for name in ("GB", "GB/s", *FORMATS, "source"))]
+    sources = list(dict.fromkeys(device.source for device in DEVICES.values()))
+    rows = [Row([*_figures(device), f"[{sources.index(device.source) + 1}]"]) for device in DEVICES.values()]
+    notes = (f"[{number}] {source}" for number, source in enumerate(sources, start=1))
+    title = "Published peaks: memory, its bandwidth, and TFLOP/s of dense matrix products."
+    return "\n".join([draw(columns, rows, title=title, width=WIDTH), "", *notes])
+
+
+def _figures(device: DeviceSpec) -> list[str]:
+    rates = (device.flops_per_second.get(name) for name in FORMATS)
+    return [
+        device.name,
+        f"{device.memory_bytes / 1e9:.0f}",
+        f"{device.bandwidth_bytes_per_second / 1e9:.0f}",
+        *("" if rate is None else f"{rate / 1e12:.4g}" for rate in rates),
+    ]

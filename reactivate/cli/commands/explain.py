@@ -1,0 +1,57 @@
+"""`reactivate explain`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import click
+import torch
+from torch.nn import Module
+
+import reactivate
+from reactivate._types import Policy
+from reactivate.cli.options import POLICY, REPORTING, TARGET, policy_of
+from reactivate.cli.outcome import Code, print_json
+from reactivate.cli.target import Request, Subject, subject_of
+from reactivate.cli.where import device_here
+from reactivate.errors import UsageError
+
+
+@click.command()
+@TARGET
+@POLICY
+@click.option("--device", metavar="DEVICE", help="Of torch: where it runs.")
+@click.option("--fake", "is_fake", is_flag=True, help="Without memory and without compute; no times then.")
+@REPORTING
+def explain(
+    target: str,
+    plan_file: str | None,
+    policy_text: str | None,
+    device: str | None,
+    is_fake: bool,
+    as_json: bool,
+    settings: dict[str, Any],
+    **sizes: Any,
+) -> int:
+    """Show what a step of TARGET keeps for its backward, by module and line, and what it makes again."""
+    policy = policy_of(plan_file, policy_text)
+    where = device_here(device)
+    subject = subject_of(Request(target, settings, **sizes, device=where, on_meta=is_fake and where is None))
+    if isinstance(subject.model, Module) and any(item.is_meta for item in subject.model.parameters()):
+        subject = subject.to(torch.device("meta"))  # the inputs too
+    explanation = _explained(subject, policy, is_fake)
+    if as_json:
+        print_json(explanation.to_json())
+    else:
+        click.echo(str(explanation))
+    return Code.YES
+
+
+def _explained(subject: Subject, policy: Policy | None, is_fake: bool) -> reactivate.Explanation:
+    with ExitStack() as stack:
+        if policy is not None:
+            if not isinstance(subject.model, Module):
+                raise UsageError("--plan and --policy are applied to a module, and TARGET made a function.")
+            stack.callback(reactivate.apply(subject.model, policy).remove)
+        return reactivate.explain(subject.model, subject.args, subject.kwargs, fake=is_fake or None)

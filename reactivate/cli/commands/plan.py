@@ -1,0 +1,112 @@
+"""`reactivate plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+import reactivate
+from reactivate.cli.options import REPORTING, TARGET
+from reactivate.cli.outcome import Code, print_json
+from reactivate.cli.output import OUT, files_of, write
+from reactivate.cli.target import Request, subject_of
+from reactivate.cli.where import where_of
+from reactivate.errors import UsageError
+from reactivate.planner.plan import Plan
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adafactor": torch.optim.Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+}
+
+
+@click.command()
+@TARGET
+@click.option(
+    "--budget",
+    help='The most that may be allocated, all included: "8GiB", bytes, or "50%" of the plain step\'s '
+    "activations. By default what is free on the accelerator, less 5 %.",
+)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Of torch (cuda), or by name (H100-SXM, see `reactivate devices`), or a "
+    ".json file that describes one. One that is not here is simulated.",
+)
+@click.option("--meta", "on_meta", is_flag=True, help="Make the model without memory, and simulate all.")
+@click.option("--optimizer", type=click.Choice([*OPTIMIZERS], case_sensitive=False), help="Its memory counts too.")
+@click.option("--maximize", metavar="batch|NAME=DIM", help="Look for the largest batch that fits, or other dimension.")
+@OUT
+@REPORTING
+def plan(
+    target: str,
+    budget: str | None,
+    device: str | None,
+    on_meta: bool,
+    optimizer: str | None,
+    maximize: str | None,
+    outs: Sequence[str],
+    as_json: bool,
+    settings: dict[str, Any],
+    **sizes: Any,
+) -> int:
+    """Plan the fastest training step of TARGET that fits a budget.
+
+    Exits with 1 if none does; --json then prints {"feasible": false, "least_bytes": ...}.
+    """
+    files = files_of(outs)
+    where = where_of(device, on_meta)
+    request = Request(target, settings, **sizes, device=where.device, on_meta=where.on_meta, factory_on_meta=on_meta)
+    subject = subject_of(request)
+    found = reactivate.plan(
+        subject.model,
+        subject.args,
+        subject.kwargs,
+        budget=_bytes_or_text(budget),
+        optimizer=_optimizer_of(optimizer, subject.model),
+        device=where.spec,
+        maximize=_dimension(maximize),
+    )
+    _answer(found, as_json)
+    write(found, files)
+    return Code.YES
+
+
+def _answer(found: Plan, as_json: bool) -> None:
+    if as_json:
+        print_json({"feasible": True, **found.to_json()})
+    else:
+        click.echo(str(found))
+
+
+def _bytes_or_text(budget: str | None) -> int | str | None:
+    return int(budget) if budget is not None and budget.strip().isdecimal() else budget
+
+
+def _optimizer_of(name: str | None, model: Any) -> Optimizer | None:
+    if name is None or not isinstance(model, Module):
+        return None
+    return OPTIMIZERS[name](model.parameters())
+
+
+def _dimension(maximize: str | None) -> str | dict[str, int] | None:
+    if maximize is None or "=" not in maximize:
+        return maximize
+    name, _, dimension = maximize.partition("=")
+    if not dimension.isdecimal():
+        raise UsageError(
+            f"--maximize {maximize}: it takes `batch`, or NAME=DIM with the number of a dimension: length=1."
+        )
+    return {name: int(dimension)}

@@ -1,0 +1,28 @@
+"""`reactivate show`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from reactivate.cli.options import REPORTING
+from reactivate.cli.outcome import Code, print_json
+from reactivate.cli.output import OUT, files_of, write
+from reactivate.planner.plan import Plan
+
+
+@click.command()
+@click.argument("plan_file", metavar="PLAN.json")
+@OUT
+@REPORTING
+def show(plan_file: str, outs: Sequence[str], as_json: bool) -> int:
+    """Print or draw a plan that was saved."""
+    files = files_of(outs)
+    plan = Plan.load(plan_file)
+    if as_json:
+        print_json(plan.to_json())
+    else:
+        click.echo(str(plan))
+    write(plan, files)
+    return Code.YES

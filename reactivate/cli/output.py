@@ -1,0 +1,62 @@
+"""Files that a plan is written to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from reactivate import report
+from reactivate.errors import UsageError
+from reactivate.planner.plan import Plan
+
+DRAWN = (".html", ".png", ".svg", ".txt")
+_IN_A_FOLDER = ("plan.json", "plan.html", "plan.png")
+
+OUT = click.option(
+    "--out",
+    "outs",
+    multiple=True,
+    metavar="PATH",
+    help="Write the plan to a .json file, a report of it to .html, its pictures to .png or .svg, its tables to .txt; a "
+    "folder gets plan.json, plan.html and plan.png. May be repeated.",
+)
+
+
+def files_of(outs: Sequence[str]) -> list[Path]:
+    """The files that `--out` asks for, looked at before there is anything to write.
+
+    Raises:
+        UsageError: a file is of another kind.
+    """
+    return [file for out in outs for file in _files_of(out)]
+
+
+def write(plan: Plan, files: Sequence[Path]) -> None:
+    """Write the plan to each of the files, and say so on stderr.
+
+    Raises:
+        UsageError: an extra is missing that draws it, or a file cannot be written.
+    """
+    for file in files:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.suffix == ".json":
+                plan.save(file)
+            else:
+                report.write(plan, file)
+        except OSError as error:
+            raise UsageError(f"--out {file}: {error.strerror or error}.") from None
+        click.echo(f"wrote {file}", err=True)
+
+
+def _files_of(out: str) -> list[Path]:
+    path = Path(out)
+    if path.is_dir() or not path.suffix:
+        return [path / name for name in _IN_A_FOLDER]
+    if path.suffix not in (".json", *DRAWN):
+        raise UsageError(
+            f"--out {out}: it takes a folder, or a file whose name ends in {', '.join(('.json', *DRAWN))}."
+        )
+    return [path]

@@ -1,0 +1,104 @@
+"""Where a target is to run: on a device that is here, or in a simulation of one that is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from reactivate.errors import UsageError
+from reactivate.planner.devices import DeviceSpec, find, load
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a target is to run.
+
+    Attributes:
+        device: what it is moved to; None: it stays where it is made.
+        spec: the device that is simulated; None: none is.
+        on_meta: whether nothing can run there, so that nothing needs memory.
+    """
+
+    device: torch.device | None = None
+    spec: DeviceSpec | None = None
+    on_meta: bool = False
+
+
+def where_of(name: str | None, on_meta: bool) -> Where:
+    """Where `--device` and `--meta` say.
+
+    Args:
+        name: a device of torch ("cuda"), one of the table ("H100-SXM"), or a file that describes one ("mine.json").
+        on_meta: whether nothing is to have memory.
+
+    Raises:
+        UsageError: there is no such device.
+
+    Example:
+        >>> from reactivate.cli.where import where_of
+        >>> where_of("L40S", on_meta=False).on_meta
+        True
+    """
+    if name is None:
+        return Where(on_meta=on_meta)
+    if name.endswith(".json"):
+        return Where(spec=_loaded(name), on_meta=True)
+    device = _torch_device(name)
+    if device is None:
+        spec, here = find(name), _accelerator_here()
+        if here is None or here[1] != spec or on_meta:
+            return Where(spec=spec, on_meta=True)
+        return Where(here[0])
+    if device.type == "meta":
+        return Where(on_meta=True)
+    device_here(name)
+    if not on_meta:
+        return Where(device)
+    here = _accelerator_here() if device.type != "cpu" else None
+    return Where(spec=here[1] if here else find("cpu"), on_meta=True)
+
+
+def device_here(name: str | None) -> torch.device | None:
+    """A device on which something can run now; None for None.
+
+    Raises:
+        UsageError: it is not here.
+    """
+    if name is None:
+        return None
+    device = _torch_device(name)
+    try:
+        if device is not None and device.type != "meta":
+            torch.empty(0, device=device)
+            return device
+    except (AssertionError, NotImplementedError, RuntimeError):
+        pass
+    raise UsageError(
+        f"--device {name}: nothing can run there from here. To plan for a device that is elsewhere, name it: `reactivate "
+        "plan ... --device H100-SXM`; `reactivate devices` lists them."
+    )
+
+
+def _torch_device(name: str) -> torch.device | None:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        return None
+
+
+def _accelerator_here() -> tuple[torch.device, DeviceSpec] | None:
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return torch.device("cuda"), find(torch.cuda.get_device_name())
+    except UsageError:
+        return None
+
+
+def _loaded(path: str) -> DeviceSpec:
+    try:
+        return load(Path(path))
+    except OSError as error:
+        raise UsageError(f"--device {path}: this file cannot be read: {error.strerror}.") from None

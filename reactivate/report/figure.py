@@ -1,0 +1,124 @@
+"""What the pictures of a plan have in common: a figure without pyplot, units, colours, a file by its suffix."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reactivate.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".png", ".svg")
+INK, PAPER, BUDGET = "#1b1f24", "#fffffe", "#c8102e"  # exactly these, so that a page can put its own in their place
+PLAIN = "#7d8590"
+SIZE = (8.0, 4.6)  # inches
+
+_DOTS = 150  # an inch
+_STYLE = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.fonttype": "none",  # text stays text: it scales, and can be searched and copied
+}
+
+
+def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = SIZE) -> Figure:
+    """A figure on which `draw` drew.
+
+    Args:
+        draw: draws on an empty figure.
+        size: width and height in inches.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    matplotlib, figure_class = _matplotlib()
+    with matplotlib.rc_context(_STYLE):
+        figure: Figure = figure_class(figsize=size, layout="constrained", facecolor=PAPER)
+        draw(figure)
+    return figure
+
+
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write it as PNG or SVG, by the suffix.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise UsageError(f"A picture is written as {' or '.join(SUFFIXES)}; {os.fspath(path)!r} ends in {suffix!r}.")
+    if suffix == ".png":
+        figure.savefig(path, dpi=_DOTS)
+    else:
+        Path(path).write_text(svg_of(figure), encoding="utf-8")
+
+
+def svg_of(figure: Figure, name: str = "plan") -> str:
+    """It as SVG, the same in each run.
+
+    Args:
+        figure: the figure.
+        name: what identifiers in it are made from.
+    """
+    matplotlib, _ = _matplotlib()
+    file = StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure.savefig(file, format="svg", metadata=nothing)
+    return file.getvalue()
+
+
+def byte_unit(most_bytes: int) -> tuple[str, int]:
+    """The unit for an axis up to this many bytes, and its size."""
+    units = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next((item for item in units if most_bytes >= item[1]), ("B", 1))
+
+
+def second_unit(most_seconds: float) -> tuple[str, float]:
+    """The unit for an axis up to this many seconds, and its size."""
+    units = (("s", 1.0), ("ms", 1e-3))
+    return next((item for item in units if most_seconds >= item[1]), ("µs", 1e-6))
+
+
+def title(axes: Axes, words: str) -> None:
+    """What stands above a picture."""
+    axes.set_title(words, loc="left", fontweight="bold", fontsize=11, parse_math=False)
+
+
+def legend(axes: Axes) -> None:
+    """What is what, below a picture."""
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.0),
+        borderaxespad=3.8,  # lines: below the axis and its label
+        ncols=4,
+        frameon=False,
+        fontsize=9,
+        handlelength=1.4,
+        columnspacing=1.2,
+    )
+
+
+def _matplotlib() -> tuple[Any, Any]:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "The pictures of a plan are drawn by matplotlib, which is not installed: `pip install 'reactivate[report]'`. "
+            "Without it there are `plan.save(path)`, which writes JSON, and `plan.predicted.moments`."
+        ) from error
+    return matplotlib, Figure

@@ -1,0 +1,158 @@
+"""A plan as one page that needs nothing else: no network, no script, both pictures inside."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reactivate._engine.accounts import in_words
+from reactivate.errors import UsageError
+from reactivate.report import pareto, plan_table, timeline
+from reactivate.report.figure import BUDGET, INK, PAPER, svg_of
+from reactivate.report.planned import Planned
+from reactivate.report.table import Column, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SIZE = (5.2, 3.9)  # of a picture, in inches: two are side by side on a screen, one is as wide as a phone
+
+_TEMPLATE = "plan.html.j2"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture on the page.
+
+    Attributes:
+        heading: what stands above it.
+        svg: the picture.
+        described: the same in words.
+    """
+
+    heading: str
+    svg: str
+    described: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table on the page.
+
+    Attributes:
+        heading: what stands above it.
+        columns, rows: what is in it.
+        unfolded: for each row what is in it that it only sums up.
+        marked: the number of the row that stands out, or None.
+    """
+
+    heading: str
+    columns: tuple[Column, ...]
+    rows: list[Row]
+    unfolded: list[list[str]]
+    marked: int | None = None
+
+
+def page(plan: Planned) -> str:
+    """The page.
+
+    Raises:
+        UsageError: jinja2 or matplotlib is not installed.
+    """
+    environment = _jinja2().Environment(autoescape=True, undefined=_jinja2().StrictUndefined, trim_blocks=True)
+    template = environment.from_string(resources.files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
+    rendered: str = template.render(
+        title=f"{plan.made_for.model} in {in_words(plan.budget_bytes)}",
+        verdict=plan_table.verdict(plan),
+        proof=plan_table.proof(plan),
+        pictures=_pictures(plan),
+        tables=(_blocks(plan), _choices(plan), _memory(plan)),
+        circumstances=_circumstances(plan),
+    )
+    return rendered
+
+
+def write(plan: Planned, path: str | os.PathLike[str]) -> None:
+    """Write the page to a file.
+
+    Raises:
+        UsageError: jinja2 or matplotlib is not installed.
+    """
+    Path(path).write_text(page(plan), encoding="utf-8")
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def _pictures(plan: Planned) -> tuple[Picture, ...]:
+    memory, choice = timeline.figure_of(plan, SIZE), pareto.figure_of(plan, SIZE)
+    return (
+        Picture("Memory of a step", _inline(memory, "timeline"), timeline.described(plan)),
+        Picture("Memory or time", _inline(choice, "pareto"), pareto.described(plan)),
+    )
+
+
+def _inline(figure: Figure, name: str) -> str:
+    """A picture as a part of a page: in its colours, with identifiers of its own."""
+    svg = svg_of(figure, name)
+    svg = svg[svg.index("<svg") :]
+    for color, here in ((INK, "currentColor"), (PAPER, "none"), (BUDGET, "var(--budget)")):
+        svg = svg.replace(color, here)
+    return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\1{name}-", svg)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _blocks(plan: Planned) -> Table:
+    runs = plan_table.runs(plan.decisions)
+    paths = [[decision.path for decision in alike] if len(alike) > 1 else [] for alike in runs]
+    return Table("Blocks", plan_table.BLOCK_COLUMNS, plan_table.block_rows(plan), [*paths, []])
+
+
+def _memory(plan: Planned) -> Table:
+    peak = plan.predicted.peak_bytes
+    rows = [Row([name, in_words(size), _share(size, peak)]) for name, size in plan_table.at_peak(plan).items()]
+    rows.append(Row(["forward and backward", in_words(peak), _share(peak, peak)], is_total=True))
+    if plan.optimizer_bytes:
+        rows.append(Row(["the optimizer's step", in_words(plan.optimizer_bytes), _share(plan.optimizer_bytes, peak)]))
+    columns = (Column("what"), Column("bytes", True), Column("share", True))
+    return Table("Memory at the peak", columns, rows, [[] for _ in rows])
+
+
+def _choices(plan: Planned) -> Table:
+    rows = plan_table.choice_rows(plan)
+    chosen = next(index for index, choice in enumerate(plan_table.choices(plan)) if choice.is_chosen)
+    return Table("Other choices", plan_table.CHOICE_COLUMNS, rows, [[] for _ in rows], chosen)
+
+
+def _share(size: int, whole: int) -> str:
+    return f"{100 * size / whole:.1f}\u00a0%" if whole else ""
+
+
+def _circumstances(plan: Planned) -> dict[str, list[str]]:
+    made_for = plan.made_for
+    return {
+        "model": [made_for.model],
+        "inputs": [f"{name}: {dtype} of {shape}" for name, shape, dtype in made_for.inputs],
+        "loss": [made_for.loss],
+        "device": [made_for.device + (", which was not there: times are predicted" if made_for.is_predicted else "")],
+        "torch": [made_for.torch],
+        "budget": [f"{plan.budget}: {plan.budget_bytes:,} bytes"],
+        "planned in": [plan_table.seconds_in_words(plan.planning_seconds)],
+    }
+
+
+def _jinja2() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise UsageError(
+            "A page is filled in by jinja2, which is not installed: `pip install 'reactivate[report]'`. Without it there "
+            "is `plan.save(path)`, which writes JSON."
+        ) from error
+    return jinja2

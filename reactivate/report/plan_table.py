@@ -1,0 +1,220 @@
+"""A plan in words, and as tables of text: what every report of it says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from reactivate._engine.accounts import in_words
+from reactivate.errors import UsageError
+from reactivate.planner.prediction import Point
+from reactivate.report.planned import Decided, Planned
+from reactivate.report.table import Column, Row, draw, write_plainly
+
+MOST_POINTS = 8  # of the frontier, in a table
+KINDS = ("parameters", "gradients", "optimizer", "inputs", "kept", "recomputed", "workspace")  # of memory, from below
+
+
+def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str:
+    """A plan as text: what it promises, how that was seen, what is done with each block, what else there would be.
+
+    Args:
+        plan: the plan.
+        width: in characters; that of the terminal if None, 120 where there is none.
+        plain: without rich, as wide as it gets.
+
+    Raises:
+        UsageError: rich is not installed, and `plain` is not set.
+    """
+    head = "\n".join([verdict(plan), proof(plan), memory(plan)])
+    tables = ((BLOCK_COLUMNS, block_rows(plan)), (CHOICE_COLUMNS, choice_rows(plan)))
+    drawn = (write_plainly(*table) if plain else draw(*table, width=width) for table in tables)
+    return "\n\n".join([head, *(table.strip("\n") for table in drawn)])
+
+
+def printed(plan: Planned) -> str:
+    """The same with whatever is there: without rich where that is not installed."""
+    try:
+        return text(plan)
+    except UsageError:
+        return text(plan, plain=True)
+
+
+# -- sentences --------------------------------------------------------------------------------------------------------
+
+
+def verdict(plan: Planned) -> str:
+    """What fits into what, and what it costs."""
+    share = f" ({plan.budget} of the plain step's activation peak)" if plan.budget.endswith("%") else ""
+    largest = "" if plan.largest is None else f", at a size of {plan.largest}, the largest that does"
+    while_ = " while the optimizer steps" if plan.optimizer_bytes > plan.predicted.peak_bytes else ""
+    return (
+        f"{plan.made_for.model} fits into {in_words(plan.budget_bytes)}{share}{largest}. "
+        f"Peak: {in_words(plan.peak_bytes)}{while_}, plain {in_words(max(plan.plain.peak_bytes, plan.optimizer_bytes))}. "
+        f"Step: {seconds_in_words(plan.predicted.seconds)}, plain {seconds_in_words(plan.plain.seconds)}"
+        f"{_in_brackets(slowdown(plan, plan.predicted.seconds))}."
+    )
+
+
+def proof(plan: Planned) -> str:
+    """How it was seen, and what is only predicted."""
+    rounds = (
+        "the first plan that was tried" if plan.proof.rounds == 1 else f"the last of {plan.proof.rounds} plans tried"
+    )
+    predicted = " Nothing ran: times are predicted." if plan.made_for.is_predicted else ""
+    return (
+        f"Proved by a {plan.proof.method} step, of {in_words(plan.proof.peak_bytes)}: {rounds}. Planned in "
+        f"{seconds_in_words(plan.planning_seconds)}, for {plan.made_for.device}.{predicted}"
+    )
+
+
+def memory(plan: Planned) -> str:
+    """What the peak is made of."""
+    parts = ", ".join(f"{name} {in_words(size)}" for name, size in at_peak(plan).items() if size)
+    return f"At the peak of forward and backward: {parts}."
+
+
+def at_peak(plan: Planned) -> dict[str, int]:
+    """The bytes of each of `KINDS` at the peak of forward and backward."""
+    return {name: getattr(plan.fixed if index < 4 else plan.predicted.peak, name) for index, name in enumerate(KINDS)}
+
+
+def slowdown(plan: Planned, seconds: float) -> str:
+    """A step beside the plain one: "+26 %"; empty where there is nothing to compare."""
+    if not plan.plain.seconds:
+        return ""
+    percent = round(100 * (seconds / plan.plain.seconds - 1), 1) + 0.0  # no -0.0
+    return f"{percent:+.1f}\u00a0%"
+
+
+def seconds_in_words(seconds: float) -> str:
+    """A number of seconds, to be read.
+
+    Example:
+        >>> from reactivate.report.plan_table import seconds_in_words
+        >>> seconds_in_words(75.0), seconds_in_words(4.08), seconds_in_words(0.00026)
+        ('75.0 s', '4.08 s', '260 µs')
+    """
+    unit, size = next((item for item in (("s", 1.0), ("ms", 1e-3)) if seconds >= item[1]), ("µs", 1e-6))
+    value = seconds / size
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}" if seconds else "0 s"
+
+
+def _in_brackets(words: str) -> str:
+    return f" ({words})" if words else ""
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+BLOCK_COLUMNS = (Column("block"), Column("class"), Column("what is done"), Column("held", True), Column("extra", True))
+
+
+def block_rows(plan: Planned) -> list[Row]:
+    """A row for each run of blocks that are alike, with the sums of their figures; then one for all."""
+    rows = [
+        Row([named(alike), alike[0].kind, alike[0].treatment.name, *_figures(alike)]) for alike in runs(plan.decisions)
+    ]
+    return [*rows, Row([f"all {len(plan.decisions)}", "", "", *_figures(plan.decisions)], is_total=True)]
+
+
+def runs(decisions: Sequence[Decided]) -> list[list[Decided]]:
+    """The blocks, those in one list that follow one another and of which the same was decided."""
+
+    def shape(decision: Decided) -> tuple[object, ...]:
+        return decision.kind, decision.parameters, decision.treatment
+
+    return [list(group) for _, group in itertools.groupby(decisions, shape)]
+
+
+def named(alike: Sequence[Decided]) -> str:
+    """A run by the paths of its first and last block."""
+    first, last = (decision.path or "the model itself" for decision in (alike[0], alike[-1]))
+    return first if len(alike) == 1 else f"{first}…{last} ({len(alike)} alike)"
+
+
+def _figures(decisions: Sequence[Decided]) -> list[str]:
+    seconds = sum(decision.seconds for decision in decisions)
+    return [in_words(sum(decision.held_bytes for decision in decisions)), seconds_in_words(seconds) if seconds else ""]
+
+
+# -- other choices ----------------------------------------------------------------------------------------------------
+
+CHOICE_COLUMNS = (
+    Column(""),
+    Column("choice"),
+    Column("peak", True),
+    Column("step", True),
+    Column("slower", True),
+    Column("budget"),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan or a fixed policy.
+
+    Attributes:
+        point: what it is called and what it comes to.
+        is_chosen: whether it is the plan itself.
+        fits: whether it stays within the budget.
+    """
+
+    point: Point
+    is_chosen: bool
+    fits: bool
+
+
+def choice_rows(plan: Planned) -> list[Row]:
+    """The plan among some of the frontier and the fixed policies, the smallest peak first."""
+    return [
+        Row(
+            [
+                "→" if choice.is_chosen else "",
+                choice.point.label,
+                in_words(choice.point.peak_bytes),
+                seconds_in_words(choice.point.seconds),
+                slowdown(plan, choice.point.seconds),
+                "fits" if choice.fits else "over",
+            ]
+        )
+        for choice in choices(plan)
+    ]
+
+
+def choices(plan: Planned) -> list[Choice]:
+    """The plan, `MOST_POINTS` of the frontier and the fixed policies, the smallest peak first; equals are one."""
+    chosen = chosen_of(plan)
+    frontier = [point for point in _spread(plan.frontier) if not is_same(point, chosen)]
+    points = together([chosen, *frontier, *plan.policies])
+    points.sort(key=lambda point: (point.peak_bytes, -point.seconds))
+    return [Choice(point, is_same(point, chosen), point.peak_bytes <= plan.budget_bytes) for point in points]
+
+
+def chosen_of(plan: Planned) -> Point:
+    """The plan as a point among others."""
+    return Point("this plan", plan.predicted.peak_bytes, plan.predicted.seconds)
+
+
+def together(points: Sequence[Point]) -> list[Point]:
+    """Choices that come to the same, as one with all of their labels."""
+    found: list[Point] = []
+    for point in points:
+        index = next((index for index, other in enumerate(found) if is_same(point, other)), None)
+        if index is None:
+            found.append(point)
+        elif point.label not in found[index].label.split(", "):
+            found[index] = replace(found[index], label=f"{found[index].label}, {point.label}")
+    return found
+
+
+def is_same(point: Point, other: Point) -> bool:
+    """Whether two choices come to the same."""
+    return point.peak_bytes == other.peak_bytes and abs(point.seconds - other.seconds) <= 1e-9 * abs(other.seconds)
+
+
+def _spread(points: Sequence[Point]) -> list[Point]:
+    """Some of many, evenly, with both ends."""
+    if len(points) <= MOST_POINTS:
+        return list(points)
+    return [points[index * (len(points) - 1) // (MOST_POINTS - 1)] for index in range(MOST_POINTS)]

@@ -1,0 +1,141 @@
+"""The memory of a planned step over its time, as a picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reactivate._engine.accounts import in_words
+from reactivate.planner.prediction import Moment, Prediction
+from reactivate.report.figure import (
+    BUDGET,
+    INK,
+    PLAIN,
+    SIZE,
+    byte_unit,
+    drawn,
+    legend,
+    save as _save,
+    second_unit,
+    title,
+)
+from reactivate.report.plan_table import KINDS
+from reactivate.report.planned import Planned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = dict(zip(KINDS, ("#3d5a80", "#5f7ea8", "#8ba6c9", "#b9cbe2", "#e07a3f", "#2a9d8f", "#e9c46a")))
+_HEADROOM = 1.16  # for words above the mountain
+
+
+def draw(axes: Axes, plan: Planned) -> None:
+    """The step as a mountain of what memory is for; the plain step behind it, the budget above it.
+
+    Args:
+        axes: where to.
+        plan: the plan.
+    """
+    top = max(plan.predicted.peak_bytes, plan.plain.peak_bytes)
+    shows_budget = plan.budget_bytes <= 2 * top  # a budget far above would press all else flat
+    top = max(top, plan.budget_bytes) if shows_budget else top
+    unit, scale = byte_unit(top)
+    clock, tick = second_unit(max(plan.predicted.seconds, plan.plain.seconds))
+    _draw_step(axes, plan, scale, tick)
+    _draw_plain(axes, plan, scale, tick)
+    _draw_budget(axes, plan, scale, shows_budget)
+    _draw_forward_end(axes, plan, tick)
+    axes.set(xlabel=f"time ({clock})", ylabel=f"memory ({unit})", ylim=(0, _HEADROOM * top / scale))
+    axes.set_xlim(0, max(plan.predicted.seconds, plan.plain.seconds) / tick or 1)
+    title(axes, f"Peak {in_words(plan.predicted.peak_bytes)}, plain {in_words(plan.plain.peak_bytes)}")
+    legend(axes)
+
+
+def figure_of(plan: Planned, size: tuple[float, float] = SIZE) -> Figure:
+    """The picture alone, of a width and a height in inches."""
+    return drawn(lambda figure: draw(figure.add_subplot(), plan), size)
+
+
+def save(plan: Planned, path: str | os.PathLike[str]) -> None:
+    """Write the picture as PNG or SVG, by the suffix.
+
+    Raises:
+        UsageError: it is neither, or matplotlib is not installed.
+    """
+    _save(figure_of(plan), path)
+
+
+def described(plan: Planned) -> str:
+    """The picture in words, for those who do not see it."""
+    forward = f"{plan.predicted.forward_seconds / plan.predicted.seconds:.0%}" if plan.predicted.seconds else "a part"
+    return (
+        f"Memory over the time of a step, as stacked areas. With the plan it rises to {in_words(plan.predicted.peak_bytes)}, "
+        f"of which {in_words(plan.fixed.total)} are there all the time; the budget is a line at "
+        f"{in_words(plan.budget_bytes)}. The plain step, an outline behind, rises to {in_words(plan.plain.peak_bytes)}. "
+        f"The forward pass takes {forward} of the step."
+    )
+
+
+def _draw_step(axes: Axes, plan: Planned, scale: int, tick: float) -> None:
+    moments = _from_zero(plan.predicted)
+    times = [moment.seconds / tick for moment in moments]
+    heights = {
+        name: [getattr(plan.fixed if index < 4 else moment, name) / scale for moment in moments]
+        for index, name in enumerate(KINDS)
+    }
+    used = {name: values for name, values in heights.items() if any(values)}
+    axes.stackplot(
+        times,
+        *used.values(),
+        labels=list(used),
+        colors=[COLORS[name] for name in used],
+        step="pre",
+        linewidth=0,
+    )
+
+
+def _draw_plain(axes: Axes, plan: Planned, scale: int, tick: float) -> None:
+    moments = _from_zero(plan.plain)
+    heights = [(plan.fixed.total + moment.total) / scale for moment in moments]
+    times = [moment.seconds / tick for moment in moments]
+    axes.step(times, heights, where="pre", color=PLAIN, linewidth=1.2, linestyle=(0, (4, 1.5)), label="plain step")
+
+
+def _draw_budget(axes: Axes, plan: Planned, scale: int, is_shown: bool) -> None:
+    axes.axhline(plan.budget_bytes / scale, color=BUDGET, linewidth=1.4)
+    size = in_words(plan.budget_bytes).replace(" ", "\u00a0")
+    height = plan.budget_bytes / scale if is_shown else 1.0
+    axes.annotate(
+        f"budget\n{size}" if is_shown else f"budget ↑\n{size}",
+        (1.0, height),
+        xycoords=("axes fraction", "data" if is_shown else "axes fraction"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        color=BUDGET,
+        fontsize=9,
+        verticalalignment="center" if is_shown else "top",
+    )
+
+
+def _draw_forward_end(axes: Axes, plan: Planned, tick: float) -> None:
+    end = plan.predicted.forward_seconds / tick
+    axes.axvline(end, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+    for words, side, shift in (("forward", "right", -5), ("backward", "left", 5)):
+        axes.annotate(
+            words,
+            (end, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(shift, -2),
+            textcoords="offset points",
+            fontsize=9,
+            horizontalalignment=side,
+            verticalalignment="top",
+        )
+
+
+def _from_zero(prediction: Prediction) -> Sequence[Moment]:
+    """Its moments, the first of them from the beginning on."""
+    first = prediction.moments[0]
+    return (Moment(0.0, first.kept, first.recomputed, first.workspace), *prediction.moments)

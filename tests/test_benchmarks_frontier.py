@@ -1,0 +1,322 @@
+"""The benchmark of plans: peers do what they say, verdicts follow from times, and a run as short as can be has every row."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import _frontier_compiled as compiled
+import _frontier_models as models
+import _frontier_optimum as optimum
+import _frontier_page as page
+import _frontier_peers as peers
+import _frontier_plans as plans
+import _frontier_plot as plots
+import _frontier_results as results_of
+import _frontier_sac_ilp as sac_ilp
+import _frontier_steps as steps
+import _frontier_tables as tables
+import _frontier_terminal as terminal
+import _frontier_verdicts as verdicts
+import frontier
+from _figures import Estimate
+from matplotlib.figure import Figure
+
+from reactivate.planner.chain import Chain, Entry, Solution
+from reactivate.planner.solve import solve
+
+CPU = torch.device("cpu")
+TINY = {"gpt": models.Size(4, 32, 2, 32), "llama": models.Size(4, 64, 2, 16), "resnet": models.Size(4, 8, 2, 16)}
+SETTINGS = results_of.Settings(
+    seconds=0.0, fewest=2, backend="aot_eager_decomp_partition", compiled=("gpt",), sizes=TINY
+)
+EAGER = {"none", *peers.EVERY, peers.SAVED_OPS}
+
+
+class CountOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.overloadpacket.__name__
+        self.ops[name] = self.ops.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def found() -> results_of.Frontier:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "BUDGETS", (1.0, 0.0))
+        (one,) = frontier.measure(["gpt"], SETTINGS, CPU)
+    return one
+
+
+# -- models and peers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_copies_share_parameters_and_nothing_else(name: str) -> None:
+    subject = models.make_subject(name, TINY[name], CPU)
+    copied = subject.copied()
+    assert all(one is other for one, other in zip(subject.model.parameters(), copied.parameters(), strict=True))
+    assert not {*map(id, subject.model.modules())} & {*map(id, copied.modules())}
+    assert not {*map(id, subject.model.buffers())} & {*map(id, copied.buffers())}
+    assert len(subject.blocks_of(copied)) == TINY[name].layers
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_peers_recompute_what_they_say(name: str) -> None:
+    """4 blocks; a mark in each says how often it runs."""
+    subject = models.make_subject(name, TINY[name], CPU)
+    expected = {"none": 4, "full": 8, "every 2nd block": 6, "every 3rd block": 6, "every 4th block": 5}
+    for way in peers.eager_peers(subject):
+        model, runs = subject.copied(), []
+        for block in subject.blocks_of(model):
+            inner = next(block.children())
+            inner.forward = _marked(inner.forward, runs)  # type: ignore[method-assign]
+        subject.step_of(way.make(model))()
+        assert len(runs) == expected.get(way.mode, 8), way.name
+
+
+def _marked(fn, runs):  # type: ignore[no-untyped-def]
+    def run(*args, **kwargs):  # type: ignore[no-untyped-def]
+        runs.append(None)
+        return fn(*args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "ops"), [("gpt", ("addmm", "mm")), ("resnet", ("convolution",))])
+def test_selective_checkpointing_saves_products(name: str, ops: tuple[str, ...]) -> None:
+    subject = models.make_subject(name, TINY[name], CPU)
+    counted = {}
+    for way in peers.eager_peers(subject):
+        step = subject.step_of(way.make(subject.copied()))
+        with CountOps() as count:
+            step()
+        counted[way.mode] = [count.ops.get(op, 0) for op in ops]
+    assert counted[peers.SAVED_OPS] == counted["none"]
+    assert counted["full"] > counted["none"]
+
+
+def test_compiled_peers_have_graphs_of_their_own() -> None:
+    """A budget would be the other's if torch found that one's graphs; and equal blocks are compiled once."""
+    subject = models.make_subject("gpt", TINY["gpt"], CPU)
+    peaks = {}
+    ways = {way.name: way for way in compiled.compiled_peers(subject, "aot_eager_decomp_partition")}
+    for name in (f"{compiled.WHOLE}: budget 1", f"{compiled.BLOCKS}: budget 1", f"{compiled.BLOCKS}: budget 0"):
+        way = ways[name]
+        counters.clear()
+        peaks[way.name] = steps.ready(way.name, subject, way.make, CPU, way.first).peak_bytes
+        assert counters["stats"]["unique_graphs"] == 1, way.name
+        assert way.is_compiled
+    assert peaks[f"{compiled.BLOCKS}: budget 0"] < peaks[f"{compiled.BLOCKS}: budget 1"]
+
+
+def test_a_step_that_leaves_something_else_is_found() -> None:
+    subject = models.make_subject("resnet", TINY["resnet"], CPU)
+    same = steps.ready("same", subject, lambda model: model, CPU)
+    half = steps.ready("half", subject, lambda model: lambda x: model(x) / 2, CPU)
+    torchs = next(way for way in peers.eager_peers(subject) if way.mode == "full")
+    assert same.differences == []
+    assert half.differences == ["loss", "gradients"]
+    assert steps.ready("torch", subject, torchs.make, CPU).differences == ["buffers"]  # BatchNorm's, updated twice
+
+
+# -- plans and verdicts -----------------------------------------------------------------------------------------------
+
+
+def test_plans_are_for_the_budgets_that_were_asked_for() -> None:
+    subject = models.make_subject("gpt", TINY["gpt"], CPU)
+    plain = steps.ready("plain", subject, lambda model: model, CPU).peak_bytes
+    made = plans.make_plans(subject, {"nothing": 10, "plain": plain + 1000}, plain, lambda: None)
+    assert "nothing" not in made.found
+    assert plans.does(made.found["plain"]) == {"keep": 4}
+    assert plans.budget_of(made.found["plain"]) == plain + 1000
+    assert plans.budget_of(made.found["75 %"]) == plain * 75 // 100
+    assert made.least_bytes == plans.budget_of(made.found["least"]) <= min(map(plans.budget_of, made.found.values()))
+    same = {made.name_of(label): plans.does(plan) for label, plan in made.found.items()}
+    assert same[made.name_of("plain")] == {"keep": 4}
+    assert len(same) <= len(made.found)
+
+
+@pytest.mark.parametrize(
+    ("times", "rival", "words"),
+    [
+        ((10, 20, 15), "b: full", "faster"),
+        ((10, 20, 20), "b: full", "not separable"),
+        ((10, 15, 20), "b: full", "slower"),
+    ],
+)
+def test_verdicts_of_made_up_times(times: tuple[int, int, int], rival: str, words: str) -> None:
+    """Peers a (plain) and b (full), and one plan for b's peak."""
+    noise = np.random.default_rng(0).normal(0, 0.1, (3, 20))
+    rows = [np.full(20, time) + part for time, part in zip(times, noise, strict=True)]
+    measured = dict(zip([("a: none", 1), ("b: full", 1), ("ours", 1)], rows, strict=True))
+    levels = [Estimate(time, time, time) for time in times]
+    others = [
+        results_of.Peer("a", "none", False, 100, levels[0], 0.0, []),
+        results_of.Peer("b", "full", False, 50, levels[1], 0.0, []),
+    ]
+    planned = [results_of.Planned("b: full", 50, 49, 1.0, 49, levels[2], True, {}, [])]
+    named = type("Named", (), {"name_of": lambda self, label: "ours"})()
+    first, second = verdicts.verdicts(others, named, planned, measured)
+    assert (first.rival, first.words, first.ratio, first.holds) == ("a: none", "no plan fits", None, None)
+    assert (second.rival, second.words, second.holds) == (rival, words, True)
+    assert second.ratio is not None
+    assert second.ratio.value == pytest.approx(times[2] / times[1], abs=0.02)
+
+
+def test_the_solver_is_held_against_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+
+    def entry(index: int) -> Entry:
+        return Entry(str(index), rng.random(), rng.randrange(100), rng.randrange(100))
+
+    chain = Chain(tuple(tuple(map(entry, range(6))) for _ in range(8)), tuple(rng.randrange(100) for _ in range(9)))
+    short = optimum.shortened(chain)
+    assert len(short.menus) == 6  # 6 ** 6 = 46656
+    short = Chain(short.menus[:4], (*short.outside[:4], short.outside[-1]))
+    said = optimum.against_every_choice(short)
+    assert (said.blocks, said.choices, said.worst) == (4, 6**4, 0.0)
+    assert said.equal == said.budgets > 3
+
+    def lazy(chain: Chain, budget_bytes: int) -> Solution:
+        return replace(solve(chain, budget_bytes), seconds=2 * solve(chain, budget_bytes).seconds)
+
+    monkeypatch.setattr(optimum, "solve", lazy)
+    said = optimum.against_every_choice(short)
+    assert said.equal == 0
+    assert said.worst == pytest.approx(1.0)
+
+
+def test_what_stands_in_the_way_of_sac_ilp_is_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"one": "raise ValueError('of {device}')", "two": "pass", "three": "import os; os.abort()"}
+    monkeypatch.setattr(sac_ilp, "PARTS", parts)
+    one, three = sac_ilp.obstacles(CPU)
+    assert one == "one: ValueError: of cpu"
+    assert three.startswith("three: the process ends by signal 6")
+    monkeypatch.setattr(sac_ilp, "PARTS", {"two": "pass"})
+    (said,) = sac_ilp.obstacles(CPU)
+    assert said.startswith("It runs")
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_step_is_there_and_holds(found: results_of.Frontier) -> None:
+    eager = [peer for peer in found.peers if not peer.is_compiled]
+    assert {peer.mode for peer in eager} == EAGER
+    assert len(found.peers) == len(eager) + 2 * 2
+    assert not any(peer.differences for peer in eager)
+    labels = {item.label for item in found.planned}
+    assert "least" in labels
+    assert {"90 %", "plain: none", "torch non-reentrant: full"} <= labels
+    for item in found.planned:
+        assert item.holds == (item.peak_bytes <= item.budget_bytes)
+        assert item.holds
+        assert item.promised_bytes <= item.budget_bytes
+        assert not item.differences
+        assert sum(item.does.values()) == TINY["gpt"].layers
+    assert found.least_bytes == min(item.budget_bytes for item in found.planned)
+    assert found.optimum.equal == found.optimum.budgets > 3
+    assert found.rounds == 2
+
+
+def test_verdicts_are_at_the_peaks_of_peers(found: results_of.Frontier) -> None:
+    everyone = {peer.name: peer for peer in found.peers}
+    eager = [peer.name for peer in found.peers if not peer.is_compiled]
+    assert [item.budget_of for item in found.verdicts] == eager
+    assert [item.budget_of for item in found.verdicts_with_compiled] == list(everyone)
+    for item in (*found.verdicts, *found.verdicts_with_compiled):
+        assert item.budget_bytes == everyone[item.budget_of].peak_bytes
+        rival = everyone[item.rival]
+        fitting = [peer for peer in everyone.values() if peer.peak_bytes <= item.budget_bytes]
+        assert rival.peak_bytes <= item.budget_bytes
+        if item in found.verdicts_with_compiled:
+            assert rival.seconds.value == min(peer.seconds.value for peer in fitting)
+        assert (item.ratio is None) == (item.words == results_of.NO_PLAN)
+        assert item.ratio is None or math.isfinite(item.ratio.value)
+
+
+def test_json_is_read_as_it_was_written(found: results_of.Frontier, tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(found.to_json(), encoding="utf-8")
+    assert results_of.read(path) == found
+
+
+def test_page_has_every_table(found: results_of.Frontier) -> None:
+    infeasible = replace(found.verdicts[0], ratio=None, words=results_of.NO_PLAN, holds=None)
+    found = replace(found, verdicts=[infeasible, *found.verdicts[1:]])
+    text = page.to_markdown([found])
+    assert "## A byte-level GPT\n" in text
+    for table in (*tables.tables(found), tables.what_is_done(found)):
+        assert table.to_markdown() in text
+        assert {len(row) for row in table.rows} == {len(table.header)}
+    assert tables.in_short(found) in text
+    assert "torch.compile, whole model: budget 1: " in text  # is not the plain step bit for bit
+    assert "Nothing has been measured" in page.to_markdown([])
+
+
+def test_labels_of_the_plot_cover_nothing(
+    found: results_of.Frontier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.append(self))
+    eager = [peer for peer in found.peers if not peer.is_compiled]
+    plots.plot(replace(found, peers=eager), tmp_path / "plot.png")
+    (axes,) = drawn[0].axes
+    boxes = {}
+    for text in axes.texts:
+        text.get_window_extent()
+        boxes[text.get_text()] = plots.Text.get_window_extent(text)
+    assert {*boxes} == EAGER
+    others = [*boxes.values(), axes.get_legend().get_window_extent()]
+    assert not any(one.overlaps(other) for index, one in enumerate(others) for other in others[:index])
+
+
+def test_terminal_has_every_table(
+    found: results_of.Frontier, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    terminal.show(found)
+    said = capsys.readouterr().out
+    for part in ("every 2nd block", tables.in_short(found), found.sac_ilp[0]):
+        assert "".join(part.split()) in "".join(said.split())
+
+
+def test_command_line_writes_results_plot_and_page(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(frontier, "Settings", lambda: replace(SETTINGS, compiled=()))
+    monkeypatch.setattr(frontier, "obstacles", lambda device: ["none was looked for"])
+    out, written = tmp_path / "results", tmp_path / "page.md"
+    frontier.main(["--models", "resnet", "--seconds", "0", "--out", str(out), "--json"])
+    (said,) = json.loads(capsys.readouterr().out)
+    assert said["model"] == "resnet"
+    name = f"frontier-resnet-cpu-torch{torch.__version__.partition('+')[0]}"
+    assert {path.name for path in out.iterdir()} == {f"{name}.json", f"{name}.png"}
+    frontier.main(["--models", "", "--out", str(out), "--page", str(written)])
+    assert "## A ResNet with BatchNorm\n" in written.read_text(encoding="utf-8")
+    assert "none was looked for" in written.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("options", "words"), [(["--models", "vgg"], "vgg"), (["--page", "page.md"], "--out")])
+def test_command_line_refuses(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        frontier.main(options)
+    assert words in capsys.readouterr().err
