@@ -128,7 +128,7 @@ def run(
         result = backward(roots, inputs)
     ran.gradients = {name: leaf.grad for name, leaf in inputs.items()}
     if result is not None:
-        ran.gradients |= {f"returned {index}": leaf for index, leaf in enumerate(tensors_in(result))}
+        ran.gradients |= {f"returned {index}": leaf.detach() for index, leaf in enumerate(tensors_in(result))}
     for index, module in enumerate(case.modules):
         ran.state |= {f"buffer {index}.{name}": buffer.clone() for name, buffer in module.named_buffers()}
         ran.state |= {f"training {index}.{name}": child.training for name, child in module.named_modules()}

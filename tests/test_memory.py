@@ -122,7 +122,7 @@ def test_recomputed_tensors_go_as_the_backward_takes_them() -> None:
 
 @pytest.mark.parametrize("determinism", ["metadata", "values"])
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_nothing_outlives_the_backward(retain_graph: bool, determinism: str, no_collector: None) -> None:
+def test_nothing_outlives_the_backward(retain_graph: bool, determinism: Any, no_collector: None) -> None:
     module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
     watch = Watch()
     for parameter in [x, *module.parameters()]:
@@ -135,6 +135,8 @@ def test_nothing_outlives_the_backward(retain_graph: bool, determinism: str, no_
 
     step()
     gc.collect()  # what torch imports on the way
+    step()
+    assert gc.collect() == 0
     assert allocated_by(step).left_bytes == 0
     assert watch.alive() == 0
 
@@ -186,6 +188,30 @@ def test_hooks_inside_of_a_region_hold_no_region(options: Any, hooks: Any, no_co
     ours = allocated_by(lambda: step(lambda fn: reactivate.checkpoint(fn, **options)))
     torchs = allocated_by(lambda: step(lambda fn: lambda x: checkpoint(fn, x, use_reentrant=False)))
     assert ours.left_bytes <= torchs.left_bytes, "the graph itself is torch's"
+
+
+def test_a_failed_replay_holds_no_region_after_another_one_did(no_collector: None) -> None:
+    """Its graph, which hooks tie into a cycle, must not hold the error either: that knows the frames."""
+    x = torch.randn(64, 32, requires_grad=True)
+    watch = Watch()
+    calls = 0
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        h = x.sin()
+        with save_on_cpu():
+            h = h.tanh().exp().sin()
+        return h[:1].cos() if calls == 2 else h.cos().sin()
+
+    with observed_by(watch):
+        out = reactivate.checkpoint(fn)(x.cos()).sum()
+    with pytest.raises(reactivate.ReactivateError):
+        out.backward(retain_graph=True)
+    out.backward()
+    del out
+    gc.collect()  # the exception itself is a cycle of frames
+    assert watch.alive() == 0
 
 
 def test_closures_that_collect_outputs_make_no_cycle(no_collector: None) -> None:

@@ -287,6 +287,23 @@ def test_a_budget_is_all_included() -> None:
     assert caught.value.least_bytes >= plan.optimizer_bytes
 
 
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda out: out.sum(), "the model's output"),
+        (lambda out: {"loss": out.sum(), "logits": out}, "the output's .loss"),
+        (lambda out: (out, out.exp()), "the sum of the model's output"),
+    ],
+)
+def test_what_is_taken_for_the_loss_is_said(made: Any, said: str) -> None:
+    class Model(InForward):
+        def forward(self, x: Tensor) -> Any:
+            return made(super().forward(x))
+
+    plan = reactivate.plan(Model(), torch.randn(4, 32, 16), budget="100%")
+    assert plan.made_for.loss == said
+
+
 def test_a_share_is_of_the_activations() -> None:
     plan = planned(gpt(layers=3), "50%")
     own = plan.plain.peak_bytes - plan.fixed.total

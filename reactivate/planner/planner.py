@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from reactivate._apply import apply
+from reactivate._blocks import blocks_of
 from reactivate._compat import DataDependentError
 from reactivate._engine.accounts import in_words
 from reactivate._verify import leaves_of
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
-from reactivate.planner.chain import Chain, Pick
+from reactivate.planner.chain import Chain, Entry, Solution
 from reactivate.planner.memory import fixed_of, optimizer_memory
 from reactivate.planner.overhead import measure_overhead
 from reactivate.planner.place import Place, available_bytes
@@ -29,7 +32,7 @@ from reactivate.planner.runner import StepRunner
 from reactivate.planner.simulate import simulate
 from reactivate.planner.solution import Proven, Search
 from reactivate.planner.solve import frontier
-from reactivate.planner.step import TrainingStep
+from reactivate.planner.step import TrainingStep, words_for_default_loss
 from reactivate.planner.timeline import prediction_of
 from reactivate.planner.trace import Costs, Trace
 from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
@@ -58,7 +61,8 @@ class Planner:
     def _look_at_plain(self) -> None:
         """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
         self._tell("the plain step, simulated")
-        plain = self._simulated({}, count_functions=True)
+        with self._watching_loss():
+            plain = self._simulated({}, count_functions=True)
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
         state_bytes, optimizer_top = self._optimizer_memory()
@@ -71,6 +75,23 @@ class Planner:
         self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
         self.plain = plain
         self.plain_reading = self._read(plain, {})
+
+    @contextmanager
+    def _watching_loss(self) -> Iterator[None]:
+        """Find out what the backward begins from."""
+        self._loss = "step()" if self.step.whole is not None else "loss(output)"
+        if self.step.whole is not None or self.step.loss is not None:
+            yield
+            return
+
+        def look(model: Any, args: Any, output: Any) -> None:
+            self._loss = words_for_default_loss(output)
+
+        handle = self.step.model.register_forward_hook(look)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _optimizer_memory(self) -> tuple[int, int]:
         if self._optimizer is None:
@@ -136,7 +157,7 @@ class Planner:
         seeing = {
             path: self._called[path].functions.total() for path, treatment in treatments.items() if treatment.save_ops
         }
-        return read(trace, self._overhead, seeing)
+        return read(trace, self._scale, self._overhead, seeing)
 
     def _try(self, treatments: Mapping[str, Treatment]) -> tuple[Trace, Reading]:
         trace = self._simulated(treatments)
@@ -204,7 +225,6 @@ class Planner:
         )
 
     def _written(self, found: Proven, budget: Budget, allowed: int) -> Plan:
-        chain = self.chain
         total = self.fixed.total
         return Plan(
             budget=budget.text,
@@ -213,19 +233,13 @@ class Planner:
             decisions=self._decisions(found),
             fixed=self.fixed,
             plain=prediction_of(self.plain, total, self.plain_seconds),
-            predicted=prediction_of(found.trace, total, self._seconds_with(found.solution.seconds)),
-            frontier=tuple(
-                Point("planned", total + item.peak_bytes, self._seconds_with(item.seconds))
-                for item in frontier(chain, _POINTS)
-            ),
-            policies=tuple(self._fixed_policies(chain)),
+            predicted=prediction_of(found.trace, total, self.plain_seconds + found.solution.seconds),
+            frontier=self._frontier,
+            policies=self._policies,
             proof=self._proof(found),
             optimizer_bytes=self.optimizer_bytes,
             runner=StepRunner(self.step, self.place, self.costs, self.plan),
         )
-
-    def _seconds_with(self, extra: float) -> float:
-        return self.plain_seconds + extra * self._scale
 
     def _proof(self, found: Proven) -> Proof:
         return Proof("simulated", self.fixed.total + found.trace.peak_bytes, found.rounds)
@@ -241,22 +255,33 @@ class Planner:
                 digest_of(self.units[path]),
                 treatment,
                 entries[path].held_bytes,
-                entries[path].seconds * self._scale,
+                entries[path].seconds,
             )
             for path, treatment in found.treatments.items()
         )
 
-    def _fixed_policies(self, chain: Chain) -> list[Point]:
-        """What policies that are none of the solver's would come to."""
-        points = []
-        for label, recomputed in (("none()", 0), ("full()", 1), *((f"recompute_every({k})", k) for k in (2, 3, 4))):
-            picks = [
-                Pick(index, index + 1, _entry_of(menu, FULL if recomputed and index % recomputed == 0 else KEEP))
-                for index, menu in enumerate(chain.menus)
-            ]
-            solution = chain.solution_of(picks)
-            points.append(Point(label, self.fixed.total + solution.peak_bytes, self._seconds_with(solution.seconds)))
-        return points
+    @functools.cached_property
+    def _frontier(self) -> tuple[Point, ...]:
+        return tuple(self._point("planned", solution) for solution in frontier(self.chain, _POINTS))
+
+    @functools.cached_property
+    def _policies(self) -> tuple[Point, ...]:
+        """What fixed policies come to."""
+        chain = self.chain
+        every = {"none()": 0, "full()": 1, **{f"recompute_every({k})": k for k in (2, 3, 4)}}
+        return tuple(
+            self._point(label, chain.solution_of(chain.picks_of(self._every(k, chain)))) for label, k in every.items()
+        )
+
+    def _every(self, k: int, chain: Chain) -> Iterator[Entry]:
+        """Every k-th block recomputed, all else kept; none for 0."""
+        numbers = {path: number for number, path in enumerate(blocks_of(self.step.model))}
+        for path, menu in zip(self.plain_reading.paths, chain.menus):
+            wanted = FULL if k and path in numbers and numbers[path] % k == 0 else KEEP
+            yield next((entry for entry in menu if entry.name == wanted.name), menu[0])
+
+    def _point(self, label: str, solution: Solution) -> Point:
+        return Point(label, self.fixed.total + solution.peak_bytes, self.plain_seconds + solution.seconds)
 
     def _circumstances(self) -> Circumstances:
         leaves = leaves_of("args", self.step.args) | leaves_of("kwargs", dict(self.step.kwargs or {}))
@@ -265,14 +290,5 @@ class Planner:
         )
         device = self.place.spec.name if self.is_predicted else str(self.place.device)
         return Circumstances(
-            type(self.step.model).__name__, inputs, device, torch.__version__, self._words_for_loss(), self.is_predicted
+            type(self.step.model).__name__, inputs, device, torch.__version__, self._loss, self.is_predicted
         )
-
-    def _words_for_loss(self) -> str:
-        if self.step.whole is not None:
-            return "step()"
-        return "loss(output)" if self.step.loss is not None else "default"
-
-
-def _entry_of(menu: Any, treatment: Treatment) -> Any:
-    return next((entry for entry in menu if entry.name == treatment.name), menu[0])

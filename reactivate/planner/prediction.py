@@ -92,7 +92,7 @@ class Proof:
     """How it was seen that a plan holds.
 
     Attributes:
-        method: "simulated", on fake tensors, or "measured".
+        method: "simulated": the whole step ran on fake tensors.
         peak_bytes: what was seen.
         rounds: how many plans were tried until one held.
     """

@@ -53,11 +53,12 @@ class Reading:
     peak_bytes: int
 
 
-def read(trace: Trace, overhead: Overhead, sees_functions: Mapping[str, int]) -> Reading:
+def read(trace: Trace, scale: float, overhead: Overhead, sees_functions: Mapping[str, int]) -> Reading:
     """Read a trace. Of several passes over the model (micro-batches), the most that one of them comes to.
 
     Args:
         trace: the step.
+        scale: from the seconds of ops to those of the step.
         overhead: what the engine takes.
         sees_functions: for units with a policy that looks at functions, how many these are.
     """
@@ -74,7 +75,9 @@ def read(trace: Trace, overhead: Overhead, sees_functions: Mapping[str, int]) ->
         call = trace.calls[longest][index]
         engine = overhead.of(call, sees_functions.get(call.path, 0))
         calls.append(
-            Figures(max(row[0] for row in rows), max(row[1] for row in rows), sum(row[2] for row in rows) + engine)
+            Figures(
+                max(row[0] for row in rows), max(row[1] for row in rows), scale * sum(row[2] for row in rows) + engine
+            )
         )
     outside = tuple(max(found[2 * index][1] for found in same) for index in range(count + 1))
     return Reading(paths, tuple(calls), outside, trace.peak_bytes)

@@ -1,0 +1,112 @@
+"""What a plan decides about, and what it may do with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plan_models import GPT, Block, UNet
+from torch import nn
+
+import reactivate
+from reactivate._blocks import blocks_of
+from reactivate._types import Recompute, Save, Site
+from reactivate.planner.probe import rounds_of
+from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
+from reactivate.planner.units import units_of
+
+OPS = frozenset({"linear", "scaled_dot_product_attention", "add", "layer_norm"})
+
+
+def names(module: nn.Module, ops: frozenset[str] = OPS) -> dict[str, Treatment]:
+    return {item.name: item for item in treatments_of(module, ops)}
+
+
+def test_units_are_the_blocks() -> None:
+    model = GPT(layers=3)
+    assert list(units_of(model)) == ["blocks.0", "blocks.1", "blocks.2"] == list(blocks_of(model))
+
+
+def test_units_are_what_is_made_of_modules_where_nothing_repeats() -> None:
+    assert list(units_of(UNet())) == ["down1", "down2", "middle", "up2", "up1"]
+
+
+def test_a_wrapper_is_looked_into() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = UNet()
+
+    assert list(units_of(Wrapper())) == [f"inner.{path}" for path in units_of(UNet())]
+
+
+def test_units_beside_blocks() -> None:
+    model = nn.ModuleDict({"stem": nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "body": GPT(layers=2)})
+    assert list(units_of(model)) == ["stem", "body.blocks.0", "body.blocks.1"]
+
+
+def test_a_model_of_single_layers_is_one_unit() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert units_of(model) == {"": model}
+
+
+def test_units_lie_beside_one_another() -> None:
+    for model in (GPT(layers=2), UNet(), nn.Sequential(Block(8), nn.Sequential(Block(8), Block(8)))):
+        units = units_of(model)
+        for path in units:
+            assert not [other for other in units if other != path and other.startswith(f"{path}.")]
+
+
+def test_plain_sequentials_repeat_only_if_they_are_alike() -> None:
+    stem = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    body = nn.Sequential(Block(8), Block(8))
+    assert list(blocks_of(nn.Sequential(stem, body))) == ["1.0", "1.1"]
+    assert list(blocks_of(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))))) == ["0", "1"]
+
+
+def test_treatments_of_a_block() -> None:
+    found = names(Block(8))
+    assert found["keep"] == KEEP and found["recompute"] == FULL
+    assert found["recompute, nested"].recompute == ("", "attn", "mlp")
+    assert found["recompute mlp"].recompute == ("mlp",)
+    assert found["recompute but attention"].save_ops == ("scaled_dot_product_attention",)
+    assert found["recompute but long products"].save_modules == ("mlp.3",)  # from four times the width to the width
+    assert set(found["recompute but products"].save_modules) == {"attn.qkv", "attn.out", "mlp.1", "mlp.3"}
+    assert found["recompute but products"].save_ops == ()
+
+
+def test_there_is_nothing_to_save_where_nothing_is_computed() -> None:
+    assert list(names(nn.Sequential(nn.LayerNorm(8), nn.ReLU()), frozenset({"layer_norm"}))) == ["keep", "recompute"]
+
+
+def test_an_assignment_is_a_policy() -> None:
+    policy = Assignment({"a": Treatment("x", ("", "mlp"), ("mlp.1",), ("softmax",)), "b": KEEP})
+    module = nn.Linear(1, 1)
+    assert policy(Site("a", module=module)) == policy(Site("a.mlp", module=module)) == Recompute()
+    assert policy(Site("a.mlp.1", module=module)) == Save() == policy(Site("a.mlp", op="softmax"))
+    assert policy(Site("b", module=module)) is policy(Site("b", op="softmax")) is policy(Site("ab", op="softmax")) is None
+    assert policy.inside("a").interest().ops == {"softmax"}
+    assert policy == Assignment(dict(policy.treatments)) and hash(policy) == hash(Assignment(dict(policy.treatments)))
+
+
+def test_regions_without_anything_to_save_look_at_nothing() -> None:
+    model = GPT(layers=2)
+    policy = Assignment({"blocks.0": FULL, "blocks.1": Treatment("x", ("",), (), ("scaled_dot_product_attention",))})
+    reactivate.apply(model, policy)
+    first, second = (block.__dict__["forward"].options.choice for block in model.blocks)
+    assert first is None and second is not None and second.sees_functions
+    tokens = torch.randint(64, (2, 8))
+    model(tokens).sum().backward()
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 9, 20])
+def test_every_treatment_is_tried_on_every_unit_or_on_an_equal_one(count: int) -> None:
+    units = {f"blocks.{number}": Block(8) for number in range(count)}
+    menus = {path: treatments_of(unit, OPS) for path, unit in units.items()}
+    rounds = rounds_of(units, menus)
+    tried = {(path, item.name) for treatments in rounds for path, item in treatments.items()}
+    assert rounds[0] == dict.fromkeys(units, FULL)
+    if count < 4:
+        assert tried == {(path, item.name) for path, menu in menus.items() for item in menu if item != KEEP}
+    else:
+        assert {name for _, name in tried} == {item.name for item in menus["blocks.0"] if item != KEEP}
+        assert len(rounds) == 1 + -(-(len(menus["blocks.0"]) - 2) // count)
