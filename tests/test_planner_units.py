@@ -83,7 +83,9 @@ def test_an_assignment_is_a_policy() -> None:
     module = nn.Linear(1, 1)
     assert policy(Site("a", module=module)) == policy(Site("a.mlp", module=module)) == Recompute()
     assert policy(Site("a.mlp.1", module=module)) == Save() == policy(Site("a.mlp", op="softmax"))
-    assert policy(Site("b", module=module)) is policy(Site("b", op="softmax")) is policy(Site("ab", op="softmax")) is None
+    assert (
+        policy(Site("b", module=module)) is policy(Site("b", op="softmax")) is policy(Site("ab", op="softmax")) is None
+    )
     assert policy.inside("a").interest().ops == {"softmax"}
     assert policy == Assignment(dict(policy.treatments)) and hash(policy) == hash(Assignment(dict(policy.treatments)))
 
