@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,9 @@ def assert_holds(case: Case, plan: Plan) -> None:
 # -- what it leaves alone ---------------------------------------------------------------------------------------------
 
 
-def test_model_gradients_and_generators_are_as_they_were() -> None:
-    case = resnet()  # with BatchNorm's statistics
+@pytest.mark.parametrize("make", [resnet, gpt], ids=["statistics", "dropout"])
+def test_model_gradients_and_generators_are_as_they_were(make: Callable[[], Case]) -> None:
+    case = make()
     for number, parameter in enumerate(case.model.parameters()):
         parameter.grad = torch.randn_like(parameter) if number % 2 else None
     before = {name: item.clone() for name, item in case.model.state_dict().items()}

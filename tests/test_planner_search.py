@@ -1,0 +1,108 @@
+"""A plan is what a simulated step holds, whatever the table of treatments says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+from reactivate.planner.probe import Figures, Reading, Table
+from reactivate.planner.solution import Search
+from reactivate.planner.trace import Op, Trace
+from reactivate.planner.treatments import FULL, KEEP, Treatment
+
+MENU = (KEEP, FULL, Treatment("half", ("part",)))
+HELD = {"keep": 100, "recompute": 10, "half": 50}
+NEED = {"keep": 110, "recompute": 120, "half": 115}
+SECONDS = {"keep": 1.0, "recompute": 2.0, "half": 1.4}
+
+
+class World:
+    """A model of blocks whose true figures are those of the table plus what the table does not know."""
+
+    def __init__(self, unknown: list[int]) -> None:
+        self.unknown = unknown
+        self.paths = tuple(f"blocks.{number}" for number in range(len(unknown)))
+        self.simulated = 0
+        menus = dict.fromkeys(self.paths, MENU)
+        table = Table(self.reading(dict.fromkeys(self.paths, KEEP), is_true=False), dict.fromkeys(self.paths, nn.ReLU()))
+        for treatment in MENU[1:]:
+            treatments = dict.fromkeys(self.paths, treatment)
+            table.enter(self.reading(treatments, is_true=False), treatments)
+        self.search = Search(table, menus, self.simulate)
+
+    def reading(self, treatments: Mapping[str, Treatment], *, is_true: bool) -> Reading:
+        calls, peak, held = [], 0, 0
+        for path, unknown in zip(self.paths, self.unknown):
+            name = treatments[path].name
+            need = NEED[name] + (unknown if is_true and name != "keep" else 0)
+            calls.append(Figures(HELD[name], need, SECONDS[name]))
+            peak = max(peak, held + need)
+            held += HELD[name]
+        outside = (0,) * len(self.paths) + (5,)
+        return Reading(self.paths, tuple(calls), outside, max(peak, held + 5))
+
+    def simulate(self, treatments: Mapping[str, Treatment]) -> tuple[Trace, Reading]:
+        self.simulated += 1
+        reading = self.reading(treatments, is_true=True)
+        return Trace([Op(0, 0, False, False, 0, reading.peak_bytes, 0, 0.0)]), reading
+
+
+def test_a_table_that_is_right_needs_one_simulation() -> None:
+    world = World([0, 0, 0, 0])
+    found = world.search.fit(250)
+    assert found is not None and found.trace.peak_bytes <= 250
+    assert world.simulated == found.rounds == 1
+    assert found.trace.peak_bytes == found.solution.peak_bytes
+
+
+def test_a_table_that_promises_too_much_is_corrected() -> None:
+    world = World([0, 0, 60, 0])
+    found = world.search.fit(220)
+    assert found is not None and found.trace.peak_bytes <= 220
+    assert found.rounds == world.simulated > 1
+
+
+def test_where_nothing_holds_nothing_is_returned() -> None:
+    world = World([0, 0, 0, 500])
+    assert world.search.fit(130) is None
+    least = world.search.smallest().trace.peak_bytes
+    assert least > 130
+    assert world.search.fit(least) is not None
+    assert world.search.fit(least - 1) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    unknown=st.lists(st.integers(-30, 60), min_size=1, max_size=6),
+    budget=st.integers(100, 700),
+)
+def test_what_is_returned_holds_and_the_least_is_the_least(unknown: list[int], budget: int) -> None:
+    world = World(unknown)
+    found = world.search.fit(budget)
+    least = world.search.smallest().trace.peak_bytes
+    if found is None:
+        assert least > budget
+    else:
+        assert found.trace.peak_bytes <= budget
+        assert world.reading(found.treatments, is_true=True).peak_bytes == found.trace.peak_bytes
+    again = World(unknown)
+    assert again.search.smallest().trace.peak_bytes == least  # whatever was looked for before
+
+
+def test_a_choice_is_simulated_once() -> None:
+    world = World([0, 0])
+    for _ in range(3):
+        world.search.fit(150)
+    assert world.simulated == 1
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_least_of_a_right_table(count: int) -> None:
+    world = World([0] * count)
+    smallest = world.search.smallest()
+    assert smallest.trace.peak_bytes == smallest.solution.peak_bytes
+    with_full = world.reading({path: FULL for path in world.paths}, is_true=True).peak_bytes
+    assert smallest.trace.peak_bytes <= with_full
