@@ -27,7 +27,9 @@ class World:
         self.paths = tuple(f"blocks.{number}" for number in range(len(unknown)))
         self.simulated = 0
         menus = dict.fromkeys(self.paths, MENU)
-        table = Table(self.reading(dict.fromkeys(self.paths, KEEP), is_true=False), dict.fromkeys(self.paths, nn.ReLU()))
+        table = Table(
+            self.reading(dict.fromkeys(self.paths, KEEP), is_true=False), dict.fromkeys(self.paths, nn.ReLU())
+        )
         for treatment in MENU[1:]:
             treatments = dict.fromkeys(self.paths, treatment)
             table.enter(self.reading(treatments, is_true=False), treatments)
@@ -104,5 +106,5 @@ def test_the_least_of_a_right_table(count: int) -> None:
     world = World([0] * count)
     smallest = world.search.smallest()
     assert smallest.trace.peak_bytes == smallest.solution.peak_bytes
-    with_full = world.reading({path: FULL for path in world.paths}, is_true=True).peak_bytes
+    with_full = world.reading(dict.fromkeys(world.paths, FULL), is_true=True).peak_bytes
     assert smallest.trace.peak_bytes <= with_full
