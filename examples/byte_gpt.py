@@ -259,7 +259,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         print(as_json)
     else:
-        console.print("", str(planned.plan), "", table(results), "", highlight=False)
+        print("", planned.plan, "", sep="\n", flush=True)  # it knows how wide the terminal is
+        console.print(table(results), "")
     written = ", ".join(str(options.out / name) for name in ("plan.html", "plan.json", "byte_gpt.png", "results.json"))
     console.print(f"Report, plan, plot, results: {written}", style="dim")
     if not results["identical"]:
