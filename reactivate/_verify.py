@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -166,16 +166,21 @@ class Step:
 
     def run(self, model: Callable[..., Any], change: Change = nullcontext) -> _Run:
         """Run forward and backward from the state that the call was made in, and go back to it."""
-        random_states = [source.read() for source in self.sources]
         run = _Run()
-        modules = nullcontext() if self._state is None else self._guard.rewound(self._state)
-        try:
-            with torch.enable_grad(), modules, observed_by(run), change(model) as subject:
-                self._run(subject, run)
-        finally:
-            for source, state in zip(self.sources, random_states):
-                source.write(state)
+        with self.held(), observed_by(run), change(model) as subject:
+            self._run(subject, run)
         return run
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin in the state that the call was made in, and go back to it: modules and random numbers."""
+        with ExitStack() as stack:
+            for source in self.sources:
+                stack.callback(source.write, source.read())
+            stack.enter_context(torch.enable_grad())
+            if self._state is not None:
+                stack.enter_context(self._guard.rewound(self._state))
+            yield
 
     def _run(self, model: Callable[..., Any], run: _Run) -> None:
         with saved_tensors_hooks(functools.partial(self._count, run.kept), lambda tensor: tensor):

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -32,6 +31,7 @@ import _frontier_terminal as terminal
 import _frontier_verdicts as verdicts
 import frontier
 from _figures import Estimate
+from count_ops import CountOps
 from matplotlib.figure import Figure
 
 from reactivate.planner.chain import Chain, Entry, Solution
@@ -43,17 +43,6 @@ SETTINGS = results_of.Settings(
     seconds=0.0, fewest=2, backend="aot_eager_decomp_partition", compiled=("gpt",), sizes=TINY
 )
 EAGER = {"none", *peers.EVERY, peers.SAVED_OPS}
-
-
-class CountOps(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.overloadpacket.__name__
-        self.ops[name] = self.ops.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from count_ops import CountOps
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -42,17 +42,6 @@ TINY = results_of.Settings(
     experiment_calls=2,
 )
 WAYS = {way.name: way for way in ways.make_ways()}
-
-
-class CountOps(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func.overloadpacket.__name__
-        self.ops[name] = self.ops.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", WAYS)

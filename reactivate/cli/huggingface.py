@@ -195,8 +195,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(
-            "A config as TARGET needs transformers, which is not installed: pip install transformers (the extra "
-            "'reactivate[models]' has it)."
+            "A config as TARGET needs transformers, which is not installed: pip install 'reactivate[hf]'."
         ) from error
     transformers.logging.set_verbosity_error()
     return transformers

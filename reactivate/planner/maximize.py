@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,10 +56,10 @@ def largest(
             f"plan(maximize={name!r}) with budget={budget.text!r}: a share of the plain step grows with the {name}, so that "
             "any fits. Give the budget in bytes."
         )
-    return _search(attempt, _guess(step, place, optimizer, tell, budget, dimension, size), name)
+    return _search(attempt, _guess(step, place, optimizer, tell, budget, dimension, size))
 
 
-def _search(attempt: Any, guess: int, name: str) -> Plan:
+def _search(attempt: Callable[[int], Plan], guess: int) -> Plan:
     """From a guess to the largest size that fits: up or down by ever larger steps, then halve."""
     fits: dict[int, Plan] = {}
     low, high = 0, 0  # fits, does not

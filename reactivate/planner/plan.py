@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -122,7 +123,7 @@ class Plan(ReadyMade):
 
     # -- a policy -----------------------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def assignment(self) -> Assignment:
         """The policy itself."""
         return Assignment({decision.path: decision.treatment for decision in self.decisions})

@@ -32,7 +32,7 @@ from reactivate.planner.runner import StepRunner
 from reactivate.planner.simulate import simulate
 from reactivate.planner.solution import Proven, Search
 from reactivate.planner.solve import frontier
-from reactivate.planner.step import TrainingStep, words_for_default_loss
+from reactivate.planner.step import TrainingStep, default_loss
 from reactivate.planner.timeline import prediction_of
 from reactivate.planner.trace import Costs, Trace
 from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
@@ -85,7 +85,7 @@ class Planner:
             return
 
         def look(model: Any, args: Any, output: Any) -> None:
-            self._loss = words_for_default_loss(output)
+            self._loss, _ = default_loss(output)
 
         handle = self.step.model.register_forward_hook(look)
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reactivate.planner.chain import Chain, Pick, Solution
-from reactivate.planner.probe import Reading, Table
+from reactivate.planner.chain import Chain, Entry, Pick, Solution
+from reactivate.planner.probe import Figures, Reading, Table
 from reactivate.planner.solve import Infeasible, least, solve
 from reactivate.planner.trace import Trace
 from reactivate.planner.treatments import Treatment
@@ -109,29 +109,20 @@ class Search:
         reading = self._seen[tuple(found.treatments.values())][1]
         if reading.paths != self._table.plain.paths:
             return False
-        promised = dict(_tops_of_picks(self._chain, found.solution.picks))
+        promised = dict(_tops_of([pick.entry for pick in found.solution.picks], self._chain.outside))
         changed = False
-        for position, top in _tops_of(reading):
+        for position, top in _tops_of(reading.calls, reading.outside_bytes):
             if top != promised[position]:
                 self._corrections[position] = self._corrections.get(position, 0) + top - promised[position]
                 changed = True
         return changed
 
 
-def _tops_of(reading: Reading) -> Iterator[tuple[int, int]]:
-    """The most that was alive at each position."""
+def _tops_of(calls: Sequence[Figures | Entry], outside_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The most that is alive at each position, read or promised."""
     held = 0
-    for index, call in enumerate(reading.calls):
-        yield 2 * index, held + reading.outside_bytes[index]
+    for index, call in enumerate(calls):
+        yield 2 * index, held + outside_bytes[index]
         yield 2 * index + 1, held + call.need_bytes
         held += call.held_bytes
-    yield 2 * len(reading.calls), held + reading.outside_bytes[-1]
-
-
-def _tops_of_picks(chain: Chain, picks: Sequence[Pick]) -> Iterator[tuple[int, int]]:
-    held = 0
-    for index, pick in enumerate(picks):
-        yield 2 * index, held + chain.outside[index]
-        yield 2 * index + 1, held + pick.entry.need_bytes
-        held += pick.entry.held_bytes
-    yield 2 * len(picks), held + chain.outside[-1]
+    yield 2 * len(calls), held + outside_bytes[-1]

@@ -63,7 +63,7 @@ class TrainingStep:
 
     @contextmanager
     def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        with _Rewound(self.model, args, kwargs).held(), _refusing_optimizers():
+        with Step(self.model, args, kwargs).held(), _refusing_optimizers():
             yield
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -71,45 +71,27 @@ class TrainingStep:
             self.whole()
             return
         output = self.model(*args, **kwargs)  # alive during the backward, as in most training loops
-        loss = (self.loss or default_loss)(output)
+        loss = default_loss(output)[1]() if self.loss is None else self.loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"plan(loss=...) takes a function whose result is a scalar to go back from; got {loss!r}.")
         loss.backward()
 
 
-def default_loss(output: Any) -> Tensor:
-    """What is taken for the loss: the output if it is a scalar, its `.loss`, else the sum of all in it with a gradient."""
+def default_loss(output: Any) -> tuple[str, Callable[[], Tensor]]:
+    """What is taken for the loss, in words, and what makes it: the output if it is a scalar, its `.loss`, else its sum."""
     if isinstance(output, Tensor) and output.numel() == 1:
-        return output
+        return "the model's output", lambda: output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
-        return loss
+        return "the output's .loss", lambda: loss
+    return "the sum of the model's output", lambda: _sum_of(output)
+
+
+def _sum_of(output: Any) -> Tensor:
     parts = [leaf.sum() for leaf in leaves_of("output", output).values() if leaf.requires_grad]
     if not parts:
         raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to plan.")
     return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
-
-
-def words_for_default_loss(output: Any) -> str:
-    """Which of the three it was."""
-    if isinstance(output, Tensor) and output.numel() == 1:
-        return "the model's output"
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return "the output's .loss" if isinstance(loss, Tensor) else "the sum of the model's output"
-
-
-class _Rewound(Step):
-    """Puts model and generators back."""
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._state is not None:
-                stack.enter_context(self._guard.rewound(self._state))
-            for source in self.sources:
-                stack.callback(source.write, source.read())
-            stack.enter_context(torch.enable_grad())
-            yield
 
 
 @contextmanager

@@ -178,7 +178,7 @@ class _Tracer(TorchDispatchMode):
         self._place = _Places()
         self._call: Call | None = None  # that runs
         self._aside: list[Allocation] = []  # by the guards of the replays that run
-        self._remembered = 0  # bytes, by guards
+        self._remembered: Allocation | None = None  # by guards
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -196,12 +196,19 @@ class _Tracer(TorchDispatchMode):
         for storage in storages_of(tensor):
             if not self._is_known(storage):
                 key = id(storage)
-                size = self._rounded(max(int(storage.nbytes()), least_bytes))
-                allocation = Allocation(size, len(self.trace.ops))
-                self.trace.allocations.append(allocation)
-                self._live_bytes += allocation.size_bytes
+                allocation = self._allocate(self._rounded(max(int(storage.nbytes()), least_bytes)))
                 self._storages[key] = weakref.ref(storage, self._leaver(key, allocation))
                 self._own.add(key)
+
+    def _allocate(self, size_bytes: int) -> Allocation:
+        allocation = Allocation(size_bytes, len(self.trace.ops))
+        self.trace.allocations.append(allocation)
+        self._live_bytes += size_bytes
+        return allocation
+
+    def _release(self, allocation: Allocation) -> None:
+        allocation.died = len(self.trace.ops)
+        self._live_bytes -= allocation.size_bytes
 
     def _rounded(self, size_bytes: int) -> int:
         rounding = self._costs.rounding
@@ -209,8 +216,7 @@ class _Tracer(TorchDispatchMode):
 
     def _leaver(self, key: int, allocation: Allocation) -> Callable[[object], None]:
         def leave(_: object) -> None:
-            allocation.died = len(self.trace.ops)
-            self._live_bytes -= allocation.size_bytes
+            self._release(allocation)
             self._storages.pop(key, None)
             self._own.discard(key)
 
@@ -273,17 +279,13 @@ class _Tracer(TorchDispatchMode):
             self._call.saved_calls += sum(site.reason is None for site in record.sites)
         for tensor in held_by_guards(record):
             self._enter(tensor)
-        if not self._remembered:  # a guard has the state that it read last, which no region may need
-            self._remembered = max(self._sizes_of_snapshots(record), default=0)
-            self.trace.allocations.append(Allocation(self._remembered, len(self.trace.ops)))
-            self._live_bytes += self._remembered
+        if self._remembered is None and (sizes := [*self._sizes_of_snapshots(record)]):
+            # A guard has the state that it read last, which no region may need.
+            self._remembered = self._allocate(max(sizes))
 
     def replay_begins(self, record: Record) -> None:
         """A region is replayed: its guards put the state as it is now aside, which is as large as what they kept."""
-        size = sum(self._sizes_of_snapshots(record))
-        self._aside.append(Allocation(size, len(self.trace.ops)))
-        self._live_bytes += size
-        self.trace.allocations.append(self._aside[-1])
+        self._aside.append(self._allocate(sum(self._sizes_of_snapshots(record))))
 
     def _sizes_of_snapshots(self, record: Record) -> Iterator[int]:
         for tensor in held_by([snapshot for _, snapshot in record.snapshots]):
@@ -292,9 +294,7 @@ class _Tracer(TorchDispatchMode):
 
     def replay_done(self, record: Record) -> None:
         """A region was replayed."""
-        allocation = self._aside.pop()
-        allocation.died = len(self.trace.ops)
-        self._live_bytes -= allocation.size_bytes
+        self._release(self._aside.pop())
 
 
 class _Functions(TorchFunctionMode):
