@@ -1,4 +1,4 @@
-"""More to compare with: `torch.compile`, whose partitioner has a budget of its own, a share of what it would save.
+"""`torch.compile`: as a peer, whose partitioner has a budget of its own, a share of what it would save; and of plans.
 
 Every way has code of its own to compile: torch finds what it compiled by the code object, and would take the graphs of
 one budget for those of another.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from _frontier_models import Subject
 from _frontier_peers import Call, Way
+from _subjects import OURS
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
@@ -29,6 +30,13 @@ def compiled_peers(subject: Subject, backend: str) -> list[Way]:
         for budget in BUDGETS:
             ways.append(Way(system, f"budget {budget:g}", partial(make, backend), partial(_with_budget, budget), True))
     return ways
+
+
+def compiled_plans(subject: Subject, backend: str) -> list[Way]:
+    """What is done to a planned model: it is compiled as a whole, or block by block, with nothing said of memory."""
+    makes = ((WHOLE, _whole), (BLOCKS, partial(_by_block, subject)))
+    first = partial(_with_budget, 1.0)
+    return [Way(f"{OURS} in {system}", "", partial(make, backend), first, True) for system, make in makes]
 
 
 def _whole(backend: str, model: nn.Module) -> Call:

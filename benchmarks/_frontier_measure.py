@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 from _figures import SINGLE, Estimate, Key, Times, estimate
-from _frontier_compiled import compiled_peers
+from _frontier_compiled import compiled_peers, compiled_plans
 from _frontier_models import ON_ACCELERATORS, SIZES, SMALL, Subject, make_subject
 from _frontier_optimum import against_every_choice, measured_chain
-from _frontier_peers import Way, eager_peers
+from _frontier_peers import Call, Way, eager_peers
 from _frontier_plans import SHARES, Plans, applied, budget_of, does, make_plans
 from _frontier_results import Frontier, Optimum, Peer, Planned, Settings
 from _frontier_steps import Ready, ready, rounds_in
@@ -17,29 +17,39 @@ from _frontier_verdicts import verdicts
 from _measure import Timer, quiet, single_calls
 from _results import Track, describe_machine
 from _selective_block import finished
+from _subjects import OURS
+from torch import nn
+
+from reactivate.planner.plan import Plan
 
 
 def measure_model(name: str, settings: Settings, device: torch.device, track: Track, sac_ilp: list[str]) -> Frontier:
     """The frontier of a model, and what others have in its place."""
     sizes = (SIZES if device.type == "cpu" else ON_ACCELERATORS) | settings.sizes
     subject = make_subject(name, sizes[name], device)
-    ways = eager_peers(subject)
+    ways, runs = eager_peers(subject), [Way(OURS, "", lambda model: model)]
     if name in settings.compiled:
         ways += compiled_peers(subject, settings.backend)
+        runs += compiled_plans(subject, settings.backend)
     timer = Timer(device, settings.clock if device.type == "cpu" else "wall")
     with quiet():
         theirs = peer_steps(ways, subject, device, track)
         peaks = {way.name: theirs[way.name].peak_bytes for way in ways}
         tick = track(f"{name}, plans", len(ways) + len(SHARES) + 1)
         plans = make_plans(subject, peaks, theirs[ways[0].name].peak_bytes, tick)
-        ours = planned_steps(plans, subject, device, track)
+        ours = planned_steps(plans, runs, subject, device, track)
         steps = [*theirs.values(), *ours.values()]
         rounds = rounds_in(steps, settings, device)
-        runs = {item.key: finished(item.step, device) for item in steps}
-        times = single_calls(runs, rounds, timer, track(f"{name}, rounds", rounds))
+        calls = {item.key: finished(item.step, device) for item in steps}
+        times = single_calls(calls, rounds, timer, track(f"{name}, rounds", rounds))
     peers = [_peer(way, theirs[way.name], times) for way in ways]
-    planned = [_planned(label, plans, ours[plans.name_of(label)], times) for label in plans.found]
+    planned = [
+        _planned(run.system, label, plan, ours[_name(run, plans.name_of(label))], times)
+        for run in runs
+        for label, plan in plans.found.items()
+    ]
     eager = [peer for peer in peers if not peer.is_compiled]
+    eagerly = [item for item in planned if item.system == OURS]
     return Frontier(
         machine=describe_machine(device),
         settings=settings,
@@ -53,8 +63,8 @@ def measure_model(name: str, settings: Settings, device: torch.device, track: Tr
         replanning_seconds=plans.median_seconds,
         peers=peers,
         planned=planned,
-        verdicts=[*verdicts(eager, plans, planned, times)],
-        verdicts_with_compiled=[] if eager == peers else [*verdicts(peers, plans, planned, times)],
+        verdicts=[*verdicts(eager, eagerly, times)],
+        verdicts_with_compiled=[] if eager == peers else [*verdicts(peers, planned, times)],
         optimum=optimum_of(name, device),
         sac_ilp=sac_ilp,
     )
@@ -69,14 +79,26 @@ def peer_steps(ways: list[Way], subject: Subject, device: torch.device, track: T
     return found
 
 
-def planned_steps(plans: Plans, subject: Subject, device: torch.device, track: Track) -> dict[str, Ready]:
-    """{the name of what is planned: its step}; budgets with the same plan share one."""
+def planned_steps(
+    plans: Plans, runs: list[Way], subject: Subject, device: torch.device, track: Track
+) -> dict[str, Ready]:
+    """{the name of what is planned, run in one of these ways: its step}; budgets with the same plan share one."""
     different = {plans.name_of(label): plan for label, plan in plans.found.items()}
-    tick, found = track(f"{subject.name}, planned steps", len(different)), {}
-    for name, plan in different.items():
-        found[name] = ready(name, subject, partial(applied, plan), device)
-        tick()
+    tick, found = track(f"{subject.name}, planned steps", len(runs) * len(different)), {}
+    for run in runs:
+        for label, plan in different.items():
+            name = _name(run, label)
+            found[name] = ready(name, subject, partial(_planned_run, plan, run), device, run.first)
+            tick()
     return found
+
+
+def _planned_run(plan: Plan, run: Way, model: nn.Module) -> Call:
+    return run.make(applied(plan, model))
+
+
+def _name(run: Way, label: str) -> str:
+    return f"{run.system}: {label}"
 
 
 def optimum_of(name: str, device: torch.device) -> Optimum:
@@ -91,10 +113,12 @@ def _peer(way: Way, step: Ready, times: Times) -> Peer:
     )
 
 
-def _planned(label: str, plans: Plans, step: Ready, times: Times) -> Planned:
-    plan = plans.found[label]
+def _planned(system: str, label: str, plan: Plan, step: Ready, times: Times) -> Planned:
+    name, _ = step.key
     return Planned(
+        system=system,
         label=label,
+        step=name,
         budget_bytes=budget_of(plan),
         promised_bytes=plan.predicted.peak_bytes - plan.fixed.total,
         promised_seconds=plan.predicted.seconds,

@@ -31,8 +31,10 @@ The script is `benchmarks/frontier.py`, and this page is what its `--page` write
 
 The peers: no checkpointing; torch's checkpointing (non-reentrant) of every block, every second, third and fourth; torch's
 selective checkpointing of every block with the results of products, attention and convolutions saved; where it says so,
-`torch.compile` with `activation_memory_budget` from 1 to 0, of the whole model and block by block. Compiled steps run
-generated code, while all else, the plans too, runs eagerly: a part of the difference in time is not about memory.
+`torch.compile` with `activation_memory_budget` from 1 to 0, of the whole model and block by block. There each plan is
+compiled too: `reactivate.apply(model, plan)` first, then `torch.compile` of the whole model, or of each block. The plan is
+made for eager code; whether its compiled step holds is measured. A verdict takes, as it does of the peers, the fastest of
+these steps that holds.
 """
 
 _NOTHING = """

@@ -51,9 +51,9 @@ class Plans:
         return statistics.median(self.further_seconds)
 
     def name_of(self, label: str) -> str:
-        """Of the step with this plan: plans that do the same are one step."""
+        """Of this plan: those that do the same have one name."""
         same = (other for other, plan in self.found.items() if plan.assignment == self.found[label].assignment)
-        return f"reactivate: {next(same)}"
+        return next(same)
 
 
 def make_plans(subject: Subject, peaks: Mapping[str, int], plain_bytes: int, tick: Tick) -> Plans:

@@ -23,6 +23,7 @@ LOOKS = {
     BLOCKS: ("#6a994e", "v"),
 }
 OURS_COLOR = "#d1495b"
+OUR_LOOKS = {f"{OURS} in {WHOLE}": "^--", f"{OURS} in {BLOCKS}": "v:"}
 GAP = 7
 """Pixels around the middle of a point that stay free."""
 
@@ -33,7 +34,9 @@ def plot(found: Frontier, path: Path) -> None:
     """Peak bytes of a step against its time."""
     figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    _draw(found.planned, axes, OURS_COLOR, "o-", f"{OURS}, planned")
+    for system in dict.fromkeys(item.system for item in found.planned):
+        mine = [item for item in found.planned if item.system == system]
+        _draw(mine, axes, OURS_COLOR, OUR_LOOKS.get(system, "o-"), system.replace(OURS, f"{OURS}, planned", 1))
     for system, (color, marker) in LOOKS.items():
         mine = [peer for peer in found.peers if peer.system == system]
         if mine:
@@ -112,8 +115,10 @@ def _boxes(found: Frontier, axes: Axes) -> Iterator[Bbox]:
             axes.transData.transform((0, seconds * 1e3))[1] for seconds in (item.seconds.low, item.seconds.high)
         )
         yield Bbox.from_extents(x - GAP, min(low, middle - GAP), x + GAP, max(high, middle + GAP))
-    line = sorted({_place(item) for item in found.planned})
-    for start, end in pairwise(line):
+    lines: dict[str, set[Place]] = {}
+    for item in found.planned:
+        lines.setdefault(item.system, set()).add(_place(item))
+    for start, end in (piece for line in lines.values() for piece in pairwise(sorted(line))):
         (x0, y0), (x1, y1) = axes.transData.transform([start, end])
         pieces = max(1, int(max(abs(x1 - x0), abs(y1 - y0)) / 4))
         for index in range(pieces):

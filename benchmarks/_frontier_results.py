@@ -65,7 +65,9 @@ class Planned:
     """A step of the model with a plan. Sizes are over parameters, gradients and inputs.
 
     Attributes:
+        system: whether it runs eagerly, or what of it is compiled.
         label: the budget in words.
+        step: the name of what was measured: budgets with the same plan share one.
         budget_bytes: what was allowed.
         promised_bytes, promised_seconds: what the plan says.
         peak_bytes, seconds, differences: what was found, as in `Peer`.
@@ -73,7 +75,9 @@ class Planned:
         does: {what is done: with how many parts of the model}.
     """
 
+    system: str
     label: str
+    step: str
     budget_bytes: int
     promised_bytes: int
     promised_seconds: float
@@ -91,6 +95,7 @@ class Verdict:
     Attributes:
         budget_of: the peer whose peak is the budget.
         rival: the fastest peer whose peak is within it.
+        system: how the plan for it runs: the fastest way that stays within it.
         ratio: the plan's time as a part of the rival's; None where no plan fits.
         words: "faster", "not separable" or "slower", by the interval; or "no plan fits".
         holds: whether the plan's step stays within the budget; None where no plan fits.
@@ -99,6 +104,7 @@ class Verdict:
     budget_of: str
     budget_bytes: int
     rival: str
+    system: str
     ratio: Estimate | None
     words: str
     holds: bool | None
@@ -131,8 +137,8 @@ class Frontier:
         fixed_bytes: parameters, buffers, gradients and inputs.
         least_bytes: the least budget for which there is a plan, over these.
         planning_seconds, replanning_seconds: on the wall: of the first plan, and of each further one in the median.
-        verdicts: eager peers alone.
-        verdicts_with_compiled: every peer; empty where none was compiled.
+        verdicts: eager peers and eager plans alone.
+        verdicts_with_compiled: every peer and every plan; empty where none was compiled.
         sac_ilp: why `torch.distributed._tools.sac_ilp` is not among the peers.
     """
 

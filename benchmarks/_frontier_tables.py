@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from _figures import Estimate
 from _frontier_results import FASTER, SLOWER, Frontier, Peer, Planned, Verdict
+from _subjects import OURS
 from _tables import Table, with_interval
 
-TEXTS = ("way", "mode", "budget", "at the peak of", "fastest peer", "what it does", "different from plain")
+TEXTS = ("way", "mode", "budget", "at the peak of", "fastest peer", "plan", "what it does", "different from plain")
 """Columns of words."""
 
 GOOD, BAD = (FASTER, "yes"), (SLOWER, "no")
@@ -19,7 +20,7 @@ def tables(found: Frontier) -> list[Table]:
     eager = (
         f"At the peak of each eager peer: the fastest of them that fits, and the plan for that budget, on {found.model}"
     )
-    every = "The same with compiled peers; the plans run eagerly"
+    every = "The same with compiled peers and compiled plans"
     made = [
         step_table(found),
         verdict_table(eager, found.verdicts),
@@ -29,25 +30,35 @@ def tables(found: Frontier) -> list[Table]:
 
 
 def step_table(found: Frontier) -> Table:
-    """Every step with its peak and its time: peers, then plans from the least budget on."""
+    """Every step with its peak and its time: peers, then plans, each at the least budget that it was made for."""
     plain = found.peers[0]
     lines = [_peer(peer, plain) for peer in found.peers]
-    lines += [_planned(item, plain) for item in sorted(found.planned, key=lambda item: item.budget_bytes)]
+    lines += [_planned(item, plain) for item in different_steps(found.planned)]
     header = ("way", "mode", "budget, MB", "peak, MB", "of plain's", "step, ms", "of plain's", "holds")
     return Table(f"{found.title}. One step", header, lines)
+
+
+def different_steps(planned: Sequence[Planned]) -> list[Planned]:
+    """One of those that share a step: the one with the least budget; by system and budget."""
+    found: dict[str, Planned] = {}
+    for item in sorted(planned, key=lambda item: (item.system != OURS, item.system, item.budget_bytes)):
+        found.setdefault(item.step, item)
+    return [*found.values()]
 
 
 def verdict_table(title: str, verdicts: Sequence[Verdict]) -> Table:
     """Who is faster in equal memory."""
     lines = [
         (
-            *(item.budget_of, megabytes(item.budget_bytes), item.rival),
+            *(item.budget_of, megabytes(item.budget_bytes), item.rival, item.system),
             "" if item.ratio is None else ratio(item.ratio),
             *(item.words, {True: "yes", False: "no", None: ""}[item.holds]),
         )
         for item in verdicts
     ]
-    return Table(title, ("at the peak of", "MB", "fastest peer", "plan's time of its", "the plan is", "holds"), lines)
+    return Table(
+        title, ("at the peak of", "MB", "fastest peer", "plan", "plan's time of its", "the plan is", "holds"), lines
+    )
 
 
 def what_is_done(found: Frontier) -> Table:
@@ -55,6 +66,7 @@ def what_is_done(found: Frontier) -> Table:
     lines = [
         (item.label, megabytes(item.budget_bytes), ", ".join(f"{count} x {name}" for name, count in item.does.items()))
         for item in sorted(found.planned, key=lambda item: item.budget_bytes)
+        if item.system == OURS
     ]
     return Table("What the plans do", ("budget", "MB", "what it does"), lines)
 
@@ -82,7 +94,7 @@ def optimum_in_words(found: Frontier) -> str:
 def different(found: Frontier) -> list[tuple[str, str]]:
     """(way, what its step leaves different from plain, bit for bit), of those that leave something."""
     ways = [(peer.name, peer.differences) for peer in found.peers]
-    ways += [(f"reactivate: {item.label}", item.differences) for item in found.planned]
+    ways += [(item.step, item.differences) for item in different_steps(found.planned)]
     return [(name, ", ".join(what)) for name, what in ways if what]
 
 
@@ -102,7 +114,7 @@ def _peer(peer: Peer, plain: Peer) -> tuple[str, ...]:
 
 def _planned(item: Planned, plain: Peer) -> tuple[str, ...]:
     return (
-        "reactivate",
+        item.system,
         item.label,
         megabytes(item.budget_bytes),
         *_figures(item, plain),

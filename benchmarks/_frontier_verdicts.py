@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from _figures import SINGLE, Estimate, Key, Times, estimate
-from _frontier_plans import Plans
 from _frontier_results import FASTER, NO_PLAN, SAME, SLOWER, Peer, Planned, Verdict
 
 
-def verdicts(peers: Sequence[Peer], plans: Plans, planned: Sequence[Planned], times: Times) -> Iterator[Verdict]:
+def verdicts(peers: Sequence[Peer], planned: Sequence[Planned], times: Times) -> Iterator[Verdict]:
     """At the peak of each of these peers the fastest of them that fits in there, and the plan for that budget."""
-    steps = {item.label: item for item in planned}
     for peer in peers:
         fitting = [other for other in peers if other.peak_bytes <= peer.peak_bytes]
         rival = min(fitting, key=lambda other: other.seconds.value)
-        step = steps.get(peer.name)
-        if step is None:
-            yield Verdict(peer.name, peer.peak_bytes, rival.name, None, NO_PLAN, None)
-        else:
-            ratio = ratio_of((plans.name_of(peer.name), 1), (rival.name, 1), times)
-            yield Verdict(peer.name, peer.peak_bytes, rival.name, ratio, in_words(ratio), step.holds)
+        ours = [item for item in planned if item.label == peer.name]
+        if not ours:
+            yield Verdict(peer.name, peer.peak_bytes, rival.name, "", None, NO_PLAN, None)
+            continue
+        step = min(ours, key=lambda item: (not item.holds, item.seconds.value))
+        ratio = ratio_of((step.step, 1), (rival.name, 1), times)
+        yield Verdict(peer.name, peer.peak_bytes, rival.name, step.system, ratio, in_words(ratio), step.holds)
 
 
 def ratio_of(ours: Key, theirs: Key, times: Times) -> Estimate:
