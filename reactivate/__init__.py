@@ -3,7 +3,7 @@
 Drop activations in the forward pass, get them back in the backward pass, with every bit of every gradient unchanged.
 """
 
-from reactivate import dropin, errors, guards, policies, recipe, report, storage
+from reactivate import dropin, errors, guards, integrations, policies, recipe, report, storage
 from reactivate._apply import Handle, apply
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.replay import is_recomputing
@@ -32,6 +32,7 @@ __all__ = [
     "errors",
     "explain",
     "guards",
+    "integrations",
     "is_recomputing",
     "plan",
     "policies",

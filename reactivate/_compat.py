@@ -144,6 +144,11 @@ OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacke
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
 
+def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """What `view` is of its base, of another base of the same shape."""
+    return view._view_func(base)  # type: ignore[attr-defined, no-any-return]
+
+
 def qualified_name(packet: Any) -> str:
     """`library::op`."""
     return packet._qualified_op_name  # type: ignore[no-any-return]
@@ -600,6 +605,16 @@ _CUDA_FLAGS = (
 FLAGS: tuple[Flag, ...] = _CPU_FLAGS if accelerator_device() is None else _CPU_FLAGS + _CUDA_FLAGS
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+# What `torch.<device type>` is, for a device type that came without a module of its own.
+register_device_module: Callable[[str, Any], None] = torch._register_device_module
+
+
+def xla_runtime() -> Any:
+    """torch_xla's bindings, None as long as torch_xla is not imported: seeds, devices and barriers have public names only
+    in part, and these initialise the runtime.
+    """
+    return getattr(sys.modules.get("torch_xla"), "_XLAC", None)
 
 
 # -- accounts of what is kept -----------------------------------------------------------------------------------------

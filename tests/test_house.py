@@ -39,7 +39,7 @@ FLOORS = [
     ["reactivate.planner", "reactivate.report.plan_table", "reactivate.report.planned"],
     ["reactivate._plan"],
     ["reactivate.report"],
-    ["reactivate.dropin", "reactivate.recipe"],
+    ["reactivate.dropin", "reactivate.integrations", "reactivate.recipe"],
     ["reactivate"],
     ["reactivate.cli"],
 ]

@@ -1,16 +1,18 @@
-"""Devices: their random number generators, and which device and stream is current."""
+"""Devices: their random number generators, which device and stream is current, and what undoes a recomputation."""
 
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 
 from reactivate._backends.base import Backend
 from reactivate._backends.cuda import CudaBackend
+from reactivate._backends.fence import Fence, fences, register_fence
 from reactivate._compat import accelerator_device
 
-__all__ = ["Backend", "CudaBackend", "accelerator"]
+__all__ = ["Backend", "CudaBackend", "Fence", "accelerator", "backends", "fences", "register_fence"]
 
 
 def accelerator() -> Backend | None:
@@ -18,6 +20,17 @@ def accelerator() -> Backend | None:
     # Asked each time: a privateuse1 backend is registered after torch is imported.
     device = accelerator_device()
     return None if device is None else _backend(device.type)
+
+
+def backends() -> tuple[Backend, ...]:
+    """The backends of all devices but the CPU: the accelerator's, and XLA's, which torch does not count as one."""
+    found = accelerator()
+    known = () if found is None else (found,)
+    if "torch_xla" in sys.modules:
+        from reactivate._backends.xla import BACKEND, is_loaded  # an optional package
+
+        return (*known, BACKEND) if is_loaded() else known
+    return known
 
 
 @functools.cache

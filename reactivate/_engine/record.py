@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from reactivate._backends import Fence
 from reactivate._engine.choice import Choice
 from reactivate._engine.namespaces import Watched
 from reactivate._engine.oplog import OpLog
@@ -93,6 +95,8 @@ class Record:
         context: the context variables of the forward pass.
         log: the ops of the forward pass, with `determinism="values"`.
         sites: the calls that are saved, in order.
+        fence: (device type, its fence) where the device's compiler would undo a replay, otherwise None; with a fence
+            `entries`, the forms of all tensors among the arguments, and `modules`, all that the function can reach.
     """
 
     __slots__ = (
@@ -101,11 +105,14 @@ class Record:
             "args",
             "context",
             "early_stop",
+            "entries",
+            "fence",
             "fn",
             "hooked",
             "kwargs",
             "lock",
             "log",
+            "modules",
             "options",
             "saved",
             "sites",
@@ -127,6 +134,9 @@ class Record:
     lock: RLock
     log: OpLog | None
     sites: Sequence[Any]
+    fence: tuple[str, Fence] | None
+    entries: Sequence[Any]
+    modules: Sequence[Module]
 
     def take_snapshots(self) -> list[tuple[Replay, Any]]:
         """What the guards would keep if the forward pass ended now."""

@@ -16,6 +16,7 @@ from _thread import RLock, get_ident
 from collections.abc import Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
+from itertools import chain
 from sys import _getframe
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from weakref import ref
 from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
+from reactivate._backends import fences
 from reactivate._compat import (
     FUNCTION_APPLY_CODE,
     MODULE_CALL_CODE,
@@ -45,12 +47,14 @@ from reactivate._compat import (
 from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
+from reactivate._engine.fencing import FencedReplay, Gradients, fence_of, through_exit
 from reactivate._engine.kept import KEPT_CODE, SiteSlot
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import (
     FunctionSlot,
     Options,
     Record,
+    Saved,
     Slot,
     are_regions_off,
     observers,
@@ -61,7 +65,7 @@ from reactivate._engine.replay import replay
 from reactivate._engine.saved_sites import ForwardLog
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
-from reactivate._engine.site_log import is_at_work, open_logs, set_aside
+from reactivate._engine.site_log import is_at_work, open_logs, set_aside, tensors_in
 from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
 from reactivate._standin import StandIn
 from reactivate.errors import UnsupportedError
@@ -83,11 +87,20 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     except BaseException as error:
         region.fail(error)
         raise
+    capture = region.capture
     region.end()
-    return result
+    return hand_out(region, result, capture) if fences() else result
 
 
 leave_to_eager(run.__code__)
+
+
+def hand_out(region: Region, result: Any, capture: Capture | None) -> Any:
+    """`result`, through the region's exit if it is on a device with a fence."""
+    assert capture is not None
+    if region.saved and region.fence is None:
+        region.fence = fence_of(tensors_in((result,), {}))
+    return result if region.fence is None else through_exit(region, result, capture)
 
 
 class Region(Record):
@@ -117,6 +130,7 @@ class Region(Record):
         scripts = capture.scripts
         if scripts and is_being_watched(scripts):
             return scripts
+        self.fence = None
         self.script_graph = last_script_graph()
         self.fn, self.args, self.kwargs = capture.fn, capture.args, capture.kwargs
         tokens: list[Any] = []
@@ -166,6 +180,11 @@ class Region(Record):
         if self.forward_log is not None:
             self.forward_log.settle()
             self.forward_log = None
+        if fences() and self.saved:
+            self.entries = [capture.form_of(tensor) for tensor, _ in capture.tensors]
+            self.modules = capture.modules
+            parameters = (tensor for module in self.modules for tensor in module._parameters.values())
+            self.fence = fence_of(chain((tensor for tensor, _ in capture.tensors), filter(None, parameters)))
         if observers:
             tell(self.context, "forward_done", self)
 
@@ -249,20 +268,31 @@ class Region(Record):
                         self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
                     if counting_threads and get_ident() in counting_threads:
                         raise NotKept
-                    if observers:
-                        tell(self.context, "replay_begins", self)
-                    try:
-                        replay(self)
-                    except BaseException as error:
-                        note_shortage(error)
-                        raise
-                if len(self.saved) > 1:
-                    self._limit_lifetime()
+                    self._replay()
         if value._version != slot.version:
             raise self.options.exception(refusals.written_after_saved(self, slot))
         if not slot.is_read_again:
             slot.value = None
         return value
+
+    def _replay(self, gradients: Gradients = ()) -> Gradients:
+        """Fill the slots; what a backward has brought to the exit is given back behind the fence."""
+        behind = None if self.fence is None else FencedReplay(*self.fence, gradients)
+        if observers:
+            tell(self.context, "replay_begins", self)
+        try:
+            replay(self, behind)
+        except BaseException as error:
+            note_shortage(error)
+            raise
+        if len(self.saved) > 1:
+            self._limit_lifetime()
+        return gradients if behind is None else behind.gradients
+
+    def replay_behind(self, gradients: Gradients) -> Gradients:
+        """A backward has come to the exit: what it will read of the region is computed from here on, not before."""
+        with self.lock:
+            return self._replay(gradients) if any(map(_is_empty, self.saved)) else gradients
 
     def _load(self, slot: SiteSlot) -> Tensor:
         """What a saved call keeps."""
@@ -286,6 +316,12 @@ class Region(Record):
 
 leave_to_eager(Region.pack.__code__)
 leave_out_of_graphs(Region.unpack)
+
+
+def _is_empty(saved: Saved) -> bool:
+    """Whether only a replay can fill the slot."""
+    slot = saved[0]()
+    return slot is not None and slot.value is None and getattr(slot, "kept", None) is None
 
 
 def _forget(reference: ref[Region]) -> None:

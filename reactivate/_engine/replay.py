@@ -7,6 +7,7 @@ filled (Rule 8). Afterwards everything is as if it had not run (Rules 12, 13).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
@@ -29,6 +30,7 @@ from reactivate._compat import (
     without_function_modes,
 )
 from reactivate._engine import refusals
+from reactivate._engine.fencing import FencedReplay
 from reactivate._engine.forms import Memo, rebuild
 from reactivate._engine.kept import SavedSite, last_needed
 from reactivate._engine.oplog import Op, OpLog, difference
@@ -65,8 +67,12 @@ class ReplayComplete(BaseException):
     """
 
 
-def replay(record: Record) -> None:
+def replay(record: Record, behind: FencedReplay | None = None) -> None:
     """Fill every slot of `record` that is still alive.
+
+    Args:
+        record: the call.
+        behind: the fence that its device needs.
 
     Raises:
         MutationError: something that the replay would read was changed.
@@ -78,7 +84,7 @@ def replay(record: Record) -> None:
     # And if the forward pass is still running, its log is open, and these are not its ops.
     run = _replay if record.log is None else record.log.unseen(_replay)
     try:
-        context.copy().run(run, record)
+        context.copy().run(run, record, behind)
     except BaseException:
         record.forget()  # what it had filled in by then
         raise
@@ -86,7 +92,7 @@ def replay(record: Record) -> None:
         tell(context, "replay_done", record)
 
 
-def _replay(record: Record) -> None:
+def _replay(record: Record, behind: FencedReplay | None) -> None:
     """Run the function with the arguments and in the state of the forward pass."""
     _is_recomputing.set(True)
     managers: list[AbstractContextManager[Any]] = []
@@ -99,45 +105,67 @@ def _replay(record: Record) -> None:
     was_enabled = is_grad_enabled()
     set_grad_enabled(True)
     try:
-        fn, args, kwargs = _call_again(record)
+        if behind is None:
+            refill = functools.partial(_refill, record, *_call_again(record, {}))
+        else:
+            _read(record, behind)
+            refill = functools.partial(_refill_behind, record, behind)
         if len(managers) == 1:
             with managers[0]:
-                _refill(record, fn, args, kwargs)
+                refill()
         elif managers:
             with ExitStack() as stack:
                 for manager in managers:
                     stack.enter_context(manager)
-                _refill(record, fn, args, kwargs)
+                refill()
         else:
-            _refill(record, fn, args, kwargs)
+            refill()
     finally:
         set_grad_enabled(was_enabled)
 
 
-def _call_again(record: Record) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """The function and its arguments as they were."""
+def _read(record: Record, behind: FencedReplay) -> None:
+    try:
+        behind.read(record)
+    except RuntimeError as error:
+        raise _in_words(record, error) from None
+
+
+def _refill_behind(record: Record, behind: FencedReplay) -> None:
+    """As `_refill`, where the state of the forward pass is read through aliases as well."""
+    with behind.standing(record) as memo:
+        _refill(record, *_call_again(record, memo))
+
+
+def _call_again(record: Record, memo: Memo) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
+    """The function and its arguments as they were, but for those that `memo` has something else for."""
     for watched in record.watched:
         change = watched.what_changed()
         if change is not None:
             raise record.options.exception(refusals.watched_changed(record, watched, change))
-    memo: Memo = {}
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     try:
         for form in record.hooked:
             # Perhaps it is the function that registers hooks on this input. In the replay it does so on an alias, not on
             # the caller's tensor a second time (Rule 21).
-            memo[id(form)] = rebuild(form, {})[...]
+            if id(form) not in memo:
+                memo[id(form)] = rebuild(form, {})[...]
         fn = rebuild(record.fn, memo)
         for form in record.args:
             args.append(rebuild(form, memo))
         for name, form in record.kwargs.items():
             kwargs[name] = rebuild(form, memo)
     except RuntimeError as error:
-        if isinstance(error, ReactivateError) or not refusals.is_of_a_write(error):
-            raise  # from the replay of a region around this one
-        raise record.options.exception(refusals.written_before_replay(record, error)) from None
+        raise _in_words(record, error) from None
     return fn, args, kwargs
+
+
+def _in_words(record: Record, error: RuntimeError) -> BaseException:
+    """What to raise for an error that came while the arguments were read."""
+    if isinstance(error, ReactivateError) or not refusals.is_of_a_write(error):
+        return error  # from the replay of a region around this one
+    return record.options.exception(refusals.written_before_replay(record, error))
 
 
 def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._backends import accelerator
+from reactivate._backends import backends
 from reactivate._types import Call, Guard
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -114,8 +114,8 @@ class _Streams(TorchDispatchMode):
 def _stream_of(result: Any, kwargs: dict[str, Any]) -> _Stream:
     """The generator that made `result`."""
     tensors = result if isinstance(result, (tuple, list)) else [result]
-    is_on_cpu = all(tensor.device.type == "cpu" for tensor in tensors if isinstance(tensor, Tensor))
-    backend = None if is_on_cpu else accelerator()
+    kinds = {tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)}
+    backend = next((item for item in backends() if item.device_type in kinds), None)
     generator = kwargs.get("generator") or torch.default_generator
     if backend is None or generator is not torch.default_generator:
         return generator.get_state, generator.set_state

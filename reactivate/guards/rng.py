@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reactivate._backends import Backend, accelerator
+from reactivate._backends import Backend, backends
 from reactivate._compat import ask, cpu_generator_memory, equal_unseen
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound, undisturbed
@@ -116,9 +116,9 @@ def all_sources(call: Call) -> list[Source]:
     numpy = _numpy_source(sys.modules["numpy.random"]) if "numpy.random" in sys.modules else None
     if numpy is not None:
         sources.append(numpy)
-    backend = accelerator()
-    if backend is not None and backend.is_initialized():
-        sources.append(Source(backend.device_type, (), backend.read_rng, backend.write_rng))
+    for backend in backends():
+        if backend.is_initialized():
+            sources.append(Source(backend.device_type, (), backend.read_rng, backend.write_rng))
     for index, generator in enumerate(call.generators):
         read, write = functools.partial(_get_state, generator), functools.partial(_set_state, generator)
         sources.append(Source(f"generator {index}", (), read, write))
@@ -171,43 +171,52 @@ def _numpy_source(module: Any) -> Source | None:
 
 
 class DeviceRng(Guard):
-    """The generators of every accelerator device, through its device module.
+    """The generators of every device but the CPU, through its device module.
 
     All of them, not those of the arguments' devices: a function may move a tensor.
 
     Args:
-        backend: the device type; this machine's accelerator if None.
+        backend: the device type; all that there are if None.
     """
 
     name = "rng"
 
     def __init__(self, backend: Backend | None = None) -> None:
-        self._backend = backend
+        self._backends = None if backend is None else (backend,)
 
     def before(self, call: Call) -> Any:
-        backend = self._backend or accelerator()
-        return None if backend is None else (backend, backend.read_rng() if backend.is_initialized() else None)
+        found = self._backends or backends()
+        return [(item, item.read_rng() if item.is_initialized() else None) for item in found] if found else None
 
     def after(self, token: Any) -> Any | None:
-        if token is None:
-            return None
-        backend, states = token
-        if states is None:  # first initialised by the region, or not at all
-            states = backend.first_rng() if backend.is_initialized() else None
-            return None if states is None else (backend, states)
-        return None if backend.is_same_rng(states, backend.read_rng()) else token
+        states = []
+        for backend, before in token or ():
+            if before is None:  # first initialised by the region, or not at all
+                first = backend.first_rng() if backend.is_initialized() else None
+                states += [] if first is None else [(backend, first)]
+            elif not backend.is_same_rng(before, backend.read_rng()):
+                states.append((backend, before))
+        return states or None
 
     def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
-        if token is None or not token[0].is_initialized():
-            return None
-        backend, states = token
-        now = backend.read_rng()
-        is_same = states is not None and backend.is_same_rng(states, now)
-        return None if is_same else functools.partial(backend.write_rng, now)
+        changed = []
+        for backend, before in token or ():
+            if backend.is_initialized():
+                now = backend.read_rng()
+                if before is None or not backend.is_same_rng(before, now):
+                    changed.append((backend.write_rng, now))
+        return functools.partial(_write_all, changed) if changed else None
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
-        backend, states = snapshot
-        return undisturbed(Rewound(backend.read_rng, backend.write_rng, states))
+        found = [backend for backend, _ in snapshot]
+
+        def write(states: list[Any]) -> None:
+            for backend, state in zip(found, states):
+                backend.write_rng(state)
+
+        return undisturbed(
+            Rewound(lambda: [backend.read_rng() for backend in found], write, [state for _, state in snapshot])
+        )
 
 
 class Generators(Guard):
