@@ -144,6 +144,12 @@ OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacke
 HigherOrderOperator = torch._ops.HigherOrderOperator
 
 
+# How many `forward_ad.dual_level` contexts there are, less one.
+def is_forward_mode_active() -> bool:
+    """Whether forward-mode AD is at work."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """What `view` is of its base, of another base of the same shape."""
     return view._view_func(base)  # type: ignore[attr-defined, no-any-return]
@@ -234,6 +240,12 @@ def copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().clone()
         with _disable_current_modes():
             return tensor.detach().clone()
+
+
+def run_unseen(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, which neither modes of the user's nor torch's selective checkpointing notice."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return function(*args)
 
 
 def equal_unseen(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,6 +8,8 @@ import oracle
 import pytest
 import torch
 
+import reactivate
+
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
@@ -26,3 +28,21 @@ def fresh_state() -> Iterator[None]:
     assert torch.is_grad_enabled()
     assert torch._C._len_torch_function_stack() == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "unfenced(reason): what it looks at is different behind a fence, and may be")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fenced", action="store_true", help="as if the CPU were a device whose compiler needs a fence")
+
+
+@pytest.fixture(autouse=True)
+def fenced(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.config.getoption("--fenced") or request.node.get_closest_marker("unfenced"):
+        yield
+        return
+    reactivate.integrations.register_fence("cpu", lambda tensors: [tensor.detach().clone() for tensor in tensors])
+    yield
+    reactivate.integrations.register_fence("cpu", None)

@@ -1,30 +1,34 @@
 """Regions on a device whose compiler would merge the replay with the forward pass (see `_backends/fence.py`).
 
 Two things keep them apart. What goes out of a region goes through an *exit*: a node of autograd's graph that gets the
-gradients of all outputs before anything in the region needs one. It puts these gradients and whatever the replay will
-read behind one fence, and replays the region there: so no part of it can run before its backward begins. And the replay
-reads *aliases*: of the arguments, which are rebuilt for it anyway, and of parameters, buffers and whatever else is
-there before it, which a function mode puts in their place.
+gradient before anything in the region needs it. The first one that a backward comes to puts this gradient and whatever
+the replay will read behind one fence, and replays the region there: no part of it can run before its backward begins.
+And the replay reads *aliases*: of the arguments, which are rebuilt for it anyway, and of parameters, buffers and
+whatever else is there before it, which a function mode puts in their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from reactivate._backends import Fence, fences
 from reactivate._compat import (
+    copy_unseen,
     flatten,
     function_modes,
     is_function_mode_active,
     pop_function_mode,
     push_function_mode,
+    replace_function_modes,
+    run_unseen,
     unflatten,
     view_again,
     without_function_modes,
@@ -32,8 +36,6 @@ from reactivate._compat import (
 from reactivate._engine.capture import Capture
 from reactivate._engine.forms import Memo, rebuild
 from reactivate._engine.site_log import tensors_in
-
-Gradients = Sequence[Tensor | None]
 
 
 def fence_of(tensors: Iterable[Tensor]) -> tuple[str, Fence] | None:
@@ -50,45 +52,37 @@ def fence_of(tensors: Iterable[Tensor]) -> tuple[str, Fence] | None:
 
 
 class Exit(torch.autograd.Function):
-    """Hands the outputs of a region out, and its gradients in."""
+    """Hands an output of a region out, and its gradient in.
+
+    Each output has one of its own: a node for all of them would make one graph of what are several, and a backward
+    through one of them would free the others.
+    """
 
     @staticmethod
-    def forward(ctx: Any, region: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, region: Any, output: Tensor) -> Tensor:
         # Weakly: autograd lets go of what it saved when a backward is done, and of a node only with the loss.
         ctx.region = ref(region)
         ctx.set_materialize_grads(False)
-        return tuple(output.clone() for output in outputs)
+        return copy_unseen(output)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         region = ctx.region()
-        if region is None:  # nothing of it is needed
-            return None, *gradients
-        fenced = region.replay_behind(gradients)
-        return None, *(Behind.apply(fenced, *gradients) if torch.is_grad_enabled() else fenced)
-
-
-class Behind(torch.autograd.Function):
-    """The gradients behind the fence as a function of those before it, for a backward that is differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, fenced: Gradients, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(fenced)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return None, *gradients
+        if region is None or gradient is None:
+            return None, gradient
+        fenced = region.replay_behind(gradient)
+        # A backward that is differentiated itself sums up along its own graph, which has to be that of the plain one.
+        return None, gradient if torch.is_grad_enabled() else fenced
 
 
 def through_exit(region: Any, result: Any, capture: Capture) -> Any:
-    """`result`, with every tensor that the region computed handed out by its exit.
+    """`result`, with what the region computed handed out by its exit.
 
-    What it was given and hands back (an argument, a view of one) is the caller's own, and its gradient none of the
-    region's. Two outputs that share memory share it afterwards, too.
+    Not what the caller has already, an argument or a view of one, and not what another output was computed from: it is a
+    place inside of the region, where a backward may begin or end.
     """
     if is_function_mode_active():
-        modes = [mode for mode in function_modes() if isinstance(mode, _Aliases)]
+        modes = [mode for mode in function_modes() if isinstance(mode, Aliases)]
         with without_function_modes():
             handed = _handed_out(region, result, capture)
         for mode in modes:  # the replay of a region around this one
@@ -101,7 +95,7 @@ def _handed_out(region: Any, result: Any, capture: Capture) -> Any:
     leaves, structure = flatten(result)
     given = {id(_base_of(tensor)) for tensor, _ in capture.tensors}
     known = fences()
-    ours = {
+    computed = {
         id(leaf): leaf
         for leaf in leaves
         if isinstance(leaf, Tensor)
@@ -110,23 +104,40 @@ def _handed_out(region: Any, result: Any, capture: Capture) -> Any:
         and id(_base_of(leaf)) not in given
         and not _base_of(leaf).is_leaf
     }
-    if not ours:
+    last = _last(computed, capture) if len(computed) > 1 else computed
+    if not last:
         return result
-    sources = _sources(ours.values())
-    handed = dict(zip(sources, Exit.apply(region, *sources.values())))
+    sources = _sources(last.values())
+    handed = {key: Exit.apply(region, source) for key, source in sources.items()}
     new = {
-        key: handed[key] if key in handed else view_again(leaf, handed[id(leaf._base)]) for key, leaf in ours.items()
+        key: handed[key] if key in handed else view_again(leaf, handed[id(leaf._base)]) for key, leaf in last.items()
     }
     return unflatten([new.get(id(leaf), leaf) for leaf in leaves], structure)
 
 
+def _last(computed: dict[int, Tensor], capture: Capture) -> dict[int, Tensor]:
+    """Those that none of the others was computed from."""
+    todo = [node for tensor in computed.values() for node, _ in tensor.grad_fn.next_functions]  # type: ignore[union-attr]
+    seen: set[Any] = {tensor.grad_fn for tensor, _ in capture.tensors}  # what is before the region is not looked at
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return {key: tensor for key, tensor in computed.items() if tensor.grad_fn not in seen}
+
+
 def _sources(outputs: Iterable[Tensor]) -> dict[int, Tensor]:
-    """What goes through the exit, by id: a tensor itself, or the one memory that several are views of."""
+    """What goes through the exit, by id: a tensor itself, or the memory that several are views of."""
     groups: dict[int, list[Tensor]] = {}
     for tensor in outputs:
         groups.setdefault(id(_base_of(tensor)), []).append(tensor)
-    alone = [group[0] if len(group) == 1 else _base_of(group[0]) for group in groups.values()]
-    return {id(tensor): tensor for tensor in alone}
+    sources: list[Tensor] = []
+    for group in groups.values():
+        # Parts that one op cut (`chunk`) may not be written to, so that nobody can tell whether they share memory.
+        are_parts = len({tensor.grad_fn for tensor in group}) < len(group)
+        sources += group if len(group) == 1 or are_parts else [_base_of(group[0])]
+    return {id(tensor): tensor for tensor in sources}
 
 
 def _base_of(tensor: Tensor) -> Tensor:
@@ -142,17 +153,17 @@ class FencedReplay:
     Args:
         device_type: of the tensors that need it.
         fence: the device's.
-        gradients: of the outputs, where the backward comes through the exit.
+        gradient: of an output, where a backward comes through its exit.
 
     Attributes:
-        gradients: once the replay has begun, these behind the fence.
+        gradient: once the replay has begun, the same behind the fence.
     """
 
-    def __init__(self, device_type: str, fence: Fence, gradients: Gradients = ()) -> None:
+    def __init__(self, device_type: str, fence: Fence, gradient: Tensor | None = None) -> None:
         self._device_type = device_type
         self._fence = fence
-        self.gradients = gradients
-        self._given: list[tuple[int, Tensor]] = []  # by form
+        self.gradient = gradient
+        self._given: Memo = {}
 
     def read(self, record: Any) -> None:
         """Get the arguments: a region around this one may have to be replayed for them, as long as all is as it is.
@@ -160,129 +171,165 @@ class FencedReplay:
         Raises:
             RuntimeError: autograd's own, where one of them was written to since.
         """
-        self._given = [(id(form), rebuild(form, {})) for form in record.entries]
+        self._given = {id(form): rebuild(form, {}) for form in record.entries}
 
     @contextmanager
     def standing(self, record: Any) -> Iterator[Memo]:
-        """Aliases of the arguments by their forms; inside, everything else that is there already is read by alias."""
-        given = [(key, tensor) for key, tensor in self._given if self._is_concerned(tensor)]
-        named = {id(tensor): tensor for tensor in _named(record) if self._is_concerned(tensor)}
-        gradients = [tensor for tensor in self.gradients if tensor is not None and self._is_concerned(tensor)]
-        fenced = iter(self._fence([*gradients, *(tensor for _, tensor in given), *named.values()]))
-        behind = {id(tensor): next(fenced) for tensor in gradients}
-        memo: Memo = dict(self._given)
-        memo |= {key: alias_like(tensor, next(fenced)) for key, tensor in given}
-        aliases = {key: (tensor, alias_like(tensor, next(fenced))) for key, tensor in named.items()}
-        self.gradients = [tensor if tensor is None else behind.get(id(tensor), tensor) for tensor in self.gradients]
-        token = next((tensor for tensor in self.gradients if tensor is not None), None)
-        mode = _Aliases(self._device_type, self._fence, aliases, token)
-        mode.own(memo.values())
-        del given, named, gradients, fenced, behind, aliases, token
-        self._given = []
-        push_function_mode(mode)
-        try:
+        """Aliases of the arguments, by their forms; inside, everything else that is there already is read by alias."""
+        with Aliases({self._device_type: self._fence}) as aliases:
+            with without_function_modes():
+                memo = self._raise(record, aliases)
             yield memo
-        finally:
-            pop_function_mode()
-            mode.let_go()
+
+    def _raise(self, record: Any, aliases: Aliases) -> Memo:
+        memo, self._given = self._given, {}
+        aliases.leave(_written(record))
+        named = {id(tensor): tensor for tensor in _named(record) if self._is_concerned(tensor)}
+        given = [key for key, tensor in memo.items() if self._is_concerned(tensor)]
+        gradient = [] if self.gradient is None else [self.gradient]
+        fenced = iter(run_unseen(self._fence, [*gradient, *(memo[key] for key in given), *named.values()]))
+        self.gradient = next(fenced) if gradient else None
+        for key in given:
+            memo[key] = alias_like(memo[key], next(fenced))
+        aliases.own(memo.values())
+        for tensor, alias in zip(named.values(), fenced):
+            aliases.put(tensor, alias)
+        return memo
 
     def _is_concerned(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device_type
 
 
+def _written(record: Any) -> Iterator[Tensor]:
+    """What was written to since: whoever refuses that it is read has to see that it is."""
+    for tensor in tensors_of(record.modules):
+        if record.versions.get(id(tensor), tensor._version) != tensor._version:
+            yield tensor
+
+
 def _named(record: Any) -> Iterator[Tensor]:
     """What the replay will find by name."""
-    for module in record.modules:
-        for registry in (module._parameters, module._buffers):
-            yield from (tensor for tensor in registry.values() if tensor is not None)
+    for tensor in tensors_of(record.modules):
+        if record.versions.get(id(tensor), tensor._version) == tensor._version:
+            yield _whole(tensor)
     for watched in record.watched:
         value = watched.namespace.get(watched.name)
         if isinstance(value, Tensor):
-            yield value
+            yield _whole(value)
+
+
+def tensors_of(modules: Iterable[Module]) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    for module in modules:
+        for registry in (module._parameters, module._buffers):
+            yield from (tensor for tensor in registry.values() if tensor is not None)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """What state is a view of: what is written to one view of it is read through the others."""
+    return tensor if tensor.requires_grad else _base_of(tensor)
 
 
 def alias_like(tensor: Tensor, alias: Tensor) -> Tensor:
     """`alias` with the place in a graph that `tensor` has: a leaf where it is one."""
     if not tensor.requires_grad:
         return alias
-    with without_function_modes(), torch.enable_grad():
-        alias.requires_grad_()
-        return alias if tensor.is_leaf else alias.clone()
+    alias.requires_grad_()
+    with torch.enable_grad():
+        return alias if tensor.is_leaf else run_unseen(alias.clone)
 
 
-class _Aliases(TorchFunctionMode):
-    """Gives every call of torch's functions aliases of what was there before the replay.
+class Aliases(TorchFunctionMode):
+    """A context that gives every call of torch's functions aliases of the tensors that were there before.
 
-    What the replay has made itself bears a mark. Anything else is looked up, and put behind the fence when it comes as a
-    surprise: a tensor in an attribute of some object, what a saved call kept.
+    What is made inside bears a mark. Anything else is looked up, and put behind the fence when it comes as a surprise: a
+    tensor in an attribute of some object, what a saved call kept.
 
     Args:
-        device_type: of the tensors that need an alias.
-        fence: makes one.
-        aliases: {id: (tensor, its alias)}.
-        token: a tensor that surprises have to stand behind, too.
+        known: {device type: its fence}.
     """
 
-    def __init__(
-        self, device_type: str, fence: Fence, aliases: dict[int, tuple[Tensor, Tensor]], token: Tensor | None
-    ) -> None:
-        self._device_type = device_type
-        self._fence = fence
-        self._aliases = aliases
-        self._token = token
+    def __init__(self, known: Mapping[str, Fence]) -> None:
+        self._fences = known
+        self._aliases: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the original, which has to stay alive
+        self._left: set[int] = set()
+        self._token: Tensor | None = None  # what stands behind the first fence: surprises stand behind it as well
         self._mark = object()
+
+    def __enter__(self) -> Aliases:
+        push_function_mode(self)
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        pop_function_mode()
+        # Hold nothing: what is still there when the device cuts off its graph becomes an output of it.
+        self._aliases = {}
+        self._token = None
+
+    def put(self, tensor: Tensor, alias: Tensor) -> None:
+        """Read `alias`, which stands behind a fence, for `tensor`."""
+        self._token = alias if self._token is None else self._token
+        self._aliases[id(tensor)] = tensor, alias_like(tensor, alias)
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Let these be read as they are."""
+        self._left.update(map(id, tensors))
+
+    def own(self, tensors: Iterable[Any]) -> None:
+        """These are as if made inside."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                tensor._reactivate_replay = self._mark  # type: ignore[attr-defined]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_THE_OBJECT or (getattr(func, "__name__", "") in _ACCESSORS and func not in _READS):
+        if getattr(func, "__name__", "") in _ACCESSORS and func not in _READS:
             return func(*args, **kwargs)
         with without_function_modes():  # these looks are not the user's
-            args = self._aliased(args)
-            kwargs = self._aliased(kwargs)
+            args, kwargs = self._aliased(args), self._aliased(kwargs)
         result = func(*args, **kwargs)
         with without_function_modes():
             self.own(tensors_in((result,), {}))
         return result
 
-    def own(self, tensors: Iterable[Any]) -> None:
-        """The replay made these."""
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                tensor._reactivate_replay = self._mark  # type: ignore[attr-defined]
-
-    def let_go(self) -> None:
-        """Hold nothing: what still lives when a graph is cut off becomes one of its outputs."""
-        self._aliases = {}
-        self._token = None
-
     def _aliased(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            is_own = value.device.type != self._device_type or _mark_of(value) is self._mark
-            return value if is_own else self._alias_of(value)
-        if isinstance(value, (list, tuple)) and tensors_in((value,), {}):
+            return self._alias_of(value) if self._is_concerned(value) else value
+        if isinstance(value, (list, tuple)) and any(map(self._is_concerned, tensors_in(value, {}))):
             items = [self._aliased(item) for item in value]
             return getattr(type(value), "_make", type(value))(items)
-        if isinstance(value, dict) and tensors_in((value,), {}):
+        if isinstance(value, dict) and any(map(self._is_concerned, tensors_in((), value))):
             return {name: self._aliased(item) for name, item in value.items()}
         return value
 
+    def _is_concerned(self, tensor: Tensor) -> bool:
+        is_own = getattr(tensor, "_reactivate_replay", None) is self._mark
+        return tensor.device.type in self._fences and not is_own and id(tensor) not in self._left
+
     def _alias_of(self, tensor: Tensor) -> Tensor:
+        whole = _whole(tensor)
+        if whole is not tensor:
+            return view_again(tensor, self._alias_of(whole))
         if id(tensor) not in self._aliases:
-            behind = [tensor] if self._token is None else [tensor, self._token]
-            alias = alias_like(tensor, self._fence(behind)[0])
-            self._aliases[id(tensor)] = tensor, alias
-            self._token = alias.detach() if self._token is None else self._token
+            token = self._token
+            is_behind = token is not None and token.device == tensor.device
+            behind = [tensor, token] if is_behind else [tensor]
+            self.put(tensor, run_unseen(self._fences[tensor.device.type], behind)[0])
         return self._aliases[id(tensor)][1]
 
 
-def _mark_of(tensor: Tensor) -> Any:
-    return getattr(tensor, "_reactivate_replay", None)
+@contextmanager
+def seen_by_aliases() -> Iterator[None]:
+    """No function mode is at work but those that read and write aliases: what a replay brings about is not the user's."""
+    modes = function_modes()
+    replace_function_modes(tuple(mode for mode in modes if isinstance(mode, Aliases)))
+    try:
+        yield
+    finally:
+        replace_function_modes(modes)
 
 
 _ACCESSORS = frozenset({"__get__", "__set__", "__delete__"})
 _ATTRIBUTES: Any = [getattr(Tensor, name) for name in ("T", "mT", "H", "mH", "real", "imag", "data")]
 _READS: frozenset[Callable[..., Any]] = frozenset(attribute.__get__ for attribute in _ATTRIBUTES)
 """Accessors that give out what is in the tensor. Others are about the object: its shape, its gradient, its hooks."""
-_OF_THE_OBJECT: frozenset[Callable[..., Any]] = frozenset(
-    {Tensor.__hash__, Tensor.dim, Tensor.size, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex, Tensor.numel}
-)

@@ -96,7 +96,8 @@ class Record:
         log: the ops of the forward pass, with `determinism="values"`.
         sites: the calls that are saved, in order.
         fence: (device type, its fence) where the device's compiler would undo a replay, otherwise None; with a fence
-            `entries`, the forms of all tensors among the arguments, and `modules`, all that the function can reach.
+            `entries`, the forms of all tensors among the arguments, `modules`, all that the function can reach, and the
+            `versions` of their tensors by id.
     """
 
     __slots__ = (
@@ -118,7 +119,7 @@ class Record:
             "sites",
             "snapshots",
         ),
-        *("tokens", "watched"),
+        *("tokens", "versions", "watched"),
     )
     options: Options
     early_stop: bool
@@ -137,6 +138,7 @@ class Record:
     fence: tuple[str, Fence] | None
     entries: Sequence[Any]
     modules: Sequence[Module]
+    versions: dict[int, int]
 
     def take_snapshots(self) -> list[tuple[Replay, Any]]:
         """What the guards would keep if the forward pass ended now."""

@@ -32,6 +32,7 @@ from reactivate._compat import (
     current_backward,
     current_transform,
     has_hooks,
+    is_forward_mode_active,
     is_function_mode_active,
     last_script_graph,
     leave_out_of_graphs,
@@ -47,14 +48,13 @@ from reactivate._compat import (
 from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
-from reactivate._engine.fencing import FencedReplay, Gradients, fence_of, through_exit
+from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of, through_exit
 from reactivate._engine.kept import KEPT_CODE, SiteSlot
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import (
     FunctionSlot,
     Options,
     Record,
-    Saved,
     Slot,
     are_regions_off,
     observers,
@@ -100,7 +100,11 @@ def hand_out(region: Region, result: Any, capture: Capture | None) -> Any:
     assert capture is not None
     if region.saved and region.fence is None:
         region.fence = fence_of(tensors_in((result,), {}))
-    return result if region.fence is None else through_exit(region, result, capture)
+    if region.fence is None:
+        return result
+    if is_forward_mode_active():
+        _refuse_forward_mode(region.fence[0])
+    return through_exit(region, result, capture)
 
 
 class Region(Record):
@@ -183,8 +187,8 @@ class Region(Record):
         if fences() and self.saved:
             self.entries = [capture.form_of(tensor) for tensor, _ in capture.tensors]
             self.modules = capture.modules
-            parameters = (tensor for module in self.modules for tensor in module._parameters.values())
-            self.fence = fence_of(chain((tensor for tensor, _ in capture.tensors), filter(None, parameters)))
+            self.versions = {id(tensor): tensor._version for tensor in tensors_of(self.modules)}
+            self.fence = fence_of(chain((tensor for tensor, _ in capture.tensors), tensors_of(self.modules)))
         if observers:
             tell(self.context, "forward_done", self)
 
@@ -269,15 +273,16 @@ class Region(Record):
                     if counting_threads and get_ident() in counting_threads:
                         raise NotKept
                     self._replay()
+                self._limit_lifetime()
         if value._version != slot.version:
             raise self.options.exception(refusals.written_after_saved(self, slot))
         if not slot.is_read_again:
             slot.value = None
         return value
 
-    def _replay(self, gradients: Gradients = ()) -> Gradients:
-        """Fill the slots; what a backward has brought to the exit is given back behind the fence."""
-        behind = None if self.fence is None else FencedReplay(*self.fence, gradients)
+    def _replay(self, gradient: Tensor | None = None) -> Tensor | None:
+        """Fill the slots; what a backward has brought to an exit is given back behind the fence."""
+        behind = None if self.fence is None else FencedReplay(*self.fence, gradient)
         if observers:
             tell(self.context, "replay_begins", self)
         try:
@@ -285,14 +290,18 @@ class Region(Record):
         except BaseException as error:
             note_shortage(error)
             raise
-        if len(self.saved) > 1:
-            self._limit_lifetime()
-        return gradients if behind is None else behind.gradients
+        return None if behind is None else behind.gradient
 
-    def replay_behind(self, gradients: Gradients) -> Gradients:
-        """A backward has come to the exit: what it will read of the region is computed from here on, not before."""
+    def replay_behind(self, gradient: Tensor) -> Tensor | None:
+        """A backward has come to an exit: what it will read of the region is computed from here on, not before."""
         with self.lock:
-            return self._replay(gradients) if any(map(_is_empty, self.saved)) else gradients
+            slots = [slot for reference, *_ in self.saved if (slot := reference()) is not None]
+            is_filled = any(slot.value is not None for slot in slots)  # from another exit, or for another backward
+            if is_filled or not any(map(_is_empty, slots)):
+                return gradient
+            fenced = self._replay(gradient)
+            self._limit_lifetime()
+            return fenced
 
     def _load(self, slot: SiteSlot) -> Tensor:
         """What a saved call keeps."""
@@ -305,6 +314,8 @@ class Region(Record):
 
     def _limit_lifetime(self) -> None:
         """See to it that what was recomputed goes, also if the graph and its slots are retained."""
+        if len(self.saved) == 1 and self.fence is None:  # it has been taken already
+            return
         group = current_group() if groups else None
         if group is not None:
             group.keep(self)
@@ -318,16 +329,22 @@ leave_to_eager(Region.pack.__code__)
 leave_out_of_graphs(Region.unpack)
 
 
-def _is_empty(saved: Saved) -> bool:
-    """Whether only a replay can fill the slot."""
-    slot = saved[0]()
-    return slot is not None and slot.value is None and getattr(slot, "kept", None) is None
+def _is_empty(slot: Slot) -> bool:
+    """Whether only a replay can fill it."""
+    return slot.value is None and getattr(slot, "kept", None) is None
 
 
 def _forget(reference: ref[Region]) -> None:
     region = reference()
     if region is not None:
         region.forget()
+
+
+def _refuse_forward_mode(device_type: str) -> None:
+    raise UnsupportedError(
+        f"A checkpointed region was called under torch.autograd.forward_ad on {device_type}. There its replay reads its "
+        "arguments through aliases, which have no tangents. Call the function without checkpointing there."
+    )
 
 
 def _refuse_transform() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import give_back, unflatten, without_function_modes
+from reactivate._compat import give_back, unflatten
 from reactivate._engine.choice import Choice, Decision
+from reactivate._engine.fencing import seen_by_aliases
 from reactivate._engine.kept import Argument, Kept, SavedSite
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.refusals import is_of_a_write
@@ -54,7 +55,7 @@ class ReplayLog(Log):
                 if site.is_function:
                     self.skipped.append(site)
                 if site.changes:
-                    with without_function_modes():
+                    with seen_by_aliases():
                         self._change(site)
                 return unseen(_hand_back, site, results, arguments)
         return self.run_again(fn, args, kwargs)

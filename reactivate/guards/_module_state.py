@@ -298,10 +298,11 @@ def _share_memory(group: list[int], held: list[Held], fresh: list[Tensor | None]
     """Let those of `fresh` be views of one memory, as the tensors that they stand for are."""
     storage = held[group[0]].tensor.untyped_storage()
     memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+    typed = {dtype: memory.view(dtype) for dtype in {held[index].tensor.dtype for index in group}}
     for index in group:
         tensor, content = held[index].tensor, fresh[index]
         assert content is not None
-        view = memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        view = typed[tensor.dtype].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         fresh[index] = view.copy_(content)
 
 
