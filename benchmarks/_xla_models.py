@@ -96,11 +96,12 @@ class Model:
         return blocks, torch.randn(*self.size.rows, self.size.width)
 
 
-_MLP, _TRANSFORMER = Size(6, 768, (2048,)), Size(6, 256, (16, 128))
+_MLP, _ROWS, _TRANSFORMER = Size(6, 768, (2048,)), Size(6, 512, (4096,)), Size(6, 256, (16, 128))
 MODELS = {
     model.name: model
     for model in (
         Model("mlp", "An MLP", Mlp, _MLP, 2, 1, 0, 0.35),
+        Model("rows", "An MLP whose activations are larger than its weights", Mlp, _ROWS, 2, 1, 0, 0.35),
         Model("open", "An MLP whose regions end in ops that save nothing", OpenEnded, _MLP, 2, 1, 0, 0.5),
         Model("dropout", "A transformer, dropout 0.1", lambda n: Transformer(n, 0.1), _TRANSFORMER, 6, 5, 3, 0.4),
         Model("transformer", "A transformer, dropout 0", lambda n: Transformer(n, 0.0), _TRANSFORMER, 6, 5, 0, 0.4),

@@ -32,7 +32,8 @@ process of its own. Figures are read from the program that torch_xla traced and 
   until then: so with torch_xla's own function, too.
 - *outputs*: of the compiled program. More than without checkpointing means that something is held, or written anew.
 - *temp*: what XLA preallocates for whatever is neither input nor output (`preallocated-temp`). What is kept for a while may
-  also lie where an output will be: *all buffers* has the inputs and outputs, too. Both depend on sizes.
+  also lie where an output will be, if it fits there: *all buffers* has the inputs and outputs, too. The least that any
+  checkpointing of blocks needs is the inputs of the other blocks, and what one block computes forward and backward.
 
 XLA's flags are `{KEEPS_BARRIERS}`, as the pipeline of XLA:CPU otherwise drops barriers before it
 schedules, as it does to JAX's remat; the last table is without it.
@@ -42,12 +43,14 @@ The ways:
 - *{NONE}*: no checkpointing.
 - *{TORCH}*: `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, with the `torch.xla` that reactivate
   registers and without which it fails. The negative control.
-- *{CONTEXT}*: recomputed ops are not merged, but nothing says when they run.
+- *{CONTEXT}*: the same with `context_fn=reactivate.dropin.xla.context_fn`. A recomputation is not merged, but torch's
+  function does not say which gradients it waits for, so that it may run before the backward, and then saves nothing.
 - *{TORCH_XLA}*: `torch_xla.utils.checkpoint.checkpoint(block.forward, x)`. It puts parameters themselves behind barriers, so
   that they become outputs.
 - *{OURS}*: `reactivate.checkpoint(block)(x)`.
-- *{ALTERNATE}*: the same with `policy=every_nth(2, save_ops("linear"))`; *{LINEARS.partition(", ")[2]}*: with
-  `policy=save_ops("linear")`.
+- *{ALTERNATE}*: `reactivate.checkpoint(block, policy=every_nth(2, save_ops("linear")))(x)`, and *{LINEARS}*:
+  with `policy=save_ops("linear")`. Of the two linears of an MLP block that is the first either way, as no backward reads
+  the result of the second.
 """
 
 
@@ -71,7 +74,4 @@ def _lines(results: Results) -> Iterator[str]:
     yield from ("", "## Without the flag", "", _EARLY, "", early_table(results).to_markdown(), "")
 
 
-_EARLY = (
-    "XLA:CPU as it is built to: barriers keep the recomputation from being merged, and are gone when it is scheduled. What "
-    "is saved then is up to the scheduler."
-)
+_EARLY = "XLA:CPU as it is: barriers are gone before ops are merged for the last time, and before they are scheduled."

@@ -15,13 +15,11 @@ Way = Callable[[nn.Module], Callable[[Tensor], Tensor]]
 
 NONE = "none"
 TORCH = "torch"
-CONTEXT = "torch, with context_fn=reactivate.dropin.xla.context_fn"
+CONTEXT = "torch, context_fn"
 TORCH_XLA = "torch_xla"
 OURS = "reactivate"
-ALTERNATE = "reactivate, every second linear saved"
-LINEARS = "reactivate, every linear saved"
-
-TARGETED = (OURS,)
+ALTERNATE = "every 2nd linear saved"
+LINEARS = "every linear saved"
 
 
 def torchs_own(block: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -256,9 +256,13 @@ def equal_unseen(one: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(one, other)
 
 
+preserve_versions: Callable[[tuple[torch.Tensor, ...]], contextlib.AbstractContextManager[Any]]
+preserve_versions = torch.autograd._unsafe_preserve_version_counter
+
+
 def write_unseen(tensor: torch.Tensor, content: torch.Tensor) -> None:
     """Write `content` into `tensor` without a new version."""
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+    with torch.no_grad(), preserve_versions((tensor,)):
         tensor.copy_(content)
 
 

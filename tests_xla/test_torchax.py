@@ -283,6 +283,14 @@ def test_regions_in_regions(hooked: list[int]) -> None:
     assert text.count("name=reactivate.saved.0") == 2
 
 
+def test_nothing_is_saved_inside_of_a_saved_call() -> None:
+    policy = policies.first_match(policies.save_names("both"), policies.save_ops("sin"))
+    both = reactivate.site(lambda x: torch.sin(x).exp(), name="both")
+    region = saving(policy)(lambda x: both(x) * torch.sin(x))
+    assert equal(gradient(lambda x: torch.sin(x).exp() * torch.sin(x), ONES), gradient(region, ONES))
+    assert jaxpr_of(region, ONES).count("name=reactivate.saved.0") == 2  # the named call, the sine beside it
+
+
 def test_what_a_region_inside_saves_is_dropped_with_the_region_around_it() -> None:
     inner = saving(policies.save_ops("sin"))(lambda x: torch.sin(x).exp())
 

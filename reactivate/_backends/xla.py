@@ -58,6 +58,8 @@ class DeviceModule(ModuleType):
         runtime = xla_runtime()
         return runtime is not None and runtime._xla_runtime_is_initialized()
 
+    _initialized = property(is_initialized)  # torch's own checkpointing looks here whether there are random numbers
+
     def current_device(self) -> int:
         """The number of the device that "xla" without a number is."""
         return torch.device(xla_runtime()._xla_get_default_device()).index or 0

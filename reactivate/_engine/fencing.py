@@ -10,7 +10,7 @@ whatever else is there before it, which a function mode puts in their place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -26,6 +26,7 @@ from reactivate._compat import (
     function_modes,
     is_function_mode_active,
     pop_function_mode,
+    preserve_versions,
     push_function_mode,
     replace_function_modes,
     run_unseen,
@@ -104,40 +105,42 @@ def _handed_out(region: Any, result: Any, capture: Capture) -> Any:
         and id(_base_of(leaf)) not in given
         and not _base_of(leaf).is_leaf
     }
-    last = _last(computed, capture) if len(computed) > 1 else computed
-    if not last:
-        return result
-    sources = _sources(last.values())
-    handed = {key: Exit.apply(region, source) for key, source in sources.items()}
-    new = {
-        key: handed[key] if key in handed else view_again(leaf, handed[id(leaf._base)]) for key, leaf in last.items()
-    }
-    return unflatten([new.get(id(leaf), leaf) for leaf in leaves], structure)
+    source_of = _sources(computed.values())
+    sources = {id(source): source for source in source_of.values()}
+    last = _last(sources, capture) if len(sources) > 1 else sources
+    handed = {key: Exit.apply(region, source) for key, source in last.items()}
+    new: dict[int, Tensor] = {}
+    for key, leaf in computed.items():
+        source = source_of[key]
+        if id(source) in handed:
+            new[key] = handed[key] if source is leaf else view_again(leaf, handed[id(source)])
+    return unflatten([new.get(id(leaf), leaf) for leaf in leaves], structure) if new else result
 
 
-def _last(computed: dict[int, Tensor], capture: Capture) -> dict[int, Tensor]:
+def _last(sources: dict[int, Tensor], capture: Capture) -> dict[int, Tensor]:
     """Those that none of the others was computed from."""
-    todo = [node for tensor in computed.values() for node, _ in tensor.grad_fn.next_functions]  # type: ignore[union-attr]
+    todo = [node for tensor in sources.values() for node, _ in tensor.grad_fn.next_functions]  # type: ignore[union-attr]
     seen: set[Any] = {tensor.grad_fn for tensor, _ in capture.tensors}  # what is before the region is not looked at
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:
             seen.add(node)
             todo += [before for before, _ in node.next_functions]
-    return {key: tensor for key, tensor in computed.items() if tensor.grad_fn not in seen}
+    return {key: tensor for key, tensor in sources.items() if tensor.grad_fn not in seen}
 
 
 def _sources(outputs: Iterable[Tensor]) -> dict[int, Tensor]:
-    """What goes through the exit, by id: a tensor itself, or the memory that several are views of."""
+    """What goes through an exit, by the id of the output: the output, or the memory that several are views of."""
     groups: dict[int, list[Tensor]] = {}
     for tensor in outputs:
         groups.setdefault(id(_base_of(tensor)), []).append(tensor)
-    sources: list[Tensor] = []
+    sources: dict[int, Tensor] = {}
     for group in groups.values():
         # Parts that one op cut (`chunk`) may not be written to, so that nobody can tell whether they share memory.
         are_parts = len({tensor.grad_fn for tensor in group}) < len(group)
-        sources += group if len(group) == 1 or are_parts else [_base_of(group[0])]
-    return {id(tensor): tensor for tensor in sources}
+        is_alone = len(group) == 1 or are_parts
+        sources |= {id(tensor): tensor if is_alone else _base_of(tensor) for tensor in group}
+    return sources
 
 
 def _base_of(tensor: Tensor) -> Tensor:
@@ -255,6 +258,7 @@ class Aliases(TorchFunctionMode):
         self._left: set[int] = set()
         self._token: Tensor | None = None  # what stands behind the first fence: surprises stand behind it as well
         self._mark = object()
+        self.are_versions_kept = False
 
     def __enter__(self) -> Aliases:
         push_function_mode(self)
@@ -287,7 +291,9 @@ class Aliases(TorchFunctionMode):
             return func(*args, **kwargs)
         with without_function_modes():  # these looks are not the user's
             args, kwargs = self._aliased(args), self._aliased(kwargs)
-        result = func(*args, **kwargs)
+            written = tuple(tensors_in(args, kwargs)) if self.are_versions_kept else ()
+        with preserve_versions(written) if written else nullcontext():
+            result = func(*args, **kwargs)
         with without_function_modes():
             self.own(tensors_in((result,), {}))
         return result
@@ -320,12 +326,17 @@ class Aliases(TorchFunctionMode):
 
 @contextmanager
 def seen_by_aliases() -> Iterator[None]:
-    """No function mode is at work but those that read and write aliases: what a replay brings about is not the user's."""
+    """What a replay brings about, it writes to aliases too, where there are any; without new versions, unseen by others."""
     modes = function_modes()
-    replace_function_modes(tuple(mode for mode in modes if isinstance(mode, Aliases)))
+    aliases = [mode for mode in modes if isinstance(mode, Aliases)]
+    replace_function_modes(tuple(aliases))
     try:
+        for mode in aliases:
+            mode.are_versions_kept = True
         yield
     finally:
+        for mode in aliases:
+            mode.are_versions_kept = False
         replace_function_modes(modes)
 
 
