@@ -7,6 +7,7 @@ and the class stay as they are, and a copy of the model has a copy of the attrib
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -23,6 +24,7 @@ from reactivate._engine.region import run
 from reactivate._engine.saved_functions import serve
 from reactivate._engine.site_log import current_log
 from reactivate._in_graph import contexts_for
+from reactivate._in_jax import is_traced, run_traced
 from reactivate._types import Action, Guard, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
@@ -276,7 +278,10 @@ class RegionForward(AppliedForward):
         options = self.options
         if is_compiling():
             return run_in_graph(self.in_graph, args, kwargs, options)
-        return run(self.original(), args, kwargs, options)
+        original = self.original()
+        if "torchax" in sys.modules and is_traced(original, args, kwargs):
+            return run_traced(original, args, kwargs, options)
+        return run(original, args, kwargs, options)
 
 
 class SavedForward(AppliedForward):

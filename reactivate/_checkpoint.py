@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import FunctionType
@@ -17,6 +18,7 @@ from reactivate._engine.record import Options
 from reactivate._engine.region import module_called_by, run, run_module
 from reactivate._engine.saved_functions import serve
 from reactivate._in_graph import contexts_for
+from reactivate._in_jax import is_traced, run_traced
 from reactivate._types import Guard, Policy
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
@@ -145,6 +147,8 @@ def wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return run_in_graph(target, args, kwargs, options)
+        if "torchax" in sys.modules and is_traced(target, args, kwargs):
+            return run_traced(target, args, kwargs, options)
         return runner(target, args, kwargs, options)
 
     checkpointed.__wrapped__ = fn  # type: ignore[attr-defined]

@@ -33,6 +33,7 @@ FLOORS = [
     ],
     ["reactivate.guards", "reactivate._in_graph"],
     ["reactivate._engine"],
+    ["reactivate._in_jax"],
     ["reactivate._checkpoint", "reactivate._site"],
     ["reactivate._apply"],
     ["reactivate._verify", "reactivate._explanation", "reactivate._fake", "reactivate._explain"],

@@ -17,31 +17,13 @@ from torch import Tensor, nn
 from torchax import interop
 
 import reactivate
-from reactivate import _apply, _backends, _checkpoint, policies
-from reactivate._backends import Backend
+from reactivate import _apply, _checkpoint, _in_jax as in_jax, policies
 from reactivate._engine.record import without_regions
 from reactivate.dropin import torch as dropin
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair, Guard
-from reactivate.integrations import torchax as in_jax
 
 ENVIRONMENT = torchax.default_env()
-
-
-class KeyBackend(Backend):
-    """torchax's key of random numbers."""
-
-    def read_rng(self) -> list[Any]:
-        return [ENVIRONMENT.param.prng]
-
-    def write_rng(self, states: Any) -> None:
-        ENVIRONMENT.param.prng = states[0]
-
-    def is_same_rng(self, first: Any, second: Any) -> bool:
-        return first[0] is second[0]
-
-
-BACKEND = KeyBackend("jax", torchax.device_module)
 
 
 @pytest.fixture(autouse=True)
@@ -49,20 +31,12 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The place where regions go to JAX; counts them."""
     ran = [0]
 
-    def either_way(engine: Callable[..., Any]) -> Callable[..., Any]:
-        def run(fn: Any, args: Any, kwargs: Any, options: Any) -> Any:
-            if not in_jax.is_traced(fn, args, kwargs):
-                return engine(fn, args, kwargs, options)
-            ran[0] += 1
-            return in_jax.run_traced(fn, args, kwargs, options)
+    def counting(*args: Any) -> Any:
+        ran[0] += 1
+        return in_jax.run_traced(*args)
 
-        return run
-
-    for module in (_checkpoint, dropin):
-        monkeypatch.setattr(module, "run_module", either_way(module.run_module))
-    for module in (_checkpoint, dropin, _apply):
-        monkeypatch.setattr(module, "run", either_way(module.run))
-    monkeypatch.setattr(_backends, "_backend", lambda device_type: BACKEND)
+    for module in (_checkpoint, _apply, dropin):
+        monkeypatch.setattr(module, "run_traced", counting)
     return ran
 
 
@@ -555,7 +529,7 @@ def test_is_traced() -> None:
 
 def test_nothing_is_imported_for_it() -> None:
     code = (
-        "import sys, torch; from reactivate.integrations.torchax import is_traced;"
+        "import sys, torch; from reactivate._in_jax import is_traced;"
         "assert not is_traced(torch.sin, (torch.ones(2),), {});"
         "print([name for name in ('jax', 'torchax') if name in sys.modules])"
     )

@@ -26,6 +26,8 @@ def backends() -> tuple[Backend, ...]:
     """The backends of all devices but the CPU: the accelerator's, and XLA's, which torch does not count as one."""
     found = accelerator()
     known = () if found is None else (found,)
+    if found is not None and found.device_type != "cuda" and torch.cuda.is_initialized():
+        known = (*known, _backend("cuda"))  # torch has one accelerator: a library's own device goes before its own
     if "torch_xla" in sys.modules:
         from reactivate._backends.xla import BACKEND, is_loaded  # an optional package
 
@@ -38,4 +40,8 @@ def _backend(device_type: str) -> Backend | None:
     module = getattr(torch, device_type, None)
     if module is None:
         return None
+    if device_type == "jax" and "torchax" in sys.modules:
+        from reactivate._backends.torchax import BACKEND  # an optional package
+
+        return BACKEND
     return (CudaBackend if device_type == "cuda" else Backend)(device_type, module)

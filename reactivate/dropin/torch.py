@@ -15,6 +15,7 @@ in another mode, an RNG of any device, batch norm's statistics are right or refu
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ from reactivate._compat import NotTraced, checkpoint_in_graph, runs_as_traced, w
 from reactivate._engine.record import Options
 from reactivate._engine.region import Region, module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_replay
+from reactivate._in_jax import is_traced, run_traced
 from reactivate.errors import ReactivateError, ReplayMismatchError, UsageError
 from reactivate.guards import DEFAULT, ContextPair, Guards
 
@@ -195,6 +197,8 @@ def checkpoint(
         warn_of_running_as_traced()
         return function(*args, **kwargs)
     options = _options_of_call(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+    if "torchax" in sys.modules and is_traced(function, args, kwargs):
+        return run_traced(function, args, kwargs, options)
     module = module_called_by(function)
     if module is None:
         return run(function, args, kwargs, options)

@@ -50,7 +50,7 @@ def is_traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         args, kwargs: its arguments, as deep as you like.
 
     Example:
-        >>> from reactivate.integrations.torchax import is_traced
+        >>> from reactivate._in_jax import is_traced
         >>> is_traced(torch.sin, (torch.ones(2),), {})
         False
     """
