@@ -5,7 +5,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint types docs bench test-upstream clean
+# torch_xla goes with one torch, and is large: an environment of its own, kept for the user, one for each set of pins.
+XLA_PINS := requirements-xla.txt requirements-xla-tests.txt
+XLA := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/reactivate/xla-$(shell cat $(XLA_PINS) | cksum | cut -d ' ' -f 1)
+IN_XLA := PYTHONPATH=. PJRT_DEVICE=CPU $(XLA)/bin/python
+
+.PHONY: demo test test-fenced test-xla test-oldest lint types docs bench bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,6 +27,25 @@ demo: $(VENV)/.demo  ## train a byte-level GPT plain and checkpointed, and compa
 test: $(VENV)/.test $(VENV)/.models  ## every test that needs no accelerator; those that need one run where there is one
 	$(BIN)/python -m pytest -n $(JOBS)
 
+ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng mutation exceptions ambient memory visibility \
+	saved_sites saved_functions nested_sites architectures dropin_torch property))
+
+test-fenced: $(VENV)/.test $(VENV)/.models  ## the engine's tests, as if the CPU were a device whose compiler needs a fence
+	$(BIN)/python -m pytest -n $(JOBS) --fenced $(ENGINE)
+
+$(XLA)/.installed: $(XLA_PINS)
+	rm -rf $(XLA)
+	$(PYTHON) -m venv $(XLA)
+	$(XLA)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-xla.txt
+	$(XLA)/bin/pip install --quiet --disable-pip-version-check --requirement requirements-xla-tests.txt
+	touch $@
+
+test-xla: $(XLA)/.installed  ## regions on XLA's CPU device, and in JAX
+	$(IN_XLA) -m pytest tests_xla
+
+test-oldest: $(XLA)/.installed  ## the tests of `make test` on the oldest torch that is supported
+	$(IN_XLA) -m pytest -n $(JOBS)
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -36,6 +60,9 @@ bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: 
 	$(BIN)/python benchmarks/overhead.py --out benchmarks/results
 	$(BIN)/python benchmarks/selective.py --out benchmarks/results
 	$(BIN)/python benchmarks/frontier.py --compile gpt --out benchmarks/results --page docs/planning-measured.md
+
+bench-xla: $(XLA)/.installed  ## the figures in docs/xla-measured.md
+	$(IN_XLA) benchmarks/xla.py --out benchmarks/results --page docs/xla-measured.md
 
 test-upstream: $(VENV)/.test  ## PyTorch's own checkpoint tests on the drop-in: make test-upstream TORCH_SRC=a/checkout
 	$(BIN)/python benchmarks/upstream.py "$(TORCH_SRC)" --out benchmarks/results

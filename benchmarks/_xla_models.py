@@ -73,7 +73,6 @@ class Model:
         block: width -> a block.
         products: matrix products in a block's forward pass; its backward has twice as many.
         replayed: how many of them a recomputation needs: not the last, of which no backward reads the result.
-        draws: how often a block draws random numbers.
         target: what the temp may be at most, as a part of that without checkpointing.
     """
 
@@ -83,7 +82,6 @@ class Model:
     size: Size
     products: int
     replayed: int
-    draws: int
     target: float
 
     def resized(self, size: Size) -> Model:
@@ -100,10 +98,10 @@ _MLP, _ROWS, _TRANSFORMER = Size(6, 768, (2048,)), Size(6, 512, (4096,)), Size(6
 MODELS = {
     model.name: model
     for model in (
-        Model("mlp", "An MLP", Mlp, _MLP, 2, 1, 0, 0.35),
-        Model("rows", "An MLP whose activations are larger than its weights", Mlp, _ROWS, 2, 1, 0, 0.35),
-        Model("open", "An MLP whose regions end in ops that save nothing", OpenEnded, _MLP, 2, 1, 0, 0.5),
-        Model("dropout", "A transformer, dropout 0.1", lambda n: Transformer(n, 0.1), _TRANSFORMER, 6, 5, 3, 0.4),
-        Model("transformer", "A transformer, dropout 0", lambda n: Transformer(n, 0.0), _TRANSFORMER, 6, 5, 0, 0.4),
+        Model("mlp", "An MLP", Mlp, _MLP, 2, 1, 0.35),
+        Model("rows", "An MLP whose activations are larger than its weights", Mlp, _ROWS, 2, 1, 0.35),
+        Model("open", "An MLP whose regions end in ops that save nothing", OpenEnded, _MLP, 2, 1, 0.5),
+        Model("dropout", "A transformer, dropout 0.1", lambda n: Transformer(n, 0.1), _TRANSFORMER, 6, 5, 0.4),
+        Model("transformer", "A transformer, dropout 0", lambda n: Transformer(n, 0.0), _TRANSFORMER, 6, 5, 0.4),
     )
 }

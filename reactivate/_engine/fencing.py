@@ -189,12 +189,14 @@ class FencedReplay:
         aliases.leave(_written(record))
         named = {id(tensor): tensor for tensor in _named(record) if self._is_concerned(tensor)}
         given = [key for key, tensor in memo.items() if self._is_concerned(tensor)]
-        gradient = [] if self.gradient is None else [self.gradient]
-        fenced = iter(run_unseen(self._fence, [*gradient, *(memo[key] for key in given), *named.values()]))
-        self.gradient = next(fenced) if gradient else None
+        gradient = [] if self.gradient is None or not self._is_concerned(self.gradient) else [self.gradient]
+        made = run_unseen(self._fence, [*gradient, *(memo[key] for key in given), *named.values()])
+        aliases.token = made[0] if made else None
+        fenced = iter(made)
+        self.gradient = next(fenced) if gradient else self.gradient
         for key in given:
             memo[key] = alias_like(memo[key], next(fenced))
-        aliases.own(memo.values())
+        aliases.own(memo[key] for key in given)
         for tensor, alias in zip(named.values(), fenced):
             aliases.put(tensor, alias)
         return memo
@@ -256,7 +258,7 @@ class Aliases(TorchFunctionMode):
         self._fences = known
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the original, which has to stay alive
         self._left: set[int] = set()
-        self._token: Tensor | None = None  # what stands behind the first fence: surprises stand behind it as well
+        self.token: Tensor | None = None  # what stands behind the first fence: surprises stand behind it as well
         self._mark = object()
         self.are_versions_kept = False
 
@@ -268,11 +270,11 @@ class Aliases(TorchFunctionMode):
         pop_function_mode()
         # Hold nothing: what is still there when the device cuts off its graph becomes an output of it.
         self._aliases = {}
-        self._token = None
+        self.token = None
 
     def put(self, tensor: Tensor, alias: Tensor) -> None:
         """Read `alias`, which stands behind a fence, for `tensor`."""
-        self._token = alias if self._token is None else self._token
+        self.token = alias if self.token is None else self.token
         self._aliases[id(tensor)] = tensor, alias_like(tensor, alias)
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
@@ -317,7 +319,7 @@ class Aliases(TorchFunctionMode):
         if whole is not tensor:
             return view_again(tensor, self._alias_of(whole))
         if id(tensor) not in self._aliases:
-            token = self._token
+            token = self.token
             is_behind = token is not None and token.device == tensor.device
             behind = [tensor, token] if is_behind else [tensor]
             self.put(tensor, run_unseen(self._fences[tensor.device.type], behind)[0])
