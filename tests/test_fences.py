@@ -135,14 +135,23 @@ def test_one_fence_for_all_that_is_known_and_the_gradient_first(fence: Fence) ->
     assert len(given) == 1 + 1 + len(list(block.parameters())) + len(list(block.buffers()))
 
 
-def test_surprises_stand_behind_what_the_first_fence_gave(fence: Fence) -> None:
-    far = {"held": Held()}
+def test_surprises_wait_for_the_gradient(fence: Fence) -> None:
+    far, received = {"held": Held()}, []
     x = torch.randn(8, requires_grad=True)
-    reactivate.checkpoint(lambda x: (x * hidden(far).scale).exp().sin())(x).sum().backward()
+
+    def fn(x: Tensor) -> Tensor:
+        out = (x * hidden(far).scale).exp().sin()
+        if not reactivate.is_recomputing():
+            out.register_hook(received.append)
+        return out
+
+    reactivate.checkpoint(fn)(x).sum().backward()
     first, second = fence.given
     assert second[0] is Held.scale
-    assert torch.equal(second[1], first[0])
+    assert torch.equal(second[1], first[0])  # the gradient, behind the first fence
     assert second[1] is not first[0]
+    assert received[0] is not second[1], "it goes on from behind the last"
+    assert torch.equal(received[0], first[0])
 
 
 def hidden(far: dict[str, Held]) -> Held:

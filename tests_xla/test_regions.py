@@ -282,7 +282,9 @@ def test_saved_calls(model: str, name: str, op_by_op: None) -> None:
 def test_saved_modules_of_a_model(op_by_op: None) -> None:
     def make() -> nn.Module:
         model = MLP(dropout=0.3, norm=True)
-        reactivate.apply(model, policies.first_match(policies.save_modules("blocks.*.2", "blocks.*.3"), policies.full()))
+        reactivate.apply(
+            model, policies.first_match(policies.save_modules("blocks.*.2", "blocks.*.3"), policies.full())
+        )
         return model
 
     after = traced(make)

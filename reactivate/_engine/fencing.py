@@ -182,7 +182,11 @@ class FencedReplay:
         with Aliases({self._device_type: self._fence}) as aliases:
             with without_function_modes():
                 memo = self._raise(record, aliases)
-            yield memo
+            try:
+                yield memo
+            finally:
+                if self.gradient is not None and aliases.token is not None:
+                    self.gradient = aliases.token
 
     def _raise(self, record: Any, aliases: Aliases) -> Memo:
         memo, self._given = self._given, {}
@@ -191,9 +195,8 @@ class FencedReplay:
         given = [key for key, tensor in memo.items() if self._is_concerned(tensor)]
         gradient = [] if self.gradient is None or not self._is_concerned(self.gradient) else [self.gradient]
         made = run_unseen(self._fence, [*gradient, *(memo[key] for key in given), *named.values()])
-        aliases.token = made[0] if made else None
         fenced = iter(made)
-        self.gradient = next(fenced) if gradient else self.gradient
+        aliases.token = next(fenced) if gradient else None
         for key in given:
             memo[key] = alias_like(memo[key], next(fenced))
         aliases.own(memo[key] for key in given)
@@ -258,7 +261,7 @@ class Aliases(TorchFunctionMode):
         self._fences = known
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the original, which has to stay alive
         self._left: set[int] = set()
-        self.token: Tensor | None = None  # what stands behind the first fence: surprises stand behind it as well
+        self.token: Tensor | None = None  # the gradient behind the last fence: a surprise waits for it as well
         self._mark = object()
         self.are_versions_kept = False
 
@@ -274,7 +277,6 @@ class Aliases(TorchFunctionMode):
 
     def put(self, tensor: Tensor, alias: Tensor) -> None:
         """Read `alias`, which stands behind a fence, for `tensor`."""
-        self.token = alias if self.token is None else self.token
         self._aliases[id(tensor)] = tensor, alias_like(tensor, alias)
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
@@ -319,11 +321,16 @@ class Aliases(TorchFunctionMode):
         if whole is not tensor:
             return view_again(tensor, self._alias_of(whole))
         if id(tensor) not in self._aliases:
-            token = self.token
-            is_behind = token is not None and token.device == tensor.device
-            behind = [tensor, token] if is_behind else [tensor]
-            self.put(tensor, run_unseen(self._fences[tensor.device.type], behind)[0])
+            self.put(tensor, self._behind_token(tensor))
         return self._aliases[id(tensor)][1]
+
+    def _behind_token(self, tensor: Tensor) -> Tensor:
+        """An alias that waits for the token. The token goes on from there: of a fence, what nobody reads may be dropped."""
+        fence = self._fences[tensor.device.type]
+        if self.token is None or self.token.device != tensor.device:
+            return run_unseen(fence, [tensor])[0]  # type: ignore[no-any-return]
+        alias, self.token = run_unseen(fence, [tensor, self.token])
+        return alias  # type: ignore[no-any-return]
 
 
 @contextmanager
