@@ -48,7 +48,8 @@ from reactivate._compat import (
 from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
-from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of, through_exit
+from reactivate._engine.exits import through_exit
+from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
 from reactivate._engine.kept import KEPT_CODE, SiteSlot
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import (

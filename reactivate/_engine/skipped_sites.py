@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from reactivate._compat import give_back, unflatten
+from reactivate._engine.aliases import seen_by_aliases
 from reactivate._engine.choice import Choice, Decision
-from reactivate._engine.fencing import seen_by_aliases
 from reactivate._engine.kept import Argument, Kept, SavedSite
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.refusals import is_of_a_write
