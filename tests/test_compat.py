@@ -332,6 +332,59 @@ def a_function_mode_is_pushed_and_popped() -> None:
     assert found is torch.sin
 
 
+@needs("run_unseen", "preserve_versions")
+def a_write_is_seen_by_nobody() -> None:
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append("function")
+            return func(*args, **(kwargs or {}))
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append("op")
+            return func(*args, **(kwargs or {}))
+
+    one, other = torch.zeros(2), torch.zeros(2)
+    with Functions(), Ops():
+        _compat.run_unseen(one.add_, 1)
+        assert seen == []
+        with _compat.preserve_versions((one, other)):
+            one.add_(1)
+            other.add_(one)
+    assert set(seen) == {"function", "op"}
+    assert (one._version, other._version) == (1, 0)
+    assert other.tolist() == [2, 2]
+
+
+@needs("view_again")
+def a_view_is_made_of_another_base() -> None:
+    base = torch.arange(8.0)
+    fresh = base.clone()
+    part = _compat.view_again(base.view(2, 4)[1], fresh)
+    part.mul_(10)
+    assert fresh.tolist() == [0, 1, 2, 3, 40, 50, 60, 70]
+    assert part._base is fresh
+
+
+@needs("is_forward_mode_active")
+def forward_mode_is_noticed() -> None:
+    assert not _compat.is_forward_mode_active()
+    with torch.autograd.forward_ad.dual_level():
+        assert _compat.is_forward_mode_active()
+
+
+@needs("register_device_module", "xla_runtime")
+def a_device_type_without_a_module_gets_one() -> None:
+    assert "torch_xla" in sys.modules or _compat.xla_runtime() is None
+    assert not hasattr(torch, "hpu")
+    module = ModuleType("torch.hpu")
+    _compat.register_device_module("hpu", module)
+    assert torch.get_device_module("hpu") is module
+    del torch.hpu, sys.modules["torch.hpu"]  # type: ignore[attr-defined]
+
+
 @needs("equal_unseen")
 def states_are_compared_under_a_fake_mode() -> None:
     state = torch.default_generator.get_state()
