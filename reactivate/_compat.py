@@ -619,6 +619,12 @@ _CUDA_FLAGS = (
 )
 # A build without an accelerator has no use for the second half.
 FLAGS: tuple[Flag, ...] = _CPU_FLAGS if accelerator_device() is None else _CPU_FLAGS + _CUDA_FLAGS
+if accelerator_device() is not None:
+    with (
+        warnings.catch_warnings()
+    ):  # torch 2.9 warns of the older flag once, when it is first read: that was not the user
+        warnings.simplefilter("ignore")
+        _read_float32_matmul()
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

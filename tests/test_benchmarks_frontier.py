@@ -111,7 +111,9 @@ def test_compiled_peers_have_graphs_of_their_own() -> None:
         way = ways[name]
         counters.clear()
         peaks[way.name] = steps.ready(way.name, subject, way.make, CPU, way.first).peak_bytes
-        assert counters["stats"]["unique_graphs"] == 1, way.name
+        # torch 2.9 compiles equal blocks one by one.
+        are_known = torch.__version__ >= "2.10" or way.system == compiled.WHOLE
+        assert counters["stats"]["unique_graphs"] == (1 if are_known else TINY["gpt"].layers), way.name
         assert way.is_compiled
     assert peaks[f"{compiled.BLOCKS}: budget 0"] < peaks[f"{compiled.BLOCKS}: budget 1"]
 
