@@ -252,8 +252,7 @@ def equal_unseen(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether they are equal, asked of neither modes of the user's nor a fake-tensor mode, which could not say."""
     if not _count_dispatch_modes() and not _count_function_modes():
         return torch.equal(one, other)
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        return torch.equal(one, other)
+    return run_unseen(torch.equal, one, other)
 
 
 preserve_versions: Callable[[tuple[torch.Tensor, ...]], contextlib.AbstractContextManager[Any]]
@@ -636,7 +635,8 @@ def xla_runtime() -> Any:
     """torch_xla's bindings, None as long as torch_xla is not imported: seeds, devices and barriers have public names only
     in part, and these initialise the runtime.
     """
-    return getattr(sys.modules.get("torch_xla"), "_XLAC", None)
+    # The first half is all that most calls come to, and there are some for each region.
+    return getattr(sys.modules["torch_xla"], "_XLAC", None) if "torch_xla" in sys.modules else None
 
 
 # -- accounts of what is kept -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from reactivate._backends.base import Backend
 from reactivate._backends.cuda import CudaBackend
 from reactivate._backends.fence import Fence, fences, register_fence
-from reactivate._compat import accelerator_device
+from reactivate._compat import accelerator_device, xla_runtime
 
 __all__ = ["Backend", "CudaBackend", "Fence", "accelerator", "backends", "fences", "register_fence"]
 
@@ -28,10 +28,10 @@ def backends() -> tuple[Backend, ...]:
     known = () if found is None else (found,)
     if found is not None and found.device_type != "cuda" and torch.cuda.is_initialized():
         known = (*known, _backend("cuda"))  # torch has one accelerator: a library's own device goes before its own
-    if "torch_xla" in sys.modules:
-        from reactivate._backends.xla import BACKEND, is_loaded  # an optional package
+    if xla_runtime() is not None:
+        from reactivate._backends.xla import BACKEND  # an optional package
 
-        return (*known, BACKEND) if is_loaded() else known
+        known = (*known, BACKEND)
     return known
 
 

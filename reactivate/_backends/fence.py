@@ -7,11 +7,12 @@ for others, and that are there only after what stands behind the same fence.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
+
+from reactivate._compat import xla_runtime
 
 
 class Fence(Protocol):
@@ -50,9 +51,8 @@ def register_fence(device_type: str, fence: Fence | None) -> None:
 
 def fences() -> Mapping[str, Fence]:
     """{device type: its fence}, that of XLA from when torch_xla is imported on: mostly nothing."""
-    if "torch_xla" in sys.modules and "xla" not in _fences:
-        from reactivate._backends.xla import barrier, is_loaded  # an optional package
+    if "xla" not in _fences and xla_runtime() is not None:
+        from reactivate._backends.xla import barrier  # an optional package
 
-        if is_loaded():
-            _fences["xla"] = barrier
+        _fences["xla"] = barrier
     return _fences

@@ -21,11 +21,6 @@ _LEAST, _MOST = 0, 2**64 - 1
 _FIRST_SEED = 101  # of every device, whatever `torch.manual_seed` said before torch_xla was there
 
 
-def is_loaded() -> bool:
-    """Whether torch_xla is there: it may be on its way."""
-    return xla_runtime() is not None
-
-
 def barrier(tensors: list[Tensor]) -> list[Tensor]:
     """The fence of XLA: aliases behind one optimisation barrier.
 

@@ -72,7 +72,8 @@ class FencedReplay:
 
     def _raise(self, record: Any, aliases: Aliases) -> Memo:
         memo, self._given = self._given, {}
-        aliases.leave(_written(record))
+        # Whoever refuses that something written to is read has to see that it is.
+        aliases.leave(tensor for tensor in tensors_of(record.modules) if _is_written(record, tensor))
         named = {id(tensor): tensor for tensor in _named(record) if self._is_concerned(tensor)}
         given = [key for key, tensor in memo.items() if self._is_concerned(tensor)]
         gradient = [] if self.gradient is None or not self._is_concerned(self.gradient) else [self.gradient]
@@ -90,17 +91,15 @@ class FencedReplay:
         return tensor.device.type == self._device_type
 
 
-def _written(record: Any) -> Iterator[Tensor]:
-    """What was written to since: whoever refuses that it is read has to see that it is."""
-    for tensor in tensors_of(record.modules):
-        if record.versions.get(id(tensor), tensor._version) != tensor._version:
-            yield tensor
+def _is_written(record: Any, tensor: Tensor) -> bool:
+    """Whether a tensor of a module was written to since."""
+    return bool(record.versions.get(id(tensor), tensor._version) != tensor._version)
 
 
 def _named(record: Any) -> Iterator[Tensor]:
-    """What the replay will find by name."""
+    """What the replay will find by name, and may read."""
     for tensor in tensors_of(record.modules):
-        if record.versions.get(id(tensor), tensor._version) == tensor._version:
+        if not _is_written(record, tensor):
             yield whole_of(tensor)
     for watched in record.watched:
         value = watched.namespace.get(watched.name)

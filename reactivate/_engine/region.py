@@ -88,24 +88,10 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     except BaseException as error:
         region.fail(error)
         raise
-    capture = region.capture
-    region.end()
-    return hand_out(region, result, capture) if fences() else result
+    return region.end(result)
 
 
 leave_to_eager(run.__code__)
-
-
-def hand_out(region: Region, result: Any, capture: Capture | None) -> Any:
-    """`result`, through the region's exit if it is on a device with a fence."""
-    assert capture is not None
-    if region.saved and region.fence is None:
-        region.fence = fence_of(tensors_in((result,), {}))
-    if region.fence is None:
-        return result
-    if is_forward_mode_active():
-        _refuse_forward_mode(region.fence[0])
-    return through_exit(region, result, capture)
 
 
 class Region(Record):
@@ -157,8 +143,11 @@ class Region(Record):
             self.forward_log.open()
         return ()
 
-    def end(self) -> None:
-        """The forward pass is over: keep what the guards have to keep, forget the rest."""
+    def end(self, result: Any) -> Any:
+        """The forward pass is over: keep what the guards have to keep, forget the rest.
+
+        Returns what the caller gets: `result`, on a device with a fence through the region's exit.
+        """
         self._close_log()
         if self.log is not None:
             self.log.__exit__(None, None, None)
@@ -185,13 +174,24 @@ class Region(Record):
         if self.forward_log is not None:
             self.forward_log.settle()
             self.forward_log = None
-        if fences() and self.saved:
-            self.entries = [capture.form_of(tensor) for tensor, _ in capture.tensors]
-            self.modules = capture.modules
-            self.versions = {id(tensor): tensor._version for tensor in tensors_of(self.modules)}
-            self.fence = fence_of(chain((tensor for tensor, _ in capture.tensors), tensors_of(self.modules)))
+        if self.saved and fences():
+            result = self._stand_behind_fence(result, capture)
         if observers:
             tell(self.context, "forward_done", self)
+        return result
+
+    def _stand_behind_fence(self, result: Any, capture: Capture) -> Any:
+        """If any tensor of the region is on a device with a fence: note what a replay needs of it, and make the exit."""
+        given = (tensor for tensor, _ in capture.tensors)
+        self.fence = fence_of(chain(given, tensors_of(capture.modules), tensors_in((result,), {})))
+        if self.fence is None:
+            return result
+        if is_forward_mode_active():
+            _refuse_forward_mode(self.fence[0])
+        self.entries = [capture.form_of(tensor) for tensor, _ in capture.tensors]
+        self.modules = capture.modules
+        self.versions = {id(tensor): tensor._version for tensor in tensors_of(self.modules)}
+        return through_exit(self, result, capture)
 
     def fail(self, error: BaseException) -> None:
         """The forward pass ended by an exception: leave everything as it was (Rule 13)."""

@@ -331,4 +331,4 @@ def checkpoint_without_reentrant_generator(
     except BaseException as error:
         region.fail(error)
         raise
-    region.end()
+    region.end(None)
