@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,18 +34,18 @@ def measure_model(name: str, settings: Settings, device: torch.device, track: Tr
         runs += compiled_plans(subject, settings.backend)
     timer = Timer(device, settings.clock if device.type == "cpu" else "wall")
     with quiet():
-        theirs = peer_steps(ways, subject, device, track)
+        theirs = steps_of("peers", ways, subject, device, track)
         peaks = {way.name: theirs[way.name].peak_bytes for way in ways}
         tick = track(f"{name}, plans", len(ways) + len(SHARES) + 1)
         plans = make_plans(subject, peaks, theirs[ways[0].name].peak_bytes, tick)
-        ours = planned_steps(plans, runs, subject, device, track)
+        ours = steps_of("planned steps", planned_ways(plans, runs), subject, device, track)
         steps = [*theirs.values(), *ours.values()]
         rounds = rounds_in(steps, settings, device)
         calls = {item.key: finished(item.step, device) for item in steps}
         times = single_calls(calls, rounds, timer, track(f"{name}, rounds", rounds))
     peers = [_peer(way, theirs[way.name], times) for way in ways]
     planned = [
-        _planned(run.system, label, plan, ours[_name(run, plans.name_of(label))], times)
+        _planned(run.system, label, plan, ours[replace(run, mode=plans.name_of(label)).name], times)
         for run in runs
         for label, plan in plans.found.items()
     ]
@@ -70,35 +71,27 @@ def measure_model(name: str, settings: Settings, device: torch.device, track: Tr
     )
 
 
-def peer_steps(ways: list[Way], subject: Subject, device: torch.device, track: Track) -> dict[str, Ready]:
-    """{a peer's name: its step}."""
-    tick, found = track(f"{subject.name}, peers", len(ways)), {}
+def steps_of(what: str, ways: list[Way], subject: Subject, device: torch.device, track: Track) -> dict[str, Ready]:
+    """{the name of the way: its step}."""
+    tick, found = track(f"{subject.name}, {what}", len(ways)), {}
     for way in ways:
         found[way.name] = ready(way.name, subject, way.make, device, way.first)
         tick()
     return found
 
 
-def planned_steps(
-    plans: Plans, runs: list[Way], subject: Subject, device: torch.device, track: Track
-) -> dict[str, Ready]:
-    """{the name of what is planned, run in one of these ways: its step}; budgets with the same plan share one."""
+def planned_ways(plans: Plans, runs: list[Way]) -> list[Way]:
+    """What is planned, run in each of these ways; budgets with the same plan share one."""
     different = {plans.name_of(label): plan for label, plan in plans.found.items()}
-    tick, found = track(f"{subject.name}, planned steps", len(runs) * len(different)), {}
-    for run in runs:
-        for label, plan in different.items():
-            name = _name(run, label)
-            found[name] = ready(name, subject, partial(_planned_run, plan, run), device, run.first)
-            tick()
-    return found
+    return [
+        replace(run, mode=label, make=partial(_planned_run, plan, run))
+        for run in runs
+        for label, plan in different.items()
+    ]
 
 
 def _planned_run(plan: Plan, run: Way, model: nn.Module) -> Call:
     return run.make(applied(plan, model))
-
-
-def _name(run: Way, label: str) -> str:
-    return f"{run.system}: {label}"
 
 
 def optimum_of(name: str, device: torch.device) -> Optimum:

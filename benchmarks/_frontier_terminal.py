@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from _frontier_results import Frontier
 from _frontier_tables import BAD, GOOD, TEXTS, different, in_short, optimum_in_words, tables
-from rich import box
+from _terminal import drawn
 from rich.console import Console
-from rich.table import Table as RichTable
 
 COLORS = dict.fromkeys(GOOD, "green") | dict.fromkeys(BAD, "bold red")
 
@@ -16,12 +15,7 @@ def show(found: Frontier) -> None:
     console = Console()
     console.rule(found.model)
     for table in tables(found):
-        shown = RichTable(title=table.title, box=box.SIMPLE_HEAD, title_style="bold")
-        for name in table.header:
-            shown.add_column(name, justify="left" if name in TEXTS else "right")
-        for cells in table.rows:
-            shown.add_row(*(f"[{COLORS[cell]}]{cell}[/]" if cell in COLORS else cell for cell in cells))
-        console.print(shown)
+        console.print(drawn(table, TEXTS, COLORS))
     console.print(in_short(found), style="bold")
     console.print(optimum_in_words(found))
     console.print(

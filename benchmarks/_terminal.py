@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic
 
 from _measure import Tick
 from _results import Results, Track
-from _tables import named, tables
+from _tables import Table, named, tables
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -40,16 +40,27 @@ def progress() -> Iterator[Track]:
         yield track
 
 
+def drawn(table: Table, texts: Collection[str] = (), colors: Mapping[str, str] = COLORS) -> RichTable:
+    """A table for the terminal.
+
+    Args:
+        table: its cells.
+        texts: the columns of words; without them the first.
+        colors: of cells, by what is in them.
+    """
+    shown = RichTable(title=table.title.replace("`", ""), box=box.SIMPLE_HEAD, title_style="bold")
+    for name in table.header:
+        shown.add_column(name, justify="left" if name in (texts or table.header[:1]) else "right")
+    for cells in table.rows:
+        shown.add_row(*(f"[{colors[cell]}]{cell}[/]" if cell in colors else cell for cell in cells))
+    return shown
+
+
 def show(results: Results) -> None:
     """All tables."""
     console = Console()
     for table in tables(results):
-        shown = RichTable(title=table.title.replace("`", ""), box=box.SIMPLE_HEAD, title_style="bold")
-        for index, name in enumerate(table.header):
-            shown.add_column(name, justify="right" if index else "left")
-        for cells in table.rows:
-            shown.add_row(*(f"[{COLORS[cell]}]{cell}[/]" if cell in COLORS else cell for cell in cells))
-        console.print(shown)
+        console.print(drawn(table))
     console.print("One step of the ten-module block, bit for bit against plain:", style="bold")
     for name, what in results.differences.items():
         console.print(f"  {named(name, results)}: {'differs in ' + ', '.join(what) if what else 'the same'}")

@@ -32,6 +32,7 @@ try:
     from _frontier_sac_ilp import obstacles
     from _frontier_terminal import show
     from _measure import CLOCKS
+    from _options import models_among, refuse_page_without_results
     from _results import Track, silent
     from _terminal import progress
 except ImportError as error:
@@ -88,9 +89,10 @@ def write_page(directory: Path, page: Path) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Checked options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=_models, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
+    models = models_among(MODELS)
+    parser.add_argument("--models", type=models, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
     parser.add_argument(
-        "--compile", type=_models, default=[], metavar="MODELS", help="those with compiled peers: minutes for each"
+        "--compile", type=models, default=[], metavar="MODELS", help="those with compiled peers: minutes for each"
     )
     parser.add_argument("--seconds", type=float, default=Settings().seconds, help="of rounds for a model (%(default)g)")
     parser.add_argument("--device", default="cpu", help="where the tensors are (default: cpu)")
@@ -101,17 +103,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if "llama" in options.models and find_spec("transformers") is None:
         parser.error("llama needs transformers: pip install 'reactivate[models]', or leave it out: --models gpt,resnet")
-    if options.page and not options.out:
-        parser.error("--page is about the results in a directory: give --out as well")
+    refuse_page_without_results(parser, options)
     return options
-
-
-def _models(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in MODELS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    return names
 
 
 if __name__ == "__main__":

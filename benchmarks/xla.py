@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from _options import models_among, refuse_page_without_results
 from _xla_models import MODELS
 from _xla_page import to_markdown
 from _xla_results import Results, measure, read
@@ -64,24 +65,16 @@ def _run(models: Iterable[str], quietly: bool) -> Results:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Checked options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=_models, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
+    models = models_among(MODELS)
+    parser.add_argument("--models", type=models, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write the results")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page about the results in DIRECTORY")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     options = parser.parse_args(arguments)
-    if options.page and not options.out:
-        parser.error("--page is about the results in a directory: give --out as well")
+    refuse_page_without_results(parser, options)
     if options.out and 0 < len(options.models) < len(MODELS):
         parser.error("--out writes results of every model: leave --models out")
     return options
-
-
-def _models(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in MODELS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    return names
 
 
 if __name__ == "__main__":

@@ -46,14 +46,14 @@ class Case:
         return {name: leaf for name, leaf in found.items() if leaf.requires_grad}
 
 
-@dataclass
-class Ran:
-    """What came out of one run, and what the engine did for it."""
+@dataclass(kw_only=True)
+class Watched:
+    """What the engine did, for whom it is the observer.
 
-    outputs: list[Any] = field(default_factory=list)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    kept_bytes: int = 0
+    Attributes:
+        regions, replays: how many there were.
+    """
+
     regions: int = 0
     replays: int = 0
 
@@ -62,6 +62,16 @@ class Ran:
 
     def replay_done(self, record: Any) -> None:
         self.replays += 1
+
+
+@dataclass
+class Ran(Watched):
+    """What came out of one run, and what the engine did for it."""
+
+    outputs: list[Any] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    kept_bytes: int = 0
 
 
 def flatten(value: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch_xla
+from oracle import Watched
 from torch import Tensor, nn
 
 import reactivate
@@ -25,33 +26,24 @@ def plain(fn: Any) -> Any:
 
 
 @dataclass
-class Traced:
+class Traced(Watched):
     """Steps of a model before the compiler has seen the last of them.
 
     Attributes:
         found: {what: tensor}: losses, gradients, buffers.
         program: what the compiler would be given for it; empty where every op is one.
-        regions, replays: how many there were.
+        seed: the state of the random numbers afterwards.
     """
 
     found: dict[str, Tensor]
     program: str = ""
-    regions: int = 0
-    replays: int = 0
-
-    def forward_done(self, record: Any) -> None:
-        self.regions += 1
-
-    def replay_done(self, record: Any) -> None:
-        self.replays += 1
+    seed: int = 0
 
     def count(self, op: str) -> int:
         return len(re.findall(rf" {op}\(", self.program))
 
     def values(self) -> dict[str, Tensor]:
-        return {name: tensor.cpu() for name, tensor in self.found.items()} | {
-            "random": torch.tensor(str(torch_xla._XLAC._xla_get_rng_seed("")).encode()[0])
-        }
+        return {name: tensor.cpu() for name, tensor in self.found.items()}
 
 
 class MLP(nn.Module):
@@ -91,6 +83,7 @@ def traced(make: Callable[[], nn.Module], wrap: Wrap = plain, steps: int = 1, ro
         name: tensor.grad for name, tensor in (("x", x), *model.named_parameters()) if tensor.grad is not None
     }
     ran.found |= dict(model.named_buffers())
+    ran.seed = XLA._xla_get_rng_seed("")
     ran.program = XLA._get_xla_tensors_hlo(list(ran.found.values()))
     return ran
 
@@ -98,6 +91,7 @@ def traced(make: Callable[[], nn.Module], wrap: Wrap = plain, steps: int = 1, ro
 def assert_same(one: Traced, other: Traced) -> None:
     first, second = one.values(), other.values()
     assert first.keys() == second.keys()
+    assert one.seed == other.seed, "random numbers afterwards"
     for name, value in first.items():
         assert torch.equal(value, second[name]), f"{name} differs"
 
