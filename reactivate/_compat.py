@@ -30,6 +30,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
+# The innermost saved-tensor hooks, (pack, unpack), or None: whether somebody else's are around a call.
+_top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def innermost_pack_hook() -> Any:
+    """The pack hook that autograd would call now, or None."""
+    hooks = _top_saved_tensor_hooks(True)
+    return None if hooks is None else hooks[0]
+
 # `torch.enable_grad()` and back: without an object in between.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 

@@ -13,19 +13,39 @@ from typing import Any
 from torch.nn import Module
 
 NAME = "forward"
-_changing = RLock()
+changing = RLock()
 
 
-class StandIn:
-    """Calls for each thread what that thread has asked for, once; the module's own `forward` otherwise."""
+class Placed:
+    """Something in the place of a module's `forward`, over what stood there before."""
 
-    __slots__ = ("_attributes", "_calls", "_forward", "hidden")
+    __slots__ = ("_attributes", "hidden", "is_done")
 
     def __init__(self, module: Module) -> None:
         self._attributes = module.__dict__
+        self.hidden = self._attributes.get(NAME)
+        self.is_done = False
+
+    def give_way(self) -> None:
+        """Clear the place, or see to it that whatever stands above does when it goes."""
+        self.is_done = True
+        attributes = self._attributes
+        while isinstance(placed := attributes.get(NAME), Placed) and placed.is_done:
+            if placed.hidden is None:
+                del attributes[NAME]
+            else:
+                attributes[NAME] = placed.hidden
+
+
+class StandIn(Placed):
+    """Calls for each thread what that thread has asked for, once; the module's own `forward` otherwise."""
+
+    __slots__ = ("_calls", "_forward")
+
+    def __init__(self, module: Module) -> None:
+        super().__init__(module)
         self._forward = module.forward
         self._calls: dict[int, Callable[..., Any]] = {}  # by thread
-        self.hidden = self._attributes.get(NAME)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.leave()
@@ -33,19 +53,16 @@ class StandIn:
 
     def leave(self) -> Callable[..., Any] | None:
         """Forget what this thread has asked for, and return it. The last one to leave clears the place."""
-        with _changing:
+        with changing:
             call = self._calls.pop(get_ident(), None)
-            if not self._calls and self._attributes.get(NAME) is self:
-                if self.hidden is None:
-                    del self._attributes[NAME]
-                else:
-                    self._attributes[NAME] = self.hidden
+            if not self._calls:
+                self.give_way()
         return call
 
     @classmethod
     def enter(cls, module: Module, call: Callable[..., Any]) -> StandIn:
         """Let the next call of `module.forward` on this thread be `call(forward, args, kwargs)`."""
-        with _changing:
+        with changing:
             stand_in = module.__dict__.get(NAME)
             if not isinstance(stand_in, cls):
                 stand_in = module.__dict__[NAME] = cls(module)
@@ -57,8 +74,9 @@ def copies_of(namespaces: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies of modules' `__dict__`s, as if nothing stood in."""
     copies = list(map(dict.copy, namespaces))
     for copy in copies:
-        if NAME in copy and isinstance(copy[NAME], StandIn):
-            hidden = copy.pop(NAME).hidden
-            if hidden is not None:
-                copy[NAME] = hidden
+        while isinstance(placed := copy.get(NAME), Placed):
+            if placed.hidden is None:
+                del copy[NAME]
+            else:
+                copy[NAME] = placed.hidden
     return copies

@@ -6,6 +6,7 @@ where it depends on nothing else, and ops that the policy cannot speak of are no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from sys import _getframe
 from types import FrameType
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ class Decision(NamedTuple):
         is_quiet: whether a call of it leaves generators and modules alone.
         action: the policy's answer, if that is always the same.
         path: the module, of a module's call.
+        is_users: whether a call of it may run code of the user's, which may do what no op does.
     """
 
     label: str
@@ -72,6 +74,7 @@ class Decision(NamedTuple):
     name: str | None = None
     module: Module | None = None
     function: Any = None
+    is_users: bool = False
 
 
 class Unmatched:
@@ -118,9 +121,17 @@ class Choice:
         unmatched: told of every site that is looked at.
         root: a reference to the module that is the region, if it is one.
         path: its path.
+        is_applied: whether something stands in the place of every module's `forward` that the policy saves.
     """
 
-    def __init__(self, policy: Policy, unmatched: Unmatched, root: ref[Module] | None = None, path: str = "") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        unmatched: Unmatched,
+        root: ref[Module] | None = None,
+        path: str = "",
+        is_applied: bool = True,
+    ) -> None:
         self.policy = policy
         self.interest = interest_of(policy)
         self.unmatched = unmatched
@@ -132,6 +143,19 @@ class Choice:
         self.ignored: set[Any] = set()  # functions that are of no interest
         self._modules: dict[str, Decision] = {}
         self._names: dict[str, Decision] = {}
+        self._looks_for_modules = self.interest.modules and root is not None and not is_applied
+        self.modules_inside: dict[int, Decision] = {}  # by the ids of the modules
+
+    def find_modules(self) -> Sequence[Module]:
+        """The modules inside of the root whose calls the policy has a say in, which nothing stands in for yet."""
+        root = self._root() if self._looks_for_modules and self._root is not None else None
+        if root is None:
+            return ()
+        inside = ((module, path) for path, module in root.named_modules(prefix=self.path) if module is not root)
+        found = [(module, self.of_module(module, path)) for module, path in inside]
+        found = [(module, decision) for module, decision in found if decision.is_of_interest]
+        self.modules_inside = {id(module): decision for module, decision in found}
+        return [module for module, _ in found]
 
     def look_at(self, function: Any) -> Decision:
         """The decision about a function of torch's, from now on in `decisions`."""
@@ -151,23 +175,24 @@ class Choice:
 
     def of_module(self, module: Module, path: str) -> Decision:
         """The decision about a call of a module."""
-        if path not in self._modules:
+        found = self._modules.get(path)
+        if found is None or found.module is not module:
             label = f"{path} ({type(module).__name__})"
             is_quiet = type(module) in _QUIET_MODULES
-            self._modules[path] = self._decide(Decision(label, path=path, module=module, is_quiet=is_quiet))
+            self._modules[path] = self._decide(Decision(label, path=path, module=module, is_quiet=is_quiet, is_users=not is_quiet))
         return self._modules[path]
 
     def of_name(self, name: str, function: Any) -> Decision:
         """The decision about a function that `reactivate.site` named."""
         if name not in self._names:
             op = getattr(function, "__name__", type(function).__name__)
-            self._names[name] = self._decide(Decision(f"site {name!r}", op=op, name=name, function=function))
+            self._names[name] = self._decide(Decision(f"site {name!r}", op=op, name=name, function=function, is_users=True))
         return self._names[name]
 
     def of_class(self, kind: Any) -> Decision:
         """The decision about a custom `torch.autograd.Function`."""
         if kind not in self.decisions:
-            self.decisions[kind] = self._decide(Decision(kind.__name__, op=kind.__name__, function=kind))
+            self.decisions[kind] = self._decide(Decision(kind.__name__, op=kind.__name__, function=kind, is_users=True))
         return self.decisions[kind]
 
     def ask(self, decision: Decision, counts: dict[Any, int]) -> Action | None:

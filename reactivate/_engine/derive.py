@@ -4,6 +4,9 @@ A linear layer saves its input, flattened, and its weight, transposed: neither n
 argument again. In this order: an argument itself; a view of one; a copy of one, made by casting (autocast) or by making
 it contiguous, which is found by walking autograd's graph from the copy back to the argument. What is none of these is
 the call's own, and has to be kept.
+
+A relation holds for what it was seen for: the call itself has made the copy (its nodes are newer than the call), neither
+the copy nor the argument has been written to (their version counters), and contents are never compared.
 """
 
 from __future__ import annotations
@@ -22,43 +25,70 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Recipe(NamedTuple):
-    """A tensor made from an argument, or from a leaf that is none of the arguments.
+    """A tensor derived from an argument, or from a leaf that is none of the arguments.
 
     Attributes:
         argument: which one, -1 for the leaf.
-        view: the size, the strides and how far behind the argument's beginning, for a view of it.
+        version: of the argument or the leaf, when the relation was seen.
+        view: the strides of the argument; and the size, the strides and how far behind the argument's beginning, for a
+            view of it.
         make: what to do with it otherwise; None for the argument itself.
         leaf: a parameter, or None.
     """
 
     argument: int
-    view: tuple[Any, Any, Any] | None = None
+    version: int
+    view: tuple[Any, Any, Any, Any] | None = None
     make: Change | None = None
     leaf: Tensor | None = None
 
+    def source(self, arguments: Sequence[Tensor]) -> Tensor:
+        """The tensor that it is derived from, among the arguments of a recomputation."""
+        return arguments[self.argument] if self.leaf is None else self.leaf
+
     def follow(self, arguments: Sequence[Tensor]) -> Tensor:
-        """The tensor, from the arguments of a replay."""
-        source = (arguments[self.argument] if self.leaf is None else self.leaf).detach()
+        """The tensor, from the arguments of a recomputation."""
+        source = self.source(arguments).detach()
         if self.view is not None:
-            size, stride, offset = self.view
+            strides, size, stride, offset = self.view
+            if source.stride() != strides:  # hooks around the region have made a copy of another layout
+                source = _with_strides(source, strides)
             return source.as_strided(size, stride, source.storage_offset() + offset)
         return source if self.make is None else self.make(source)
+
+
+class Surroundings(NamedTuple):
+    """What is known of a call while it runs.
+
+    Attributes:
+        first_node: the number that the next node of autograd's had when the call began: later ones are the call's.
+        is_torchs: whether no code of the user's runs in it, which could write to a copy between making and saving it.
+        leaves: {id: version} of parameters that it may read, when it began.
+        casts: {node: version}: casts of leaves that calls before it made, as autocast keeps them, and the version of the
+            leaf then.
+    """
+
+    first_node: int
+    is_torchs: bool
+    leaves: Mapping[int, int]
+    casts: dict[Any, int]
 
 
 class Sources:
     """The arguments of one call, to be recognised in what it saves. They are few: a scan is faster than a dict."""
 
-    __slots__ = ("arguments",)
+    __slots__ = ("arguments", "call")
 
-    def __init__(self, arguments: list[Tensor]) -> None:
+    def __init__(self, arguments: list[Tensor], call: Surroundings) -> None:
         self.arguments = arguments
+        self.call = call
 
     def recipe_for(self, tensor: Tensor) -> Recipe | None:
         """How to make `tensor`, or None if it is the call's own."""
         index = self.which(tensor)
         if index >= 0:
-            return Recipe(index)
-        if not _is_plain(tensor):
+            return Recipe(index, tensor._version)
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
         index = self.sharing_memory(tensor)
         return self._copy(tensor) if index < 0 else self._view(index, tensor)
@@ -90,61 +120,51 @@ class Sources:
 
     def _view(self, index: int, tensor: Tensor) -> Recipe | None:
         source = self.arguments[index]
-        if source.dtype != tensor.dtype or source.is_conj() or source.is_neg() or tensor.is_conj() or tensor.is_neg():
+        if source.dtype != tensor.dtype or source._version != tensor._version:  # with a counter of its own: `.data`
+            return None
+        if source.is_conj() or source.is_neg() or tensor.is_conj() or tensor.is_neg():
             return None
         offset = tensor.storage_offset() - source.storage_offset()
-        return Recipe(index, (tensor.size(), tensor.stride(), offset))
+        return Recipe(index, source._version, (source.stride(), tensor.size(), tensor.stride(), offset))
 
     def _copy(self, tensor: Tensor) -> Recipe | None:
-        if tensor.grad_fn is None:
-            return self._copy_without_graph(tensor)
+        """How to copy an argument or a leaf, if the call has made `tensor` so and nothing wrote to it afterwards.
+
+        A copy without a graph leaves no trace, and its contents would prove nothing: it is kept.
+        """
+        if tensor.grad_fn is None or tensor._version:
+            return None
         nodes = {(item.grad_fn, item.output_nr): index for index, item in enumerate(self.arguments) if item.grad_fn}
-        changes, end, size = _way_back(tensor, nodes)
-        index = nodes.get(end, -1)
-        leaf: Any = None
+        way = _way_back(tensor, nodes, self.call)
+        if way is None:
+            return None
+        index, leaf = nodes.get(way.end, -1), None
         if index < 0:
-            leaf = getattr(end[0], "variable", None)
+            leaf = getattr(way.end[0], "variable", None)
             if leaf is None:
                 return None
             index = self.which(leaf)
+            if not self._is_unwritten(leaf, index, way.last):
+                return None
         source = leaf if index < 0 else self.arguments[index]
-        if source.size() != size:
+        if source.size() != way.size:
             return None
-        changes.reverse()
-        return Recipe(index, None, _as(tensor, changes), leaf if index < 0 else None)
+        way.changes.reverse()
+        return Recipe(index, source._version, None, _as(tensor, way.changes), leaf if index < 0 else None)
 
-    def _copy_without_graph(self, tensor: Tensor) -> Recipe | None:
-        """A copy of an argument that needs no gradient leaves no trace: only its contents show what it is."""
-        for index, argument in enumerate(self.arguments):
-            if argument.requires_grad or type(argument) not in _PLAIN or argument.numel() != tensor.numel():
-                continue
-            if not (argument.is_floating_point() and tensor.is_floating_point()) or argument.device != tensor.device:
-                continue
-            for change in _LAYOUTS:
-                make = _as(tensor, [lambda value: value.to(tensor.dtype), change])
-                changed = change(argument.detach())
-                if changed.size() == tensor.size() and _are_equal(changed.to(tensor.dtype), tensor):
-                    return Recipe(index, None, make)
-        return None
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    # A fake tensor has no contents: what has the size of a copy is taken for one.
-    if type(other) is FakeTensor:
-        return True
-    other = other.detach()
-    return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())  # -0.0 is equal to 0.0
+    def _is_unwritten(self, leaf: Tensor, index: int, last: Any) -> bool:
+        """Whether a copy of `leaf` still is one: the leaf has the version that it had when the copy was made."""
+        call = self.call
+        if last._sequence_nr() < call.first_node:
+            return call.casts[last] == leaf._version
+        if call.is_torchs:
+            call.casts[last] = leaf._version
+            return True
+        return index >= 0 or call.leaves.get(id(leaf)) == leaf._version
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
-
-
-_LAYOUTS: tuple[Change, ...] = (
-    lambda value: value,
-    lambda value: value.t() if value.ndim == 2 else value,
-    lambda value: value.flatten(0, -2) if value.ndim > 2 else value,
-)
 
 
 def _as(tensor: Tensor, changes: Sequence[Change]) -> Change:
@@ -157,34 +177,65 @@ def _as(tensor: Tensor, changes: Sequence[Change]) -> Change:
         for change in changes:
             value = change(value)
         if value.size() == size and value.stride() != stride:
-            value = torch.empty_strided(size, stride, dtype=dtype, device=value.device).copy_(value)
+            value = _with_strides(value, stride)
         return value
 
     return make
+
+
+def _with_strides(value: Tensor, strides: Sequence[int]) -> Tensor:
+    return torch.empty_strided(value.size(), strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 Node = tuple[Any, int]  # with the number of the output
 Size = tuple[int, ...]
 
 
-def _way_back(tensor: Tensor, ends: Mapping[Node, Any]) -> tuple[list[Change], Node, Size]:
-    """What each node before `tensor` did, as long as it only copied, last first; the node that did more, and its size."""
+class Way(NamedTuple):
+    """The way from a copy back to what it is a copy of.
+
+    Attributes:
+        changes: what each node did, last first.
+        end: the first node that did more than copy, with the number of its output.
+        last: the node before it.
+        size: that of its output.
+    """
+
+    changes: list[Change]
+    end: Node
+    last: Any
+    size: Size
+
+
+def _way_back(tensor: Tensor, ends: Mapping[Node, Any], call: Surroundings) -> Way | None:
+    """The way from `tensor` as far back as it was only copied, by nodes that the call has made.
+
+    The user's code may write to a copy before it copies that again, which leaves no trace: there may be one copy only.
+    """
     node: Any = tensor.grad_fn
     end: Node = (node, tensor.output_nr)
     size: Size = tensor.size()
-    casts, changes = 0, []
+    casts = copies = 0
+    changes: list[Change] = []
+    last: Any = None
     while node is not None and end not in ends:
         name = node.name()
         undo = _COPIES.get(name)
         if undo is None or (name == "ToCopyBackward0" and casts):
             break
+        if node._sequence_nr() < call.first_node and node not in call.casts:
+            return None
         casts += name == "ToCopyBackward0"
+        copies += name in _OF_NEW_MEMORY
         change, size = undo(node, size)
         if change is not None:
             changes.append(change)
+        last = node
         end = node.next_functions[0]
         node = end[0]
-    return changes, end, size
+    if last is None or (copies > 1 and not call.is_torchs):
+        return None
+    return Way(changes, end, last, size)
 
 
 def _same(node: Any, size: Size) -> tuple[Change | None, Size]:
@@ -228,6 +279,7 @@ def _signed(dim: int) -> int:
     return dim - 2**64 if dim >= 2**63 else dim
 
 
+_OF_NEW_MEMORY = frozenset({"CloneBackward0", "ToCopyBackward0", "UnsafeViewBackward0"})  # with a version of its own
 _COPIES: dict[str, Callable[[Any, Size], tuple[Change | None, Size]]] = {
     "AliasBackward0": _same,
     "CloneBackward0": _same,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from reactivate._compat import SavedTensor, save_tensor
 from reactivate._engine.aside import aside
+from reactivate._engine.contents import Contents
 from reactivate._engine.derive import Recipe
 from reactivate._engine.record import FunctionSlot, Saved
 from reactivate._types import DEVICE, Storage
@@ -29,9 +30,9 @@ class Kept:
 
     __slots__ = ("handle", "storage", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, storage: Storage) -> None:
+    def __init__(self, tensor: Tensor, version: int, storage: Storage) -> None:
         self.tensor: Tensor | None = tensor
-        self.version = tensor._version
+        self.version = version
         self.storage = storage
         self.handle: Any = None
 
@@ -63,8 +64,8 @@ class There(Kept):
 
     __slots__ = ()
 
-    def __init__(self, parameter: Tensor) -> None:
-        super().__init__(parameter, DEVICE)
+    def __init__(self, parameter: Tensor, version: int) -> None:
+        super().__init__(parameter, version, DEVICE)
 
     def settle(self) -> None:
         if self.tensor is not None:
@@ -89,7 +90,9 @@ class SavedSite:
         label: what was called, for messages and to see that the replay calls the same.
         start, stop: which entries of the record's `saved` are its.
         count: how many tensors are among its arguments.
-        outputs: what it returned, in order: a `Kept`, the number of an argument, or another value. None: not kept.
+        outputs: the tensors that it returned, each a `Kept` or the number of an argument. None: not kept.
+        requires: for each of these, whether it needs a gradient.
+        contents: what it returned around them.
         changes: what brings guarded state to where the call left it.
         reason: why it runs again in replays, None if it does not.
         place: the code and the instruction that made the call.
@@ -108,7 +111,7 @@ class SavedSite:
             "reason",
             "requires",
         ),
-        *("start", "stop", "structure"),
+        *("contents", "start", "stop"),
     )
     number: int
     label: str
@@ -119,7 +122,7 @@ class SavedSite:
     count: int
     outputs: list[Any] | None
     requires: list[bool]
-    structure: Any
+    contents: Contents | None  # None: a tensor and nothing around it
     changes: Sequence[Callable[[], Any]]
     reason: str | None
     place: tuple[CodeType, int]
@@ -151,15 +154,20 @@ def is_parameter(tensor: Tensor) -> bool:
     return base.requires_grad and base.is_leaf
 
 
-def keep(tensor: Tensor, storage: Storage, kept: dict[Any, Kept]) -> Kept:
-    """`tensor` without its graph, which would otherwise hold itself; a parameter as it is: it is there anyway."""
+def keep(tensor: Tensor, version: int, storage: Storage, kept: dict[Any, Kept]) -> Kept:
+    """`tensor` without its graph, which would otherwise hold itself; a parameter as it is: it is there anyway.
+
+    Args:
+        version: of the tensor, when it was saved or returned: if it is written to afterwards, it cannot be read.
+    """
     if is_parameter(tensor):
-        return There(tensor.detach())
+        return There(tensor.detach(), version)
     key: Any = id(tensor)
     # A result that was saved is another object. On the device that costs nothing; another storage would keep it twice.
     if storage is not DEVICE and type(tensor) is Tensor and tensor.layout is torch.strided:
         memory = tensor.untyped_storage()._cdata
         key = (memory, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-    if key not in kept:
-        kept[key] = Kept(tensor.detach(), storage)
-    return kept[key]
+    found = kept.get(key)
+    if found is None or found.version != version:
+        found = kept[key] = Kept(tensor.detach(), version, storage)
+    return found

@@ -228,8 +228,6 @@ class Region(Record):
         slot.value = None
         known = known_code.get(id(code)) or look_at(code)
         if known is not USERS:
-            if known.fills_what_it_saved:
-                self.early_stop = False
             if known.is_library:
                 frame = self._users_frame(known, frame)
                 code = frame.f_code

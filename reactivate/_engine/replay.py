@@ -24,6 +24,7 @@ from reactivate._compat import (
     is_function_mode_active,
     is_profiling,
     leave_to_eager,
+    next_node_number,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     set_grad_enabled,
@@ -199,7 +200,10 @@ _REPLAY_CODE = _refill.__code__
 class _Matching:
     """The saved-tensor hook of one replay."""
 
-    __slots__ = ("detach", "entries", "is_complete", "last", "last_index", "log", "record", "refused")
+    __slots__ = (
+        *("detach", "entries", "is_complete", "last", "last_index", "log", "record", "refused"),
+        *("without_graph",),
+    )
 
     def __init__(self, record: Record) -> None:
         saved = record.saved
@@ -213,6 +217,7 @@ class _Matching:
         self.log: OpLog | None = None
         self.detach: Callable[[Tensor], Tensor] = Tensor.detach
         self.is_complete = False
+        self.without_graph = -1  # the number of the next node, when a tensor without a graph was saved last
         self.refused: BaseException | None = None
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -237,10 +242,24 @@ class _Matching:
         if saved is self.last:
             self.is_complete = True
             self.entries = iter(())  # nothing more is expected
-            self._stop_if_possible(_getframe(1))
+            if not self._may_be_filling(tensor):
+                self._stop_if_possible(_getframe(1))
+        elif not tensor.requires_grad:
+            self.without_graph = next_node_number()
         return value
 
     leave_to_eager(pack.__code__)
+
+    def _may_be_filling(self, tensor: Tensor) -> bool:
+        """Whether the op that saves `tensor` may yet write to what it has saved.
+
+        An op may fill a tensor that is no part of the graph after it had it saved, as rrelu does with its noise. All that
+        is saved before the next node of autograd's is made may be of one op.
+        """
+        number = next_node_number()
+        if not tensor.requires_grad:
+            self.without_graph = number
+        return self.without_graph == number
 
     def follow_sites(self) -> ReplayLog | None:
         """What skips the calls that the policy saved."""
@@ -258,6 +277,9 @@ class _Matching:
         for index in range(site.start, site.stop):
             slot: Any = saved[index][0]()
             if slot is not None and slot.recipe is not None:
+                source = slot.recipe.source(arguments)
+                if source._version > slot.recipe.version and self.record.options.checks_versions:
+                    raise self._refuse(refusals.written_before_saved(self.record, index, source))
                 tensor = slot.recipe.follow(arguments)
                 if (tensor.shape, tensor.dtype, tensor.device) != saved[index][1][:3]:
                     self._check(saved[index], tensor)
@@ -348,7 +370,8 @@ class _Matching:
         # Without early stop a backward inside the forward pass replays more than the forward pass has saved by then.
         # And a function that swallows `ReplayComplete` goes on, with nothing that is needed.
         if self.is_complete:
-            self._stop_if_possible(_getframe(2))
+            if not self._may_be_filling(tensor):
+                self._stop_if_possible(_getframe(2))
         elif self.record.tokens is None:
             raise self._refuse(refusals.more_tensors(self.record, tensor, _getframe(2)))
         return tensor.detach()

@@ -101,7 +101,7 @@ def _keep(log: ForwardLog, decision: Decision, forward: Any, inputs: Any) -> Any
     frame: FrameType | None = _getframe(2)
     while frame is not None and frame.f_code is not FUNCTION_APPLY_CODE:
         frame = frame.f_back
-    call = log.begin(decision, inputs, {})
+    call = log.begin(decision, None, inputs, {})
     if call is None:
         return forward()
     result = log.unlogged(log.run)(call, forward, (), {})
@@ -113,8 +113,8 @@ def _keep(log: ForwardLog, decision: Decision, forward: Any, inputs: Any) -> Any
 
 def _mark(context: Any, result: Any, site: Any) -> None:
     """What the function's own forward would have said of its results, as far as it matters to what follows."""
-    leaves = flatten(result)[0]
-    constant = [leaf for leaf, requires in zip(leaves, site.requires) if isinstance(leaf, Tensor) and not requires]
+    tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+    constant = [tensor for tensor, requires in zip(tensors, site.requires) if not requires]
     context.mark_non_differentiable(*constant)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from sys import _getframe
 from types import FrameType
 from typing import Any, NamedTuple
@@ -24,45 +23,62 @@ from weakref import ref
 from torch import Tensor
 
 from reactivate._compat import (
-    flatten,
     hook_backward,
+    innermost_pack_hook,
+    is_any_autocast_enabled,
     is_function_mode_active,
+    next_node_number,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     without_function_modes,
 )
 from reactivate._engine.choice import Choice, Decision
-from reactivate._engine.derive import Sources
+from reactivate._engine.contents import Contents, has_attributes
+from reactivate._engine.derive import Sources, Surroundings
 from reactivate._engine.kept import Argument, Kept, SavedSite, SiteSlot, There, is_parameter, keep, last_needed
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import Metadata, Saved, observers, tell
-from reactivate._engine.site_log import Log, tensors_in, unseen
+from reactivate._engine.side_effects import Reached, versions_of
+from reactivate._engine.site_log import Log, objects_in, tensors_in, unseen
 from reactivate._engine.sites import user_frame
 from reactivate._types import Save, Storage
 
-_VERSION = attrgetter("_version")
+_OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
 _BACKWARD_INSIDE = "a backward inside of the region goes through it"
 
 
 class Call:
-    """A saved call while it runs."""
+    """A saved call while it runs.
 
-    __slots__ = ("decision", "entries", "saved", "site", "sources", "storage", "versions")
+    Args:
+        fn: what is called: what it closes over is within its reach.
+    """
+
+    __slots__ = ("decision", "entries", "objects", "reached", "saved", "site", "sources", "storage", "versions")
 
     def __init__(
-        self, log: Log, decision: Decision, number: int, storage: Storage, args: Any, kwargs: dict[str, Any]
+        self, log: ForwardLog, decision: Decision, number: int, storage: Storage, fn: Any, args: Any, kwargs: Any
     ) -> None:
         self.decision = decision
         self.storage = storage
         self.entries = log.record.saved
         self.saved: list[tuple[SiteSlot, Tensor]] = []
-        self.sources = Sources(tensors_in(args, kwargs))
-        self.versions = list(map(_VERSION, self.sources.arguments))
+        arguments = tensors_in(args, kwargs)
+        self.versions = versions_of(arguments)
+        self.reached: Reached | None = None
+        self.objects: list[Any] = []
+        leaves: dict[int, int] = {}
+        if decision.is_users:
+            self.reached = Reached(fn, (args, kwargs))
+            self.objects = objects_in(args, kwargs)
+            if decision.module is not None and is_any_autocast_enabled():
+                leaves = {id(parameter): parameter._version for parameter in decision.module.parameters()}
+        self.sources = Sources(arguments, Surroundings(next_node_number(), decision.is_quiet, leaves, log.casts))
         site = self.site = SavedSite()
         site.number, site.label, site.path = number, decision.label, decision.path
         site.is_function, site.reason, site.changes = False, None, ()
         site.start = len(self.entries)
-        site.count = len(self.sources.arguments)
+        site.count = len(arguments)
         frame = user_frame(_getframe(5))  # above `call`, and who called that
         site.place = (frame.f_code, frame.f_lasti)
 
@@ -102,11 +118,21 @@ class ForwardLog(Log):
         self.sites: list[SavedSite] = []
         self.counts: dict[Any, int] = {}
         self.pending: Pending | None = None
+        self.casts: dict[Any, int] = {}  # of leaves: {node: version of the leaf}
         self._must_rerun: str | None = None
+        self._pack: Any = None  # the region's own hook, while the log is open
         self._hooks = {0: functools.partial(_went_through, ref(self))}
 
+    def open(self) -> None:
+        super().open()
+        self._pack = innermost_pack_hook()
+
+    def close(self) -> None:
+        super().close()
+        self._pack = None  # which has the region, which has the log
+
     def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        call = self.begin(decision, args, kwargs)
+        call = self.begin(decision, fn, args, kwargs)
         if call is None:
             return fn(*args, **kwargs)
         return self.unlogged(self._save)(call, fn, args, kwargs)
@@ -115,7 +141,7 @@ class ForwardLog(Log):
     def values(self) -> OpLog | None:
         return self.record.log  # type: ignore[no-any-return]
 
-    def begin(self, decision: Decision, args: Any, kwargs: dict[str, Any]) -> Call | None:
+    def begin(self, decision: Decision, fn: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """A call that the policy has a say in: None if it is not to be saved."""
         number = self.number
         self.number += 1
@@ -124,7 +150,9 @@ class ForwardLog(Log):
             return None
         if self.pending is not None:
             self.finish_pending()
-        call: Call = unseen(Call, self, decision, number, action.storage, args, kwargs)
+        call: Call = unseen(Call, self, decision, number, action.storage, fn, args, kwargs)
+        if innermost_pack_hook() is not self._pack:
+            call.site.reason = _OTHER_HOOKS
         if observers:
             tell(self.record.context, "call_begins", call.site)
         return call
@@ -136,6 +164,8 @@ class ForwardLog(Log):
 
     def run(self, call: Call, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call that is saved: what is saved inside of it is its own."""
+        if call.site.reason is not None:
+            return self.run_again(fn, args, kwargs)
         push_saved_tensor_hooks(call.pack, self.record.unpack)
         try:
             result = self.run_again(fn, args, kwargs)
@@ -163,8 +193,11 @@ class ForwardLog(Log):
     def finish(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
         """A saved call has returned: take down what is to be kept of it."""
         site = call.site
-        site.stop = len(call.entries)
-        unseen(self._take_down, call, result, versions)
+        if site.reason is None:
+            site.stop = len(call.entries)
+            unseen(self._take_down, call, result, versions)
+        else:
+            site.stop = site.start
         call.saved.clear()  # what was saved for the graph knows `call.pack`: a cycle, which no collector sees
         del call.sources
         if site.reason is not None:
@@ -174,8 +207,12 @@ class ForwardLog(Log):
     def _why_again(self, call: Call, computes: bool) -> str | None:
         if self._must_rerun is not None:
             return self._must_rerun
-        if call.versions != list(map(_VERSION, call.sources.arguments)):
+        if call.versions is None or call.versions != versions_of(call.sources.arguments):
             return "it writes into its arguments"
+        if call.reached is not None:
+            change = call.reached.change()
+            if change is not None:
+                return change
         if not computes and call.decision.module is None and call.decision.name is None:
             return "it computes no tensor"  # but may set something, as `set_grad_enabled` does
         return None
@@ -189,35 +226,37 @@ class ForwardLog(Log):
         return [change for change in changes if change is not None]
 
     def _take_down(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
-        """Sort what was saved and what came out into what is kept and what is made again."""
+        """Sort what was saved and what came out into what is kept and what is derived."""
         site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}
-        for slot, tensor in call.saved:
+        for (slot, tensor), (_, metadata, *_) in zip(call.saved, call.entries[site.start : site.stop]):
+            version = metadata[3]
             if is_parameter(tensor):
-                slot.kept = There(tensor)
+                slot.kept = There(tensor, version)
             else:
-                slot.recipe = sources.recipe_for(tensor)
+                if tensor._version == version:
+                    slot.recipe = sources.recipe_for(tensor)
                 if slot.recipe is None:
-                    slot.kept = keep(tensor, storage, kept)
-        leaves, site.structure = flatten(result)
-        outputs: list[Any] = []
+                    slot.kept = keep(tensor, version, storage, kept)
+        site.outputs, site.requires, site.contents = [], [], None
+        if isinstance(result, Tensor) and not has_attributes(result):
+            leaves = [result]
+        else:
+            contents = site.contents = Contents(result, {id(item): index for index, item in enumerate(call.objects)})
+            leaves = contents.leaves
+            site.reason = contents.problem
         computed: list[tuple[Tensor, Kept]] = []
-        site.outputs, site.requires = outputs, []
         for leaf in leaves:
-            is_tensor = isinstance(leaf, Tensor)
-            site.requires.append(is_tensor and leaf.requires_grad)
-            index = sources.which(leaf) if is_tensor else -1
+            site.requires.append(leaf.requires_grad)
+            index = sources.which(leaf)
             if index >= 0:
-                outputs.append(Argument(index))
-            elif not is_tensor:
-                outputs.append(leaf)
+                site.outputs.append(Argument(index))
             elif sources.sharing_memory(leaf) >= 0:
                 site.reason = "its result is a view of an argument"
             else:
-                item = keep(leaf, storage, kept)
-                if versions is not None:
-                    item.version = versions[id(leaf)]
-                outputs.append(item)
+                version = leaf._version if versions is None else versions.get(id(leaf), leaf._version)
+                item = keep(leaf, version, storage, kept)
+                site.outputs.append(item)
                 computed.append((leaf, item))
         site.reason = site.reason or self._why_again(call, bool(computed))
         if site.reason is None:

@@ -21,7 +21,9 @@ from reactivate._compat import (
     replace_function_modes,
 )
 from reactivate._engine.choice import Choice, Decision
+from reactivate._engine.contents import ATOMS
 from reactivate._engine.oplog import OpLog
+from reactivate._engine.saved_modules import SavedStandIn
 
 # The log that calls on this thread go to. A region without a policy inside of one with a policy is no affair of its.
 _current: ContextVar[Log | None] = ContextVar("reactivate.sites", default=None)
@@ -67,6 +69,7 @@ class Log:
 
     def open(self) -> None:
         """From here on, calls on this thread go to this log."""
+        self._stand_ins = [SavedStandIn.enter(module, current_log) for module in self.choice.find_modules()]
         open_logs.append(self)
         self._token = _current.set(self)
         if self._mode is not None:
@@ -74,6 +77,9 @@ class Log:
 
     def close(self) -> None:
         """The end of what `open` began."""
+        for stand_in in self._stand_ins:
+            stand_in.leave()
+        self._stand_ins.clear()
         if self._mode is not None:
             pop_function_mode()
             self._mode = None  # which knows the log: a cycle would hold the region until the collector runs (Rule 2)
@@ -160,4 +166,20 @@ def tensors_in(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
             found += tensors_in(value, {})
         elif isinstance(value, dict):
             found += tensors_in(value.values(), {})
+        elif hasattr(value, "__dataclass_fields__") and hasattr(value, "__dict__"):
+            found += tensors_in(vars(value).values(), {})
+    return found
+
+
+def objects_in(args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The lists, dicts and other objects among the arguments of a call: one that it returns is that of its caller."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) or type(value) in ATOMS:
+            continue
+        found.append(value)
+        if isinstance(value, (list, tuple)):
+            found += objects_in(value, {})
+        elif isinstance(value, dict):
+            found += objects_in(value.values(), {})
     return found

@@ -15,8 +15,6 @@ from torch.nn import Module
 Site = tuple[CodeType, int]
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-# Ops that fill a tensor after they had it saved: to be cut short there would leave it unfilled.
-_FILL_WHAT_THEY_SAVED = frozenset({"rrelu", "rrelu_", "rrelu_with_noise"})
 
 
 class KnownCode(NamedTuple):
@@ -24,16 +22,14 @@ class KnownCode(NamedTuple):
 
     Attributes:
         is_library: whether it is torch's or ours.
-        fills_what_it_saved: whether it calls one of those ops.
         is_forward: whether it is the `forward` of one of torch's modules, which `Module.__call__` calls.
     """
 
     is_library: bool
-    fills_what_it_saved: bool
     is_forward: bool
 
 
-USERS = KnownCode(False, False, False)  # as mostly: one object for all, to be known by its identity
+USERS = KnownCode(False, False)  # as mostly: one object for all, to be known by its identity
 known_code: dict[int, KnownCode] = {}  # by the id of the code object
 _kept: list[CodeType] = []  # so that their ids stay their own
 
@@ -52,8 +48,7 @@ def user_frame(frame: FrameType) -> FrameType:
 def look_at(code: CodeType) -> KnownCode:
     """What is to be known of `code`, from now on in `known_code`."""
     is_library = code.co_filename.startswith(_LIBRARIES)
-    fills = not _FILL_WHAT_THEY_SAVED.isdisjoint(code.co_names)
-    known = KnownCode(is_library, fills, is_library and code.co_name == "forward")
+    known = KnownCode(is_library, is_library and code.co_name == "forward")
     _kept.append(code)
     return known_code.setdefault(id(code), USERS if known == USERS else known)
 

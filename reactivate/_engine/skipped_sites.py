@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import give_back, unflatten
+from reactivate._compat import give_back
 from reactivate._engine.aliases import seen_by_aliases
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.kept import Argument, Kept, SavedSite
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.refusals import is_of_a_write
-from reactivate._engine.site_log import Log, tensors_in, unseen
+from reactivate._engine.site_log import Log, objects_in, tensors_in, unseen
 
 
 class ReplayLog(Log):
@@ -57,7 +57,7 @@ class ReplayLog(Log):
                 if site.changes:
                     with seen_by_aliases():
                         self._change(site)
-                return unseen(_hand_back, site, results, arguments)
+                return unseen(_hand_back, site, results, arguments, args, kwargs)
         return self.run_again(fn, args, kwargs)
 
     def _load(self, site: SavedSite, outputs: Iterable[Any]) -> list[Any] | None:
@@ -82,7 +82,9 @@ class ReplayLog(Log):
                 self._contexts.enter_context(context)
 
 
-def _hand_back(site: SavedSite, results: Iterable[Any], arguments: Sequence[Tensor]) -> Any:
+def _hand_back(
+    site: SavedSite, results: Iterable[Any], arguments: Sequence[Tensor], args: Any, kwargs: dict[str, Any]
+) -> Any:
     """What the call returned: tensors with a place in a graph where they had one, so that what follows saves."""
     leaves: list[Any] = []
     for item, requires in zip(results, site.requires):
@@ -90,5 +92,7 @@ def _hand_back(site: SavedSite, results: Iterable[Any], arguments: Sequence[Tens
             tensor = item.detach()
             leaves.append(give_back(tensor) if requires and torch.is_grad_enabled() else tensor)
         else:
-            leaves.append(arguments[item.number] if isinstance(item, Argument) else item)
-    return unflatten(leaves, site.structure)
+            leaves.append(arguments[item.number])
+    if site.contents is None:
+        return leaves[0]
+    return site.contents.make(leaves, objects_in(args, kwargs) if site.contents.has_given else ())

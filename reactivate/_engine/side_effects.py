@@ -1,0 +1,166 @@
+"""Side effects of a saved call on the objects that it can reach: a call that has any is made again in a recomputation.
+
+A recomputation skips a saved call, and with it what the call did to a list, a cache or a tensor that it was given or
+closes over. So everything reachable from the arguments and closures is noted when the call begins and compared, item by
+item and by identity, when it returns. Modules and generators are left out: the guards see to them.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections import deque
+from operator import attrgetter, is_
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from reactivate._engine.contents import ATOMS, Enum, attributes_of, is_plain
+
+LIMIT = 1_000  # of items: a call that is given more is not worth the look
+_VERSION = attrgetter("_version")
+_TOO_MUCH = f"more than {LIMIT} objects, too many to see whether it changes one"
+_SIZED = (tuple, list, set, frozenset, deque, dict)
+
+
+class Reached:
+    """Everything that a call can reach through its arguments and closures, as it is when the call begins.
+
+    Args:
+        fn: what is called. Counters and notes that it closes over are its own affair, as a print is (Rule 23): of what
+            it closes over only the tensors are compared.
+        given: the arguments.
+    """
+
+    __slots__ = ("_closed_over", "_fn", "_given", "_versions")
+
+    def __init__(self, fn: Any, given: Any) -> None:
+        self._fn = fn
+        self._closed_over = _Walk(fn)
+        self._given = _Walk(given)
+        self._versions = versions_of(self._tensors())
+
+    def change(self) -> str | None:
+        """What the call may have done to any of it, in words."""
+        if self._given.unclear is not None:
+            return self._given.unclear
+        if self._closed_over.is_too_large:
+            return f"it closes over {_TOO_MUCH}"
+        if self._versions is None or self._versions != versions_of(self._tensors()):
+            return "it writes into its arguments or into what it closes over"
+        changed = self._given.changed()
+        if changed is not None:
+            return f"it changes a {type(changed).__name__} that it was given"
+        if not _are_same(_Walk(self._fn).tensors, self._closed_over.tensors):
+            return "it leaves a tensor in what it closes over"
+        return None
+
+    def _tensors(self) -> list[Tensor]:
+        return self._closed_over.tensors + self._given.tensors
+
+
+class _Walk:
+    """What is reachable from a value, modules and generators left out.
+
+    Attributes:
+        tensors: all of them, each once.
+        unclear: what may change without being seen, in words; None if there is nothing.
+        is_too_large: whether the walk has ended early.
+    """
+
+    __slots__ = ("_count", "_notes", "_seen", "is_too_large", "tensors", "unclear")
+
+    def __init__(self, value: Any) -> None:
+        self._notes: list[tuple[Any, list[Any]]] = []
+        self._seen: set[int] = set()
+        self._count = 0
+        self.tensors: list[Tensor] = []
+        self.unclear: str | None = None
+        self.is_too_large = False
+        self._visit(value)
+
+    def changed(self) -> Any:
+        """An object that does not hold what it held, None if there is none."""
+        for value, noted in self._notes:
+            items = _items(value)
+            if items is None or not _are_same(items, noted):
+                return value
+        return None
+
+    def _visit(self, value: Any) -> None:
+        kind = type(value)
+        if kind in ATOMS or self.is_too_large or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+        elif not _is_looked_after(value, kind):
+            self._note(value, kind)
+
+    def _note(self, value: Any, kind: type) -> None:
+        is_large = isinstance(value, _SIZED) and len(value) > LIMIT
+        items = [] if is_large else _items(value)
+        if items is None:
+            if kind.__module__.partition(".")[0] != "torch":
+                self.unclear = f"it is given a {kind.__name__}, which it may change unseen"
+            return
+        self._count += len(items)
+        if is_large or self._count > LIMIT:
+            self.is_too_large = True
+            self.unclear = f"it is given {_TOO_MUCH}"
+            return
+        if kind is not tuple:
+            self._notes.append((value, items))
+        for item in items:
+            self._visit(item)
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def versions_of(tensors: list[Tensor]) -> list[int] | None:
+    """Their version counters, None if one has none: writes into a tensor made in inference mode are not counted."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return None
+
+
+def _items(value: Any) -> list[Any] | None:
+    """What is in a container, an object, a function; None if that cannot be seen."""
+    kind = type(value)
+    if issubclass(kind, _SIZED) and not issubclass(kind, dict):
+        return [*value, *_attributes(value)]
+    if issubclass(kind, dict):
+        return [*dict.keys(value), *dict.values(value), *_attributes(value)]
+    if kind is FunctionType:
+        return [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if kind is CellType:
+        try:
+            return [value.cell_contents]
+        except ValueError:  # nothing yet
+            return []
+    if kind is MethodType:
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    return _attributes(value) if is_plain(kind) else None
+
+
+def _attributes(value: Any) -> list[Any]:
+    return list(attributes_of(value).values())
+
+
+def _is_looked_after(value: Any, kind: type) -> bool:
+    """Whether it cannot change, or a guard sees to it, or it is this package's own."""
+    if isinstance(value, (Module, Enum, type, BuiltinFunctionType, torch.Generator, random.Random)):
+        return True
+    if kind.__module__.partition(".")[0] == "reactivate":  # regions and their options, which know how often they ran
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
