@@ -39,6 +39,7 @@ def innermost_pack_hook() -> Any:
     hooks = _top_saved_tensor_hooks(True)
     return None if hooks is None else hooks[0]
 
+
 # `torch.enable_grad()` and back: without an object in between.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 

@@ -85,6 +85,7 @@ def explain(
             args, kwargs = stack.enter_context(faked(model, args, kwargs, _device_of(args, kwargs)))
         else:
             Step(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
+            torch.clear_autocast_cache()  # a step of its own casts its weights itself
         trace = _Trace(model, args, kwargs, around, is_fake)
         trace.run(model)
     return trace.explanation()

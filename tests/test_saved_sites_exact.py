@@ -173,10 +173,10 @@ def test_a_weight_that_is_cast_once_for_two_saved_calls_is_not_kept() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return F.linear(F.linear(x, w).sin(), w).exp()
 
-    packed: list[int] = []
-    with saved_tensors_hooks(lambda tensor: packed.append(tensor.nbytes * (tensor is not w)) or tensor, lambda tensor: tensor):
+    packed: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
         out = reactivate.checkpoint(fn, policy=policies.save_ops("linear"))(x)
-    assert sum(packed) < 64 * 64 * 2
+    assert sum(tensor.nbytes for tensor in packed if tensor is not w) < 64 * 64 * 2
     out.sum().backward()
 
 
@@ -249,7 +249,7 @@ class Output:
     parts: list[Any] = field(default_factory=list)
 
 
-Pair = namedtuple("Pair", "hidden parts")  # noqa: PYI024
+Pair = namedtuple("Pair", "hidden parts")
 
 
 def plain_object(y: Tensor, w: Tensor) -> Any:
@@ -412,7 +412,8 @@ def test_arguments_in_containers_are_recognised(make: Fn) -> None:
 
     def product(given: Any, w: Tensor) -> Tensor:
         while not isinstance(given, Tensor):
-            given = given.hidden if isinstance(given, Output) else next(iter(given if isinstance(given, list) else given.values()))
+            values = vars(given) if isinstance(given, Output) else given
+            given = next(iter(values.values() if isinstance(values, dict) else values))
         return given * w
 
     compare(lambda call, x, w: call(make(x.sin()), w).exp().sin(), product, runs=1)
@@ -520,10 +521,10 @@ def test_modules_that_are_not_there_are_refused() -> None:
 def test_the_stand_ins_go_when_the_forward_fails() -> None:
     class Failing(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            raise OSError
+            raise ArithmeticError
 
     model = nn.Sequential(nn.Linear(4, 4), Failing(4, 4))
-    with pytest.raises(OSError):
+    with pytest.raises(ArithmeticError):
         reactivate.checkpoint(model, policy=policies.save_modules("0"))(leaf())
     assert all("forward" not in vars(module) for module in model.modules())
 
@@ -582,7 +583,9 @@ RRELUS: dict[str, Fn] = {
 noisy_relu = torch.rrelu
 
 
-@pytest.mark.parametrize("policy", [None, policies.save_ops("sin"), policies.save_ops("rrelu"), policies.save_ops("exp")])
+@pytest.mark.parametrize(
+    "policy", [None, policies.save_ops("sin"), policies.save_ops("rrelu"), policies.save_ops("exp")]
+)
 @pytest.mark.parametrize("name", RRELUS)
 def test_rrelu_by_any_name(name: str, policy: Any) -> None:
     """The noise is the last tensor that is saved, and it is filled afterwards."""

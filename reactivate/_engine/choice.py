@@ -179,14 +179,18 @@ class Choice:
         if found is None or found.module is not module:
             label = f"{path} ({type(module).__name__})"
             is_quiet = type(module) in _QUIET_MODULES
-            self._modules[path] = self._decide(Decision(label, path=path, module=module, is_quiet=is_quiet, is_users=not is_quiet))
+            self._modules[path] = self._decide(
+                Decision(label, path=path, module=module, is_quiet=is_quiet, is_users=not is_quiet)
+            )
         return self._modules[path]
 
     def of_name(self, name: str, function: Any) -> Decision:
         """The decision about a function that `reactivate.site` named."""
         if name not in self._names:
             op = getattr(function, "__name__", type(function).__name__)
-            self._names[name] = self._decide(Decision(f"site {name!r}", op=op, name=name, function=function, is_users=True))
+            self._names[name] = self._decide(
+                Decision(f"site {name!r}", op=op, name=name, function=function, is_users=True)
+            )
         return self._names[name]
 
     def of_class(self, kind: Any) -> Decision:

@@ -117,7 +117,7 @@ class Contents:
             self.problem = "its result has attributes of its own"
         return leaf
 
-    def _other(self, value: Any, kind: type, number: int) -> Any:
+    def _other(self, value: Any, kind: Any, number: int) -> Any:
         if kind in registered_containers:
             node = registered_containers[kind]
             children, context = node.flatten_fn(value)
@@ -187,7 +187,7 @@ def is_plain(kind: type) -> bool:
         object.__new__(kind)
     except TypeError:  # abstract, or with state of its own in C
         return False
-    return kind.__dictoffset__ != 0 or any(vars(base).get("__slots__") for base in kind.__mro__)  # type: ignore[attr-defined]
+    return kind.__dictoffset__ != 0 or any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
 def _is_as_it_is(value: Any, kind: type) -> bool:

@@ -57,10 +57,11 @@ class Recipe(NamedTuple):
         return source if self.make is None else self.make(source)
 
 
-class Surroundings(NamedTuple):
-    """What is known of a call while it runs.
+class Sources:
+    """The arguments of one call, to be recognised in what it saves. They are few: a scan is faster than a dict.
 
-    Attributes:
+    Args:
+        arguments: the tensors among them.
         first_node: the number that the next node of autograd's had when the call began: later ones are the call's.
         is_torchs: whether no code of the user's runs in it, which could write to a copy between making and saving it.
         leaves: {id: version} of parameters that it may read, when it began.
@@ -68,20 +69,21 @@ class Surroundings(NamedTuple):
             leaf then.
     """
 
-    first_node: int
-    is_torchs: bool
-    leaves: Mapping[int, int]
-    casts: dict[Any, int]
+    __slots__ = ("arguments", "casts", "first_node", "is_torchs", "leaves")
 
-
-class Sources:
-    """The arguments of one call, to be recognised in what it saves. They are few: a scan is faster than a dict."""
-
-    __slots__ = ("arguments", "call")
-
-    def __init__(self, arguments: list[Tensor], call: Surroundings) -> None:
+    def __init__(
+        self,
+        arguments: list[Tensor],
+        first_node: int,
+        is_torchs: bool,
+        leaves: Mapping[int, int],
+        casts: dict[Any, int],
+    ) -> None:
         self.arguments = arguments
-        self.call = call
+        self.first_node = first_node
+        self.is_torchs = is_torchs
+        self.leaves = leaves
+        self.casts = casts
 
     def recipe_for(self, tensor: Tensor) -> Recipe | None:
         """How to make `tensor`, or None if it is the call's own."""
@@ -122,7 +124,7 @@ class Sources:
         source = self.arguments[index]
         if source.dtype != tensor.dtype or source._version != tensor._version:  # with a counter of its own: `.data`
             return None
-        if source.is_conj() or source.is_neg() or tensor.is_conj() or tensor.is_neg():
+        if source.is_neg() or tensor.is_neg() or source.is_conj() or tensor.is_conj():
             return None
         offset = tensor.storage_offset() - source.storage_offset()
         return Recipe(index, source._version, (source.stride(), tensor.size(), tensor.stride(), offset))
@@ -135,10 +137,11 @@ class Sources:
         if tensor.grad_fn is None or tensor._version:
             return None
         nodes = {(item.grad_fn, item.output_nr): index for index, item in enumerate(self.arguments) if item.grad_fn}
-        way = _way_back(tensor, nodes, self.call)
+        way = self._way_back(tensor, nodes)
         if way is None:
             return None
-        index, leaf = nodes.get(way.end, -1), None
+        index = nodes.get(way.end, -1)
+        leaf: Any = None
         if index < 0:
             leaf = getattr(way.end[0], "variable", None)
             if leaf is None:
@@ -154,13 +157,42 @@ class Sources:
 
     def _is_unwritten(self, leaf: Tensor, index: int, last: Any) -> bool:
         """Whether a copy of `leaf` still is one: the leaf has the version that it had when the copy was made."""
-        call = self.call
-        if last._sequence_nr() < call.first_node:
-            return call.casts[last] == leaf._version
-        if call.is_torchs:
-            call.casts[last] = leaf._version
+        if last._sequence_nr() < self.first_node:
+            return self.casts[last] == leaf._version
+        if self.is_torchs:
+            self.casts[last] = leaf._version
             return True
-        return index >= 0 or call.leaves.get(id(leaf)) == leaf._version
+        return index >= 0 or self.leaves.get(id(leaf)) == leaf._version
+
+    def _way_back(self, tensor: Tensor, ends: Mapping[Node, Any]) -> Way | None:
+        """The way from `tensor` as far back as it was only copied, by nodes that the call has made.
+
+        The user's code may write to a copy before it copies that again, which leaves no trace: there may be one copy only.
+        """
+        node: Any = tensor.grad_fn
+        end: Node = (node, tensor.output_nr)
+        size: Size = tensor.size()
+        casts = copies = 0
+        changes: list[Change] = []
+        last: Any = None
+        while node is not None and end not in ends:
+            name = node.name()
+            undo = _COPIES.get(name)
+            if undo is None or (name == "ToCopyBackward0" and casts):
+                break
+            if node._sequence_nr() < self.first_node and node not in self.casts:
+                return None
+            casts += name == "ToCopyBackward0"
+            copies += name in _OF_NEW_MEMORY
+            change, size = undo(node, size)
+            if change is not None:
+                changes.append(change)
+            last = node
+            end = node.next_functions[0]
+            node = end[0]
+        if last is None or (copies > 1 and not self.is_torchs):
+            return None
+        return Way(changes, end, last, size)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -205,37 +237,6 @@ class Way(NamedTuple):
     end: Node
     last: Any
     size: Size
-
-
-def _way_back(tensor: Tensor, ends: Mapping[Node, Any], call: Surroundings) -> Way | None:
-    """The way from `tensor` as far back as it was only copied, by nodes that the call has made.
-
-    The user's code may write to a copy before it copies that again, which leaves no trace: there may be one copy only.
-    """
-    node: Any = tensor.grad_fn
-    end: Node = (node, tensor.output_nr)
-    size: Size = tensor.size()
-    casts = copies = 0
-    changes: list[Change] = []
-    last: Any = None
-    while node is not None and end not in ends:
-        name = node.name()
-        undo = _COPIES.get(name)
-        if undo is None or (name == "ToCopyBackward0" and casts):
-            break
-        if node._sequence_nr() < call.first_node and node not in call.casts:
-            return None
-        casts += name == "ToCopyBackward0"
-        copies += name in _OF_NEW_MEMORY
-        change, size = undo(node, size)
-        if change is not None:
-            changes.append(change)
-        last = node
-        end = node.next_functions[0]
-        node = end[0]
-    if last is None or (copies > 1 and not call.is_torchs):
-        return None
-    return Way(changes, end, last, size)
 
 
 def _same(node: Any, size: Size) -> tuple[Change | None, Size]:

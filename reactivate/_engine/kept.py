@@ -65,7 +65,10 @@ class There(Kept):
     __slots__ = ()
 
     def __init__(self, parameter: Tensor, version: int) -> None:
-        super().__init__(parameter, version, DEVICE)
+        self.tensor = parameter
+        self.version = version
+        self.storage = DEVICE
+        self.handle = None
 
     def settle(self) -> None:
         if self.tensor is not None:

@@ -228,9 +228,8 @@ class Region(Record):
         slot.value = None
         known = known_code.get(id(code)) or look_at(code)
         if known is not USERS:
-            if known.is_library:
-                frame = self._users_frame(known, frame)
-                code = frame.f_code
+            frame = self._users_frame(known, frame)
+            code = frame.f_code
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
         self.saved.append((ref(slot), metadata, code, frame.f_lasti))
         return slot

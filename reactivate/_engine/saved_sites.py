@@ -34,7 +34,7 @@ from reactivate._compat import (
 )
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.contents import Contents, has_attributes
-from reactivate._engine.derive import Sources, Surroundings
+from reactivate._engine.derive import Sources
 from reactivate._engine.kept import Argument, Kept, SavedSite, SiteSlot, There, is_parameter, keep, last_needed
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import Metadata, Saved, observers, tell
@@ -62,7 +62,7 @@ class Call:
         self.decision = decision
         self.storage = storage
         self.entries = log.record.saved
-        self.saved: list[tuple[SiteSlot, Tensor]] = []
+        self.saved: list[tuple[SiteSlot, Tensor, int]] = []
         arguments = tensors_in(args, kwargs)
         self.versions = versions_of(arguments)
         self.reached: Reached | None = None
@@ -73,13 +73,13 @@ class Call:
             self.objects = objects_in(args, kwargs)
             if decision.module is not None and is_any_autocast_enabled():
                 leaves = {id(parameter): parameter._version for parameter in decision.module.parameters()}
-        self.sources = Sources(arguments, Surroundings(next_node_number(), decision.is_quiet, leaves, log.casts))
+        self.sources = Sources(arguments, next_node_number(), decision.is_quiet, leaves, log.casts)
         site = self.site = SavedSite()
         site.number, site.label, site.path = number, decision.label, decision.path
         site.is_function, site.reason, site.changes = False, None, ()
         site.start = len(self.entries)
         site.count = len(arguments)
-        frame = user_frame(_getframe(5))  # above `call`, and who called that
+        frame = user_frame(_getframe(4))  # above `call`, and who called that
         site.place = (frame.f_code, frame.f_lasti)
 
     def pack(self, tensor: Tensor) -> SiteSlot:
@@ -89,8 +89,9 @@ class Call:
                 return self.pack(tensor)
         slot = SiteSlot()
         slot.value = slot.kept = slot.recipe = None
-        self.saved.append((slot, tensor))
-        metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
+        version = tensor._version
+        self.saved.append((slot, tensor, version))
+        metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device, version)
         self.entries.append((ref(slot), metadata, *self.site.place))
         return slot
 
@@ -135,7 +136,11 @@ class ForwardLog(Log):
         call = self.begin(decision, fn, args, kwargs)
         if call is None:
             return fn(*args, **kwargs)
-        return self.unlogged(self._save)(call, fn, args, kwargs)
+        if self.values is not None:
+            return self.unlogged(self._save)(call, fn, args, kwargs)
+        result = self.run(call, fn, args, kwargs)
+        self.finish(call, result, None)
+        return result
 
     @property
     def values(self) -> OpLog | None:
@@ -150,7 +155,10 @@ class ForwardLog(Log):
             return None
         if self.pending is not None:
             self.finish_pending()
-        call: Call = unseen(Call, self, decision, number, action.storage, fn, args, kwargs)
+        if is_function_mode_active():
+            call: Call = unseen(Call, self, decision, number, action.storage, fn, args, kwargs)
+        else:
+            call = Call(self, decision, number, action.storage, fn, args, kwargs)
         if innermost_pack_hook() is not self._pack:
             call.site.reason = _OTHER_HOOKS
         if observers:
@@ -167,12 +175,14 @@ class ForwardLog(Log):
         if call.site.reason is not None:
             return self.run_again(fn, args, kwargs)
         push_saved_tensor_hooks(call.pack, self.record.unpack)
+        self.is_inside = True
         try:
-            result = self.run_again(fn, args, kwargs)
+            result = fn(*args, **kwargs)
         except BaseException:
             call.saved.clear()
             raise
         finally:
+            self.is_inside = False
             pop_saved_tensor_hooks()
         if not call.decision.is_quiet:
             call.site.changes = self.changes()
@@ -195,7 +205,10 @@ class ForwardLog(Log):
         site = call.site
         if site.reason is None:
             site.stop = len(call.entries)
-            unseen(self._take_down, call, result, versions)
+            if is_function_mode_active():
+                unseen(self._take_down, call, result, versions)
+            else:
+                self._take_down(call, result, versions)
         else:
             site.stop = site.start
         call.saved.clear()  # what was saved for the graph knows `call.pack`: a cycle, which no collector sees
@@ -229,21 +242,20 @@ class ForwardLog(Log):
         """Sort what was saved and what came out into what is kept and what is derived."""
         site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}
-        for (slot, tensor), (_, metadata, *_) in zip(call.saved, call.entries[site.start : site.stop]):
-            version = metadata[3]
+        for slot, tensor, version in call.saved:
             if is_parameter(tensor):
                 slot.kept = There(tensor, version)
-            else:
-                if tensor._version == version:
-                    slot.recipe = sources.recipe_for(tensor)
-                if slot.recipe is None:
-                    slot.kept = keep(tensor, version, storage, kept)
+                continue
+            if tensor._version == version:
+                slot.recipe = sources.recipe_for(tensor)
+            if slot.recipe is None:
+                slot.kept = keep(tensor, version, storage, kept)
         site.outputs, site.requires, site.contents = [], [], None
         if isinstance(result, Tensor) and not has_attributes(result):
             leaves = [result]
         else:
             contents = site.contents = Contents(result, {id(item): index for index, item in enumerate(call.objects)})
-            leaves = contents.leaves
+            leaves, contents.leaves = contents.leaves, []  # which have the graph
             site.reason = contents.problem
         computed: list[tuple[Tensor, Kept]] = []
         for leaf in leaves:

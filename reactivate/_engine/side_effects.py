@@ -11,6 +11,7 @@ import functools
 import random
 import sys
 from collections import deque
+from enum import Enum
 from operator import attrgetter, is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._engine.contents import ATOMS, Enum, attributes_of, is_plain
+from reactivate._engine.contents import ATOMS, attributes_of, is_plain
 
 LIMIT = 1_000  # of items: a call that is given more is not worth the look
 _VERSION = attrgetter("_version")
@@ -133,7 +134,7 @@ def versions_of(tensors: list[Tensor]) -> list[int] | None:
 
 def _items(value: Any) -> list[Any] | None:
     """What is in a container, an object, a function; None if that cannot be seen."""
-    kind = type(value)
+    kind: Any = type(value)
     if issubclass(kind, _SIZED) and not issubclass(kind, dict):
         return [*value, *_attributes(value)]
     if issubclass(kind, dict):

@@ -124,12 +124,14 @@ class _Mode(TorchFunctionMode):
         decision = self._decisions.get(func)
         if decision is None:
             decision = self._choice.look_at(func)
-        if decision.is_opened and current_log() is self._log:
+        if self._log.is_inside or current_log() is not self._log:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if decision.is_of_interest:
+            return self._log.call(decision, func, args, kwargs or {})
+        if decision.is_opened:
             with self:
                 return opened(func)(*args, **(kwargs or {}))
-        if not decision.is_of_interest or current_log() is not self._log:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return self._log.call(decision, func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 @functools.cache

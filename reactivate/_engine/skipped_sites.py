@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import give_back
+from reactivate._compat import give_back, is_function_mode_active
 from reactivate._engine.aliases import seen_by_aliases
 from reactivate._engine.choice import Choice, Decision
-from reactivate._engine.kept import Argument, Kept, SavedSite
+from reactivate._engine.kept import Kept, SavedSite
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.refusals import is_of_a_write
 from reactivate._engine.site_log import Log, objects_in, tensors_in, unseen
@@ -45,11 +45,14 @@ class ReplayLog(Log):
         if site.label != decision.label:
             raise self._matching.refuse_site(site, decision.label)
         self._next = next(self._todo, None)
-        return self.unlogged(self._skip)(site, fn, args, kwargs)
+        if self.values is not None:
+            return self.unlogged(self._skip)(site, fn, args, kwargs)
+        return self._skip(site, fn, args, kwargs)
 
     def _skip(self, site: SavedSite, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if site.reason is None:
-            arguments = unseen(self._fill, site, args, kwargs)
+            is_seen = is_function_mode_active()
+            arguments = unseen(self._fill, site, args, kwargs) if is_seen else self._fill(site, args, kwargs)
             results = None if site.outputs is None else self._load(site, site.outputs)
             if results is not None:
                 if site.is_function:
@@ -57,7 +60,9 @@ class ReplayLog(Log):
                 if site.changes:
                     with seen_by_aliases():
                         self._change(site)
-                return unseen(_hand_back, site, results, arguments, args, kwargs)
+                if is_seen:
+                    return unseen(_hand_back, site, results, arguments, args, kwargs)
+                return _hand_back(site, results, arguments, args, kwargs)
         return self.run_again(fn, args, kwargs)
 
     def _load(self, site: SavedSite, outputs: Iterable[Any]) -> list[Any] | None:
