@@ -48,6 +48,15 @@ def hooks_see_what_is_saved_and_what_is_read() -> None:
     assert seen == ["saved", "read"]
 
 
+@needs("innermost_pack_hook")
+def the_innermost_pack_hook_is_the_one_that_was_pushed() -> None:
+    assert _compat.innermost_pack_hook() is None
+    pack = lambda tensor: tensor  # noqa: E731
+    _compat.push_saved_tensor_hooks(pack, lambda tensor: tensor)
+    assert _compat.innermost_pack_hook() is pack
+    _compat.pop_saved_tensor_hooks()
+
+
 @needs("set_grad_enabled")
 def grad_mode_is_set() -> None:
     _compat.set_grad_enabled(False)

@@ -388,6 +388,19 @@ def test_what_a_call_does_to_its_arguments_is_done_again(name: str) -> None:
     compare(fn, call, runs=2)
 
 
+def test_an_argument_that_is_given_other_memory() -> None:
+    def call(y: Tensor, w: Tensor) -> Tensor:
+        found = y.exp() * w
+        y.data = y.data * 2
+        return found
+
+    def fn(call: Fn, x: Tensor, w: Tensor) -> Tensor:
+        y = x.sin()
+        return (call(y, w) * y.cos()).exp()
+
+    compare(fn, call, runs=2)
+
+
 def test_what_a_call_leaves_in_a_closure_is_left_again() -> None:
     def fn(call: Fn, x: Tensor, w: Tensor) -> Tensor:
         kept: list[Tensor] = []

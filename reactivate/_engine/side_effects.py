@@ -37,13 +37,14 @@ class Reached:
         given: the arguments.
     """
 
-    __slots__ = ("_closed_over", "_fn", "_given", "_versions")
+    __slots__ = ("_closed_over", "_fn", "_given", "_memory", "_versions")
 
     def __init__(self, fn: Any, given: Any) -> None:
         self._fn = fn
         self._closed_over = _Walk(fn)
         self._given = _Walk(given)
         self._versions = versions_of(self._tensors())
+        self._memory = list(map(_memory_of, self._tensors()))
 
     def change(self) -> str | None:
         """What the call may have done to any of it, in words."""
@@ -53,6 +54,8 @@ class Reached:
             return f"it closes over {_TOO_MUCH}"
         if self._versions is None or self._versions != versions_of(self._tensors()):
             return "it writes into its arguments or into what it closes over"
+        if self._memory != list(map(_memory_of, self._tensors())):
+            return "it gives a tensor other memory (`.data = ...`)"
         changed = self._given.changed()
         if changed is not None:
             return f"it changes a {type(changed).__name__} that it was given"
@@ -129,6 +132,14 @@ def versions_of(tensors: list[Tensor]) -> list[int] | None:
     try:
         return list(map(_VERSION, tensors))
     except RuntimeError:
+        return None
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """The storage of a tensor, None if it has none of its own, as sparse ones."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
         return None
 
 
