@@ -1,0 +1,107 @@
+"""A campaign: many seeds, in one process or several, until a count or a time is reached."""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+
+from fuzz.generate import generate
+from fuzz.judge import CRASHED, Verdict, judge
+from fuzz.run import OURS, Arm
+
+CHUNK = 20
+"""Seeds that a worker takes at a time."""
+LONGEST = 120
+"""Seconds after which a program counts as hanging, and its process is ended."""
+MEASURED = 10
+"""Of so many programs one is measured in bytes."""
+
+Found = Iterator[tuple[int, Verdict]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The end of a campaign: a number of programs, or a time, whichever comes first."""
+
+    count: int | None = None
+    seconds: float | None = None
+
+    def seeds(self, first: int) -> Iterator[int]:
+        """Yield seeds until the limit."""
+        end = None if self.seconds is None else time.monotonic() + self.seconds
+        for seed in itertools.count(first) if self.count is None else range(first, first + self.count):
+            if end is not None and time.monotonic() >= end:
+                return
+            yield seed
+
+
+def judge_seed(seed: int, arm: Arm = OURS) -> Verdict:
+    """Return the verdict on the program of a seed."""
+    return judge(generate(seed), arm, measure=seed % MEASURED == 0)
+
+
+def campaign(first: int, limits: Limits, workers: int = 1, judging: Callable[[int], Verdict] = judge_seed) -> Found:
+    """Yield (seed, verdict) for one seed after the other; with several workers in the order of completion."""
+    seeds = limits.seeds(first)
+    if workers > 1:
+        yield from _in_processes(seeds, workers)
+    else:
+        yield from ((seed, judging(seed)) for seed in seeds)
+
+
+def _in_processes(seeds: Iterator[int], workers: int) -> Found:
+    while True:
+        pending: dict[Future[list[Verdict]], list[int]] = {}
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            try:
+                yield from _fed(pool, seeds, pending, workers)
+            except BrokenProcessPool:
+                for seed in itertools.chain.from_iterable(pending.values()):
+                    yield seed, _alone(seed)
+                continue
+        return
+
+
+def _fed(
+    pool: ProcessPoolExecutor, seeds: Iterator[int], pending: dict[Future[list[Verdict]], list[int]], workers: int
+) -> Found:
+    for chunk in iter(lambda: list(itertools.islice(seeds, CHUNK)), []):
+        pending[pool.submit(_chunk, chunk)] = chunk
+        if len(pending) > workers:
+            yield from _finished(pending)
+    while pending:
+        yield from _finished(pending)
+
+
+def _finished(pending: dict[Future[list[Verdict]], list[int]]) -> Found:
+    done, _ = wait(pending, return_when=FIRST_COMPLETED)
+    for future in done:
+        verdicts = future.result()
+        yield from zip(pending.pop(future), verdicts)
+
+
+def _chunk(seeds: list[int]) -> list[Verdict]:
+    return [_watched(seed) for seed in seeds]
+
+
+def _watched(seed: int) -> Verdict:
+    faulthandler.dump_traceback_later(LONGEST, exit=True)
+    try:
+        return judge_seed(seed)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _alone(seed: int) -> Verdict:
+    """Judge a seed in a process of its own, after one of several has ended a shared process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_watched, seed).result()
+        except BrokenProcessPool:
+            return Verdict(CRASHED, "the process ended or hung")

@@ -1,0 +1,94 @@
+"""The verdict on a program: right, silently different, refused, or no test of anything."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fuzz.program import Program
+from fuzz.run import OURS, PLAIN, TORCH, Arm, Trace, compiled, kept_bytes, run
+from fuzz.source import source_of
+
+RIGHT, SILENT, REFUSED, CRASHED = "right", "silent", "refused", "crashed"
+PLAIN_RAISES, NOT_REPRODUCIBLE = "plain run raises", "plain run not reproducible"
+DISCARDED = (PLAIN_RAISES, NOT_REPRODUCIBLE)
+STATE = ("state", "random", "globals", "classes")
+"""Notes about state, which torch's checkpoint advances twice."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one program.
+
+    Attributes:
+        outcome: one of the names above.
+        kind: the first note that differs; or the class and the first words of the error.
+        torch: for a refusal, "right" if torch's checkpoint runs the program bitwise, "right but for state" if outputs and
+            gradients are, "wrong" or "raises" otherwise.
+        kept: bytes that the plain run and the checkpointed run saved, where measured.
+    """
+
+    outcome: str
+    kind: str = ""
+    message: str = ""
+    torch: str = ""
+    regions: int = 0
+    recomputations: int = 0
+    kept: tuple[int, int] | None = None
+
+    @property
+    def fails(self) -> bool:
+        """A silent difference, a crash, or a refusal of a program that torch's checkpoint runs rightly."""
+        return self.outcome in (SILENT, CRASHED) or (self.outcome == REFUSED and self.torch == RIGHT)
+
+    def is_like(self, other: Verdict) -> bool:
+        """Tell if both fail in one way."""
+        if self.outcome == REFUSED:
+            return (self.outcome, self.kind, self.fails) == (other.outcome, other.kind, other.fails)
+        return self.outcome == other.outcome
+
+
+def judge(program: Program, arm: Arm = OURS, *, measure: bool = False) -> Verdict:
+    """Run a program plain and checkpointed and compare; a second plain run, or torch's, only where they differ."""
+    code, seed = compiled(source_of(program)), program.seed
+    plain = run(code, PLAIN, seed)
+    if plain.error is not None:
+        return Verdict(PLAIN_RAISES, words_of(plain.error), str(plain.error))
+    ours = run(code, arm, seed)
+    differs = difference(plain, ours)
+    counts = {"regions": ours.regions, "recomputations": ours.recomputations}
+    if ours.error is None and differs is None:
+        kept = (kept_bytes(code, PLAIN, seed), kept_bytes(code, arm, seed)) if measure else None
+        return Verdict(RIGHT, kept=kept, **counts)
+    if difference(plain, run(code, PLAIN, seed)) is not None:
+        return Verdict(NOT_REPRODUCIBLE)
+    if ours.error is not None:
+        return Verdict(
+            REFUSED, words_of(ours.error), str(ours.error), against_torch(plain, run(code, TORCH, seed)), **counts
+        )
+    return Verdict(SILENT, str(differs), **counts)
+
+
+def difference(one: Trace, other: Trace) -> str | None:
+    """Return the name of the first note that differs; None where all are equal."""
+    for (name, value), (_, compared) in zip(one.notes, other.notes):
+        if value != compared:
+            return name
+    return None if len(one.notes) == len(other.notes) else "notes"
+
+
+def against_torch(plain: Trace, torch: Trace) -> str:
+    """Tell how well torch's checkpoint does."""
+    if torch.error is not None:
+        return "raises"
+    if difference(plain, torch) is None:
+        return RIGHT
+    without = [Trace([note for note in trace.notes if note[0] not in STATE]) for trace in (plain, torch)]
+    return "right but for state" if difference(*without) is None else "wrong"
+
+
+def words_of(error: Exception) -> str:
+    """Return the class of an error and the first words of its message, names and numbers left out."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    plain = re.sub(r"`[^`]*`|'[^']*'|\"[^\"]*\"|\([^)]*\)|\[[^\]]*\]", "...", first)
+    return f"{type(error).__name__}: {' '.join(re.sub(r'[0-9]+', 'N', plain).split()[:14])}"

@@ -1,0 +1,26 @@
+"""General statements between forward and backward."""
+
+INTERLUDES = (
+    "torch.rand(3), random.random(), numpy.random.rand()",
+    "model.eval()",
+    "model.train()",
+    "$block.train(not $block.training)",
+    "torch.manual_seed(11), random.seed(11), numpy.random.seed(11)",
+    "with torch.no_grad():\n    model(torch.randn(3, 4))",
+    "model(torch.randn(3, 4))",
+    "$block.handle = $block.register_forward_hook(lambda module, args, out: out * 2)",
+    "$block.lin.handle = $block.lin.register_forward_pre_hook(lambda module, args: (args[0] * 2,))",
+    "$block.lin._forward_pre_hooks.clear()",
+    "$block.lin = nn.Linear(4, 4)",
+    "$block.stat.add_(1.0)",
+    "$block.stat = torch.ones(4)",
+    "$block.lin.weight.requires_grad_(False)",
+    "x0.detach().mul_(2.0)",
+    "copy.deepcopy(model)",
+    "gc.collect()",
+    "COUNTS['calls'] += 1",
+    "type($block).calls += 1",
+    "optimizer and optimizer.step()",
+    "$block.lin.weight.grad = torch.ones(4, 4)",
+    "$block.step = $block.step + 1",
+)
