@@ -10,7 +10,7 @@ XLA_PINS := requirements-xla.txt requirements-xla-tests.txt
 XLA := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/reactivate/xla-$(shell cat $(XLA_PINS) | cksum | cut -d ' ' -f 1)
 IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
 
-.PHONY: demo test test-fenced test-xla test-oldest lint types docs bench bench-xla test-upstream clean
+.PHONY: demo test test-fenced test-xla test-oldest lint types docs fuzz bench bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -45,6 +45,9 @@ test-xla: $(XLA)/.installed  ## regions on XLA's CPU device, and in JAX
 
 test-oldest: $(XLA)/.installed  ## the tests of `make test` on the oldest torch that is supported
 	$(IN_XLA) -m pytest -n $(JOBS) --ignore tests/test_recipe.py  # torchtitan needs a newer torch
+
+fuzz: $(VENV)/.test  ## random training programs, plain and checkpointed: make fuzz SECONDS=600, COUNT=2000, SEED=7
+	$(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) --workers $(JOBS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

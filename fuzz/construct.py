@@ -15,7 +15,8 @@ class Construct:
     """A few lines for each place of a program; every place may stay empty.
 
     In all of them `$n` is a number of its own for each use, and `$option` is one of the texts of that option. Block code
-    reads and rebinds `h`, a 3 x 4 tensor. `$block` is the block outside of its class, `$peer` is another block.
+    reads and rebinds `h`, a 3 x 4 tensor. `$block` is the block outside of its class, `$called` is the
+    block as the model names it, `$peer` is another block.
 
     Attributes:
         body: statements of the block's forward.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import reactivate
 from reactivate import policies
 
-__all__ = ["collections", "copy", "functools", "gc", "math", "policies", "reactivate", "weakref"]
+__all__ = ["F", "collections", "copy", "functools", "gc", "math", "policies", "reactivate", "weakref"]
 
 SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("SCALE", default=1.5)
 COUNTS = {"calls": 0}
@@ -62,13 +62,13 @@ class Bulk(torch.autograd.Function):
     """A function that saves an input twice, None, and its output, and reads them twice."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         out = (x * y).sin()
         ctx.save_for_backward(x, None, y, x, out)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, _, y, _, out = ctx.saved_tensors
         slope = (ctx.saved_tensors[3] * y).cos() + 0 * out
         return grad * slope * y, grad * slope * x
@@ -85,6 +85,12 @@ class Base(nn.Module):
         self.lin = nn.Linear(4, 4)
         self.mix = nn.Parameter(torch.eye(4))
         self.register_buffer("stat", torch.zeros(4))
+
+
+def counted(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    """Scale by the number of calls; a forward hook."""
+    module.seen.append(out.detach().sum())
+    return out * len(module.seen)
 
 
 def leaves(blocks: list[nn.Module], *inputs: Tensor) -> list[Tensor]:

@@ -32,7 +32,7 @@ POLICIES = (
     'policies.save_ops("linear")',
     'policies.save_ops("matmul", "sin")',
     "policies.compute_intensive()",
-    'policies.every_nth(2, policies.save_ops("linear"))',
+    'policies.every_nth(2, policies.save_ops("linear", "matmul", "sin"))',
     'policies.save_ops("linear", storage=reactivate.storage.Host())',
     'policies.save_modules("lin")',
 )

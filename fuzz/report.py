@@ -95,8 +95,8 @@ class Summary:
         """Return the counts in one line."""
         rate = self.programs / self.seconds if self.seconds else 0.0
         return (
-            f"{self.programs} programs, {rate:.1f} per second: {self.outcomes[RIGHT]} right, {self.outcomes[SILENT]} silently "
-            f"different, {self.outcomes[REFUSED]} refused ({self.false_refusals} of them run rightly by torch), "
+            f"{self.programs} programs, {rate:.1f} per second: {self.outcomes[RIGHT]} right, {self.outcomes[SILENT]} "
+            f"silently different, {self.outcomes[REFUSED]} refused ({self.false_refusals} of them run rightly by torch), "
             f"{len(self.crashed)} crashed, {sum(self.discarded.values())} discarded"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
-from fuzz.program import Between, Block, Call, Group, Options, Program, Training, Use
+from fuzz.program import Block, Call, Group, Options, Program, Training, Use
 
 MOST_TRIES = 400
 
@@ -128,10 +128,3 @@ def _simpler_uses(use: Use) -> Iterator[Use]:
     for index, choice in enumerate(use.choices):
         if choice:
             yield replace(use, choices=(*use.choices[:index], 0, *use.choices[index + 1 :]))
-
-
-def size_of(program: Program) -> int:
-    """Return a number that every smaller program has less of."""
-    parts: tuple[Between | Call | Group, ...] = (*program.between, *program.items, *program.calls())
-    uses = [use for block in program.blocks for use in block.uses]
-    return len(parts) + len(program.blocks) + 2 * len(uses) + program.training.steps

@@ -57,7 +57,7 @@ class Freezer:
         if isinstance(value, torch.Generator):
             return ("generator", _digest(value.get_state().numpy().tobytes()))
         if isinstance(value, random.Random):
-            return ("generator", _digest(repr(value.getstate()).encode()))
+            return ("generator", hash(value.getstate()))
         if isinstance(value, numpy.random.Generator):
             return ("generator", repr(value.bit_generator.state))
         if isinstance(value, FunctionType):
@@ -95,7 +95,7 @@ def random_streams() -> Frozen:
     name, keys, *rest = numpy.random.get_state()
     return (
         _digest(torch.get_rng_state().numpy().tobytes()),
-        _digest(repr(random.getstate()).encode()),
+        hash(random.getstate()),
         _digest(keys.tobytes() + repr((name, rest)).encode()),
     )
 

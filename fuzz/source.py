@@ -1,4 +1,4 @@
-"""A program as Python source, which is what runs and what is printed."""
+"""A program as Python source: the text that runs and that is printed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def filled(program: Program, index: int, use: Use, template: str) -> list[str]:
     construct = CONSTRUCTS[use.construct]
     chosen = {name: texts[choice % len(texts)] for (name, texts), choice in zip(construct.options.items(), use.choices)}
     peer = program.blocks[index].peer % len(program.blocks)
-    names = {"block": f"blocks[{index}]", "peer": f"blocks[{peer}]", "inside": _path(program, index)}
+    names = {"block": f"blocks[{index}]", "peer": f"blocks[{peer}]", "called": _path(program, index)}
     return fill(template, chosen | names | {"n": str(use.number)})
 
 
@@ -52,14 +52,14 @@ def _arguments(program: Program, index: int) -> dict[str, str]:
 
 def _class_of(program: Program, index: int) -> str:
     parameters = "".join(f", {name}" for name in _arguments(program, index))
-    passed = parameters.replace(", ", "", 1)
+    calls_work = any(call == Call(index, "work") for call in program.calls())
+    work = f"\n    def work(self, x{parameters}):\n        return self.forward(x{parameters})\n" if calls_work else ""
     init = _all(program, index, "init")
     made = "    def __init__(self):\n        super().__init__()\n" + _lines(init) + "\n" if init else ""
     return (
         f"class Block{index}(Base):\n{made}"
         f"    def forward(self, x{parameters}):\n        h = (self.lin(x) @ self.mix).sin()\n"
-        f"{_lines(_all(program, index, 'body'))}        return h\n\n"
-        f"    def work(self, x{parameters}):\n        return self.forward(x{', ' if passed else ''}{passed})\n"
+        f"{_lines(_all(program, index, 'body'))}        return h\n{work}"
     )
 
 
@@ -252,9 +252,9 @@ def _between(program: Program) -> list[str]:
     lines: list[str] = []
     for between in program.between:
         text = between_text(program, between)
-        if text:
-            lines += [f"if step == {between.step}:", "    with torch.no_grad():" if "_(" in text[0] else "    if True:"]
-            lines += [f"        {line}" for line in text]
+        writes = [line for line in text if "_(" in line]
+        text = ["with torch.no_grad():", *(f"    {line}" for line in text)] if writes else text
+        lines += [f"if step == {between.step}:", *(f"    {line}" for line in text)] if text else []
     return lines
 
 

@@ -58,7 +58,7 @@ CONSTRUCTS = {
             ),
             "other": ("self.config$n", "self.__dict__['config$n']"),
         },
-        arguments={"config$n": "$inside.config$n"},
+        arguments={"config$n": "$called.config$n"},
         between=("$block.config$n = $kind",),
         weight=4,
     ),

@@ -23,7 +23,11 @@ CONSTRUCTS = {
     ),
     "counter in a container": Construct(
         "$at += 1\n$branch",
-        init="self.calls$n = [0]\nself.table$n = {'calls': 0}\nself.holder$n = Holder(0)\nself.deep$n = {'a': [Holder(0)]}\nself.array$n = numpy.zeros(2)",
+        init="""
+self.calls$n, self.table$n = [0], {"calls": 0}
+self.holder$n, self.deep$n = Holder(0), {"a": [Holder(0)]}
+self.array$n = numpy.zeros(2)
+""",
         options={
             "branch": BRANCHES,
             "at": (

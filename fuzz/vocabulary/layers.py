@@ -89,7 +89,7 @@ self.hooked$n.$hook
                 "register_forward_hook(lambda module, args, out: out.sin())",
                 "register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))",
                 "register_full_backward_hook(lambda module, grads, outs: (grads[0] * 0.5,))",
-                "register_forward_hook(lambda module, args, out: module.seen.append(out.detach().sum()) or out * len(module.seen))",
+                "register_forward_hook(counted)",
             )
         },
         between=(
