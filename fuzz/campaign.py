@@ -12,8 +12,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 from fuzz.generate import generate
-from fuzz.judge import CRASHED, Verdict, judge
-from fuzz.run import OURS, Arm
+from fuzz.judge import CRASHED, PLAIN_RAISES, Verdict, judge
+from fuzz.run import OURS, PLAIN, Arm, compiled, run
+from fuzz.source import source_of
 
 CHUNK = 20
 """Seeds that a worker takes at a time."""
@@ -62,17 +63,20 @@ def _in_processes(seeds: Iterator[int], workers: int) -> Found:
             try:
                 yield from _fed(pool, seeds, pending, workers)
             except BrokenProcessPool:
-                for seed in itertools.chain.from_iterable(pending.values()):
-                    yield seed, _alone(seed)
-                continue
-        return
+                lost = list(itertools.chain.from_iterable(pending.values()))
+            else:
+                return
+        yield from _one_by_one(lost)
 
 
 def _fed(
     pool: ProcessPoolExecutor, seeds: Iterator[int], pending: dict[Future[list[Verdict]], list[int]], workers: int
 ) -> Found:
     for chunk in iter(lambda: list(itertools.islice(seeds, CHUNK)), []):
-        pending[pool.submit(_chunk, chunk)] = chunk
+        lost = Future[list[Verdict]]()
+        pending[lost] = chunk  # until it is submitted, which fails where the pool is broken
+        pending[pool.submit(_chunk, chunk)] = pending[lost]
+        del pending[lost]
         if len(pending) > workers:
             yield from _finished(pending)
     while pending:
@@ -98,10 +102,30 @@ def _watched(seed: int) -> Verdict:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _alone(seed: int) -> Verdict:
-    """Judge a seed in a process of its own, after one of several has ended a shared process."""
+def _one_by_one(seeds: list[int]) -> Found:
+    """Judge seeds of which one has ended its process, so that it is known which."""
+    while seeds:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            try:
+                while seeds:
+                    yield seeds[0], pool.submit(_watched, seeds[0]).result()
+                    seeds = seeds[1:]
+            except BrokenProcessPool:
+                yield seeds[0], _crash_of(seeds[0])
+                seeds = seeds[1:]
+
+
+def _crash_of(seed: int) -> Verdict:
+    """Return the verdict on a program that ends its process: discarded if the plain run does so too."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
-            return pool.submit(_watched, seed).result()
+            pool.submit(_run_plain, seed).result()
         except BrokenProcessPool:
-            return Verdict(CRASHED, "the process ended or hung")
+            return Verdict(PLAIN_RAISES, "the process ended or hung")
+    return Verdict(CRASHED, "the process ended or hung")
+
+
+def _run_plain(seed: int) -> None:
+    faulthandler.dump_traceback_later(LONGEST, exit=True)
+    run(compiled(source_of(generate(seed))), PLAIN, seed)
+    faulthandler.cancel_dump_traceback_later()

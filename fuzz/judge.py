@@ -9,7 +9,10 @@ from fuzz.program import Program
 from fuzz.run import OURS, PLAIN, TORCH, Arm, Trace, compiled, kept_bytes, run
 from fuzz.source import source_of
 
-RIGHT, SILENT, REFUSED, CRASHED = "right", "silent", "refused", "crashed"
+RIGHT, SILENT, REFUSED = "right", "silent", "refused"
+ESCAPED = "signal escaped"
+"""An exception that `except Exception` does not catch comes out of a region."""
+CRASHED = "crashed"
 PLAIN_RAISES, NOT_REPRODUCIBLE = "plain run raises", "plain run not reproducible"
 DISCARDED = (PLAIN_RAISES, NOT_REPRODUCIBLE)
 STATE = ("state", "random", "globals", "classes")
@@ -38,8 +41,8 @@ class Verdict:
 
     @property
     def fails(self) -> bool:
-        """A silent difference, a crash, or a refusal of a program that torch's checkpoint runs rightly."""
-        return self.outcome in (SILENT, CRASHED) or (self.outcome == REFUSED and self.torch == RIGHT)
+        """A silent difference, a crash, an escaped signal, or a refusal of a program that torch's checkpoint runs rightly."""
+        return self.outcome in (SILENT, CRASHED, ESCAPED) or (self.outcome == REFUSED and self.torch == RIGHT)
 
     def is_like(self, other: Verdict) -> bool:
         """Tell if both fail in one way."""
@@ -87,7 +90,7 @@ def against_torch(plain: Trace, torch: Trace) -> str:
     return "right but for state" if difference(*without) is None else "wrong"
 
 
-def words_of(error: Exception) -> str:
+def words_of(error: BaseException) -> str:
     """Return the class of an error and the first words of its message, names and numbers left out."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     plain = re.sub(r"`[^`]*`|'[^']*'|\"[^\"]*\"|\([^)]*\)|\[[^\]]*\]", "...", first)

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from fuzz.judge import CRASHED, DISCARDED, REFUSED, RIGHT, SILENT, Verdict
+from fuzz.judge import CRASHED, DISCARDED, ESCAPED, REFUSED, RIGHT, SILENT, Verdict
 from fuzz.program import Program
 from fuzz.source import source_of
 
@@ -45,7 +45,7 @@ class Summary:
     discarded: Counter[str] = field(default_factory=Counter)
     refusals: dict[str, Refusals] = field(default_factory=dict)
     silent: dict[str, list[int]] = field(default_factory=dict)
-    crashed: list[int] = field(default_factory=list)
+    crashed: dict[str, list[int]] = field(default_factory=dict)
     with_regions: int = 0
     with_recomputations: int = 0
     regions: int = 0
@@ -63,8 +63,8 @@ class Summary:
             self.refusals.setdefault(verdict.kind, Refusals(seed)).add(seed, verdict)
         elif verdict.outcome == SILENT:
             self.silent.setdefault(verdict.kind, []).append(seed)
-        elif verdict.outcome == CRASHED:
-            self.crashed.append(seed)
+        elif verdict.outcome in (CRASHED, ESCAPED):
+            self.crashed.setdefault(f"{verdict.outcome}: {verdict.kind}", []).append(seed)
         self._add_counts(verdict)
 
     def _add_counts(self, verdict: Verdict) -> None:
@@ -88,7 +88,7 @@ class Summary:
 
     @property
     def failed(self) -> bool:
-        """True if there was a silent difference, a false refusal or a crash."""
+        """True if there was a silent difference, a false refusal, a crash or an escaped signal."""
         return bool(self.outcomes[SILENT] or self.false_refusals or self.crashed)
 
     def line(self) -> str:
@@ -97,7 +97,7 @@ class Summary:
         return (
             f"{self.programs} programs, {rate:.1f} per second: {self.outcomes[RIGHT]} right, {self.outcomes[SILENT]} "
             f"silently different, {self.outcomes[REFUSED]} refused ({self.false_refusals} of them run rightly by torch), "
-            f"{len(self.crashed)} crashed, {sum(self.discarded.values())} discarded"
+            f"{sum(map(len, self.crashed.values()))} crashed, {sum(self.discarded.values())} discarded"
         )
 
     def text(self) -> str:
@@ -108,7 +108,7 @@ class Summary:
             f"and {self.recomputations} recomputations in all; {self.smaller} of {self.measured} measured saved fewer bytes",
         ]
         lines += [f"silent, first in {kind}: {len(seeds)}, seeds {_some(seeds)}" for kind, seeds in self.silent.items()]
-        lines += [f"crashed: seeds {_some(self.crashed)}"] if self.crashed else []
+        lines += [f"{kind}: {len(seeds)}, seeds {_some(seeds)}" for kind, seeds in self.crashed.items()]
         for kind, refusals in sorted(self.refusals.items(), key=lambda item: -sum(item[1].torch.values())):
             torch = ", ".join(f"{count} {name}" for name, count in refusals.torch.most_common())
             seed = refusals.first if refusals.example is None else refusals.example

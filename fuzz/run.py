@@ -86,7 +86,7 @@ class Trace:
     """The observations of one run, in order, up to the first error."""
 
     notes: list[tuple[str, Frozen]] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
     regions: int = 0
     recomputations: int = 0
 
@@ -132,7 +132,9 @@ def _run(code: CodeType, arm: Arm, seed: int, trace: Trace) -> None:
             names["train"](trace.note)
             trace.note("globals", *(names[name] for name in ("COUNTS", "SHARED", "G", "R", "A")), names["SCALE"].get())
             trace.note("classes", *(names[name].calls for name in names if name.startswith("Block")))
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # an internal signal of the engine that escapes is one
             trace.error = error.with_traceback(None)
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
