@@ -8,6 +8,7 @@ from fuzz.program import (
     BACKWARDS,
     FORMS,
     HOMES,
+    HOOKS,
     OPTIMIZERS,
     POLICIES,
     SCHEDULES,
@@ -109,5 +110,6 @@ def _training(random: Random) -> Training:
         late_optimizer=random.random() < 0.25,
         autocast=random.random() < 0.15,
         around_backward=random.choice((*SURROUNDINGS[:1] * 9, *SURROUNDINGS)),
+        hooks=random.choice((*HOOKS[:1] * 12, *HOOKS)),
         input_needs_grad=random.random() < 0.8,
     )

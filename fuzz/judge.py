@@ -65,6 +65,8 @@ def judge(program: Program, arm: Arm = OURS, *, measure: bool = False) -> Verdic
         return Verdict(RIGHT, kept=kept, **counts)
     if difference(plain, run(code, PLAIN, seed)) is not None:
         return Verdict(NOT_REPRODUCIBLE)
+    if ours.error is not None and not isinstance(ours.error, Exception):
+        return Verdict(ESCAPED, type(ours.error).__name__, **counts)
     if ours.error is not None:
         return Verdict(
             REFUSED, words_of(ours.error), str(ours.error), against_torch(plain, run(code, TORCH, seed)), **counts

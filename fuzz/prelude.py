@@ -93,6 +93,11 @@ def counted(module: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out * len(module.seen)
 
 
+def same(tensor: Tensor) -> Tensor:
+    """Return the tensor; a pack or unpack hook."""
+    return tensor
+
+
 def leaves(blocks: list[nn.Module], *inputs: Tensor) -> list[Tensor]:
     """Return the inputs and the parameters that exist and need a gradient."""
     found = [x for x in inputs if x.requires_grad]

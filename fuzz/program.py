@@ -61,6 +61,14 @@ SURROUNDINGS = (
 )
 """Contexts around a backward call."""
 
+HOOKS = (
+    "",
+    "torch.autograd.graph.saved_tensors_hooks(same, same)",
+    "torch.autograd.graph.saved_tensors_hooks(Tensor.clone, same)",
+    "torch.autograd.graph.save_on_cpu()",
+)
+"""Contexts around a model's forward that move its saved tensors."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -132,6 +140,7 @@ class Training:
     late_optimizer: bool = False
     autocast: bool = False
     around_backward: str = SURROUNDINGS[0]
+    hooks: str = HOOKS[0]
     input_needs_grad: bool = True
 
 

@@ -215,7 +215,8 @@ def _forward(program: Program, batch: str) -> list[str]:
     training = program.training
     needs = ", requires_grad=True" if training.input_needs_grad else ""
     call = f"out{batch}, mid{batch} = model(x{batch})"
-    run = ['with torch.autocast("cpu", torch.bfloat16):', f"    {call}"] if training.autocast else [call]
+    around = ['torch.autocast("cpu", torch.bfloat16)'] * training.autocast + [training.hooks] * bool(training.hooks)
+    run = [f"with {', '.join(around)}:", f"    {call}"] if around else [call]
     extra = [
         "".join(filled(program, index, use, CONSTRUCTS[use.construct].loss))
         for index, block in enumerate(program.blocks)
@@ -227,6 +228,7 @@ def _forward(program: Program, batch: str) -> list[str]:
         f"x{batch} = torch.randn(3, 4{needs})",
         *run,
         f"loss{batch} = {loss}",
+        *([f"part{batch} = mid{batch}.float().sum()"] if training.backward == "outputs" else []),
         f'note("output", out{batch}, loss{batch})',
     ]
 
@@ -240,7 +242,7 @@ def _backward(program: Program, batch: str) -> list[str]:
         "grad": [f"grads = {grad})", 'note("gradient", grads)', f"store({given}, grads)"],
         "retain": [f"loss{batch}.backward(retain_graph=True)", f"loss{batch}.backward()"],
         "double": [f"grads = {grad}, create_graph=True)", 'note("gradient", grads)', "squares(grads).backward()"],
-        "outputs": [f"mid{batch}.float().sum().backward(retain_graph=True)", f"loss{batch}.backward()"],
+        "outputs": [f"part{batch}.backward(retain_graph=True)", f"loss{batch}.backward()"],
         "inputs": [f"loss{batch}.backward(inputs={given})"],
     }[training.backward]
     if training.around_backward:
