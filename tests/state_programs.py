@@ -1,0 +1,159 @@
+"""A harness for state: one small program, run plainly and checkpointed, and every result compared bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from oracle import Watched, assert_bitwise, random_states, seed_everything
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import reactivate
+from reactivate._engine.record import observed_by
+
+Wrap = Callable[..., Any]
+"""`wrap(fn)` checkpoints `fn`, or returns `fn` itself. Options (`policy=`) reach `reactivate.checkpoint` only."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function that builds everything anew, trains with `wrap(fn)` in it, and returns what is compared.
+
+    Attributes:
+        may_refuse: whether `reactivate` may raise a `ReactivateError` instead of being right.
+        replays: how many recomputations there are at least.
+    """
+
+    run: Callable[[Wrap], Any]
+    may_refuse: bool = False
+    replays: int = 1
+
+    def __str__(self) -> str:
+        return self.run.__name__
+
+
+@dataclass
+class Programs:
+    """The programs of one test file, in the order in which they are written."""
+
+    listed: list[Program] = field(default_factory=list)
+
+    def right(self, run: Callable[[Wrap], Any]) -> Callable[[Wrap], Any]:
+        """Add a program that must be bitwise right."""
+        self.listed.append(Program(run))
+        return run
+
+    def right_with(self, *, replays: int) -> Callable[[Callable[[Wrap], Any]], Callable[[Wrap], Any]]:
+        """Add a program that must be bitwise right, with at least so many recomputations."""
+
+        def add(run: Callable[[Wrap], Any]) -> Callable[[Wrap], Any]:
+            self.listed.append(Program(run, replays=replays))
+            return run
+
+        return add
+
+    def loud(self, run: Callable[[Wrap], Any]) -> Callable[[Wrap], Any]:
+        """Add a program that must be bitwise right or refused."""
+        self.listed.append(Program(run, may_refuse=True))
+        return run
+
+
+def plainly(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return fn
+
+
+def with_torch(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed
+
+
+def results_of(program: Program, wrap: Wrap) -> dict[str, Any]:
+    """Run a program from a fresh seed and return its results and the RNG states after it, by name."""
+    seed_everything()
+    found: dict[str, Any] = {}
+    note("result", program.run(wrap), found)
+    return found | random_states()
+
+
+def note(name: str, value: Any, found: dict[str, Any]) -> None:
+    """Add `value` to `found`: containers item by item, tensors as copies."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            note(f"{name}[{key!r}]", item, found)
+    elif isinstance(value, (list, tuple)):
+        found[f"length of {name}"] = len(value)
+        for index, item in enumerate(value):
+            note(f"{name}[{index}]", item, found)
+    else:
+        found[name] = value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def assert_same_results(plain: dict[str, Any], other: dict[str, Any]) -> None:
+    assert plain.keys() == other.keys()
+    for name, value in plain.items():
+        assert_bitwise(value, other[name], name)
+
+
+def check_program(program: Program) -> None:
+    """Assert that `reactivate` gives the plain results, or refuses where the program allows that."""
+    plain = results_of(program, plainly)
+    if program.may_refuse:
+        assert not torch_is_right(program, plain), "what torch's checkpoint runs rightly must not be refused"
+    watched = Watched()
+    try:
+        with observed_by(watched):
+            ours = results_of(program, reactivate.checkpoint)
+    except reactivate.ReactivateError:
+        if not program.may_refuse:
+            raise
+        return
+    assert_same_results(plain, ours)
+    assert watched.regions >= 1, "a region ran"
+    assert watched.replays >= program.replays, "regions were recomputed"
+
+
+def torch_is_right(program: Program, plain: dict[str, Any]) -> bool:
+    """Return whether torch's own checkpoint gives the plain results."""
+    try:
+        assert_same_results(plain, results_of(program, with_torch))
+    except Exception:
+        return False
+    return True
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
+
+
+def curve(x: Tensor, factor: Any) -> Tensor:
+    """A function whose saved tensors, and so its gradient, depend on `factor`, with equal shapes for every factor."""
+    return (x * factor).tanh().square()
+
+
+def backward(*outputs: Tensor) -> None:
+    sum(output.square().sum() for output in outputs).backward()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """The parameters, their gradients and the buffers of a module."""
+    return {
+        "parameters": dict(module.named_parameters()),
+        "gradients": gradients(module),
+        "buffers": dict(module.named_buffers()),
+    }
+
+
+def train(fn: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
+    """One forward and one backward for each input; the gradients of the inputs."""
+    for x in inputs:
+        backward(fn(x))
+    return [x.grad for x in inputs]
