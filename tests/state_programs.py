@@ -132,7 +132,7 @@ def leaf(*shape: int) -> Tensor:
 
 def curve(x: Tensor, factor: Any) -> Tensor:
     """A function whose saved tensors, and so its gradient, depend on `factor`, with equal shapes for every factor."""
-    return (x * factor).tanh().square()
+    return x + (x * factor).tanh()
 
 
 def backward(*outputs: Tensor) -> None:

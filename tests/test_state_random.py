@@ -1,0 +1,557 @@
+"""Random numbers: the recomputation draws what the forward drew, and every stream goes on as in the plain model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf, train
+from torch import Tensor, nn
+
+PROGRAMS = Programs()
+right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+
+
+@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
+def test_program(program: Program) -> None:
+    check_program(program)
+
+
+def inputs(count: int = 3) -> list[Tensor]:
+    return [leaf(6, 4) for _ in range(count)]
+
+
+def trained(wrap: Wrap, fn: Callable[[Tensor], Tensor], between: Callable[[], Any] = lambda: None) -> Any:
+    """Two regions a step over the same function, with `between` run between forward and backward."""
+    checkpointed = wrap(fn)
+    found = []
+    for x in inputs():
+        out = checkpointed(checkpointed(x).sin())
+        found.append(between())
+        backward(out)
+        found.append(x.grad)
+    return found
+
+
+def noisy(x: Tensor) -> Tensor:
+    return curve(x, torch.rand(4))
+
+
+# -- torch's stream -----------------------------------------------------------------------------------------------------
+
+
+@right
+def dropout(wrap: Wrap) -> Any:
+    return trained(wrap, lambda x: F.dropout(x, 0.5).tanh() * F.dropout(x, 0.3))
+
+
+@right
+def data_loader_draws_between_forward_and_backward(wrap: Wrap) -> Any:
+    return trained(wrap, lambda x: F.dropout(curve(x, 2), 0.5) * x, lambda: torch.randn(3))
+
+
+@right
+def state_is_reseeded_between_forward_and_backward(wrap: Wrap) -> Any:
+    return trained(wrap, noisy, lambda: [torch.manual_seed(3).initial_seed(), torch.rand(2)])
+
+
+@right
+def fork_rng_around_a_draw(wrap: Wrap) -> Any:
+    """The state after the region equals the state before, and numbers were drawn."""
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            return noisy(x)
+
+    return trained(wrap, fn, lambda: torch.rand(2))
+
+
+@right
+def fork_rng_with_a_seed_inside(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            x = noisy(x)
+        return noisy(x)
+
+    return trained(wrap, fn, lambda: torch.rand(2))
+
+
+@right
+def state_is_put_back_after_a_draw(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        state = torch.get_rng_state()
+        x = noisy(x)
+        torch.set_rng_state(state)
+        return x
+
+    return trained(wrap, fn, lambda: torch.rand(2))
+
+
+@right
+def state_is_put_back_and_drawn_again(wrap: Wrap) -> Any:
+    """A reversible layer or a shared dropout mask draws one number twice."""
+
+    def fn(x: Tensor) -> Tensor:
+        state = torch.get_rng_state()
+        first = F.dropout(x, 0.5)
+        torch.set_rng_state(state)
+        return curve(first, F.dropout(x, 0.5)) + noisy(x)
+
+    return trained(wrap, fn, lambda: torch.rand(2))
+
+
+@right
+def seed_is_set_inside(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        x = noisy(x)
+        torch.manual_seed(5)
+        return noisy(x)
+
+    return trained(wrap, fn, lambda: torch.rand(2))
+
+
+@right
+def seed_is_drawn_inside(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        torch.manual_seed(int(torch.randint(0, 1000, ())))
+        return noisy(x)
+
+    return trained(wrap, fn, lambda: torch.rand(2))
+
+
+@right
+def spare_normal_of_torch(wrap: Wrap) -> Any:
+    """One normal of a pair is drawn; the state holds the other one."""
+    torch.randn(1)
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, torch.randn(1)) + x * torch.randn(1, dtype=torch.float64).float()
+
+    return trained(wrap, fn, lambda: torch.randn(1))
+
+
+@right
+def regions_without_a_draw_stand_between_draws(wrap: Wrap) -> Any:
+    quiet, loud_one = wrap(lambda x: curve(x, 2)), wrap(noisy)
+    (x,) = inputs(1)
+    h = x
+    for index in range(8):
+        h = quiet(h) + x
+        if index % 3 == 0:
+            h = loud_one(h) * torch.rand(4)
+    backward(h)
+    return [x.grad, torch.rand(2)]
+
+
+@right
+def draws_before_inside_and_after(wrap: Wrap) -> Any:
+    checkpointed = wrap(noisy)
+    found = []
+    for x in inputs():
+        h = F.dropout(x, 0.5)
+        h = checkpointed(h)
+        h = F.dropout(h, 0.5)
+        backward(checkpointed(h), F.dropout(x, 0.2))
+        found += [x.grad, torch.rand(2)]
+    return found
+
+
+@right
+def microbatches_in_flight_draw(wrap: Wrap) -> Any:
+    checkpointed = wrap(noisy)
+    leaves, flying = inputs(5), []
+    for x in leaves:
+        flying.append(checkpointed(x))
+        if len(flying) == 2:
+            backward(flying.pop(0))
+            torch.rand(3)
+    backward(flying.pop())
+    return [x.grad for x in leaves]
+
+
+@right_with(replays=4)
+def nested_regions_draw(wrap: Wrap) -> Any:
+    inner = wrap(noisy)
+
+    def fn(x: Tensor) -> Tensor:
+        return F.dropout(inner(F.dropout(x, 0.3)), 0.5) * inner(x)
+
+    return trained(wrap, fn, lambda: torch.rand(2))
+
+
+@right_with(replays=6)
+def retained_graph_draws_the_same(wrap: Wrap) -> Any:
+    checkpointed = wrap(noisy)
+    leaves = inputs()
+    losses = [checkpointed(x).square().sum() for x in leaves]
+    for _ in range(2):
+        torch.rand(1)
+        for loss in losses:
+            loss.backward(retain_graph=True)
+    return [x.grad for x in leaves]
+
+
+@right
+def backward_inside_the_region_draws(wrap: Wrap) -> Any:
+    inner = wrap(noisy)
+
+    def fn(x: Tensor) -> Tensor:
+        probe = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(inner(probe).sum(), probe)
+        return curve(noisy(x), grad)
+
+    return trained(wrap, fn, lambda: torch.rand(2))
+
+
+@right
+def hook_draws_in_backward(wrap: Wrap) -> Any:
+    """Draws of backward itself follow one another as in the plain model."""
+
+    def fn(x: Tensor) -> Tensor:
+        h = noisy(x)
+        return curve(h, 2)
+
+    checkpointed = wrap(fn)
+    found = []
+    for x in inputs():
+        h = x * 1
+        h.register_hook(lambda grad: grad + torch.rand(4))
+        middle = checkpointed(h)
+        middle.register_hook(lambda grad: grad * torch.rand(4))
+        backward(checkpointed(middle))
+        found += [x.grad, torch.rand(2)]
+    return found
+
+
+# -- the streams of Python and NumPy ------------------------------------------------------------------------------------
+
+
+@right
+def python_draws(wrap: Wrap) -> Any:
+    return trained(wrap, lambda x: curve(x, random.random()), random.random)
+
+
+@right
+def python_draws_between_forward_and_backward_only(wrap: Wrap) -> Any:
+    return trained(wrap, lambda x: curve(x, 2), random.random)
+
+
+@right
+def python_state_is_put_back(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        state = random.getstate()
+        x = curve(x, random.random())
+        random.setstate(state)
+        return x
+
+    return trained(wrap, fn, random.random)
+
+
+@right
+def python_seed_inside(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        x = curve(x, random.random())
+        random.seed(3)
+        return curve(x, random.random())
+
+    return trained(wrap, fn, random.random)
+
+
+@right
+def spare_normal_of_python(wrap: Wrap) -> Any:
+    random.gauss(0, 1)
+    return trained(wrap, lambda x: curve(x, random.gauss(0, 1)), lambda: random.gauss(0, 1))
+
+
+@right
+def numpy_draws(wrap: Wrap) -> Any:
+    return trained(wrap, lambda x: curve(x, float(numpy.random.rand())), lambda: float(numpy.random.rand()))
+
+
+@right
+def numpy_state_is_put_back(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        state = numpy.random.get_state()
+        x = curve(x, float(numpy.random.rand()))
+        numpy.random.set_state(state)
+        return x
+
+    return trained(wrap, fn, lambda: float(numpy.random.rand()))
+
+
+@right
+def numpy_seed_inside(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        x = curve(x, float(numpy.random.rand()))
+        numpy.random.seed(3)
+        return curve(x, float(numpy.random.rand()))
+
+    return trained(wrap, fn, lambda: float(numpy.random.rand()))
+
+
+@right
+def spare_normal_of_numpy(wrap: Wrap) -> Any:
+    numpy.random.randn()
+    return trained(wrap, lambda x: curve(x, float(numpy.random.randn())), lambda: float(numpy.random.randn()))
+
+
+@right
+def skipped_layers_are_chosen_by_python(wrap: Wrap) -> Any:
+    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def fn(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = curve(layer(x), 2.0 if random.random() < 0.5 else 3.0)
+        return x
+
+    return trained(wrap, fn, lambda: random.randint(0, 9))
+
+
+# -- generators, wherever they are found --------------------------------------------------------------------------------
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "torch": (
+        lambda: torch.Generator().manual_seed(3),
+        lambda generator: torch.rand(4, generator=generator),
+        lambda generator: generator.get_state(),
+    ),
+    "python": (
+        lambda: random.Random(3),
+        lambda generator: generator.random() + generator.gauss(0, 1),
+        lambda generator: repr(generator.getstate()),
+    ),
+    "numpy": (
+        lambda: numpy.random.default_rng(3),
+        lambda generator: float(generator.random()),
+        lambda generator: repr(generator.bit_generator.state),
+    ),
+}
+
+
+def with_generators(wrap: Wrap, place: Callable[[Any], Any], find: Callable[[Any], Any]) -> Any:
+    """Each kind of generator, put where `place` puts it and found by the function by `find`."""
+    found = []
+    for make, draw, state in GENERATORS.values():
+        generator = make()
+        holder = place(generator)
+
+        def fn(x: Tensor) -> Tensor:
+            return curve(x, draw(find(holder)))
+
+        found += [trained(wrap, fn, lambda: draw(generator)), state(generator)]
+    return found
+
+
+@right
+def generators_in_closures(wrap: Wrap) -> Any:
+    return with_generators(wrap, lambda generator: generator, lambda holder: holder)
+
+
+@right
+def generators_in_lists(wrap: Wrap) -> Any:
+    return with_generators(wrap, lambda generator: [generator], lambda holder: holder[0])
+
+
+@right
+def generators_in_nested_dicts(wrap: Wrap) -> Any:
+    return with_generators(wrap, lambda generator: {"a": {"b": [generator]}}, lambda holder: holder["a"]["b"][0])
+
+
+@right
+def generators_in_attributes_of_objects(wrap: Wrap) -> Any:
+    return with_generators(wrap, lambda generator: SimpleNamespace(rng=generator), lambda holder: holder.rng)
+
+
+@right
+def generators_in_slots(wrap: Wrap) -> Any:
+    class Holder:
+        __slots__ = ("rng",)
+
+        def __init__(self, rng: Any) -> None:
+            self.rng = rng
+
+    return with_generators(wrap, Holder, lambda holder: holder.rng)
+
+
+@right
+def generators_in_functions_of_closures(wrap: Wrap) -> Any:
+    return with_generators(wrap, lambda generator: lambda: generator, lambda holder: holder())
+
+
+@right
+def generators_in_arguments(wrap: Wrap) -> Any:
+    found = []
+    for make, draw, state in GENERATORS.values():
+        generator = make()
+
+        def fn(x: Tensor, options: dict[str, Any], generator: Any) -> Tensor:
+            return curve(curve(x, draw(generator)), draw(options["rng"]))
+
+        checkpointed = wrap(fn)
+        for x in inputs():
+            out = checkpointed(x, {"rng": generator}, generator=generator)
+            draw(generator)
+            backward(out)
+            found.append(x.grad)
+        found.append(state(generator))
+    return found
+
+
+class Noise(nn.Module):
+    """Each kind of generator, as attributes and in containers of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = torch.Generator().manual_seed(1)
+        self.rngs = [random.Random(1), numpy.random.default_rng(1)]
+        self.by_name = {"torch": torch.Generator().manual_seed(2)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = curve(x, torch.rand(4, generator=self.rng) + self.rngs[0].random())
+        return curve(x, torch.rand(4, generator=self.by_name["torch"]) + float(self.rngs[1].random()))
+
+    def states(self) -> Any:
+        states = [self.rng.get_state(), repr(self.rngs[0].getstate()), repr(self.rngs[1].bit_generator.state)]
+        return [*states, self.by_name["torch"].get_state()]
+
+
+@right
+def generators_of_a_module(wrap: Wrap) -> Any:
+    module = Noise()
+    return [trained(wrap, module), module.states()]
+
+
+@right
+def generators_of_a_child_in_a_list(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.children_in_a_list = [Noise(), Noise()]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for child in self.children_in_a_list:
+                x = child(x)
+            return x
+
+    module = Model()
+    return [trained(wrap, module), [child.states() for child in module.children_in_a_list]]
+
+
+@right
+def generator_is_put_back_after_a_draw(wrap: Wrap) -> Any:
+    generator = torch.Generator().manual_seed(3)
+
+    def fn(x: Tensor) -> Tensor:
+        state = generator.get_state()
+        x = curve(x, torch.rand(4, generator=generator))
+        generator.set_state(state)
+        return x
+
+    return [trained(wrap, fn, lambda: torch.rand(2, generator=generator)), generator.get_state()]
+
+
+@right
+def generator_is_reseeded_inside(wrap: Wrap) -> Any:
+    generator = torch.Generator().manual_seed(3)
+
+    def fn(x: Tensor) -> Tensor:
+        x = curve(x, torch.rand(4, generator=generator))
+        generator.manual_seed(4)
+        return curve(x, torch.rand(4, generator=generator))
+
+    return [trained(wrap, fn, lambda: torch.rand(2, generator=generator)), generator.get_state()]
+
+
+@right
+def generator_is_replaced_inside(wrap: Wrap) -> Any:
+    state = SimpleNamespace(rng=torch.Generator().manual_seed(3), step=0)
+
+    def fn(x: Tensor) -> Tensor:
+        x = curve(x, torch.rand(4, generator=state.rng))
+        state.step += 1
+        state.rng = torch.Generator().manual_seed(state.step)
+        return curve(x, torch.rand(4, generator=state.rng))
+
+    return [trained(wrap, fn), state.step, state.rng.get_state()]
+
+
+@right
+def generator_is_replaced_before_backward(wrap: Wrap) -> Any:
+    module = Noise()
+
+    def replace() -> None:
+        module.rng = torch.Generator().manual_seed(9)
+        module.rngs[0] = random.Random(9)
+
+    return [trained(wrap, module, replace), module.states()]
+
+
+@right
+def generator_is_made_from_the_stream(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(int(torch.randint(0, 1000, ())))
+        return curve(x, torch.rand(4, generator=generator) + random.Random(int(torch.randint(0, 9, ()))).random())
+
+    return trained(wrap, fn, lambda: torch.rand(1))
+
+
+@right
+def default_generator_is_passed_on(wrap: Wrap) -> Any:
+    def fn(x: Tensor, generator: torch.Generator) -> Tensor:
+        return curve(x, torch.rand(4, generator=generator) + torch.rand(4))
+
+    checkpointed = wrap(fn)
+    found = []
+    for x in inputs():
+        out = checkpointed(x, torch.default_generator)
+        torch.rand(3)
+        backward(out)
+        found.append(x.grad)
+    return found
+
+
+@right
+def bit_generator_is_shared(wrap: Wrap) -> Any:
+    """Two NumPy generators over one bit generator are one stream."""
+    bits = numpy.random.PCG64(5)
+    first, second = numpy.random.Generator(bits), numpy.random.Generator(bits)
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, float(first.random()) + 2 * float(second.random()))
+
+    return [trained(wrap, fn, lambda: float(second.random())), repr(bits.state)]
+
+
+@right
+def random_state_of_numpy(wrap: Wrap) -> Any:
+    state = numpy.random.RandomState(3)
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, float(state.randn()))
+
+    return [trained(wrap, fn, lambda: float(state.randn())), repr(state.get_state(legacy=False))]
+
+
+@right
+def random_leaky_relu_in_training(wrap: Wrap) -> Any:
+    return trained(wrap, lambda x: F.rrelu(x, training=True).tanh() * torch.rrelu(x, training=True))
+
+
+@right
+def initialisation_draws_on_first_use(wrap: Wrap) -> Any:
+    state: dict[str, Tensor] = {}
+
+    def fn(x: Tensor) -> Tensor:
+        if "projection" not in state:
+            state["projection"] = torch.randn(4, 4)
+        return curve(x @ state["projection"], torch.rand(4))
+
+    return [trained(wrap, fn), state["projection"]]
