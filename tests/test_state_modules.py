@@ -1,0 +1,925 @@
+"""Modules: state made in the first forward, and modules that change between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
+from torch import Tensor, nn
+
+import reactivate
+
+PROGRAMS = Programs()
+right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+
+
+@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
+def test_program(program: Program) -> None:
+    check_program(program)
+
+
+def inputs(count: int = 3) -> list[Tensor]:
+    return [leaf(6, 4) for _ in range(count)]
+
+
+def test_a_layer_frozen_before_backward_is_named_as_such() -> None:
+    """A refusal says that `requires_grad` changed, and not that something was written in place."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    out = reactivate.checkpoint(model)(leaf(6, 4))
+    model[2].requires_grad_(False)
+    try:
+        backward(out)
+    except reactivate.ReactivateError as error:
+        assert "requires_grad" in str(error)
+
+
+# -- state made in the first forward ------------------------------------------------------------------------------------
+
+
+def made_in_the_first_forward(wrap: Wrap, make: Callable[[], nn.Module]) -> Any:
+    """The optimizer is made after the first forward and trains what that made."""
+    module = make()
+    checkpointed = wrap(module)
+    first, *others = inputs(4)
+    out = checkpointed(first)
+    made = dict(module.named_parameters())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    found: list[Any] = []
+    for x in [*others, None]:
+        backward(out)
+        found.append({name: parameter.grad for name, parameter in made.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+        if x is not None:
+            out = checkpointed(x)
+    same = [made[name] is parameter for name, parameter in module.named_parameters()]
+    return [found, same, state_of(module), [x.grad for x in [first, *others]]]
+
+
+@right
+def child_is_made_in_the_first_forward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "proj"):
+                self.proj = nn.Linear(x.shape[-1], 4)
+            return curve(self.proj(x), 2)
+
+    return made_in_the_first_forward(wrap, Model)
+
+
+@right
+def parameter_is_made_in_the_first_forward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "weight"):
+                self.weight = nn.Parameter(torch.randn(x.shape[-1], 4))
+            return curve(x @ self.weight, 2)
+
+    return made_in_the_first_forward(wrap, Model)
+
+
+@right
+def registered_none_is_set_in_the_first_forward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter("w", None)
+            self.register_buffer("mean", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.w is None:
+                self.w = nn.Parameter(torch.randn(x.shape[-1], 4))
+                self.mean = x.detach().mean(0)
+            return curve((x - self.mean) @ self.w, 2)
+
+    return made_in_the_first_forward(wrap, Model)
+
+
+@right
+def parameter_list_grows_in_the_first_forward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(self.weights) < 2:
+                self.weights.append(nn.Parameter(torch.randn(4, 4)))
+                self.weights.append(nn.Parameter(torch.randn(4, 4)))
+            for weight in self.weights:
+                x = curve(x @ weight, 2)
+            return x
+
+    return made_in_the_first_forward(wrap, Model)
+
+
+@right
+def module_dict_grows_in_the_first_forward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleDict()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if "a" not in self.heads:
+                self.heads["a"] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+            return curve(self.heads["a"](x), 2)
+
+    return made_in_the_first_forward(wrap, Model)
+
+
+@right
+def child_replaces_itself_in_the_first_forward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj: nn.Module = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(self.proj, nn.Identity):
+                self.proj = nn.Linear(4, 4)
+            return curve(self.proj(x), 2)
+
+    return made_in_the_first_forward(wrap, Model)
+
+
+@right
+def lazy_linear(wrap: Wrap) -> Any:
+    return made_in_the_first_forward(wrap, lambda: nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3)))
+
+
+@right
+def lazy_batch_norm(wrap: Wrap) -> Any:
+    return made_in_the_first_forward(wrap, lambda: nn.Sequential(nn.Tanh(), nn.LazyBatchNorm1d(), nn.Linear(4, 4)))
+
+
+@right
+def lazy_convolution(wrap: Wrap) -> Any:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LazyConv1d(3, 1), nn.Tanh(), nn.Flatten())
+
+    return made_in_the_first_forward(wrap, make)
+
+
+@right
+def lazy_child_behind_several_regions(wrap: Wrap) -> Any:
+    model = nn.ModuleList([nn.LazyLinear(4), nn.Linear(4, 4), nn.LazyLinear(4)])
+    regions = [wrap(layer) for layer in model]
+
+    def step(x: Tensor) -> Tensor:
+        for region in regions:
+            x = curve(region(x), 2)
+        return x
+
+    return [train(step, inputs()), state_of(model)]
+
+
+@right
+def weight_is_initialised_from_the_first_batch(wrap: Wrap) -> Any:
+    """Data-dependent initialisation, as in ActNorm: parameters are written in the first forward."""
+
+    class ActNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+            self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                with torch.no_grad():
+                    self.scale.copy_(1 / x.std(0))
+                    self.shift.copy_(-x.mean(0))
+                    self.ready.fill_(True)
+            return curve((x + self.shift) * self.scale, 2)
+
+    return made_in_the_first_forward(wrap, lambda: nn.Sequential(nn.Linear(4, 4), ActNorm(), nn.Tanh()))
+
+
+@right
+def weight_is_initialised_from_data_through_data(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.ready = nn.Parameter(torch.ones(4)), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                self.scale.data = 1 / x.detach().std(0)
+                self.ready = True
+            return curve(x * self.scale, 2)
+
+    return made_in_the_first_forward(wrap, Model)
+
+
+# -- parameters written in the forward ----------------------------------------------------------------------------------
+
+
+@right
+def weight_is_projected_in_the_forward(wrap: Wrap) -> Any:
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm(dim=1, keepdim=True).clamp_min(1))
+            return curve(x @ self.weight, 2)
+
+    return made_in_the_first_forward(wrap, Projected)
+
+
+@right
+def weight_is_clamped_in_the_forward(wrap: Wrap) -> Any:
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            layer.weight.clamp_(-0.3, 0.3)
+        return curve(layer(x), 2)
+
+    return [train(wrap(fn), inputs()), state_of(layer)]
+
+
+@right
+def weight_is_replaced_through_data_in_the_forward(wrap: Wrap) -> Any:
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        layer.weight.data = layer.weight.data * 0.9
+        return curve(layer(x), 2)
+
+    return [train(wrap(fn), inputs()), state_of(layer)]
+
+
+@right
+def embedding_with_max_norm(wrap: Wrap) -> Any:
+    class Embed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(1000, 8, max_norm=1.0)
+            self.proj = nn.Linear(8, 4)
+
+        def forward(self, index: Tensor) -> Tensor:
+            return curve(self.proj(self.table(index)), 2)
+
+    module = Embed()
+    checkpointed = wrap(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(3):
+        backward(checkpointed(torch.randint(0, 1000, (400,))))
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(module)
+
+
+@right
+def functional_embedding_with_max_norm(wrap: Wrap) -> Any:
+    table = nn.Parameter(torch.randn(50, 8))
+
+    def fn(x: Tensor, index: Tensor) -> Tensor:
+        return curve(F.embedding(index, table, max_norm=1.0)[:, :4] + x, 2)
+
+    checkpointed = wrap(fn)
+    return [train(lambda x: checkpointed(x, torch.randint(0, 50, (6,))), inputs()), table, table.grad]
+
+
+# -- changed between forward and backward -------------------------------------------------------------------------------
+
+
+def changed_between(wrap: Wrap, module: nn.Module, change: Callable[[], Any], steps: int = 2) -> Any:
+    checkpointed = wrap(module)
+    found = []
+    for x in inputs(steps):
+        out = checkpointed(x)
+        change()
+        backward(out)
+        found.append(x.grad)
+    return [found, state_of(module)]
+
+
+@right
+def forward_hook_is_removed_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    handle = model[0].register_forward_hook(lambda module, args, out: out * 3)
+    return [changed_between(wrap, model, handle.remove), len(model[0]._forward_hooks)]
+
+
+@right
+def forward_hook_is_added_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    calls: list[int] = []
+
+    def add() -> None:
+        model[0].register_forward_hook(lambda module, args, out: out * 3)
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        calls.append(1)
+
+    return [changed_between(wrap, model, add), len(model[0]._forward_hooks), calls]
+
+
+@right
+def hook_removes_itself_in_the_forward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def once(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        handle.remove()
+        return out * 3
+
+    handle = model[0].register_forward_hook(once)
+    return [train(wrap(model), inputs()), gradients(model), len(model[0]._forward_hooks)]
+
+
+@right
+def hook_of_a_child_in_a_list_is_removed(wrap: Wrap) -> Any:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    handle = layers[1].register_forward_hook(lambda module, args, out: out * 3)
+
+    def fn(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = curve(layer(x), 2)
+        return x
+
+    (x,) = inputs(1)
+    out = wrap(fn)(x)
+    handle.remove()
+    backward(out)
+    return [x.grad, [gradients(layer) for layer in layers]]
+
+
+@right
+def child_is_replaced_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    first = model[0]
+
+    def replace() -> None:
+        model[0] = nn.Linear(4, 4)
+        model[1] = nn.Sigmoid()
+
+    return [changed_between(wrap, model, replace), gradients(first)]
+
+
+@right
+def child_is_appended_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    return [changed_between(wrap, model, lambda: model.append(nn.Tanh())), len(model)]
+
+
+@right
+def child_is_deleted_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sigmoid(), nn.Tanh())
+
+    def delete() -> None:
+        if len(model) > 2:
+            del model[2]
+
+    return [changed_between(wrap, model, delete), len(model)]
+
+
+@right
+def parameter_is_replaced_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    old = model[0].weight
+
+    def replace() -> None:
+        model[0].weight = nn.Parameter(torch.randn(4, 4))
+
+    return [changed_between(wrap, model, replace), old.grad]
+
+
+@right
+def dropout_probability_is_changed_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
+
+    def change() -> None:
+        model[1].p += 0.3
+
+    return [changed_between(wrap, model, change), model[1].p]
+
+
+@right
+def dropout_of_a_plain_list_is_changed_before_backward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.drops = [nn.Dropout(0.2), nn.Dropout(0.3)]
+            self.by_name = {"act": SimpleNamespace(drop=nn.Dropout(0.4))}
+
+        def forward(self, x: Tensor) -> Tensor:
+            for drop in self.drops:
+                x = drop(curve(self.linear(x), 2))
+            return self.by_name["act"].drop(x).tanh()
+
+    model = Model()
+
+    def change() -> None:
+        model.drops[0].eval()
+        model.drops[1].p = 0.6
+        model.by_name["act"].drop.train(False)
+
+    return [changed_between(wrap, model, change), model.drops[0].training]
+
+
+@right
+def modules_in_plain_containers_have_buffers(wrap: Wrap) -> Any:
+    norms = {"a": [nn.BatchNorm1d(4)], "b": (nn.BatchNorm1d(4, momentum=None),)}
+
+    def fn(x: Tensor) -> Tensor:
+        x = curve(norms["a"][0](x), norms["a"][0].running_mean.clone())
+        return curve(norms["b"][0](x), norms["b"][0].running_var.clone())
+
+    checkpointed = wrap(fn)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        norms["a"][0].eval()
+        backward(out)
+        norms["a"][0].train()
+        found.append(x.grad)
+    return [found, state_of(norms["a"][0]), state_of(norms["b"][0])]
+
+
+@right
+def module_goes_to_eval_mode_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh())
+    return [changed_between(wrap, model, model.eval), model.training, model[2].training]
+
+
+@right
+def module_goes_to_training_mode_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh()).eval()
+
+    def flip() -> None:
+        model.train(not model.training)
+
+    return [changed_between(wrap, model, flip, 4), model.training]
+
+
+@right
+def forward_method_is_replaced_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def replace() -> None:
+        model[1].forward = torch.sin
+
+    return changed_between(wrap, model, replace)
+
+
+@loud
+def weight_norm_is_removed_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh())
+    leaves = list(model.parameters())
+    (x,) = inputs(1)
+    out = wrap(model)(x)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    backward(out)
+    return [x.grad, [parameter.grad for parameter in leaves], [name for name, _ in model.named_parameters()]]
+
+
+@right
+def layer_is_pruned_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    weight = model[0].weight
+    (x,) = inputs(1)
+    out = wrap(model)(x)
+    nn.utils.prune.random_unstructured(model[0], "weight", 0.5)
+    backward(out)
+    return [x.grad, weight.grad, state_of(model)]
+
+
+@loud
+def gradient_is_switched_off_before_backward(wrap: Wrap) -> Any:
+    """A layer is frozen after the forward; the graph of the forward still has it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    (x,) = inputs(1)
+    out = wrap(model)(x)
+    model[2].requires_grad_(False)
+    backward(out)
+    return [x.grad, gradients(model), model[2].weight.requires_grad]
+
+
+@loud
+def gradient_is_switched_on_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    (x,) = inputs(1)
+    out = wrap(model)(x)
+    model[0].requires_grad_(True)
+    backward(out)
+    return [x.grad, gradients(model)]
+
+
+@right
+def configuration_of_a_module_is_changed_before_backward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(factor=2.0, nested={"sizes": [3.0]})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return curve(curve(x, self.config.factor), self.config.nested["sizes"][0])
+
+    model = Model()
+
+    def change() -> None:
+        model.config.factor += 1
+        model.config.nested["sizes"][0] += 1
+
+    return [changed_between(wrap, model, change), model.config.factor, model.config.nested]
+
+
+@right
+def configuration_is_shared_by_modules_and_counts(wrap: Wrap) -> Any:
+    class Layer(nn.Module):
+        def __init__(self, config: SimpleNamespace) -> None:
+            super().__init__()
+            self.config = config
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.config.calls += 1
+            return curve(x, self.config.calls)
+
+    config = SimpleNamespace(calls=0)
+    model = nn.Sequential(Layer(config), Layer(config))
+    first, second = wrap(model[0]), wrap(model[1])
+    return [train(lambda x: second(first(x)), inputs()), config.calls]
+
+
+# -- results stored in attributes ---------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """A layer that stores a loss of its own, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.softmax(self.linear(x), -1)
+        self.aux = gate.square().sum() * 0.1
+        return curve(x, gate)
+
+
+@right
+def loss_in_an_attribute_joins_the_total(wrap: Wrap) -> Any:
+    module = Experts()
+    checkpointed = wrap(module)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        aux = module.aux
+        (out.square().sum() + aux).backward()
+        found += [x.grad, module.aux is aux, aux, module.aux.grad_fn is not None]
+    return [found, gradients(module)]
+
+
+@right
+def losses_of_several_layers_join_the_total(wrap: Wrap) -> Any:
+    layers = nn.ModuleList([Experts() for _ in range(4)])
+    regions = [wrap(layer) for layer in layers]
+    found = []
+    for x in inputs():
+        h = x
+        for region in regions:
+            h = region(h)
+        stored = [layer.aux for layer in layers]
+        (h.square().sum() + sum(stored)).backward()
+        found += [x.grad, [layer.aux is aux for layer, aux in zip(layers, stored, strict=True)]]
+    return [found, gradients(layers)]
+
+
+@right
+def loss_in_an_attribute_has_its_own_backward(wrap: Wrap) -> Any:
+    module = Experts()
+    checkpointed = wrap(module)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        module.aux.backward(retain_graph=True)
+        backward(out)
+        found += [x.grad, module.aux]
+    return [found, gradients(module)]
+
+
+@right
+def losses_are_appended_to_a_list(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+            self.losses: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = curve(layer(x), 2)
+                self.losses.append(x.mean())
+            return x
+
+    module = Model()
+    checkpointed = wrap(module)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        stored = list(module.losses)
+        (out.square().sum() + sum(stored)).backward()
+        found += [x.grad, [one is other for one, other in zip(stored, module.losses, strict=True)]]
+        module.losses.clear()
+    return [found, gradients(module)]
+
+
+@right
+def attention_map_is_stored_and_read_after_backward(wrap: Wrap) -> Any:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            weights = torch.softmax(x @ x.T, -1)
+            self.last = weights
+            self.detached = weights.detach()
+            return curve(weights @ x, 2)
+
+    module = Attention()
+    checkpointed = wrap(module)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        before = (module.last, module.detached)
+        backward(out)
+        found += [x.grad, module.last is before[0], module.detached is before[1], module.last, module.detached]
+    return found
+
+
+# -- gradients inside ---------------------------------------------------------------------------------------------------
+
+
+@right
+def hook_on_a_parameter_is_registered_inside(wrap: Wrap) -> Any:
+    """The hook fires once in backward, and the recomputation does not register it again."""
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        if not getattr(layer, "hooked", False):
+            layer.hooked = True
+            layer.weight.register_hook(lambda grad: grad * 2)
+        return curve(layer(x), 2)
+
+    return [train(wrap(fn), inputs()), gradients(layer), len(layer.weight._backward_hooks)]
+
+
+@right
+def hook_on_a_parameter_is_registered_in_every_call(wrap: Wrap) -> Any:
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        layer.weight.register_hook(lambda grad: grad * 1.5)
+        return curve(layer(x), 2)
+
+    return [train(wrap(fn), inputs()), gradients(layer), len(layer.weight._backward_hooks)]
+
+
+@right
+def hook_on_an_intermediate_is_registered_inside(wrap: Wrap) -> Any:
+    calls: list[float] = []
+
+    def fn(x: Tensor) -> Tensor:
+        h = curve(x, 2)
+        h.register_hook(lambda grad: calls.append(float(grad.sum())))
+        return curve(h, 3)
+
+    return [train(wrap(fn), inputs()), calls]
+
+
+@right
+def hook_on_an_argument_is_registered_inside(wrap: Wrap) -> Any:
+    calls: list[float] = []
+
+    def fn(x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: calls.append(float(grad.sum())))
+        return curve(curve(x, 2), 3)
+
+    return [train(wrap(fn), inputs()), calls]
+
+
+@right
+def backward_into_grad_inside(wrap: Wrap) -> Any:
+    """The region runs a backward that adds to `.grad` of a parameter, once."""
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            layer(x.detach()).square().sum().backward()
+        return curve(layer(x), layer.weight.grad.sum())
+
+    return [train(wrap(fn), inputs()), gradients(layer)]
+
+
+@loud
+def gradient_is_read_by_the_region(wrap: Wrap) -> Any:
+    """The forward reads `.grad`, which the backward of an earlier microbatch changes before the recomputation."""
+    layer = nn.Linear(4, 4)
+    layer.weight.grad = torch.ones(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(layer(x), layer.weight.grad.sum().clone())
+
+    checkpointed, leaves = wrap(fn), inputs()
+    for output in [checkpointed(x) for x in leaves]:
+        backward(output)
+    return [[x.grad for x in leaves], gradients(layer)]
+
+
+@right
+def adaptation_inside(wrap: Wrap) -> Any:
+    """One inner gradient step on fast weights, as in meta-learning."""
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        loss = F.linear(x, layer.weight).square().mean()
+        (grad,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+        return curve(F.linear(x, layer.weight - 0.1 * grad), 2)
+
+    return [train(wrap(fn), inputs()), gradients(layer)]
+
+
+# -- optimizer steps ----------------------------------------------------------------------------------------------------
+
+
+def with_optimizer(wrap: Wrap, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
+    checkpointed, optimizer = wrap(model), make(model.parameters())
+    found = []
+    for x in inputs(4):
+        backward(checkpointed(x))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(x.grad)
+    return [found, state_of(model)]
+
+
+@right
+def fused_adamw_trains(wrap: Wrap) -> Any:
+    return with_optimizer(wrap, lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True))
+
+
+@right
+def fused_sgd_trains(wrap: Wrap) -> Any:
+    return with_optimizer(wrap, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True))
+
+
+def stepped_before_backward(wrap: Wrap, fused: bool) -> Any:
+    """The optimizer steps between a forward and its backward; the plain backward reads the tanh only."""
+    weight = nn.Parameter(torch.randn(4))
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=fused)
+
+    def fn(x: Tensor) -> Tensor:
+        return (x + weight).tanh()
+
+    (x,) = inputs(1)
+    out = wrap(fn)(x)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    weight.grad = None
+    backward(out)
+    return [x.grad, weight, weight.grad]
+
+
+@loud
+def optimizer_steps_between_forward_and_backward(wrap: Wrap) -> Any:
+    return stepped_before_backward(wrap, fused=False)
+
+
+@loud
+def fused_optimizer_steps_between_forward_and_backward(wrap: Wrap) -> Any:
+    return stepped_before_backward(wrap, fused=True)
+
+
+@loud
+def input_is_written_between_forward_and_backward(wrap: Wrap) -> Any:
+    def fn(x: Tensor, shift: Tensor) -> Tensor:
+        return curve(x + shift, 2)
+
+    (x,) = inputs(1)
+    shift = torch.ones(4)
+    out = wrap(fn)(x, shift)
+    shift.mul_(3)
+    backward(out)
+    return [x.grad, shift]
+
+
+@loud
+def parameter_is_written_through_data_before_backward(wrap: Wrap) -> Any:
+    weight = nn.Parameter(torch.randn(4))
+
+    def fn(x: Tensor) -> Tensor:
+        return (x + weight).tanh()
+
+    (x,) = inputs(1)
+    out = wrap(fn)(x)
+    weight.data.mul_(3)
+    backward(out)
+    return [x.grad, weight, weight.grad]
+
+
+# -- hooks on unusual inputs, deep nesting ------------------------------------------------------------------------------
+
+
+@right
+def hook_on_a_sparse_input(wrap: Wrap) -> Any:
+    calls: list[tuple[int, ...]] = []
+    dense = leaf(4, 3)
+    index = torch.tensor([[0, 1, 2], [1, 3, 0]])
+
+    def fn(values: Tensor, sparse: Tensor) -> Tensor:
+        return torch.sparse.mm(sparse, dense).tanh() + values.sum()
+
+    checkpointed = wrap(fn)
+    values = leaf(3)
+    for _ in range(2):
+        sparse = torch.sparse_coo_tensor(index, values, (4, 4))
+        sparse.register_hook(lambda grad: calls.append(tuple(grad.shape)))
+        backward(checkpointed(values, sparse))
+    return [values.grad, dense.grad, calls]
+
+
+@right
+def hook_on_a_jagged_input(wrap: Wrap) -> Any:
+    calls: list[bool] = []
+    parts = [leaf(2, 4), leaf(3, 4)]
+
+    def fn(nested: Tensor) -> Tensor:
+        return (nested * 2).tanh().sin().values()
+
+    checkpointed = wrap(fn)
+    for _ in range(2):
+        nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+        nested.register_hook(lambda grad: calls.append(grad.is_nested))
+        backward(checkpointed(nested))
+    return [[part.grad for part in parts], calls]
+
+
+@right
+def hook_on_a_masked_input(wrap: Wrap) -> Any:
+    calls: list[str] = []
+
+    def fn(masked: Any) -> Any:
+        return (masked * 2).sin().exp()
+
+    checkpointed = wrap(fn)
+    x = leaf(6)
+    masked = torch.masked.masked_tensor(x.detach().clone(), torch.arange(6) % 2 == 0, requires_grad=True)
+    masked.register_hook(lambda grad: calls.append(type(grad).__name__))
+    checkpointed(masked).sum().backward()
+    return [masked.grad.get_data(), masked.grad.get_mask(), calls]
+
+
+@right_with(replays=20)
+def twenty_nested_regions(wrap: Wrap) -> Any:
+    return nested_to_the_depth(wrap, 20)
+
+
+@right_with(replays=200)
+def two_hundred_nested_regions(wrap: Wrap) -> Any:
+    return nested_to_the_depth(wrap, 200)
+
+
+def nested_to_the_depth(wrap: Wrap, depth: int) -> Any:
+    weight = leaf(4)
+    fn: Callable[[Tensor], Tensor] = wrap(lambda x: curve(x, 0.1))
+    for _ in range(depth - 1):
+
+        def outer(x: Tensor, fn: Callable[[Tensor], Tensor] = fn) -> Tensor:
+            return fn(x) * weight.sin()
+
+        fn = wrap(outer)
+    (x,) = inputs(1)
+    backward(fn(x))
+    return [x.grad, weight.grad]
+
+
+@right_with(replays=20)
+def regions_of_twenty_blocks_over_one_model(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(20)])
+            self.register_buffer("steps", torch.zeros(1, 1))
+
+        def step(self, index: int, x: Tensor) -> Tensor:
+            self.steps.add_(1)
+            return curve(self.blocks[index](x), 1 + self.steps.clone())
+
+    model = Model()
+    step = wrap(model.step)
+
+    def forward(x: Tensor) -> Tensor:
+        for index in range(len(model.blocks)):
+            x = step(index, x)
+        return x * 0.1
+
+    return [train(forward, inputs(2)), state_of(model)]
