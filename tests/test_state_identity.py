@@ -828,7 +828,9 @@ def captured_array_is_added_to(wrap: Wrap) -> Any:
 # -- changed between forward and backward -------------------------------------------------------------------------------
 
 
-def changed_between(wrap: Wrap, make: Callable[[], Any], read: Callable[[Any], float], change: Callable[[Any], Any]) -> Any:
+def changed_between(
+    wrap: Wrap, make: Callable[[], Any], read: Callable[[Any], float], change: Callable[[Any], Any]
+) -> Any:
     """A value that the caller changes after the forward, as an argument and as a captured value."""
     as_argument, captured = make(), make()
 

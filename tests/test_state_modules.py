@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import reactivate
 
@@ -488,7 +490,7 @@ def layer_is_pruned_before_backward(wrap: Wrap) -> Any:
     weight = model[0].weight
     (x,) = inputs(1)
     out = wrap(model)(x)
-    nn.utils.prune.random_unstructured(model[0], "weight", 0.5)
+    prune.random_unstructured(model[0], "weight", 0.5)
     backward(out)
     return [x.grad, weight.grad, state_of(model)]
 
@@ -883,9 +885,20 @@ def twenty_nested_regions(wrap: Wrap) -> Any:
     return nested_to_the_depth(wrap, 20)
 
 
+@right_with(replays=100)
+def a_hundred_nested_regions(wrap: Wrap) -> Any:
+    """At Python's own recursion limit."""
+    return nested_to_the_depth(wrap, 100)
+
+
 @right_with(replays=200)
 def two_hundred_nested_regions(wrap: Wrap) -> Any:
-    return nested_to_the_depth(wrap, 200)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        return nested_to_the_depth(wrap, 200)
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def nested_to_the_depth(wrap: Wrap, depth: int) -> Any:

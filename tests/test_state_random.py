@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf, train
+from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf
 from torch import Tensor, nn
 
 PROGRAMS = Programs()

@@ -1,0 +1,366 @@
+"""Memory and scale of state, counted and never timed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from memory import allocated_by
+from oracle import Watched
+from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
+from torch import Tensor, nn
+
+import reactivate
+from reactivate._engine.record import observed_by
+
+PROGRAMS = Programs()
+right, right_with = PROGRAMS.right, PROGRAMS.right_with
+
+
+@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
+def test_program(program: Program) -> None:
+    check_program(program)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def alive(references: list[weakref.ref[Any]]) -> int:
+    return sum(reference() is not None for reference in references)
+
+
+# -- large containers ---------------------------------------------------------------------------------------------------
+
+
+@right
+def closed_over_list_of_many_numbers(wrap: Wrap) -> Any:
+    numbers = list(range(200_000))
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, numbers[-1] / len(numbers))
+
+    return [train(wrap(fn), [leaf(4) for _ in range(3)]), len(numbers)]
+
+
+@right
+def closed_over_list_of_many_numbers_grows(wrap: Wrap) -> Any:
+    numbers = list(range(200_000))
+
+    def fn(x: Tensor) -> Tensor:
+        numbers.append(len(numbers))
+        return curve(x, numbers[-1] / 200_000)
+
+    return [train(wrap(fn), [leaf(4) for _ in range(3)]), len(numbers), numbers[-1]]
+
+
+@right
+def vocabulary_is_in_the_reach_of_a_module(wrap: Wrap) -> Any:
+    class Embed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.vocabulary = {f"word{index}": index for index in range(50_000)}
+            self.trainer = SimpleNamespace(model=self, log=[0.0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.trainer.log[0] += 1
+            return curve(self.linear(x), self.vocabulary["word7"])
+
+    module = Embed()
+    return [train(wrap(module), [leaf(6, 4) for _ in range(3)]), state_of(module), module.trainer.log]
+
+
+@right
+def batch_is_a_slice_of_a_large_data_set(wrap: Wrap) -> Any:
+    data = torch.rand(10_000, 4)
+    weight = leaf(4)
+
+    def fn(batch: Tensor) -> Tensor:
+        return curve(batch * weight, 2)
+
+    checkpointed = wrap(fn)
+    for index in range(3):
+        backward(checkpointed(data[index * 8 : index * 8 + 8]))
+    return [weight.grad, data[:32]]
+
+
+@right_with(replays=120)
+def many_blocks_of_one_model(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(60)])
+            self.norm = nn.BatchNorm1d(4)
+
+        def step(self, index: int, x: Tensor) -> Tensor:
+            return self.norm(curve(self.blocks[index](x), 2))
+
+    model = Model()
+    step = wrap(model.step)
+
+    def forward(x: Tensor) -> Tensor:
+        for index in range(len(model.blocks)):
+            x = step(index, x)
+        return x
+
+    return [train(forward, [leaf(6, 4) for _ in range(2)]), state_of(model)]
+
+
+# -- what stays alive ---------------------------------------------------------------------------------------------------
+
+
+class Stores(nn.Module):
+    """A module that stores a tensor with its graph, as those do that show their attention or an extra loss."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = torch.tanh(self.linear(x))
+        return self.last.square()
+
+
+def test_forward_only_calls_keep_few_inputs() -> None:
+    module = Stores()
+    fn = reactivate.checkpoint(module)
+    inputs: list[weakref.ref[Tensor]] = []
+    with without_collector():
+        for _ in range(20):
+            x = leaf(6, 4)
+            inputs.append(weakref.ref(x))
+            fn(x)
+            del x
+        assert alive(inputs) <= 2
+
+
+def test_forward_only_calls_that_store_in_a_closure_keep_few_inputs() -> None:
+    stored: dict[str, Tensor] = {}
+
+    def fn(x: Tensor) -> Tensor:
+        stored["last"] = x.tanh()
+        return stored["last"].square()
+
+    checkpointed = reactivate.checkpoint(fn)
+    inputs: list[weakref.ref[Tensor]] = []
+    with without_collector():
+        for _ in range(20):
+            x = leaf(6, 4)
+            inputs.append(weakref.ref(x))
+            checkpointed(x)
+            del x
+        assert alive(inputs) <= 2
+
+
+def test_forward_only_calls_that_carry_a_detached_state_keep_few_inputs() -> None:
+    class Carries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = torch.zeros(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = (x + self.hidden).tanh()
+            self.hidden = out.detach()
+            return out.square()
+
+    fn = reactivate.checkpoint(Carries())
+    inputs: list[weakref.ref[Tensor]] = []
+    with without_collector():
+        for _ in range(20):
+            x = leaf(6, 4)
+            inputs.append(weakref.ref(x))
+            fn(x)
+            del x
+        assert alive(inputs) <= 2
+
+
+def stores_in_a_module() -> Callable[..., Tensor]:
+    return Stores()
+
+
+def stores_in_a_closure() -> Callable[..., Tensor]:
+    stored: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        stored[:] = [x.detach().sin()]
+        return curve(x, stored[0])
+
+    return fn
+
+
+def writes_a_buffer() -> Callable[..., Tensor]:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+
+def counts_in_a_list() -> Callable[..., Tensor]:
+    seen: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        seen.append(1)
+        return curve(x, len(seen))
+
+    return fn
+
+
+@pytest.mark.parametrize("make", [stores_in_a_module, stores_in_a_closure, writes_a_buffer, counts_in_a_list])
+def test_nothing_outlives_backward(make: Callable[[], Callable[..., Tensor]]) -> None:
+    """With the collector off, the inputs and outputs of a step are gone after it, but for those of the last one."""
+    fn = make()
+    checkpointed = reactivate.checkpoint(fn)
+    references: list[weakref.ref[Tensor]] = []
+    with without_collector():
+        for _ in range(5):
+            x = leaf(6, 4)
+            out = checkpointed(x)
+            references += [weakref.ref(x), weakref.ref(out)]
+            out.square().sum().backward()
+            del x, out
+        assert alive(references) <= 1, "at most the input that the stored tensor's graph holds, as in the plain model"
+        if isinstance(fn, Stores):
+            del fn.last
+        assert alive(references) == 0
+
+
+@pytest.mark.parametrize("make", [stores_in_a_module, stores_in_a_closure, writes_a_buffer, counts_in_a_list])
+def test_the_function_is_freed_with_its_last_reference(make: Callable[[], Callable[..., Tensor]]) -> None:
+    with without_collector():
+        fn = make()
+        reference = weakref.ref(fn)
+        checkpointed = reactivate.checkpoint(fn)
+        backward(checkpointed(leaf(6, 4)))
+        del fn, checkpointed
+        assert reference() is None
+
+
+def test_a_scalar_loss_in_an_attribute_does_not_keep_the_recomputed_graph() -> None:
+    """After backward the attribute holds the forward's loss, whose graph keeps as little as before."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(4):
+                x = torch.tanh(self.linear(x))
+            self.aux = x.mean()
+            return x
+
+    layers = [Experts() for _ in range(8)]
+    regions = [reactivate.checkpoint(layer) for layer in layers]
+    x = leaf(256, 64)
+    activation = x.numel() * x.element_size()
+    for layer in layers:
+        layer.linear.weight.grad = torch.zeros(64, 64)
+        layer.linear.bias.grad = torch.zeros(64)
+    x.grad = torch.zeros_like(x)
+
+    def step() -> None:
+        h = x
+        for region in regions:
+            h = region(h)
+        (h.square().sum() + sum(layer.aux for layer in layers)).backward()
+
+    with without_collector():
+        step()
+        assert allocated_by(step).left_bytes < activation, "no activation of a second step is left"
+        assert all(layer.aux.grad_fn is not None for layer in layers)
+
+
+def test_buffers_that_nobody_writes_are_copied_once() -> None:
+    """A model's state has one shadow; a later call allocates less than one copy of it."""
+    buffers = 16
+    size = 1 << 14
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for index in range(buffers):
+                self.register_buffer(f"table{index}", torch.rand(2, size // 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index in range(buffers):
+                x = curve(x, self._buffers[f"table{index}"][0, :4])
+            return x
+
+    fn = reactivate.checkpoint(Tables())
+    x = leaf(2, 4)
+    for _ in range(2):
+        backward(fn(x))
+    kept: list[Tensor] = []
+    allocated = allocated_by(lambda: kept.append(fn(x)))
+    assert allocated.left_bytes < size * 4, "four calls in flight do not hold four copies"
+
+
+def test_microbatches_in_flight_share_the_shadow_of_state_that_did_not_change() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    module.register_buffer("table", torch.rand(512, 512))
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(module(x), module.table[0, :4])
+
+    checkpointed = reactivate.checkpoint(fn)
+    backward(checkpointed(leaf(6, 4)))
+    leaves, kept = [leaf(6, 4) for _ in range(8)], []
+    allocated = allocated_by(lambda: kept.extend(checkpointed(x) for x in leaves))
+    assert allocated.left_bytes < 2 * module.table.numel() * 4
+    backward(*kept)
+
+
+def test_a_region_keeps_nothing_for_each_block_that_it_does_not_touch() -> None:
+    """What a step over N blocks allocates for state grows with N, not with its square."""
+
+    def left_for(blocks: int) -> int:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList([nn.BatchNorm1d(4) for _ in range(blocks)])
+
+            def step(self, index: int, x: Tensor) -> Tensor:
+                return self.blocks[index](x).tanh()
+
+        model = Model()
+        step = reactivate.checkpoint(model.step)
+
+        def forward() -> Tensor:
+            x = leaf(6, 4)
+            for index in range(blocks):
+                x = step(index, x)
+            return x
+
+        backward(forward())
+        return allocated_by(forward).left_bytes
+
+    assert left_for(64) < 8 * left_for(16)
+
+
+def test_regions_are_counted_once_a_call() -> None:
+    """Two hundred regions over one `self` are two hundred recomputations, whatever is retained."""
+    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(200)])
+    watched = Watched()
+
+    def step(index: int, x: Tensor) -> Tensor:
+        return curve(model[index](x), 2)
+
+    with observed_by(watched):
+        region = reactivate.checkpoint(step)
+        x = leaf(6, 4)
+        h = x
+        for index in range(200):
+            h = region(index, h)
+        backward(h * 1e-3)
+    assert (watched.regions, watched.replays) == (200, 200)
+    assert all(gradient is not None for gradient in gradients(model).values())
