@@ -1,0 +1,381 @@
+"""Modules that change between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import reactivate
+
+PROGRAMS = Programs()
+right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+
+
+@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
+def test_program(program: Program) -> None:
+    check_program(program)
+
+
+def inputs(count: int = 3) -> list[Tensor]:
+    return [leaf(6, 4) for _ in range(count)]
+
+
+def test_a_layer_frozen_before_backward_is_named_as_such() -> None:
+    """A refusal says that `requires_grad` changed, and not that something was written in place."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    out = reactivate.checkpoint(model)(leaf(6, 4))
+    model[2].requires_grad_(False)
+    message = ""
+    try:
+        backward(out)
+    except reactivate.ReactivateError as error:
+        message = str(error)
+    assert not message or "requires_grad" in message
+
+
+# -- changed between forward and backward -------------------------------------------------------------------------------
+
+
+def changed_between(wrap: Wrap, module: nn.Module, change: Callable[[], Any], steps: int = 2) -> Any:
+    checkpointed = wrap(module)
+    found = []
+    for x in inputs(steps):
+        out = checkpointed(x)
+        change()
+        backward(out)
+        found.append(x.grad)
+    return [found, state_of(module)]
+
+
+@right
+def forward_hook_is_removed_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    handle = model[0].register_forward_hook(lambda module, args, out: out * 3)
+    return [changed_between(wrap, model, handle.remove), len(model[0]._forward_hooks)]
+
+
+@right
+def forward_hook_is_added_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    calls: list[int] = []
+
+    def add() -> None:
+        model[0].register_forward_hook(lambda module, args, out: out * 3)
+        model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        calls.append(1)
+
+    return [changed_between(wrap, model, add), len(model[0]._forward_hooks), calls]
+
+
+@right
+def hook_removes_itself_in_the_forward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def once(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        handle.remove()
+        return out * 3
+
+    handle = model[0].register_forward_hook(once)
+    return [train(wrap(model), inputs()), gradients(model), len(model[0]._forward_hooks)]
+
+
+@right
+def hook_of_a_child_in_a_list_is_removed(wrap: Wrap) -> Any:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    handle = layers[1].register_forward_hook(lambda module, args, out: out * 3)
+
+    def fn(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = curve(layer(x), 2)
+        return x
+
+    (x,) = inputs(1)
+    out = wrap(fn)(x)
+    handle.remove()
+    backward(out)
+    return [x.grad, [gradients(layer) for layer in layers]]
+
+
+@right
+def child_is_replaced_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    first = model[0]
+
+    def replace() -> None:
+        model[0] = nn.Linear(4, 4)
+        model[1] = nn.Sigmoid()
+
+    return [changed_between(wrap, model, replace), gradients(first)]
+
+
+@right
+def child_is_appended_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    return [changed_between(wrap, model, lambda: model.append(nn.Tanh())), len(model)]
+
+
+@right
+def child_is_deleted_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sigmoid(), nn.Tanh())
+
+    def delete() -> None:
+        if len(model) > 2:
+            del model[2]
+
+    return [changed_between(wrap, model, delete), len(model)]
+
+
+@right
+def parameter_is_replaced_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    old = model[0].weight
+
+    def replace() -> None:
+        model[0].weight = nn.Parameter(torch.randn(4, 4))
+
+    return [changed_between(wrap, model, replace), old.grad]
+
+
+@right
+def dropout_probability_is_changed_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
+
+    def change() -> None:
+        model[1].p += 0.3
+
+    return [changed_between(wrap, model, change), model[1].p]
+
+
+@right
+def dropout_of_a_plain_list_is_changed_before_backward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.drops = [nn.Dropout(0.2), nn.Dropout(0.3)]
+            self.by_name = {"act": SimpleNamespace(drop=nn.Dropout(0.4))}
+
+        def forward(self, x: Tensor) -> Tensor:
+            for drop in self.drops:
+                x = drop(curve(self.linear(x), 2))
+            return self.by_name["act"].drop(x).tanh()
+
+    model = Model()
+
+    def change() -> None:
+        model.drops[0].eval()
+        model.drops[1].p = 0.6
+        model.by_name["act"].drop.train(False)
+
+    return [changed_between(wrap, model, change), model.drops[0].training]
+
+
+@right
+def modules_in_plain_containers_have_buffers(wrap: Wrap) -> Any:
+    norms = {"a": [nn.BatchNorm1d(4)], "b": (nn.BatchNorm1d(4, momentum=None),)}
+
+    def fn(x: Tensor) -> Tensor:
+        x = curve(norms["a"][0](x), norms["a"][0].running_mean.clone())
+        return curve(norms["b"][0](x), norms["b"][0].running_var.clone())
+
+    checkpointed = wrap(fn)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        norms["a"][0].eval()
+        backward(out)
+        norms["a"][0].train()
+        found.append(x.grad)
+    return [found, state_of(norms["a"][0]), state_of(norms["b"][0])]
+
+
+@right
+def module_goes_to_eval_mode_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh())
+    return [changed_between(wrap, model, model.eval), model.training, model[2].training]
+
+
+@right
+def module_goes_to_training_mode_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh()).eval()
+
+    def flip() -> None:
+        model.train(not model.training)
+
+    return [changed_between(wrap, model, flip, 4), model.training]
+
+
+@right
+def forward_method_is_replaced_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def replace() -> None:
+        model[1].forward = torch.sin
+
+    return changed_between(wrap, model, replace)
+
+
+@loud
+def weight_norm_is_removed_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh())
+    leaves = list(model.parameters())
+    (x,) = inputs(1)
+    out = wrap(model)(x)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    backward(out)
+    return [x.grad, [parameter.grad for parameter in leaves], [name for name, _ in model.named_parameters()]]
+
+
+@right
+def layer_is_pruned_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    weight = model[0].weight
+    (x,) = inputs(1)
+    out = wrap(model)(x)
+    prune.random_unstructured(model[0], "weight", 0.5)
+    backward(out)
+    return [x.grad, weight.grad, state_of(model)]
+
+
+@loud
+def gradient_is_switched_off_before_backward(wrap: Wrap) -> Any:
+    """A layer is frozen after the forward; the graph of the forward still has it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    (x,) = inputs(1)
+    out = wrap(model)(x)
+    model[2].requires_grad_(False)
+    backward(out)
+    return [x.grad, gradients(model), model[2].weight.requires_grad]
+
+
+@loud
+def gradient_is_switched_on_before_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    (x,) = inputs(1)
+    out = wrap(model)(x)
+    model[0].requires_grad_(True)
+    backward(out)
+    return [x.grad, gradients(model)]
+
+
+@right
+def configuration_of_a_module_is_changed_before_backward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(factor=2.0, nested={"sizes": [3.0]})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return curve(curve(x, self.config.factor), self.config.nested["sizes"][0])
+
+    model = Model()
+
+    def change() -> None:
+        model.config.factor += 1
+        model.config.nested["sizes"][0] += 1
+
+    return [changed_between(wrap, model, change), model.config.factor, model.config.nested]
+
+
+@right
+def configuration_is_shared_by_modules_and_counts(wrap: Wrap) -> Any:
+    class Layer(nn.Module):
+        def __init__(self, config: SimpleNamespace) -> None:
+            super().__init__()
+            self.config = config
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.config.calls += 1
+            return curve(x, self.config.calls)
+
+    config = SimpleNamespace(calls=0)
+    model = nn.Sequential(Layer(config), Layer(config))
+    first, second = wrap(model[0]), wrap(model[1])
+    return [train(lambda x: second(first(x)), inputs()), config.calls]
+
+
+# -- optimizer steps ----------------------------------------------------------------------------------------------------
+
+
+def with_optimizer(wrap: Wrap, make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
+    checkpointed, optimizer = wrap(model), make(model.parameters())
+    found = []
+    for x in inputs(4):
+        backward(checkpointed(x))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(x.grad)
+    return [found, state_of(model)]
+
+
+@right
+def fused_adamw_trains(wrap: Wrap) -> Any:
+    return with_optimizer(wrap, lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True))
+
+
+@right
+def fused_sgd_trains(wrap: Wrap) -> Any:
+    return with_optimizer(wrap, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True))
+
+
+def stepped_before_backward(wrap: Wrap, fused: bool) -> Any:
+    """The optimizer steps between a forward and its backward; the plain backward reads the tanh only."""
+    weight = nn.Parameter(torch.randn(4))
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=fused)
+
+    def fn(x: Tensor) -> Tensor:
+        return (x + weight).tanh()
+
+    (x,) = inputs(1)
+    out = wrap(fn)(x)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    weight.grad = None
+    backward(out)
+    return [x.grad, weight, weight.grad]
+
+
+@loud
+def optimizer_steps_between_forward_and_backward(wrap: Wrap) -> Any:
+    return stepped_before_backward(wrap, fused=False)
+
+
+@loud
+def fused_optimizer_steps_between_forward_and_backward(wrap: Wrap) -> Any:
+    return stepped_before_backward(wrap, fused=True)
+
+
+@loud
+def input_is_written_between_forward_and_backward(wrap: Wrap) -> Any:
+    def fn(x: Tensor, shift: Tensor) -> Tensor:
+        return curve(x + shift, 2)
+
+    (x,) = inputs(1)
+    shift = torch.ones(4)
+    out = wrap(fn)(x, shift)
+    shift.mul_(3)
+    backward(out)
+    return [x.grad, shift]
+
+
+@loud
+def parameter_is_written_through_data_before_backward(wrap: Wrap) -> Any:
+    weight = nn.Parameter(torch.randn(4))
+
+    def fn(x: Tensor) -> Tensor:
+        return (x + weight).tanh()
+
+    (x,) = inputs(1)
+    out = wrap(fn)(x)
+    weight.data.mul_(3)
+    backward(out)
+    return [x.grad, weight, weight.grad]

@@ -1,0 +1,615 @@
+"""Buffers: the recomputation reads what the forward read, under every name that the memory has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from state_programs import (
+    Program,
+    Programs,
+    Scale,
+    Wrap,
+    backward,
+    check_program,
+    curve,
+    leaf,
+    state_of,
+    train,
+)
+from torch import Tensor, nn
+
+PROGRAMS = Programs()
+right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+
+
+@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
+def test_program(program: Program) -> None:
+    check_program(program)
+
+
+def inputs(count: int = 3) -> list[Tensor]:
+    return [leaf(6, 4) for _ in range(count)]
+
+
+# -- one memory under two names -----------------------------------------------------------------------------------------
+
+
+def aliased(wrap: Wrap, alias_of: Callable[[Tensor], Tensor], place: Callable[[nn.Module, Tensor], None]) -> Any:
+    """The region writes the buffer and reads its alias, which `place` puts somewhere in the module."""
+
+    class Aliased(Scale):
+        read: Callable[[], Tensor]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.update(x)
+            return curve(x, self.read().clone())
+
+    module = Aliased()
+    place(module, alias_of(module.amax))
+    grads = train(wrap(module), inputs())
+    return [grads, state_of(module), module.read()]
+
+
+def as_attribute(module: nn.Module, alias: Tensor) -> None:
+    module.alias = alias
+    module.read = lambda: module.alias
+
+
+@right
+def buffer_is_registered_twice(wrap: Wrap) -> Any:
+    def place(module: nn.Module, alias: Tensor) -> None:
+        module.register_buffer("second", alias)
+        module.read = lambda: module.second
+
+    return aliased(wrap, lambda amax: amax, place)
+
+
+@right
+def buffer_is_an_attribute_too(wrap: Wrap) -> Any:
+    return aliased(wrap, lambda amax: amax, as_attribute)
+
+
+@right
+def buffer_has_a_detached_alias(wrap: Wrap) -> Any:
+    return aliased(wrap, lambda amax: amax.detach(), as_attribute)
+
+
+@right
+def buffer_has_a_data_alias(wrap: Wrap) -> Any:
+    return aliased(wrap, lambda amax: amax.data, as_attribute)
+
+
+@right
+def buffer_has_a_view(wrap: Wrap) -> Any:
+    return aliased(wrap, lambda amax: amax.view(2, 2).view(1, 4), as_attribute)
+
+
+@right
+def buffer_has_a_view_of_one_element(wrap: Wrap) -> Any:
+    return aliased(wrap, lambda amax: amax[0, 1], as_attribute)
+
+
+@right
+def buffer_is_in_a_list(wrap: Wrap) -> Any:
+    def place(module: nn.Module, alias: Tensor) -> None:
+        module.history = [alias]
+        module.read = lambda: module.history[0]
+
+    return aliased(wrap, lambda amax: amax, place)
+
+
+@right
+def buffer_is_in_a_second_module(wrap: Wrap) -> Any:
+    def place(module: nn.Module, alias: Tensor) -> None:
+        module.child = nn.Module()
+        module.child.register_buffer("amax", alias)
+        module.read = lambda: module.child.amax
+
+    return aliased(wrap, lambda amax: amax, place)
+
+
+@right
+def buffer_is_captured_by_a_closure(wrap: Wrap) -> Any:
+    def place(module: nn.Module, alias: Tensor) -> None:
+        module.read = lambda: alias
+
+    return aliased(wrap, lambda amax: amax, place)
+
+
+@right
+def numpy_reads_the_buffer(wrap: Wrap) -> Any:
+    def place(module: nn.Module, alias: Tensor) -> None:
+        array = alias.numpy()
+        module.read = lambda: torch.from_numpy(array)
+
+    return aliased(wrap, lambda amax: amax, place)
+
+
+@right
+def buffers_are_slices_of_one_storage(wrap: Wrap) -> Any:
+    """What flattened or sharded state looks like: many buffers, one memory."""
+
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat = torch.ones(8)
+            self.register_buffer("low", self.flat[:4])
+            self.register_buffer("high", self.flat[4:])
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = curve(x, self.low.clone())
+            with torch.no_grad():
+                self.high.add_(x.amax(0))
+                self.flat.mul_(0.9)
+            return curve(out, self.high.clone())
+
+    module = Sliced()
+    return [train(wrap(module), inputs()), module.flat, state_of(module)]
+
+
+@right
+def argument_aliases_the_buffer(wrap: Wrap) -> Any:
+    module = Scale()
+
+    def fn(x: Tensor, amax: Tensor) -> Tensor:
+        out = curve(x, amax.clone())
+        return curve(module(out), amax.clone())
+
+    checkpointed = wrap(fn)
+    return [train(lambda x: checkpointed(x, module.amax), inputs()), state_of(module)]
+
+
+@right
+def two_modules_share_a_child(wrap: Wrap) -> Any:
+    shared = Scale()
+    first, second = nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(nn.Tanh(), shared)
+    one, two = wrap(first), wrap(second)
+    return [train(lambda x: two(one(x)), inputs()), state_of(first)]
+
+
+@right
+def a_view_of_a_buffer_is_saved(wrap: Wrap) -> Any:
+    """Autograd saves a tensor that lies in the buffer's memory, which a later region writes by another storage."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.rand(8, 4))
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return (x * self.table[1]).tanh() * self.table[2] * self.steps.clone()
+
+    module = Reads()
+    return [train(wrap(module), inputs()), state_of(module)]
+
+
+# -- who writes, and when -----------------------------------------------------------------------------------------------
+
+
+class Every(nn.Module):
+    """A codebook that is updated in every `period`-th call, counted from `first`."""
+
+    def __init__(self, period: int, first: int, rebinds: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("book", torch.ones(1, 4))
+        self.period, self.first, self.rebinds, self.calls = period, first, rebinds, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = curve(x, self.book.clone())
+        self.calls += 1
+        if self.calls >= self.first and (self.calls - self.first) % self.period == 0:
+            with torch.no_grad():
+                if self.rebinds:
+                    self.book = self.book * 0.5 + x.amax(0)
+                else:
+                    self.book.mul_(0.5).add_(x.amax(0))
+        return curve(out, self.book.clone())
+
+
+def updated_every(wrap: Wrap, module: nn.Module, steps: int = 12) -> Any:
+    return [train(wrap(module), inputs(steps)), state_of(module), module.calls]
+
+
+@right_with(replays=8)
+def buffer_is_first_written_at_step_five(wrap: Wrap) -> Any:
+    return updated_every(wrap, Every(1, 5), 8)
+
+
+@right_with(replays=12)
+def buffer_is_written_every_second_call(wrap: Wrap) -> Any:
+    return updated_every(wrap, Every(2, 2))
+
+
+@right_with(replays=12)
+def buffer_is_written_every_fourth_call(wrap: Wrap) -> Any:
+    return updated_every(wrap, Every(4, 4))
+
+
+@right_with(replays=21)
+def buffer_is_written_every_tenth_call(wrap: Wrap) -> Any:
+    return updated_every(wrap, Every(10, 10), 21)
+
+
+@right_with(replays=8)
+def buffer_is_written_in_the_first_three_calls_only(wrap: Wrap) -> Any:
+    class Observer(Every):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.calls == 3:
+                self.first = 1000
+            return super().forward(x)
+
+    return updated_every(wrap, Observer(1, 1), 8)
+
+
+@right_with(replays=9)
+def buffer_is_rebound_every_third_call(wrap: Wrap) -> Any:
+    return updated_every(wrap, Every(3, 3, rebinds=True), 9)
+
+
+@right
+def tensor_decides_whether_the_buffer_is_written(wrap: Wrap) -> Any:
+    class Gated(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            out = curve(x, self.amax.clone())
+            if x.detach().mean() > 0:
+                self.update(x)
+            return curve(out, self.amax.clone())
+
+    module = Gated()
+    return [train(wrap(module), inputs(8)), state_of(module)]
+
+
+@right
+def observer_is_switched_on_later(wrap: Wrap) -> Any:
+    class Observed(Scale):
+        enabled = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = curve(x, self.amax.clone())
+            if self.enabled:
+                self.update(x)
+            return curve(out, self.amax.clone())
+
+    module = Observed()
+    checkpointed = wrap(module)
+    grads = train(checkpointed, inputs(3))
+    module.enabled = True
+    grads += train(checkpointed, inputs(3))
+    module.enabled = False
+    return [grads, train(checkpointed, inputs(2)), state_of(module)]
+
+
+@right
+def fake_quantize_is_enabled_later(wrap: Wrap) -> Any:
+    module = nn.Sequential(nn.Linear(4, 4), torch.ao.quantization.FakeQuantize(), nn.Tanh())
+    quantizer = module[1]
+    quantizer.disable_observer()
+    quantizer.disable_fake_quant()
+    checkpointed = wrap(module)
+    grads = train(checkpointed, inputs(2))
+    quantizer.enable_observer()
+    grads += train(checkpointed, inputs(2))
+    quantizer.enable_fake_quant()
+    return [grads, train(checkpointed, inputs(2)), state_of(module)]
+
+
+@right_with(replays=6)
+def amax_is_written_on_the_first_microbatch_only(wrap: Wrap) -> Any:
+    class Fp8(Scale):
+        first = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.first:
+                self.update(x)
+            return curve(x, self.amax.clone())
+
+    module = Fp8()
+    checkpointed = wrap(module)
+    found = []
+    for _ in range(2):
+        outputs = []
+        for index, x in enumerate(inputs(3)):
+            module.first = index == 0
+            outputs.append(checkpointed(x))
+            found.append(x)
+        backward(*outputs)
+    return [[x.grad for x in found], state_of(module)]
+
+
+def regions_of(wrap: Wrap, names: str, order: Callable[[list[Tensor]], None]) -> Any:
+    """Several regions over one `self`: `w` writes its buffer, `r` reads it. `order` runs the backward passes."""
+
+    class Model(Scale):
+        def w(self, x: Tensor) -> Tensor:
+            out = curve(x, self.amax.clone())
+            self.update(x)
+            return out
+
+        def r(self, x: Tensor) -> Tensor:
+            return curve(x, self.amax.clone())
+
+    model = Model()
+    regions = {"w": wrap(model.w), "r": wrap(model.r)}
+    leaves = inputs(len(names))
+    outputs = [regions[name](x) for name, x in zip(names, leaves, strict=True)]
+    order([output.square().sum() for output in outputs])
+    return [[x.grad for x in leaves], state_of(model)]
+
+
+@right_with(replays=5)
+def readers_stand_between_writers(wrap: Wrap) -> Any:
+    return regions_of(wrap, "rwrwr", lambda losses: sum(losses).backward())
+
+
+@right_with(replays=6)
+def readers_and_writers_are_taken_backward_in_forward_order(wrap: Wrap) -> Any:
+    return regions_of(wrap, "wrrwwr", lambda losses: [loss.backward() for loss in losses])
+
+
+@right_with(replays=4)
+def one_region_of_four_writes(wrap: Wrap) -> Any:
+    return regions_of(wrap, "rrwr", lambda losses: [loss.backward() for loss in reversed(losses)])
+
+
+@right_with(replays=10)
+def readers_and_writers_with_retained_graphs(wrap: Wrap) -> Any:
+    def order(losses: list[Tensor]) -> None:
+        for loss in [*losses, *reversed(losses)]:
+            loss.backward(retain_graph=True)
+
+    return regions_of(wrap, "rwrwr", order)
+
+
+@right_with(replays=6)
+def one_forward_one_backward(wrap: Wrap) -> Any:
+    """1F1B order: two microbatches are always in flight."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scale())
+    checkpointed = wrap(model)
+    leaves, flying = inputs(6), []
+    for x in leaves:
+        flying.append(checkpointed(x))
+        if len(flying) == 2:
+            backward(flying.pop(0))
+    backward(flying.pop())
+    return [[x.grad for x in leaves], state_of(model)]
+
+
+@right
+def outside_writes_between_forward_and_backward(wrap: Wrap) -> Any:
+    """The region reads a statistic that the training loop updates before backward."""
+    module = Scale()
+    module.register_buffer("loss_scale", torch.ones(()))
+
+    def fn(x: Tensor) -> Tensor:
+        return module(x) * module.loss_scale.clone()
+
+    checkpointed = wrap(fn)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        module.loss_scale.mul_(2)
+        module.update(x)
+        backward(out)
+        found.append(x.grad)
+    return [found, state_of(module)]
+
+
+@right
+def evaluation_runs_between_forward_and_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh())
+    checkpointed = wrap(model)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        model.eval()
+        with torch.no_grad():
+            found.append(checkpointed(x))
+        backward(out)
+        model.train()
+        found.append(x.grad)
+    return [found, state_of(model), model.training]
+
+
+@right
+def training_forward_without_gradients_runs_in_between(wrap: Wrap) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scale())
+    checkpointed = wrap(model)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        with torch.no_grad():
+            found.append(checkpointed(x + 1))
+        backward(out)
+        found.append(x.grad)
+    return [found, state_of(model)]
+
+
+@right
+def load_state_dict_runs_between_forward_and_backward(wrap: Wrap) -> Any:
+    model = nn.Sequential(Scale(), nn.Tanh(), Scale())
+    start = copy.deepcopy(model.state_dict())
+    checkpointed = wrap(model)
+    found = []
+    for x in inputs():
+        out = checkpointed(x)
+        model.load_state_dict(start)
+        backward(out)
+        found.append(x.grad)
+    return [found, state_of(model)]
+
+
+# -- how it is written --------------------------------------------------------------------------------------------------
+
+
+def written_by(wrap: Wrap, write: Callable[[Any, Tensor], None]) -> Any:
+    class Written(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            out = curve(x, self.amax.clone())
+            write(self, x.detach())
+            return curve(out, self.amax.clone())
+
+    module = Written()
+    return [train(wrap(module), inputs()), state_of(module)]
+
+
+@right
+def buffer_is_rebound(wrap: Wrap) -> Any:
+    def write(module: Any, x: Tensor) -> None:
+        module.amax = module.amax * 0.5 + x.amax(0)
+
+    return written_by(wrap, write)
+
+
+@right
+def buffer_is_rebound_to_a_view_of_a_history(wrap: Wrap) -> Any:
+    def write(module: Any, x: Tensor) -> None:
+        history = torch.cat([module.amax, x])
+        module.history = history
+        module.amax = history.amax(0, keepdim=True)
+
+    return written_by(wrap, write)
+
+
+@loud
+def buffer_is_written_through_data(wrap: Wrap) -> Any:
+    def write(module: Any, x: Tensor) -> None:
+        module.amax.data.mul_(0.5).add_(x.amax(0))
+
+    return written_by(wrap, write)
+
+
+@right
+def buffer_is_swapped_through_data(wrap: Wrap) -> Any:
+    def write(module: Any, x: Tensor) -> None:
+        module.amax.data = module.amax * 0.5 + x.amax(0)
+
+    return written_by(wrap, write)
+
+
+@loud
+def buffer_is_written_through_numpy(wrap: Wrap) -> Any:
+    def write(module: Any, x: Tensor) -> None:
+        array = module.amax.numpy()
+        array *= 0.5
+        array += x.amax(0).numpy()
+
+    return written_by(wrap, write)
+
+
+@right
+def buffer_is_written_under_inference_mode(wrap: Wrap) -> Any:
+    def write(module: Any, x: Tensor) -> None:
+        with torch.inference_mode():
+            module.amax.mul_(0.5).add_(x.amax(0))
+
+    return written_by(wrap, write)
+
+
+@right
+def buffer_is_written_by_an_out_argument(wrap: Wrap) -> Any:
+    def write(module: Any, x: Tensor) -> None:
+        torch.maximum(module.amax, x.amax(0) * 2, out=module.amax)
+
+    return written_by(wrap, write)
+
+
+@right
+def buffers_are_written_by_foreach(wrap: Wrap) -> Any:
+    def write(module: Any, x: Tensor) -> None:
+        torch._foreach_lerp_([module.amax], [x.amax(0, keepdim=True)], 0.5)
+
+    return written_by(wrap, write)
+
+
+@right
+def state_made_under_inference_mode(wrap: Wrap) -> Any:
+    with torch.inference_mode():
+        module = Scale()
+
+    def fn(x: Tensor) -> Tensor:
+        out = curve(x, module.amax.clone())
+        with torch.inference_mode():
+            module.amax.mul_(0.5).add_(x.amax(0))
+        return curve(out, module.amax.clone())
+
+    return [train(wrap(fn), inputs()), module.amax.clone()]
+
+
+@right
+def buffer_grows_by_a_new_tensor(wrap: Wrap) -> Any:
+    def write(module: Any, x: Tensor) -> None:
+        module.queue = torch.cat([getattr(module, "queue", module.amax), x[:2]])
+        module.amax = module.queue.sum(0, keepdim=True)
+
+    return written_by(wrap, write)
+
+
+@loud
+def buffer_grows_in_place(wrap: Wrap) -> Any:
+    module = Scale()
+    module.register_buffer("queue", torch.ones(1, 4))
+
+    def fn(x: Tensor) -> Tensor:
+        out = curve(x, module.queue.sum(0))
+        count = len(module.queue)
+        module.queue.resize_(count + 1, 4)
+        module.queue[count] = x.detach().amax(0)
+        return curve(out, module.queue.mean(0))
+
+    return [train(wrap(fn), inputs()), state_of(module)]
+
+
+@right
+def circular_queue(wrap: Wrap) -> Any:
+    """The queue of a contrastive loss, with a pointer that is a tensor."""
+
+    class Queue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.rand(4, 8))
+            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = (x @ self.queue.clone()).tanh()
+            with torch.no_grad():
+                at = int(self.pointer)
+                self.queue[:, at : at + 2] = x[:2].T
+                self.pointer[0] = (at + 2) % 8
+            return out.square()
+
+    module = Queue()
+    return [train(wrap(module), inputs(6)), state_of(module)]
+
+
+@right
+def moving_average_teacher(wrap: Wrap) -> Any:
+    """Parameters that need no gradient follow those that do, inside the forward."""
+
+    class Distill(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = nn.Linear(4, 4)
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    slow.lerp_(fast, 0.1)
+            return curve(self.student(x), self.teacher(x).detach())
+
+    module = Distill()
+    checkpointed = wrap(module)
+    optimizer = torch.optim.SGD(module.student.parameters(), lr=0.1)
+    found = []
+    for x in inputs():
+        backward(checkpointed(x))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(x.grad)
+    return [found, state_of(module)]

@@ -1,0 +1,654 @@
+"""Containers and objects: the recomputation sees the very ones of the forward, with the contents that they had."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, train
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PROGRAMS = Programs()
+right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+
+
+@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
+def test_program(program: Program) -> None:
+    check_program(program)
+
+
+def inputs(count: int = 2) -> list[Tensor]:
+    return [leaf(4) for _ in range(count)]
+
+
+# -- containers and objects ---------------------------------------------------------------------------------------------
+
+
+def compared_with_is(wrap: Wrap, config: Any) -> Any:
+    """Pass the object that the function captures, too, and ask whether they are one."""
+
+    weight = leaf(4)
+
+    def fn(x: Tensor, given: Any) -> Tensor:
+        return curve(x * weight, 2 if given is config else 3)
+
+    checkpointed = wrap(fn)
+    return [train(lambda x: checkpointed(x, config), inputs()), weight.grad]
+
+
+@right
+def list_argument_is_the_captured_list(wrap: Wrap) -> Any:
+    return compared_with_is(wrap, [1, 2])
+
+
+@right
+def dict_argument_is_the_captured_dict(wrap: Wrap) -> Any:
+    return compared_with_is(wrap, {"a": 1})
+
+
+@right
+def set_argument_is_the_captured_set(wrap: Wrap) -> Any:
+    return compared_with_is(wrap, {1, 2})
+
+
+@right
+def tuple_argument_with_a_tensor_is_the_captured_tuple(wrap: Wrap) -> Any:
+    return compared_with_is(wrap, (torch.ones(2), 1))
+
+
+@right
+def list_argument_with_a_leaf_is_the_captured_list(wrap: Wrap) -> Any:
+    return compared_with_is(wrap, [leaf(2), 1])
+
+
+@right
+def nested_containers_are_the_captured_ones(wrap: Wrap) -> Any:
+    inner = {"layers": [leaf(4), {"w": leaf(4)}]}
+
+    def fn(x: Tensor, given: dict[str, Any]) -> Tensor:
+        same = given["config"] is inner and given["config"]["layers"][1] is inner["layers"][1]
+        return curve(x * inner["layers"][0], 2 if same else 3)
+
+    checkpointed = wrap(fn)
+    return [train(lambda x: checkpointed(x, {"config": inner}), inputs()), inner["layers"][0].grad]
+
+
+@right
+def object_argument_is_the_captured_object(wrap: Wrap) -> Any:
+    return compared_with_is(wrap, SimpleNamespace(width=4, weight=torch.ones(2)))
+
+
+@right
+def sentinel_and_enum_arguments_are_themselves(wrap: Wrap) -> Any:
+    missing = object()
+
+    class Mode(enum.Enum):
+        FAST = 1
+
+    def fn(x: Tensor, given: Any, mode: Mode) -> Tensor:
+        return curve(x, (2 if given is missing else 3) + (5 if mode is Mode.FAST else 7))
+
+    checkpointed = wrap(fn)
+    return train(lambda x: checkpointed(x, missing, Mode.FAST), inputs())
+
+
+@right
+def argument_holds_one_tensor_twice(wrap: Wrap) -> Any:
+    def fn(pair: list[Tensor], other: Tensor) -> Tensor:
+        same = (pair[0] is pair[1]) + 2 * (pair[0] is other)
+        return curve(pair[0], 1 + same) * pair[1]
+
+    checkpointed = wrap(fn)
+    return train(lambda x: checkpointed([x, x], x), inputs())
+
+
+@right
+def argument_holds_one_list_twice(wrap: Wrap) -> Any:
+    def fn(x: Tensor, first: list[int], second: dict[str, list[int]]) -> Tensor:
+        first.append(3)
+        return curve(x, sum(second["a"]))
+
+    checkpointed = wrap(fn)
+
+    def step(x: Tensor) -> Tensor:
+        shared = [1, 2]
+        return checkpointed(x, shared, {"a": shared})
+
+    return train(step, inputs())
+
+
+@right
+def list_contains_itself(wrap: Wrap) -> Any:
+    def fn(x: Tensor, items: list[Any]) -> Tensor:
+        return curve(x, 2 if items[1] is items else 3)
+
+    items: list[Any] = [1]
+    items.append(items)
+    checkpointed = wrap(fn)
+    return train(lambda x: checkpointed(x, items), inputs())
+
+
+def mutated(wrap: Wrap, make: Callable[[], Any], mutate: Callable[[Any], float], show: Callable[[Any], Any]) -> Any:
+    """A container that the function changes, as an argument and as a captured value; `mutate` returns a factor."""
+    as_argument, captured = make(), make()
+
+    def fn(x: Tensor, given: Any) -> Tensor:
+        return curve(curve(x, mutate(given)), mutate(captured))
+
+    checkpointed = wrap(fn)
+    grads = train(lambda x: checkpointed(x, as_argument), inputs(3))
+    return [grads, show(as_argument), show(captured)]
+
+
+@right
+def list_is_popped(wrap: Wrap) -> Any:
+    return mutated(wrap, lambda: [1.0, 2.0, 3.0], lambda items: items.pop(), list)
+
+
+@right
+def list_is_appended_and_reversed(wrap: Wrap) -> Any:
+    def mutate(items: list[int]) -> float:
+        items.append(len(items))
+        items.reverse()
+        return 1 + items[0] + len(items)
+
+    return mutated(wrap, lambda: [1, 2], mutate, list)
+
+
+@right
+def dict_item_is_counted_up(wrap: Wrap) -> Any:
+    def mutate(items: dict[str, int]) -> float:
+        items["n"] = items.get("n", 0) + 1
+        return items["n"]
+
+    return mutated(wrap, dict, mutate, dict)
+
+
+@right
+def dict_order_changes(wrap: Wrap) -> Any:
+    def mutate(items: dict[str, int]) -> float:
+        first = next(iter(items))
+        items[first] = items.pop(first)
+        return items[first]
+
+    return mutated(wrap, lambda: {"a": 1, "b": 2, "c": 4}, mutate, lambda items: list(items.items()))
+
+
+@right
+def set_is_added_to(wrap: Wrap) -> Any:
+    def mutate(items: set[int]) -> float:
+        items.add(len(items))
+        return 1 + len(items)
+
+    return mutated(wrap, set, mutate, sorted)
+
+
+@right
+def deque_with_a_limit_rotates(wrap: Wrap) -> Any:
+    def mutate(items: deque[int]) -> float:
+        items.rotate(1)
+        items.append(items[0] + 3)
+        return items[0]
+
+    return mutated(wrap, lambda: deque([1, 2, 4], maxlen=3), mutate, lambda items: [list(items), items.maxlen])
+
+
+@right
+def ordered_dict_moves_to_end(wrap: Wrap) -> Any:
+    def mutate(items: OrderedDict[str, int]) -> float:
+        first = next(iter(items))
+        items.move_to_end(first)
+        items["new"] = items.get("new", 0) + 1
+        return items[first] + items["new"]
+
+    def show(items: OrderedDict[str, int]) -> Any:
+        return [list(items.items()), list(reversed(items)), len(items)]
+
+    return mutated(wrap, lambda: OrderedDict(a=1, b=2, c=4), mutate, show)
+
+
+@right
+def defaultdict_makes_its_entries(wrap: Wrap) -> Any:
+    def mutate(items: defaultdict[str, list[int]]) -> float:
+        items["a"].append(1)
+        return len(items["a"])
+
+    return mutated(wrap, lambda: defaultdict(list), mutate, dict)
+
+
+@right
+def counter_counts(wrap: Wrap) -> Any:
+    def mutate(items: Counter[str]) -> float:
+        items.update(["a"])
+        return items["a"]
+
+    return mutated(wrap, Counter, mutate, dict)
+
+
+@right
+def dataclass_field_changes(wrap: Wrap) -> Any:
+    @dataclass
+    class State:
+        step: int = 0
+        seen: list[int] = field(default_factory=list)
+
+    def mutate(state: State) -> float:
+        state.step += 1
+        state.seen.append(state.step)
+        return state.step + len(state.seen)
+
+    return mutated(wrap, State, mutate, lambda state: [state.step, state.seen])
+
+
+@right
+def slot_changes(wrap: Wrap) -> Any:
+    class State:
+        __slots__ = ("late", "step")
+
+        def __init__(self) -> None:
+            self.step = 0
+
+    def mutate(state: State) -> float:
+        state.step += 1
+        factor = state.step + (5 if hasattr(state, "late") else 0)
+        state.late = True
+        return factor
+
+    return mutated(wrap, State, mutate, lambda state: [state.step, state.late])
+
+
+@right
+def attribute_is_made_and_deleted(wrap: Wrap) -> Any:
+    def mutate(state: SimpleNamespace) -> float:
+        if hasattr(state, "mark"):
+            del state.mark
+            return 2.0
+        state.mark = 1
+        return 3.0
+
+    return mutated(wrap, SimpleNamespace, mutate, lambda state: sorted(vars(state)))
+
+
+@right
+def class_of_an_object_changes(wrap: Wrap) -> Any:
+    class Cold:
+        factor = 2.0
+
+    class Warm(Cold):
+        factor = 3.0
+
+    def mutate(state: Cold) -> float:
+        factor = state.factor
+        state.__class__ = Warm
+        return factor
+
+    return mutated(wrap, Cold, mutate, lambda state: type(state).__name__)
+
+
+@right
+def list_in_an_object_in_a_dict_grows(wrap: Wrap) -> Any:
+    def mutate(items: dict[str, Any]) -> float:
+        items["state"].seen.append(1)
+        return len(items["state"].seen)
+
+    return mutated(wrap, lambda: {"state": SimpleNamespace(seen=[])}, mutate, lambda items: items["state"].seen)
+
+
+@right
+def captured_list_is_replaced_by_the_function(wrap: Wrap) -> Any:
+    seen: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal seen
+        seen = [*seen, 1]
+        return curve(x, len(seen))
+
+    return [train(wrap(fn), inputs(3)), seen]
+
+
+@right
+def namedtuple_with_a_list(wrap: Wrap) -> Any:
+    State = namedtuple("State", "seen weight")
+
+    def fn(x: Tensor, state: Any) -> Tensor:
+        state.seen.append(1)
+        return curve(x * state.weight, len(state.seen))
+
+    checkpointed, state = wrap(fn), State([], leaf(4))
+    return [train(lambda x: checkpointed(x, state), inputs(3)), state.seen, state.weight.grad]
+
+
+@right
+def cache_is_filled_in_the_first_forward(wrap: Wrap) -> Any:
+    """A cached graph-carrying tensor stays the forward's, and the loss uses it, too."""
+    cache: dict[str, Tensor] = {}
+
+    def fn(x: Tensor) -> Tensor:
+        if "k" not in cache:
+            cache["k"] = x.tanh()
+            return curve(x * cache["k"], 2)
+        return curve(x * cache["k"], 3)
+
+    checkpointed = wrap(fn)
+    x, y = inputs()
+    out = checkpointed(x)
+    before = cache["k"]
+    out = out + checkpointed(y)
+    backward(out, cache["k"])
+    return [x.grad, y.grad, cache["k"] is before, cache["k"]]
+
+
+@right
+def cache_object_grows_along_the_layers(wrap: Wrap) -> Any:
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: list[Tensor] = []
+
+        def update(self, key: Tensor) -> Tensor:
+            self.keys.append(key)
+            return torch.stack(self.keys).sum(0)
+
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    cache, (x,) = Cache(), inputs(1)
+
+    def block(layer: nn.Module, x: Tensor, cache: Cache) -> Tensor:
+        return torch.tanh(layer(x) * cache.update(x.sin()))
+
+    h = x
+    for layer in layers:
+        h = wrap(block)(layer, h, cache)
+    backward(h)
+    return [x.grad, len(cache.keys), cache.keys, [gradients(layer) for layer in layers]]
+
+
+# -- iterators ----------------------------------------------------------------------------------------------------------
+
+
+def with_iterator(wrap: Wrap, make: Callable[[list[Any]], Any]) -> Any:
+    def fn(x: Tensor, items: Any) -> Tensor:
+        for item in items:
+            for weight in item if isinstance(item, tuple) else (item,):
+                x = curve(x * weight, 2)
+        return x
+
+    weights = [leaf(4) for _ in range(3)]
+    checkpointed = wrap(fn)
+    return [train(lambda x: checkpointed(x, make(weights)), inputs()), [weight.grad for weight in weights]]
+
+
+@right
+def zip_argument(wrap: Wrap) -> Any:
+    return with_iterator(wrap, lambda weights: zip(weights, [1.0, 2.0, 3.0]))
+
+
+@right
+def enumerate_argument(wrap: Wrap) -> Any:
+    return with_iterator(wrap, lambda weights: enumerate(weights, 1))
+
+
+@right
+def list_iterator_argument(wrap: Wrap) -> Any:
+    return with_iterator(wrap, iter)
+
+
+@right
+def reversed_argument(wrap: Wrap) -> Any:
+    return with_iterator(wrap, reversed)
+
+
+@right
+def dict_values_argument(wrap: Wrap) -> Any:
+    return with_iterator(wrap, lambda weights: dict(enumerate(weights)).values())
+
+
+@right
+def map_argument(wrap: Wrap) -> Any:
+    return with_iterator(wrap, lambda weights: map(torch.sin, weights))
+
+
+@right
+def captured_iterator_advances(wrap: Wrap) -> Any:
+    factors = iter([1.0, 2.0, 3.0, 4.0])
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, next(factors))
+
+    return [train(wrap(fn), inputs(3)), next(factors)]
+
+
+@loud
+def captured_count_advances(wrap: Wrap) -> Any:
+    counter = itertools.count(1)
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, next(counter))
+
+    return [train(wrap(fn), inputs(3)), next(counter)]
+
+
+@loud
+def generator_argument_is_consumed(wrap: Wrap) -> Any:
+    def make(weights: list[Tensor]) -> Iterator[Tensor]:
+        yield from weights
+
+    return with_iterator(wrap, make)
+
+
+# -- arrays -------------------------------------------------------------------------------------------------------------
+
+
+@right
+def array_argument_is_the_captured_array(wrap: Wrap) -> Any:
+    return compared_with_is(wrap, numpy.arange(3.0))
+
+
+@right
+def bytearray_argument_is_the_captured_one(wrap: Wrap) -> Any:
+    return compared_with_is(wrap, bytearray(b"abc"))
+
+
+@loud
+def captured_array_is_added_to(wrap: Wrap) -> Any:
+    seen = numpy.zeros(2)
+
+    def fn(x: Tensor) -> Tensor:
+        seen[0] += 1
+        return curve(x, float(seen[0]))
+
+    return [train(wrap(fn), inputs(3)), seen.tolist()]
+
+
+# -- changed between forward and backward -------------------------------------------------------------------------------
+
+
+def changed_between(
+    wrap: Wrap, make: Callable[[], Any], read: Callable[[Any], float], change: Callable[[Any], Any]
+) -> Any:
+    """A value that the caller changes after the forward, as an argument and as a captured value."""
+    as_argument, captured = make(), make()
+
+    def fn(x: Tensor, given: Any) -> Tensor:
+        return curve(curve(x, read(given)), read(captured))
+
+    (x,) = inputs(1)
+    out = wrap(fn)(x, as_argument)
+    change(as_argument)
+    change(captured)
+    backward(out)
+    return [x.grad, read(as_argument), read(captured)]
+
+
+@right
+def list_is_changed_before_backward(wrap: Wrap) -> Any:
+    return changed_between(wrap, lambda: [1.0, 2.0], lambda items: items[-1], lambda items: items.append(3.0))
+
+
+@right
+def dict_is_cleared_before_backward(wrap: Wrap) -> Any:
+    return changed_between(wrap, lambda: {"a": 2.0}, lambda items: items.get("a", 5.0), lambda items: items.clear())
+
+
+@right
+def ordered_dict_is_cleared_before_backward(wrap: Wrap) -> Any:
+    def make() -> OrderedDict[str, float]:
+        return OrderedDict(a=2.0, b=3.0)
+
+    def read(items: OrderedDict[str, float]) -> float:
+        return next(iter(items.values()), 5.0) + len(list(reversed(items)))
+
+    return changed_between(wrap, make, read, lambda items: items.clear())
+
+
+@right
+def configuration_object_is_changed_before_backward(wrap: Wrap) -> Any:
+    def change(config: SimpleNamespace) -> None:
+        config.factor = 3.0
+
+    return changed_between(wrap, lambda: SimpleNamespace(factor=2.0), lambda config: config.factor, change)
+
+
+@right
+def captured_number_is_changed_before_backward(wrap: Wrap) -> Any:
+    factor = 2.0
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, factor)
+
+    (x,) = inputs(1)
+    out = wrap(fn)(x)
+    factor = 3.0
+    backward(out)
+    return [x.grad, factor]
+
+
+@right
+def equal_one_element_tensors_are_told_apart(wrap: Wrap) -> Any:
+    """Two tensors of one element compare equal, and are two keys of a table."""
+    first, second = torch.ones(1), torch.ones(1)
+    state = SimpleNamespace(current=first)
+    table = {first: 2.0, second: 3.0}
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, table[state.current])
+
+    (x,) = inputs(1)
+    out = wrap(fn)(x)
+    state.current = second
+    backward(out)
+    return [x.grad, state.current is second]
+
+
+SCALE = 2.0
+TABLE = {"factor": 2.0}
+
+
+@loud
+def module_level_number_is_changed_before_backward(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, SCALE)
+
+    (x,) = inputs(1)
+    with global_number(2.0):
+        out = wrap(fn)(x)
+        globals()["SCALE"] = 3.0
+        backward(out)
+        return [x.grad, SCALE]
+
+
+@contextlib.contextmanager
+def global_number(value: float) -> Iterator[None]:
+    globals()["SCALE"] = value
+    TABLE["factor"] = value
+    try:
+        yield
+    finally:
+        globals()["SCALE"] = value
+        TABLE["factor"] = value
+
+
+@loud
+def module_level_number_is_changed_by_the_function(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        global SCALE
+        SCALE += 1
+        return curve(x, SCALE)
+
+    with global_number(2.0):
+        return [train(wrap(fn), inputs(3)), SCALE]
+
+
+@loud
+def module_level_table_is_changed_before_backward(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, TABLE["factor"])
+
+    (x,) = inputs(1)
+    with global_number(2.0):
+        out = wrap(fn)(x)
+        TABLE["factor"] = 3.0
+        backward(out)
+        return [x.grad, TABLE["factor"]]
+
+
+@loud
+def class_attribute_is_changed_before_backward(wrap: Wrap) -> Any:
+    class Block(nn.Module):
+        factor = 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return curve(x, self.factor)
+
+    (x,) = inputs(1)
+    out = wrap(Block())(x)
+    Block.factor = 3.0
+    backward(out)
+    return [x.grad, Block.factor]
+
+
+@loud
+def class_attribute_counts_instances_calls(wrap: Wrap) -> Any:
+    class Block(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Block.calls += 1
+            return curve(x, Block.calls)
+
+    return [train(wrap(Block()), inputs(3)), Block.calls]
+
+
+class FailsAtTanh(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.tanh.default:
+            raise RuntimeError("stop")
+        return func(*args, **(kwargs or {}))
+
+
+@right
+def recomputation_fails_and_backward_is_tried_again(wrap: Wrap) -> Any:
+    seen: list[int] = []
+    state = SimpleNamespace(step=0)
+
+    def fn(x: Tensor, seen: list[int]) -> Tensor:
+        seen.append(1)
+        state.step += 1
+        return curve(curve(x, len(seen)), state.step)
+
+    (x,) = inputs(1)
+    loss = wrap(fn)(x, seen).square().sum()
+    with contextlib.suppress(RuntimeError), FailsAtTanh():
+        loss.backward(retain_graph=True)
+    between = [list(seen), state.step]
+    x.grad = None
+    loss.backward()
+    return [x.grad, seen, state.step, between]
