@@ -94,7 +94,7 @@ def note(name: str, value: Any, found: dict[str, Any]) -> None:
 
 
 def assert_same_results(plain: dict[str, Any], other: dict[str, Any]) -> None:
-    assert plain.keys() == other.keys()
+    assert plain.keys() == other.keys(), f"only one run has {sorted(plain.keys() ^ other.keys())}"
     for name, value in plain.items():
         assert_bitwise(value, other[name], name)
 

@@ -587,7 +587,7 @@ def circular_queue(wrap: Wrap) -> Any:
     return [train(wrap(module), inputs(6)), state_of(module)]
 
 
-@right
+@loud
 def moving_average_teacher(wrap: Wrap) -> Any:
     """Parameters that need no gradient follow those that do, inside the forward."""
 

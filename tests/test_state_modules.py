@@ -233,7 +233,7 @@ def weight_is_clamped_in_the_forward(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs()), state_of(layer)]
 
 
-@right
+@loud
 def weight_is_replaced_through_data_in_the_forward(wrap: Wrap) -> Any:
     layer = nn.Linear(4, 4)
 
