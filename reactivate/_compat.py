@@ -14,7 +14,7 @@ import operator
 import struct
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -236,11 +236,6 @@ def is_distributed(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def may_be_written_unseen(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` could be a running statistic: batch norm's kernels write to these without a new version."""
-    return not tensor.requires_grad and tensor.ndim == 1 and tensor.is_floating_point()
-
-
 def copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that neither autograd nor modes of the user's notice."""
     if not _count_dispatch_modes() and not _count_function_modes():
@@ -269,10 +264,9 @@ preserve_versions: Callable[[tuple[torch.Tensor, ...]], contextlib.AbstractConte
 preserve_versions = torch.autograd._unsafe_preserve_version_counter
 
 
-def write_unseen(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Write `content` into `tensor` without a new version."""
-    with torch.no_grad(), preserve_versions((tensor,)):
-        tensor.copy_(content)
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set version counters: memory whose bytes were put back is as if nobody had written to it."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 # -- TorchScript ------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from reactivate._backends import accelerator
 from reactivate._compat import MODULE_CALL_CODE, flatten
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
 from reactivate._engine.capture import Capture
-from reactivate._engine.forms import MethodForm
 from reactivate._engine.kept import Kept, SavedSite
 from reactivate._engine.record import Record, observed_by
 from reactivate._engine.refusals import name_of
@@ -374,7 +373,7 @@ def _regions_around(frame: FrameType | None) -> Iterator[Region]:
 def _module_of(record: Record) -> Module | None:
     """The module that is the region, if it is one."""
     fn = record.fn
-    owner = fn if isinstance(fn, Module) else fn.owner if isinstance(fn, MethodForm) else getattr(fn, "__self__", None)
+    owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, Module) else None
 
 

@@ -153,8 +153,7 @@ def _write(contents: Iterable[tuple[Place, Any]]) -> None:
 def _reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors among arguments and closures, and those of every module there."""
     capture = Capture(fn, args, kwargs)
-    found = [tensor for tensor, _ in capture.tensors]
-    found += [watched.tensor for watched in capture.watched]
+    found = capture.reached()
     for module in capture.modules:
         found += tensors_in((module._parameters, module._buffers, vars(module)), {})
     return found

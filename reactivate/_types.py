@@ -107,7 +107,19 @@ class Call(Protocol):
 
     @property
     def generators(self) -> Sequence[Any]:
-        """Every source of randomness among the arguments and closures: `torch.Generator`, `random.Random`, NumPy's."""
+        """Every source of randomness that it can reach: `torch.Generator`, `random.Random`, NumPy's."""
+
+    @property
+    def users_modules(self) -> Sequence[Module]:
+        """The modules that have attributes of the user's own."""
+
+    @property
+    def module_notes(self) -> Sequence[Any]:
+        """Contents of containers and objects in the attributes of modules."""
+
+    @property
+    def module_tensors(self) -> Sequence[Tensor]:
+        """Tensors in the attributes of modules, and in their containers and objects."""
 
 
 class Guard:
@@ -165,6 +177,16 @@ class Guard:
             return None
         snapshot = self.after(self.before(call))
         return None if snapshot is None else functools.partial(self.replay, snapshot)
+
+    def unrestored(self, token: Any) -> Sequence[tuple[Tensor, str]]:
+        """Return (tensor, its name) of all that was modified since `before` and that `replay` does not bring back.
+
+        Asked after the forward and before each recomputation.
+        """
+        return ()
+
+    def finish(self, token: Any) -> None:
+        """The forward is over, without an error: let go of what only its end needed."""
 
     def leave(self, token: Any, error: BaseException | None) -> None:
         """The forward pass is over, by `error` if that is not None. For guards that opened something in `before`."""

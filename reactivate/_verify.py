@@ -152,7 +152,7 @@ class Step:
         reach = Capture(model, args, kwargs)
         self.sources = all_sources(reach)
         self.modules = reach.modules
-        self._guard = Modules(copies_all=True)
+        self._guard = Modules()
         self._state = self._guard.before(reach)
         self.inputs = _leaves_requiring_grad("args", args) | _leaves_requiring_grad("kwargs", kwargs)
         known = {id(tensor) for tensor in self.inputs.values()}
@@ -161,7 +161,7 @@ class Step:
                 if parameter.requires_grad and id(parameter) not in known:
                     known.add(id(parameter))
                     self.inputs[name] = parameter
-        closed_over = [item for item, _ in reach.tensors if item.requires_grad and id(item) not in known]
+        closed_over = [item for item in reach.reached() if item.requires_grad and id(item) not in known]
         self.inputs |= {f"closed-over tensor {index}": item for index, item in enumerate(closed_over)}
 
     def run(self, model: Callable[..., Any], change: Change = nullcontext) -> _Run:

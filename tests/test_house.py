@@ -27,6 +27,7 @@ FLOORS = [
     ["reactivate.errors", "reactivate._types"],
     ["reactivate._compat", "reactivate._standin", "reactivate.storage"],
     ["reactivate._backends", "reactivate.policies", "reactivate._blocks", "reactivate.report.table"],
+    ["reactivate._state"],
     [
         *(f"reactivate.planner.{name}" for name in ("budget", "devices", "prediction", "progress", "roofline")),
         *(f"reactivate.planner.{name}" for name in ("bound", "chain", "solve", "units", "treatments")),

@@ -22,9 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
 from reactivate._compat import SavedTensor, data_of
-from reactivate._engine.forms import CopyForm, Form, StatisticForm, attributes_of
+from reactivate._engine.inputs import InputSpec, SavedInput
 from reactivate._engine.record import Record
 from reactivate._engine.refusals import name_of
+from reactivate._state.changes import ModuleChanges
+from reactivate._state.modules import ModuleNotes
+from reactivate._state.shadows import TensorStates
 from reactivate._types import Guard
 
 _PARTS = {
@@ -80,25 +83,21 @@ def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
 
 
 def copied_inputs(record: Record) -> Iterator[Tensor]:
-    """The copies that a region made of inputs, where autograd's own saved tensors would not do."""
-    for form in _forms_of(record):
-        if isinstance(form, StatisticForm):
-            yield form.copy
-        elif isinstance(form, CopyForm):
-            yield from held_by(form.original)
+    """The copies that a region has of its inputs, where autograd's own saved tensors would not do."""
+    if record.states is not None:
+        yield from record.states.held()
+    for spec in record.replaced.values():
+        yield spec.alias
 
 
-def _forms_of(record: Record) -> Iterator[Any]:
-    """What a region took down of its function and arguments, with what these are made of."""
-    seen: set[int] = set()
-    todo: list[Any] = [record.fn, *record.args, *record.kwargs.values()]
+def _specs_of(record: Record) -> Iterator[Any]:
+    """What a region keeps of its function and arguments, with what these are made of."""
+    todo: list[Any] = [record.fn, *record.args, *record.kwargs.values(), *record.saved_inputs]
     while todo:
-        form = todo.pop()
-        if id(form) not in seen:
-            seen.add(id(form))
-            yield form
-            if isinstance(form, Form):
-                todo += [child for _, child in form.children()]
+        spec = todo.pop()
+        yield spec
+        if isinstance(spec, InputSpec):
+            todo += [child for _, child in spec.children()]
 
 
 def held_by_guards(record: Record) -> Iterator[Tensor]:
@@ -135,8 +134,12 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return (value.__self__,)
     if is_dataclass(value):
         return [getattr(value, item.name) for item in fields(value)]
-    if type(value).__module__.startswith("reactivate.guards."):
-        return attributes_of(value).values()
+    if isinstance(value, TensorStates):
+        return value.held()
+    if isinstance(value, ModuleNotes):
+        return (value.tensors,)
+    if isinstance(value, ModuleChanges):
+        return [content for _, content in value.contents]
     return ()
 
 
@@ -207,17 +210,19 @@ def _all_kept(record: Record) -> Iterator[Tensor]:
 
 def _own_tensors(record: Record) -> Iterator[Tensor]:
     """The parameters and buffers that a region can reach, which are there anyway."""
-    for form in _forms_of(record):
-        for owner in (form, getattr(form, "__self__", None)):
+    for spec in _specs_of(record):
+        for owner in (spec, getattr(spec, "__self__", None)):
             if isinstance(owner, Module):
                 yield from owner.parameters()
                 yield from owner.buffers()
 
 
 def _saved_inputs(record: Record) -> Iterator[Tensor]:
-    for form in _forms_of(record):
-        if isinstance(form, SavedTensor):
-            yield from _tensors_of(form)
+    for spec in _specs_of(record):
+        if isinstance(spec, (SavedTensor, SavedInput)):
+            yield from _tensors_of(spec.data() if isinstance(spec, SavedInput) else spec)
+        elif isinstance(spec, Tensor):
+            yield spec
 
 
 def kept_of(record: Record, site: Any) -> list[Any]:

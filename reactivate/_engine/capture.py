@@ -1,12 +1,9 @@
-"""What a replay will read, taken down as it is when the forward pass begins.
+"""One walk over a function and its arguments: what a recomputation will read, noted as the forward begins.
 
-`Capture` turns the function and its arguments into forms (see `forms`), from which a replay rebuilds them as they
-were, whatever the forward pass or anybody after it does to the originals. A form holds no container and no closure of
-the caller's, only copies: a list that collects the region's outputs would otherwise tie graph, region and list into a
-cycle that no garbage collector sees (Rule 2).
-
-Where the function counts or notes something in a closure (`calls += 1`, `seen.append(shape)`), that is a side effect
-like a print, and happens in a replay too (Rule 23). Such variables and containers, which hold no tensor, are shared.
+The recomputation calls the same function with the same objects. The walk notes what mutable ones hold (`_state/contents`),
+so that they can be rewound in place; which tensors must not change, or are state of which a copy is kept; and which
+modules, generators and scripted functions can be reached. It ends at a stated depth and size: a trainer and its
+vocabulary are reachable too, and what lies beyond is used as it is, as without this library.
 """
 
 from __future__ import annotations
@@ -14,36 +11,36 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from enum import Enum
-from operator import is_
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.jit import ScriptFunction
 from torch.nn import Module
 
-from reactivate._compat import may_be_written_unseen, registered_containers, save_tensor
-from reactivate._engine.forms import (
-    CellForm,
-    CopyForm,
-    DictForm,
-    FunctionForm,
-    ListForm,
-    MethodForm,
-    ObjectForm,
-    PartialForm,
-    RegisteredForm,
-    Shared,
-    StatisticForm,
-    TupleForm,
-    attributes_of,
-    slots_of,
+from reactivate._compat import innermost_pack_hook, save_tensor
+from reactivate._engine.inputs import IteratorInput, SavedInput, TupleInput, copied, rebuild
+from reactivate._engine.namespaces import facts_of_class, facts_of_code, find_facts
+from reactivate._state.contents import (
+    LARGEST,
+    CellContainerNote,
+    CellNote,
+    ClassNote,
+    DictNote,
+    KindNote,
+    LengthNote,
+    ListNote,
+    NameNote,
+    Note,
+    SetNote,
+    SlotsNote,
+    WeakTensor,
 )
-from reactivate._engine.namespaces import Watched, facts_of_class, facts_of_code, find_facts
+from reactivate._state.shadows import is_known_written
 from reactivate.errors import UnsupportedError
 
 _ATOMS = frozenset(
@@ -55,48 +52,95 @@ _ATOMS = frozenset(
 _EMPTY: tuple[Any, ...] = ([], (), {}, set(), "", range(0))
 _ITERATORS: Any = (*(type(iter(empty)) for empty in _EMPTY), zip, map, enumerate, filter)
 
-# How deep plain objects (not containers, not dataclasses) are copied. An argument is data by intent, perhaps a cache
-# of layers of tensors. What a closure or a bound `self` leads to may be half the program: there, one level is watched.
+# How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
+# of layers of tensors. A closure or a bound `self` leads to half the program.
 _DEPTH_OF_ARGUMENTS = 4
-_DEPTH_OF_FUNCTIONS = 0
+_DEPTH_OF_FUNCTIONS = 2
+_MOST_OBJECTS = 256
+_SMALL_BYTES = 1 << 16  # up to which a tensor without a graph is copied before anybody is known to write to it
+
+
+class Input(NamedTuple):
+    """A tensor that the recomputation reads where it is.
+
+    Attributes:
+        tensor: the tensor, or a `WeakTensor`.
+        version: at the beginning of the region.
+        place: where it was found.
+    """
+
+    tensor: Any
+    version: int
+    place: str
 
 
 class Capture:
-    """One walk over a function and its arguments.
+    """One walk.
 
     Attributes:
-        fn, args, kwargs: their forms.
-        tensors: every tensor that was saved, in the order of the walk, with its version then.
+        fn, args, kwargs: the function, and the specs of its arguments.
+        saved: (tensor, its spec, version) of the arguments that autograd keeps.
+        inputs: tensors that are read where they are, and are not state.
+        tensors: tensors without a graph, of which a copy is kept.
+        notes: what mutable objects hold.
         roots: the outermost modules found.
-        watched: tensors that the replay will read by name.
-        shared: what the replay will share with the function: counters and the like.
+        users_modules: modules with attributes of the user's own.
+        module_notes, module_tensors: as `notes` and `tensors`, of what attributes of modules lead to.
+        is_lazy: whether a module has parameters that its first call makes.
     """
 
     roots: tuple[Module, ...] = ()
-    watched: tuple[Watched, ...] = ()
-    shared: tuple[Shared, ...] = ()
+    is_lazy = False
     _scripts: tuple[Any, ...] = ()
     _generators: tuple[Any, ...] = ()
     _modules: Sequence[Module] | None = None
-    _unowned: tuple[Any, ...] = ()  # values that only this walk holds: alive, so that their ids stay theirs
+    _walked: Sequence[Any] = ()
 
     def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        forms: dict[int, Any] = {}  # by the id of the value
-        self._forms = forms
-        tensors: list[tuple[Tensor, int]] = []
-        self.tensors = tensors
-        self.fn = self._python_function(fn) if type(fn) is FunctionType else self.function(fn)
+        self.fn = fn
+        self.saved: list[tuple[Tensor, Any, int]] = []
+        self.inputs: list[Input] = []
+        self.tensors: list[Tensor] = []
+        self.notes: list[Note] = []
+        self.module_notes: list[Note] = []
+        self.module_tensors: list[Tensor] = []
+        self.users_modules: list[Module] = []
+        self._specs: dict[int, Any] = {}  # by the id of the value
+        self._objects = 0
+        self._weak = True
+        self._is_hooked = innermost_pack_hook() is not None
+        specs = self._specs
+        if isinstance(fn, Module):
+            self.roots = (fn,)
+            specs[id(fn)] = fn
+        elif type(fn) is FunctionType:  # as mostly, and methods of modules
+            self._function(fn, "the function", _DEPTH_OF_FUNCTIONS)
+        elif type(fn) is MethodType and isinstance(fn.__self__, Module) and type(fn.__func__) is FunctionType:
+            self.roots = (fn.__self__,)
+            specs[id(fn.__self__)] = fn.__self__
+            self._function(fn.__func__, "the function", _DEPTH_OF_FUNCTIONS)
+        else:
+            self._look(fn, "the function", _DEPTH_OF_FUNCTIONS)
         captured: list[Any] = []
         self.args = captured
-        for item in args:
-            # As mostly; what `value` would do, without its calls.
-            if type(item) is Tensor and item.requires_grad and id(item) not in forms:
-                form = forms[id(item)] = save_tensor(item, False)
-                tensors.append((item, item._version))
-                captured.append(form)
+        self._weak = False
+        for index, item in enumerate(args):
+            # As mostly; what `_argument` would do, without its calls.
+            if type(item) is Tensor and item.requires_grad and not self._is_hooked and id(item) not in specs:
+                spec = specs[id(item)] = save_tensor(item, False)
+                self.saved.append((item, spec, item._version))
+                captured.append(spec)
             else:
-                captured.append(self.value(item))
-        self.kwargs = {name: self.value(item) for name, item in kwargs.items()} if kwargs else kwargs
+                captured.append(item if type(item) in _ATOMS else self._argument(item, f"args[{index}]"))
+        self.kwargs = {name: self._argument(item, f"kwargs[{name!r}]") for name, item in kwargs.items()} if kwargs else kwargs
+        self._weak = True
+
+    def reached(self) -> list[Tensor]:
+        """Return every tensor found that is no module's."""
+        inputs = (item.tensor.get() if isinstance(item.tensor, WeakTensor) else item.tensor for item in self.inputs)
+        return [*(tensor for tensor, *_ in self.saved), *inputs, *self.tensors]
+
+    # -- modules -------------------------------------------------------------------------------------------------
 
     @property
     def modules(self) -> Sequence[Module]:
@@ -108,15 +152,13 @@ class Capture:
     @property
     def generators(self) -> Sequence[Any]:
         """The sources of randomness found, also in the attributes of modules."""
-        if self._modules is None and self.roots:
-            self._modules = self._walk()
+        self.modules  # noqa: B018 - the walk finds them
         return self._generators
 
     @property
     def scripts(self) -> Sequence[Any]:
         """Scripted functions and modules, also those that the modules' code names."""
-        if self._modules is None and self.roots:
-            self._modules = self._walk()
+        self.modules  # noqa: B018
         return self._scripts
 
     def _walk(self) -> list[Module]:
@@ -124,6 +166,8 @@ class Capture:
         todo: list[Module | None] = []
         scripted: set[Module] = set()  # those inside of them are a part of their code
         count = 0
+        outside = self.notes, self.tensors
+        self.notes, self.tensors = self.module_notes, self.module_tensors
         while todo or count < len(self.roots):
             if not todo:  # there may be more roots than in the beginning: a class may name some
                 todo.append(self.roots[count])
@@ -135,225 +179,346 @@ class Capture:
                 if children:
                     todo += reversed(children.values())
                 facts = facts_of_class(type(module))  # type: ignore[arg-type]
-                if facts.is_plain:
+                if facts.is_plain and vars(module).keys() <= facts.attributes:
                     continue
                 if facts.is_scripted:
                     if module not in scripted:
                         self._scripts += (module,)
                     scripted.update(module.modules())
-                if facts.names:
-                    self._names(facts.names)
-                self._scripts += facts.scripts
-                if facts.is_users:
-                    self._look_at_attributes(module)
+                    continue
+                self.is_lazy = self.is_lazy or facts.is_lazy
+                self._look_at_users_module(module, facts)
+        self.notes, self.tensors = outside
         return list(found)
 
-    def _look_at_attributes(self, module: Module) -> None:
-        for value in vars(module).values():
+    def _look_at_users_module(self, module: Module, facts: Any) -> None:
+        if facts.names:
+            self._names(facts.names)
+        self._scripts += facts.scripts
+        if facts.is_users:
+            self._class(type(module))
+        self.users_modules.append(module)
+        self._weak = True
+        attributes = vars(module)
+        for name in attributes.keys() - facts.attributes if not facts.is_users else list(attributes):
+            value = attributes[name]
             kind = type(value)
-            if kind in _ATOMS or kind is dict or kind is OrderedDict:
-                continue
-            if kind is ScriptFunction:
-                self._scripts += (value,)
-            elif _is_random_source(value, kind) and value not in self._generators:
-                self._generators += (value,)
+            if kind not in _ATOMS and name not in _OF_EVERY_MODULE:
+                if isinstance(value, Tensor):
+                    self._state_of_module(value)
+                else:
+                    self._look(value, f".{name}", 1)
 
-    def form_of(self, value: Any) -> Any:
-        """The form that a value got in this walk."""
-        return self._forms.get(id(value))
+    def _state_of_module(self, tensor: Tensor) -> None:
+        if tensor.grad_fn is None:
+            self.module_tensors.append(tensor)
 
-    def value(self, value: Any, depth: int = _DEPTH_OF_ARGUMENTS) -> Any:
-        """The form of an argument."""
+    # -- arguments -----------------------------------------------------------------------------------------------
+
+    def spec_of(self, value: Any) -> Any:
+        """Return the spec that a value got in this walk."""
+        return self._specs.get(id(value), value)
+
+    def _argument(self, value: Any, place: str) -> Any:
         kind = type(value)
         if kind in _ATOMS:
             return value
-        forms, key = self._forms, id(value)
-        if key in forms:
-            return forms[key]
-        if issubclass(kind, Tensor):
-            if may_be_written_unseen(value):
-                form = forms[key] = StatisticForm(value)
-            else:
-                form = forms[key] = save_tensor(value, False)
-            self.tensors.append((value, value._version))
-            return form
-        return self._other(value, kind, depth)
-
-    def _other(self, value: Any, kind: type, depth: int) -> Any:
-        if isinstance(value, Module):
-            self.roots += (value,)
-            self._forms[id(value)] = value
-            return value
-        if issubclass(kind, tuple):
-            return self._tuple(value, depth)
-        if kind is list or kind is dict:
-            return self._container(value, kind, depth)
-        if kind in registered_containers:
-            return self._registered(value, kind, depth)
-        if issubclass(kind, (list, dict)):
-            return self._container(value, kind, depth)
-        if callable(value):
-            return self._callable(value, kind)
-        if kind is set or issubclass(kind, _ITERATORS):
-            return CopyForm(value)
+        key = id(value)
+        if key in self._specs:
+            return self._specs[key]
+        if isinstance(value, Tensor):
+            return self._tensor_argument(value, place)
+        if isinstance(value, tuple) and self._is_hooked and any(isinstance(item, Tensor) for item in value):
+            spec = self._specs[key] = TupleInput(kind, [self._argument(item, f"{place}[{i}]") for i, item in enumerate(value)])
+            return spec
+        if isinstance(value, _ITERATORS):
+            spec = self._specs[key] = IteratorInput(value)
+            return spec
         if kind is GeneratorType:
             raise UnsupportedError(
-                f"A generator ({value.__qualname__}) reached a checkpointed region. The forward pass uses it up, so "
-                "that the replay would find it empty. Pass a list of its items instead."
+                f"A generator ({value.__qualname__}) was passed to a checkpointed function as {place}. The forward uses "
+                "it up, so the recomputation would find it empty. Pass a list of its items instead."
             )
-        if _is_random_source(value, kind):
-            self._generators += (value,)
-            return value
-        return self._object(value, kind, depth)
+        self._look(value, place, _DEPTH_OF_ARGUMENTS)
+        return value
 
-    # -- containers and objects -----------------------------------------------------------------------------------
-
-    def _tuple(self, value: tuple[Any, ...], depth: int) -> Any:
-        items = [self.value(item, depth) for item in value]
-        if all(form is item for form, item in zip(items, value)):
-            return value
-        form = self._forms[id(value)] = TupleForm(type(value), items)
-        return form
-
-    def _container(self, value: Any, kind: type, depth: int) -> Any:
-        form: ListForm | DictForm
-        if issubclass(kind, list):
-            form = self._forms[id(value)] = ListForm(kind)
-            form.items = [self.value(item, depth) for item in value]
-            is_plain = all(map(is_, form.items, value))
+    def _tensor_argument(self, tensor: Tensor, place: str) -> Any:
+        spec: Any
+        if self._is_hooked:
+            spec = tensor if self._is_state(tensor) else SavedInput(tensor)
+        elif tensor.requires_grad:
+            spec = save_tensor(tensor, False)
         else:
-            form = self._forms[id(value)] = DictForm(kind)
-            form.items = [(key, self.value(item, depth)) for key, item in dict.items(value)]
-            is_plain = all(item is value[key] for key, item in form.items)
-        form.attributes = None if kind is list or kind is dict else self._attributes(attributes_of(value), depth)
-        if depth == _DEPTH_OF_FUNCTIONS and is_plain:
-            form.shared = value
-            self.shared += (form,)
-        return form
+            spec = tensor
+        self._specs[id(tensor)] = spec
+        if spec is not tensor:
+            self.saved.append((tensor, spec, tensor._version))
+        else:
+            self._tensor(tensor, place)
+        return spec
 
-    def _registered(self, value: Any, kind: type, depth: int) -> Any:
-        node = registered_containers[kind]
-        children, context = node.flatten_fn(value)
-        form = self._forms[id(value)] = RegisteredForm(node.unflatten_fn, context)
-        children = list(children)
-        self._unowned += (children,)
-        form.items = [self.value(child, depth) for child in children]
-        return form
+    # -- what is held where it is --------------------------------------------------------------------------------
 
-    def _object(self, value: Any, kind: type, depth: int) -> Any:
+    @staticmethod
+    def _is_state(tensor: Tensor) -> bool:
+        """Return whether a copy of the tensor is kept, for the case that somebody writes to it."""
+        if tensor.requires_grad:
+            return False
+        if tensor.is_inference() or (tensor.ndim == 1 and tensor.is_floating_point()):
+            return True
+        return tensor.layout is torch.strided and (tensor.nbytes <= _SMALL_BYTES or is_known_written(tensor))
+
+    def _tensor(self, tensor: Tensor, place: str) -> None:
+        if self._is_state(tensor):
+            self.tensors.append(tensor)
+        else:
+            kept = WeakTensor(tensor) if self._weak and tensor.grad_fn is not None else tensor
+            self.inputs.append(Input(kept, tensor._version, place))
+
+    def _look(self, value: Any, place: str, depth: int) -> None:
+        """Note what `value` holds, and look at its parts."""
+        kind = type(value)
+        key = id(value)
+        if kind in _ATOMS or key in self._specs:
+            return
+        self._specs[key] = value
+        if isinstance(value, Tensor):
+            if self.notes is self.module_notes:
+                self._state_of_module(value)
+            else:
+                self._tensor(value, place)
+        elif isinstance(value, Module):
+            self.roots += (value,)
+        elif isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if type(item) not in _ATOMS:
+                    self._look(item, f"{place}[{index}]", depth)
+        elif isinstance(value, (list, dict, deque)):
+            self._container(value, kind, place, depth)
+        elif kind is set:
+            self.notes.append(SetNote(value, weak=self._weak))
+        elif callable(value) and kind is not type and not isinstance(value, type):
+            self._callable(value, kind, place, depth)
+        elif isinstance(value, type):
+            self._class(value)
+        elif _is_random_source(value, kind):
+            self._generators += (value,)
+        else:
+            self._object(value, kind, place, depth)
+
+    def _container(self, value: Any, kind: type, place: str, depth: int) -> None:
+        if len(value) > LARGEST:
+            self.notes.append(LengthNote(value))
+            return
+        note = (DictNote if isinstance(value, dict) else ListNote)(value, weak=self._weak)
+        self.notes.append(note)
+        items = value.items() if kind is dict else enumerate(value) if kind is list else note.items()
+        for index, item in items:
+            if type(item) not in _ATOMS:
+                item = item.reference() if type(item) is WeakTensor else item
+                self._look(item, f"{place}[{index!r}]" if kind in (dict, list) else f"{place}{index}", depth)
+        if kind not in (list, dict, deque, OrderedDict) and hasattr(value, "__dict__"):
+            self._attributes(value, place, depth)
+
+    def _object(self, value: Any, kind: type, place: str, depth: int) -> None:
         is_data = hasattr(kind, "__dataclass_fields__")
-        if not _is_plain(kind):
-            return value
-        if depth <= 0 and not is_data:
-            self._watch_attributes(value)
-            return value
-        form = self._forms[id(value)] = ObjectForm(kind)
-        attributes = attributes_of(value)
-        form.attributes = self._attributes(attributes, depth if is_data else depth - 1)
-        if all(form.attributes[name] is item for name, item in attributes.items()):
-            form.is_given_as_is(value)
-        return form
+        if (depth <= 0 and not is_data) or not _is_plain(kind) or self._objects >= _MOST_OBJECTS:
+            return
+        self._objects += 1
+        self._attributes(value, place, depth if is_data else depth - 1)
+        self._class(kind)
 
-    def _attributes(self, attributes: dict[str, Any], depth: int) -> dict[str, Any]:
-        return {name: self.value(item, depth) for name, item in attributes.items()}
+    def _attributes(self, value: Any, place: str, depth: int) -> None:
+        """Note the attributes of an object, and look at them."""
+        parts: list[Note] = [KindNote(value)]
+        if hasattr(value, "__dict__"):
+            parts.append(DictNote(vars(value), weak=self._weak))
+        names = slots_of(type(value))  # type: ignore[arg-type]
+        if names:
+            parts.append(SlotsNote(value, names, weak=self._weak))
+        self.notes += parts
+        for name, item in _attributes_of(value, names):
+            if type(item) not in _ATOMS:
+                self._look(item, f"{place}.{name}", depth)
 
-    # -- functions ------------------------------------------------------------------------------------------------
+    def _class(self, kind: type) -> None:
+        if id(kind) not in self._specs and _is_users_class(kind):  # type: ignore[arg-type]
+            self._specs[id(kind)] = kind
+            self.notes.append(ClassNote(kind))
 
-    def function(self, fn: Any) -> Any:
-        """The form of the function that the region runs, or of one that it is made of."""
-        return self.value(fn, _DEPTH_OF_FUNCTIONS)
+    # -- functions -----------------------------------------------------------------------------------------------
 
-    def _callable(self, fn: Any, kind: type) -> Any:
+    def _callable(self, fn: Any, kind: type, place: str, depth: int) -> None:
         if kind is FunctionType:
-            return self._python_function(fn)
-        if kind is MethodType:
-            function, owner = self.function(fn.__func__), self.function(fn.__self__)
-            return fn if owner is fn.__self__ and function is fn.__func__ else MethodForm(function, owner)
-        if kind is BuiltinFunctionType:
-            owner = fn.__self__
-            return MethodForm(fn.__name__, self.value(owner)) if isinstance(owner, Tensor) else fn
-        if issubclass(kind, functools.partial):
-            return PartialForm(kind, self.function(fn.func), self.value(fn.args), self.value(fn.keywords))
-        if kind is ScriptFunction:
+            self._function(fn, place, depth)
+        elif kind is MethodType:
+            self._look(fn.__func__, place, depth)
+            self._look(fn.__self__, f"{place}.__self__", depth)
+        elif kind is BuiltinFunctionType:
+            if isinstance(fn.__self__, Tensor):
+                self._look(fn.__self__, f"{place}.__self__", depth)
+        elif issubclass(kind, functools.partial):
+            self._look(fn.func, f"{place}.func", depth)
+            self._look(fn.args, f"{place}.args", depth)
+            self._look(fn.keywords, f"{place}.keywords", depth)
+        elif kind is ScriptFunction:
             self._scripts += (fn,)
-        elif not isinstance(fn, type) and _is_plain(kind):  # type: ignore[arg-type]
-            self._watch_attributes(fn)
-        return fn
+        else:
+            self._object(fn, kind, place, depth)
+            call = getattr(kind, "__call__", None)
+            if type(call) is FunctionType:
+                self._look(call, place, depth)
 
-    def _python_function(self, fn: FunctionType) -> Any:
+    def _function(self, fn: FunctionType, place: str, depth: int) -> None:
         facts = facts_of_code.get(id(fn.__code__)) or find_facts(fn)
         if facts.names:
             self._names(facts.names)
         if facts.scripts:
             self._scripts += facts.scripts
-        cells, defaults, keywords = fn.__closure__, fn.__defaults__, fn.__kwdefaults__
-        if cells is None and defaults is None and keywords is None:
-            return fn
-        attributes = fn.__dict__
-        if "_torchdynamo_orig_callable" in attributes:
-            # Compiled code is found again by the identity of what is around it: look inside, keep it as it is.
-            self.function(attributes["_torchdynamo_orig_callable"])
-            return fn
-        form = self._forms[id(fn)] = FunctionForm(fn)
-        if cells is not None:
-            names = zip(cells, fn.__code__.co_freevars)
-            form.cells = [self._cell(cell, name in facts.assigned) for cell, name in names]
-        form.defaults = self.value(defaults, _DEPTH_OF_FUNCTIONS)
-        form.keywords = self.value(keywords, _DEPTH_OF_FUNCTIONS)
-        return form
+        compiled = fn.__dict__.get("_torchdynamo_orig_callable")
+        if compiled is not None:
+            self._look(compiled, place, depth)
+            return
+        if fn.__closure__ is not None:
+            for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):
+                if id(cell) not in self._specs:
+                    self._specs[id(cell)] = cell
+                    self._cell(cell, f"{place} (closed over as `{name}`)", depth)
+        if fn.__defaults__ is not None:
+            self._look(fn.__defaults__, f"{place} (defaults)", depth)
+        if fn.__kwdefaults__ is not None:
+            self._look(fn.__kwdefaults__, f"{place} (defaults)", depth)
 
-    def _cell(self, cell: CellType, is_assigned_to: bool) -> CellForm:
-        form: CellForm | None = self._forms.get(id(cell))
-        if form is None:
-            form = self._forms[id(cell)] = CellForm()
-            try:
-                contents = cell.cell_contents
-            except ValueError:  # nothing yet
-                form.is_empty = True
-                is_plain = True
-            else:
-                form.contents = self.value(contents, _DEPTH_OF_FUNCTIONS)
-                is_plain = form.contents is contents
-            if is_assigned_to and is_plain:
-                form.shared = cell
-                self.shared += (form,)
-        return form
+    def _cell(self, cell: CellType, place: str, depth: int) -> None:
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # nothing yet
+            self.notes.append(CellNote(cell))
+            return
+        kind = type(contents)
+        if isinstance(contents, Tensor):
+            self._cell_tensor(cell, contents, place)
+        elif kind in (list, dict, OrderedDict) and len(contents) <= LARGEST:
+            self.notes.append(CellContainerNote(cell))
+            if id(contents) not in self._specs:
+                self._specs[id(contents)] = contents
+                for key, item in contents.items() if kind is not list else enumerate(contents):
+                    if type(item) not in _ATOMS:
+                        self._look(item, f"{place}[{key!r}]", depth)
+        elif isinstance(contents, _ITERATORS):
+            self.notes.append(CellIteratorNote(cell))
+        else:
+            self.notes.append(CellNote(cell))
+            self._look(contents, place, depth)
+
+    def _cell_tensor(self, cell: CellType, tensor: Tensor, place: str) -> None:
+        if not tensor.requires_grad:
+            self.notes.append(CellNote(cell))
+            if id(tensor) not in self._specs:
+                self._specs[id(tensor)] = tensor
+                self._tensor(tensor, place)
+            return
+        spec = self._specs.get(id(tensor))
+        if spec is None:
+            spec = self._specs[id(tensor)] = SavedInput(tensor)
+            self.saved.append((tensor, spec, tensor._version))
+        self.notes.append(CellTensorNote(cell, spec))
 
     def _names(self, names: tuple[tuple[dict[str, Any], str], ...]) -> None:
         for namespace, name in names:
-            self._watch(name, namespace)
+            if name in namespace:
+                value = namespace[name]
+                self.notes.append(NameNote(namespace, name))
+                if type(value) not in _ATOMS:
+                    self._look(value, name, 1)
 
-    def _watch_attributes(self, value: Any) -> None:
-        self._forms[id(value)] = value
-        attributes = getattr(value, "__dict__", {})
-        for name in list(attributes):
-            self._watch(name, attributes)
 
-    def _watch(self, name: str, namespace: dict[str, Any]) -> None:
-        """Note what stands under a name that the replay will read as it is then, not as it was."""
-        value = namespace.get(name)
-        if isinstance(value, Tensor):
-            self.watched += (Watched(name, namespace, value),)
-        elif isinstance(value, (Module, torch.Generator)):
-            self.value(value)
-        elif isinstance(value, (list, tuple, dict)):
-            for item in value.values() if isinstance(value, dict) else value:
-                if isinstance(item, (Module, torch.Generator)):
-                    self.value(item)
+class CellIteratorNote(CellNote):
+    """A closed-over iterator: each recomputation gets a copy that stands where it stood."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        value = self.target.cell_contents
+        return Position(copied(value)) if weak else value
+
+    def is_at(self, contents: Any) -> bool:
+        return type(contents) is not Position and CellNote.is_at(self, contents)
+
+    def put(self, contents: Any) -> None:
+        self.target.cell_contents = copied(contents.iterator) if type(contents) is Position else contents
+
+
+class Position(NamedTuple):
+    """Where an iterator stood."""
+
+    iterator: Any
+
+
+class CellTensorNote(CellNote):
+    """A closed-over tensor with a gradient, kept as autograd keeps an input."""
+
+    __slots__ = ("_tensor", "spec")
+
+    def __init__(self, target: CellType, spec: Any) -> None:
+        self.spec = spec
+        self._tensor: Tensor | None = None
+        super().__init__(target)
+
+    def contents(self, weak: bool = True) -> Any:
+        return self.spec if weak else CellNote.contents(self, weak=False)
+
+    def prepare(self, memo: dict[int, Any]) -> None:
+        """Get the tensor, as long as everything is as it is: a region around this one may have to be recomputed."""
+        self._tensor = rebuild(self.spec, memo)
+
+    def is_at(self, contents: Any) -> bool:
+        return CellNote.is_at(self, self._tensor if contents is self.spec else contents)
+
+    def put(self, contents: Any) -> None:
+        CellNote.put(self, self._tensor if contents is self.spec else contents)
+
+    def let_go(self) -> None:
+        """Forget the tensor of one recomputation."""
+        self._tensor = None
+
+
+_OF_EVERY_MODULE = frozenset(Module().__dict__)
+
+
+def _attributes_of(value: Any, names: Sequence[str]) -> list[tuple[str, Any]]:
+    found = list(getattr(value, "__dict__", {}).items())
+    return found + [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+@functools.cache
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the slots of a class and its bases."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 @functools.cache
 def _is_plain(kind: type) -> bool:
-    """Whether objects of this class are made of attributes alone, and a second one of them hurts nobody."""
-    if issubclass(kind, (Enum, BaseException)) or hasattr(kind, "__del__"):
+    """Return whether objects of this class are made of attributes that Python code sees."""
+    if issubclass(kind, (Enum, BaseException)):
         return False
-    if kind.__module__.partition(".")[0] == "reactivate":  # a checkpointed function closes over its options
-        return False
-    try:
-        object.__new__(kind)
-    except TypeError:  # abstract, or with state of its own in C
+    if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
         return False
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _is_users_class(kind: type) -> bool:
+    """Return whether code of the user's own may change attributes of this class."""
+    package = kind.__module__.partition(".")[0]
+    is_known = package in ("reactivate", "torch", "numpy", "builtins") or (
+        package in sys.stdlib_module_names and package != "__main__"
+    )
+    return not is_known and not issubclass(kind, Enum)
 
 
 def _is_random_source(value: Any, kind: type) -> bool:

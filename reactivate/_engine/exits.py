@@ -70,7 +70,7 @@ def through_exit(region: Any, result: Any, capture: Capture) -> Any:
 
 def _handed_out(region: Any, result: Any, capture: Capture) -> Any:
     leaves, structure = flatten(result)
-    given = {id(base_of(tensor)) for tensor, _ in capture.tensors}
+    given = {id(base_of(tensor)) for tensor in _given(capture)}
     known = fences()
     computed = {
         id(leaf): leaf
@@ -93,10 +93,14 @@ def _handed_out(region: Any, result: Any, capture: Capture) -> Any:
     return unflatten([new.get(id(leaf), leaf) for leaf in leaves], structure) if new else result
 
 
+def _given(capture: Capture) -> list[Tensor]:
+    return [*(tensor for tensor, *_ in capture.saved), *tensors_in(capture.args, capture.kwargs)]
+
+
 def _last(sources: dict[int, Tensor], capture: Capture) -> dict[int, Tensor]:
     """Those that none of the others was computed from."""
     todo = [node for tensor in sources.values() for node, _ in tensor.grad_fn.next_functions]  # type: ignore[union-attr]
-    seen: set[Any] = {tensor.grad_fn for tensor, _ in capture.tensors}  # what is before the region is not looked at
+    seen: set[Any] = {tensor.grad_fn for tensor in _given(capture)}  # what is before the region is not looked at
     while todo:
         node = todo.pop()
         if node is not None and node not in seen:

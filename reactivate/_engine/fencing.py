@@ -19,7 +19,7 @@ from torch.nn import Module
 from reactivate._backends import Fence, fences
 from reactivate._compat import run_unseen, without_function_modes
 from reactivate._engine.aliases import Aliases, alias_like, whole_of
-from reactivate._engine.forms import Memo, rebuild
+from reactivate._engine.inputs import Memo, rebuild
 
 
 def fence_of(tensors: Iterable[Tensor]) -> tuple[str, Fence] | None:
@@ -101,10 +101,9 @@ def _named(record: Any) -> Iterator[Tensor]:
     for tensor in tensors_of(record.modules):
         if not _is_written(record, tensor):
             yield whole_of(tensor)
-    for watched in record.watched:
-        value = watched.namespace.get(watched.name)
-        if isinstance(value, Tensor):
-            yield whole_of(value)
+    for item in record.inputs:
+        if isinstance(item.tensor, Tensor):
+            yield whole_of(item.tensor)
 
 
 def tensors_of(modules: Iterable[Module]) -> Iterator[Tensor]:

@@ -1,9 +1,8 @@
-"""Module-level names that a function reads: tensors to watch, modules and generators that hold state.
+"""Module-level names that a function reads: values, tensors, modules and generators that may change.
 
-Which names a code object reads is found once a code object and kept; what they stand for is looked up at every call.
-Names are followed through helper functions of the same Python module. An attribute of something else (`config.table`)
-is not followed: the docs list that under Limits. Scripted functions are looked for further, through helper functions of
-other modules and the attributes of those.
+The names that a code object reads are found once a code object and kept; what they stand for is looked up at every call.
+Names are followed through helper functions of the same Python module. Scripted functions are looked for further, through
+helper functions of other modules and the attributes of those.
 """
 
 from __future__ import annotations
@@ -12,34 +11,13 @@ import dis
 import functools
 import sys
 from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from torch.autograd import Function
 from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
-
-
-class Watched:
-    """A tensor that a replay reads by name: name, tensor and version must be what they were."""
-
-    __slots__ = ("name", "namespace", "tensor", "version")
-
-    def __init__(self, name: str, namespace: dict[str, Any], tensor: Tensor) -> None:
-        self.name = name
-        self.namespace = namespace
-        self.tensor = tensor
-        self.version = tensor._version
-
-    def what_changed(self) -> str | None:
-        """What happened to it since, or None."""
-        if self.namespace.get(self.name) is not self.tensor:
-            return "now names another object"
-        if self.tensor._version != self.version:
-            return "was written to in place"
-        return None
+from torch.nn.modules.lazy import LazyModuleMixin
 
 
 Names = tuple[tuple[dict[str, Any], str], ...]
@@ -51,13 +29,11 @@ class Facts(NamedTuple):
     Attributes:
         code: kept, so that its id stays its own.
         names: (namespace, name) of everything at module level that it reads and that may hold state.
-        assigned: the closed-over variables that it assigns to, itself or in a function within it.
         scripts: the scripted functions that it names.
     """
 
     code: CodeType
     names: Names
-    assigned: frozenset[str]
     scripts: tuple[Any, ...]
 
 
@@ -68,7 +44,7 @@ def find_facts(fn: FunctionType) -> Facts:
     """The facts of `fn`, from now on in `facts_of_code`."""
     code = fn.__code__
     names, scripts = tuple(_find(fn.__globals__, [code])), tuple(_find_scripts(fn, set()))
-    facts = facts_of_code[id(code)] = Facts(code, names, _assigned_cells(code), scripts)
+    facts = facts_of_code[id(code)] = Facts(code, names, scripts)
     return facts
 
 
@@ -80,14 +56,18 @@ class ClassFacts(NamedTuple):
         scripts: the scripted functions that its methods name.
         is_users: whether it is not one of `torch.nn`'s, whose attributes are known to be plain.
         is_scripted: whether it is TorchScript's.
+        is_lazy: whether its first call makes its parameters.
         is_plain: whether there is nothing of all that.
+        attributes: the names that its own code can give to attributes.
     """
 
     names: Names
     scripts: tuple[Any, ...]
     is_users: bool
     is_scripted: bool
+    is_lazy: bool
     is_plain: bool
+    attributes: frozenset[str]
 
 
 @functools.cache
@@ -98,7 +78,10 @@ def facts_of_class(kind: type) -> ClassFacts:
     scripts = tuple(script for item in facts for script in item.scripts)
     is_users = not kind.__module__.startswith("torch.nn.modules.")
     is_scripted = issubclass(kind, ScriptModule)
-    return ClassFacts(names, scripts, is_users, is_scripted, not (names or scripts or is_users or is_scripted))
+    is_lazy = issubclass(kind, LazyModuleMixin)
+    is_plain = not (names or scripts or is_users or is_scripted or is_lazy)
+    attributes = frozenset(Module().__dict__).union(*(fn.__code__.co_names for fn in _methods(kind)))
+    return ClassFacts(names, scripts, is_users, is_scripted, is_lazy, is_plain, attributes)
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:
@@ -122,7 +105,7 @@ def _find(namespace: dict[str, Any], todo: list[CodeType]) -> Iterator[tuple[dic
             value = namespace.get(name)
             if isinstance(value, FunctionType) and value.__globals__ is namespace:
                 todo.append(value.__code__)
-            elif isinstance(value, (Tensor, Module, torch.Generator, list, tuple, dict)):
+            elif name in namespace and not isinstance(value, _FIXED) and not _is_librarys_class(value):
                 yield namespace, name
 
 
@@ -146,19 +129,17 @@ def _find_scripts(fn: FunctionType, seen: set[int]) -> Iterator[Any]:
                 yield from _find_scripts(method, seen)
 
 
+_FIXED = (FunctionType, BuiltinFunctionType, ModuleType)
+
+
+def _is_librarys_class(value: Any) -> bool:
+    return isinstance(value, type) and _is_librarys({"__name__": value.__module__})
+
+
 def _is_librarys(namespace: dict[str, Any]) -> bool:
     """Whether these are the names of a module that keeps nothing of the user's at module level."""
     name = str(namespace.get("__name__", "")).partition(".")[0]
     return name in ("reactivate", "torch", "numpy") or (name in sys.stdlib_module_names and name != "__main__")
-
-
-def _assigned_cells(code: CodeType) -> frozenset[str]:
-    assigns = ("STORE_DEREF", "DELETE_DEREF")
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in assigns}
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            names |= _assigned_cells(inner)
-    return frozenset(names & set(code.co_freevars))
 
 
 @functools.cache

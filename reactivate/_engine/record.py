@@ -16,9 +16,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._backends import Fence
+from reactivate._engine.capture import Input
 from reactivate._engine.choice import Choice
-from reactivate._engine.namespaces import Watched
 from reactivate._engine.oplog import OpLog
+from reactivate._state.contents import Note
+from reactivate._state.gradients import Gradients
+from reactivate._state.shadows import TensorStates
 from reactivate._types import Guard
 from reactivate.errors import ReactivateError
 
@@ -41,6 +44,7 @@ class Options:
     afters: tuple[tuple[After | None, Replay], ...] = field(init=False, repr=False, compare=False)
     has_leaving: bool = field(init=False, repr=False, compare=False)
     checks_versions: bool = field(init=False, repr=False, compare=False)
+    finishes: tuple[tuple[int, After], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # What is called for every region, found once.
@@ -49,6 +53,10 @@ class Options:
         object.__setattr__(self, "befores", befores)
         object.__setattr__(self, "afters", tuple(zip(afters, (guard.replay for guard in self.guards))))
         object.__setattr__(self, "checks_versions", not any(guard.replaces_tensors for guard in self.guards))
+        finishes = tuple(
+            (index, guard.finish) for index, guard in enumerate(self.guards) if type(guard).finish is not Guard.finish
+        )
+        object.__setattr__(self, "finishes", finishes)
         object.__setattr__(self, "has_leaving", any(type(guard).leave is not Guard.leave for guard in self.guards))
 
     def of(self, name: str | None, choice: Choice | None, in_graph: Any) -> Options:
@@ -85,13 +93,20 @@ class Record:
 
     Attributes:
         early_stop: as in the options, unless one of the ops must not be cut short.
-        fn, args, kwargs: forms, to be rebuilt for a replay.
+        fn: the function.
+        args, kwargs: the specs of its arguments (see `inputs`).
         saved: for each tensor that autograd saved, in order, its slot, its metadata, and the code and the instruction
             that saved it.
         tokens: what the guards said before the forward pass; None once it is over.
         snapshots: for the guards that keep anything, how they replay and what they keep.
-        hooked: the forms of inputs that have hooks.
-        watched: tensors that the replay reads by name.
+        notes: what mutable objects held, in the order in which they are rewound.
+        inputs: tensors that the recomputation reads where they are.
+        states: tensors of which there are copies, None if there are none.
+        saved_inputs: the specs of arguments and closed-over tensors that are saved tensors of autograd's own.
+        replaced: {id of a spec: the spec to take in its place}, of arguments that the forward wrote to.
+        gradients: those of the arguments, None if none is a leaf.
+        proof: of a forward that wrote to what there is no copy of; otherwise None.
+        check: checksums of the forward, if this recomputation is to be compared with it.
         context: the context variables of the forward pass.
         log: the ops of the forward pass, with `determinism="values"`.
         sites: the calls that are saved, in order.
@@ -101,25 +116,9 @@ class Record:
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "args",
-            "context",
-            "early_stop",
-            "entries",
-            "fence",
-            "fn",
-            "hooked",
-            "kwargs",
-            "lock",
-            "log",
-            "modules",
-            "options",
-            "saved",
-            "sites",
-            "snapshots",
-        ),
-        *("tokens", "versions", "watched"),
+        *("__weakref__", "args", "check", "context", "early_stop", "entries", "fence", "fn", "gradients", "inputs"),
+        *("kwargs", "lock", "log", "modules", "notes", "options", "proof", "replaced", "saved", "saved_inputs", "sites"),
+        *("snapshots", "states", "tokens", "versions"),
     )
     options: Options
     early_stop: bool
@@ -129,8 +128,14 @@ class Record:
     saved: list[Saved]
     tokens: list[Any] | None
     snapshots: list[tuple[Replay, Any]]
-    hooked: Sequence[Any]
-    watched: Sequence[Watched]
+    notes: Sequence[Note]
+    inputs: Sequence[Input]
+    states: TensorStates | None
+    saved_inputs: Sequence[Any]
+    replaced: dict[int, Any]
+    gradients: Gradients | None
+    proof: Any
+    check: Any
     context: Context
     lock: RLock
     log: OpLog | None
@@ -150,6 +155,20 @@ class Record:
                 if snapshot is not None:
                     snapshots.append((replay, snapshot))
         return snapshots
+
+    def unrestored(self) -> list[tuple[Any, str]]:
+        """Return (tensor, its place) of what was modified since the forward began, and of which there is no copy."""
+        found = [(item.tensor, f"`{item.place}`") for item in self.inputs if item.tensor._version != item.version]
+        for guard, token in self._guarded():
+            found += [(tensor, f"`{name}`") for tensor, name in guard.unrestored(token)]
+        return found
+
+    def _guarded(self) -> Iterator[tuple[Guard, Any]]:
+        """Return the guards that say what they do not bring back, with what they noted."""
+        if self.tokens is not None:
+            yield from ((guard, token) for guard, token in zip(self.options.guards, self.tokens))
+        else:
+            yield from ((replay.__self__, snapshot) for replay, snapshot in self.snapshots)  # type: ignore[attr-defined]
 
     def forget(self) -> None:
         """Let go of recomputed tensors that nobody asked for."""

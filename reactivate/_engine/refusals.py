@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -11,8 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._compat import SavedTensor
-from reactivate._engine.forms import Form
-from reactivate._engine.namespaces import Watched
+from reactivate._engine.inputs import InputSpec, rebuild
 from reactivate._engine.record import Record
 from reactivate._engine.sites import Site, called_module, line_of, user_frame
 from reactivate.errors import MutationError, ReplayMismatchError
@@ -31,9 +31,9 @@ def name_of(record: Record) -> str:
     fn = record.fn
     if isinstance(fn, Module):
         return type(fn).__name__
-    while isinstance(fn, Form) and hasattr(fn, "function"):
-        fn = fn.function
-    name = getattr(fn, "qualified_name", None) or getattr(fn, "__qualname__", None)
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__qualname__", None)
     return name if isinstance(name, str) else type(fn).__name__
 
 
@@ -51,21 +51,22 @@ def written_before_replay(record: Record, reason: Exception) -> MutationError:
     )
 
 
-def written_in_forward(record: Record, form: Any, tensor: Tensor) -> MutationError:
-    """The region itself wrote to one of its inputs."""
+def modified_input(record: Record, place: str, tensor: Tensor) -> MutationError:
+    """The recomputation reads a tensor that was modified since the forward."""
     return MutationError(
-        f"The region `{name_of(record)}` wrote in place to {_place(record, form)}, {_describe(tensor)}, which its "
-        "replay would have to read as it was before. Use the out-of-place op (a module's `inplace=False`), or clone "
-        "the tensor inside the region first."
+        f"The region `{name_of(record)}` cannot be recomputed: it reads {place}, {_describe(tensor)}, which has been "
+        "modified by an inplace operation since the forward read it, so the gradients would be wrong. Do not write to it "
+        "between forward and backward, or give the region a `.clone()` of it."
     )
 
 
-def watched_changed(record: Record, watched: Watched, change: str) -> MutationError:
-    """A tensor that the function reads by name is not what it was."""
+def disproved(record: Record) -> MutationError:
+    """The region wrote to what it reads, and no copy of it had been made."""
     return MutationError(
-        f"The region `{name_of(record)}` reads `{watched.name}`, {_describe(watched.tensor)}, which {change} since the "
-        "forward pass read it, so a replay would compute other gradients. Do not change it between forward and "
-        "backward, or pass it to the region as an argument and change a copy."
+        f"The forward of the region `{name_of(record)}` wrote in place to {record.proof.places()}, of which there is no "
+        "copy, and computes other outputs from what it left there. Use the out-of-place op (a module's `inplace=False`), "
+        "clone the tensor inside the region first, or make it a buffer of a module. From its next call on the region keeps "
+        "a copy of such a tensor if that requires no gradient or is a parameter."
     )
 
 
@@ -145,37 +146,64 @@ def different_values(record: Record, details: str) -> ReplayMismatchError:
 # -- places ---------------------------------------------------------------------------------------------------------
 
 
-def _place(record: Record, target: Any) -> str:
-    return next((f"`{path}`" for path, form in _inputs(record) if form is target), "an input")
-
-
-def _written_input(record: Record) -> str:
-    for path, form in _inputs(record):
-        if isinstance(form, SavedTensor):
-            try:
-                form.unpack()
-            except RuntimeError:
-                return f"`{path}`"
+def place_of(record: Record, tensor: Tensor) -> str:
+    """Return where an argument or closed-over tensor entered the region."""
+    for place, spec in inputs_of(record):
+        try:
+            if value_of(spec) is tensor:
+                return f"`{place}`"
+        except RuntimeError:  # autograd's own: it was written to, and it is the one
+            return f"`{place}`"
     return "an input"
 
 
-def _inputs(record: Record) -> Iterator[tuple[str, Any]]:
-    """Every form of the region's, with how it is reached."""
-    seen: set[int] = set()
-    yield from _within(record.fn, "the function", seen)
-    for index, form in enumerate(record.args):
-        yield from _within(form, f"args[{index}]", seen)
-    for name, form in record.kwargs.items():
-        yield from _within(form, f"kwargs[{name!r}]", seen)
+def _written_input(record: Record) -> str:
+    for place, spec in inputs_of(record):
+        try:
+            value_of(spec)
+        except RuntimeError:
+            return f"`{place}`"
+    return "an input"
 
 
-def _within(form: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if id(form) not in seen:
-        seen.add(id(form))
-        yield path, form
-        if isinstance(form, Form):
-            for suffix, child in form.children():
-                yield from _within(child, path + suffix, seen)
+def value_of(spec: Any) -> Any:
+    """Return the tensor of a spec.
+
+    Raises:
+        RuntimeError: autograd's own, where it was modified in place since.
+    """
+    return rebuild(spec, {}) if isinstance(spec, (SavedTensor, InputSpec)) else spec
+
+
+def inputs_of(record: Record) -> Iterator[tuple[str, Any]]:
+    """Return (place, spec) of every argument and every closed-over tensor."""
+    for index, spec in enumerate(record.args):
+        yield from _within(spec, f"args[{index}]")
+    for name, spec in record.kwargs.items():
+        yield from _within(spec, f"kwargs[{name!r}]")
+    function: Any = getattr(record.fn, "__func__", record.fn)
+    names = {id(cell): name for cell, name in zip(closure_of(function), function_names(function))}
+    for note in record.notes:
+        spec = getattr(note, "spec", None)
+        if spec is not None:
+            yield f"the function (closed over as `{names.get(id(note.target), '...')}`)", spec
+
+
+def closure_of(function: Any) -> Any:
+    """Return the cells of a function."""
+    return getattr(function, "__closure__", None) or ()
+
+
+def function_names(function: Any) -> Any:
+    """Return the names of its cells."""
+    return function.__code__.co_freevars if hasattr(function, "__code__") else ()
+
+
+def _within(spec: Any, place: str) -> Iterator[tuple[str, Any]]:
+    yield place, spec
+    if isinstance(spec, InputSpec):
+        for suffix, child in spec.children():
+            yield from _within(child, place + suffix)
 
 
 def _modules(record: Record) -> dict[Module, str]:
@@ -188,10 +216,11 @@ def _modules(record: Record) -> dict[Module, str]:
 
 
 def _roots(record: Record) -> Iterator[Module]:
-    for _, form in _inputs(record):
-        for owner in (form, getattr(form, "__self__", None)):
-            if isinstance(owner, Module):
-                yield owner
+    function: Any = record.fn
+    cells = (note.noted for note in record.notes if hasattr(note, "noted"))
+    for value in (function, getattr(function, "__self__", None), *record.args, *record.kwargs.values(), *cells):
+        if isinstance(value, Module):
+            yield value
 
 
 def _registered_name(record: Record, tensor: Tensor) -> str:

@@ -50,8 +50,10 @@ from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
 from reactivate._engine.exits import through_exit
 from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
+from reactivate._engine.inputs import WrittenInput
 from reactivate._engine.kept import KEPT_CODE, SiteSlot
 from reactivate._engine.oplog import OpLog
+from reactivate._engine.proof import Proof
 from reactivate._engine.record import (
     FunctionSlot,
     Options,
@@ -69,6 +71,8 @@ from reactivate._engine.sharing import current_group, groups
 from reactivate._engine.site_log import is_at_work, open_logs, set_aside, tensors_in
 from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
 from reactivate._standin import StandIn
+from reactivate._state.gradients import Gradients
+from reactivate._state.shadows import TensorStates, note_written
 from reactivate.errors import UnsupportedError
 
 
@@ -80,9 +84,9 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         with set_aside():
             return run(fn, args, kwargs, options)
     region = Region()
-    scripts = region.begin(fn, args, kwargs, options)
-    if scripts:
-        return call_watched(fn, args, kwargs, scripts)
+    plainly = region.begin(fn, args, kwargs, options)
+    if plainly is not None:
+        return plainly(fn, args, kwargs)
     try:
         result = fn(*args, **kwargs)
     except BaseException as error:
@@ -102,10 +106,10 @@ class Region(Record):
     forward_log: ForwardLog | None  # of the calls that the policy saves
     script_graph: Any  # what TorchScript ran last before the region
 
-    def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Sequence[Any]:
-        """Take down what a replay will read, and start to intercept what autograd saves.
+    def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+        """Note what a recomputation will read, and start to intercept what autograd saves.
 
-        Returns the scripted functions for whose sake there can be no region yet: mostly none.
+        Returns a function that makes the call where there can be no region yet: mostly None.
         """
         if current_transform() is not None:
             _refuse_transform()
@@ -116,14 +120,23 @@ class Region(Record):
         self.lock = RLock()
         self.context = copy_context()
         self.log = None if options.determinism != "values" else OpLog()
-        self.hooked = self.watched = self.sites = ()
+        self.sites = ()
+        self.proof = self.check = self.fence = None
+        self.replaced = {}
         capture = self.capture = Capture(fn, args, kwargs)
         scripts = capture.scripts
         if scripts and is_being_watched(scripts):
-            return scripts
-        self.fence = None
+            return functools.partial(call_watched, scripts=scripts)
+        if capture.is_lazy:  # the first call of a lazy module makes its parameters, once
+            return _call
+        self.notes, self.inputs, self.saved_inputs = capture.notes, capture.inputs, capture.saved
+        self.states = TensorStates(capture.tensors) if capture.tensors else None
+        leaves = [tensor for tensor, *_ in capture.saved if tensor.is_leaf]
+        self.gradients = Gradients(leaves) if leaves else None
         self.script_graph = last_script_graph()
         self.fn, self.args, self.kwargs = capture.fn, capture.args, capture.kwargs
+        if fences():
+            self.versions = {id(tensor): tensor._version for tensor in tensors_of(capture.modules)}
         tokens: list[Any] = []
         self.tokens = tokens
         try:
@@ -141,7 +154,7 @@ class Region(Record):
             self.forward_log = ForwardLog(self, options.choice)
             self.sites = self.forward_log.sites  # which it fills
             self.forward_log.open()
-        return ()
+        return None
 
     def end(self, result: Any) -> Any:
         """The forward pass is over: keep what the guards have to keep, forget the rest.
@@ -152,6 +165,8 @@ class Region(Record):
         if self.log is not None:
             self.log.__exit__(None, None, None)
         pop_saved_tensor_hooks()
+        tokens = self.tokens
+        assert tokens is not None
         try:
             self.snapshots = self.take_snapshots()
         finally:
@@ -160,15 +175,11 @@ class Region(Record):
             self.tokens = None
         capture, self.capture = self.capture, None
         assert capture is not None
-        self.watched = capture.watched
-        for form in capture.shared:
-            form.settle()
-        for tensor, version in capture.tensors:
-            if tensor._version != version:  # the replay would have to read what is gone (Rule 15)
-                form = capture.form_of(tensor)
-                raise self.options.exception(refusals.written_in_forward(self, form, tensor))
-            if tensor._backward_hooks is not None:
-                self.hooked = (*self.hooked, capture.form_of(tensor))
+        for index, finish in self.options.finishes:
+            finish(tokens[index])
+        if self.gradients is not None:
+            self.gradients.finish()
+        self._look_for_writes(capture, result)
         if last_script_graph() is not self.script_graph:
             refuse_watched(last_script_graph(), refusals.name_of(self))
         if self.forward_log is not None:
@@ -180,17 +191,29 @@ class Region(Record):
             tell(self.context, "forward_done", self)
         return result
 
+    def _look_for_writes(self, capture: Capture, result: Any) -> None:
+        """Find what the forward wrote to and no copy was made of; then only a proof shows whether it matters."""
+        written = self.unrestored()
+        for tensor, spec, version in capture.saved:
+            if tensor._version != version:
+                self.replaced[id(spec)] = spec = WrittenInput(tensor)
+                written.append((spec, refusals.place_of(self, tensor)))
+        self.saved_inputs = [spec for _, spec, _ in capture.saved]
+        if written:
+            self.proof = Proof(written, result)
+            for tensor, _ in self.proof.tensors():
+                note_written(tensor)
+
     def _stand_behind_fence(self, result: Any, capture: Capture) -> Any:
         """If any tensor of the region is on a device with a fence: note what a replay needs of it, and make the exit."""
-        given = (tensor for tensor, _ in capture.tensors)
+        given = given_tensors(capture)
         self.fence = fence_of(chain(given, tensors_of(capture.modules), tensors_in((result,), {})))
         if self.fence is None:
             return result
         if is_forward_mode_active():
             _refuse_forward_mode(self.fence[0])
-        self.entries = [capture.form_of(tensor) for tensor, _ in capture.tensors]
+        self.entries = list(map(capture.spec_of, given_tensors(capture)))
         self.modules = capture.modules
-        self.versions = {id(tensor): tensor._version for tensor in tensors_of(self.modules)}
         return through_exit(self, result, capture)
 
     def fail(self, error: BaseException) -> None:
@@ -321,6 +344,16 @@ class Region(Record):
             self.forget()  # somebody looks at `grad_fn._saved_...`
         else:
             on_backward_end(functools.partial(_forget, ref(self)))
+
+
+def given_tensors(capture: Capture) -> list[Tensor]:
+    """Return the tensors among the arguments and in closures."""
+    arguments = tensors_in(capture.args, capture.kwargs)
+    return list({id(tensor): tensor for tensor in (*(item[0] for item in capture.saved), *arguments)}.values())
+
+
+def _call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return fn(*args, **kwargs)
 
 
 leave_to_eager(Region.pack.__code__)

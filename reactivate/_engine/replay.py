@@ -21,6 +21,7 @@ from torch import Tensor, is_grad_enabled
 
 from reactivate._compat import (
     FUNCTION_APPLY_CODE,
+    copy_unseen,
     is_function_mode_active,
     is_profiling,
     leave_to_eager,
@@ -31,12 +32,18 @@ from reactivate._compat import (
     without_function_modes,
 )
 from reactivate._engine import refusals
+from reactivate._engine.capture import CellTensorNote
 from reactivate._engine.fencing import FencedReplay
-from reactivate._engine.forms import Memo, rebuild
+from reactivate._engine.inputs import Memo, rebuild
 from reactivate._engine.kept import SavedSite, last_needed
 from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.record import Record, Saved, observers, tell
 from reactivate._engine.skipped_sites import ReplayLog
+from reactivate._engine.stale import StaleReads
+from reactivate._state.contents import WeakTensor
+from reactivate._state.notes import RewoundNotes
+from reactivate._state.shadows import RewoundTensors, TensorStates, rewound_memory
+from reactivate._state.tensor_hooks import KeptHooks
 from reactivate.errors import ReactivateError
 
 _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
@@ -96,21 +103,17 @@ def replay(record: Record, behind: FencedReplay | None = None) -> None:
 def _replay(record: Record, behind: FencedReplay | None) -> None:
     """Run the function with the arguments and in the state of the forward pass."""
     _is_recomputing.set(True)
-    managers: list[AbstractContextManager[Any]] = []
-    for rewind, snapshot in record.snapshots if record.tokens is None else record.take_snapshots():
-        manager = rewind(snapshot)
-        if manager is not None:
-            managers.append(manager)
-    if is_profiling():
-        managers.insert(0, torch.profiler.record_function(f"reactivate::replay {refusals.name_of(record)}"))
     was_enabled = is_grad_enabled()
     set_grad_enabled(True)
     try:
         if behind is None:
-            refill = functools.partial(_refill, record, *_call_again(record, {}))
+            call = _call_again(record, {})
+            refill = functools.partial(_refill, record, *call)
         else:
             _read(record, behind)
+            call = record.fn, [], {}
             refill = functools.partial(_refill_behind, record, behind)
+        managers = _rewound(record, call[1:])
         if len(managers) == 1:
             with managers[0]:
                 refill()
@@ -123,6 +126,53 @@ def _replay(record: Record, behind: FencedReplay | None) -> None:
             refill()
     finally:
         set_grad_enabled(was_enabled)
+        for note in record.notes:
+            if type(note) is CellTensorNote:
+                note.let_go()
+
+
+def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]]:
+    """Return the contexts in which everything is as the forward saw it."""
+    managers: list[Any] = []
+    if is_profiling():
+        managers.append(torch.profiler.record_function(f"reactivate::replay {refusals.name_of(record)}"))
+    for rewind, snapshot in record.snapshots if record.tokens is None else record.take_snapshots():
+        manager = rewind(snapshot)
+        if manager is not None:
+            managers.append(manager)
+    if record.notes:
+        managers.append(RewoundNotes(record.notes))
+    proof = record.proof
+    if proof is not None:
+        record.states = record.states or TensorStates(())
+        record.states.protect([tensor for tensor, _ in proof.tensors()])
+    if record.states is not None:
+        managers.append(RewoundTensors(record.states))
+    if record.gradients is not None and record.gradients.moved:
+        managers.append(record.gradients)
+    tensors = [item for item in (*arguments[0], *arguments[1].values()) if isinstance(item, torch.Tensor)]
+    if tensors:
+        managers.append(KeptHooks(tensors))
+    stale = _stale(record)
+    if stale:
+        managers.append(StaleReads([tensor for tensor, _ in stale], functools.partial(_refusal, record, stale)))
+    return managers
+
+
+def _stale(record: Record) -> list[tuple[Tensor, str]]:
+    """Return what was modified since the forward ended, or in it without a copy and again afterwards."""
+    proof = record.proof
+    found = []
+    for item, place in record.unrestored():
+        tensor = item.get() if isinstance(item, WeakTensor) else item
+        if record.tokens is not None or proof is None or proof.version_after(item) != tensor._version:
+            found.append((tensor, place))
+    return found
+
+
+def _refusal(record: Record, stale: list[tuple[Tensor, str]], tensor: Tensor) -> Any:
+    place = next((place for item, place in stale if item is tensor), "an input")
+    return record.options.exception(refusals.modified_input(record, place, tensor))
 
 
 def _read(record: Record, behind: FencedReplay) -> None:
@@ -139,27 +189,24 @@ def _refill_behind(record: Record, behind: FencedReplay) -> None:
 
 
 def _call_again(record: Record, memo: Memo) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
-    """The function and its arguments as they were, but for those that `memo` has something else for."""
-    for watched in record.watched:
-        change = watched.what_changed()
-        if change is not None:
-            raise record.options.exception(refusals.watched_changed(record, watched, change))
+    """Return the function and its arguments, but for those that `memo` has something else for."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
+    replaced = record.replaced
     try:
-        for form in record.hooked:
-            # Perhaps it is the function that registers hooks on this input. In the replay it does so on an alias, not on
-            # the caller's tensor a second time (Rule 21).
-            if id(form) not in memo:
-                memo[id(form)] = rebuild(form, {})[...]
-        fn = rebuild(record.fn, memo)
-        for form in record.args:
-            args.append(rebuild(form, memo))
-        for name, form in record.kwargs.items():
-            kwargs[name] = rebuild(form, memo)
+        for key, spec in replaced.items():
+            if key not in memo:
+                memo[key] = rebuild(spec, {})
+        for spec in record.args:
+            args.append(rebuild(spec, memo))
+        for name, spec in record.kwargs.items():
+            kwargs[name] = rebuild(spec, memo)
+        for note in record.notes:
+            if type(note) is CellTensorNote:
+                note.prepare(memo)
     except RuntimeError as error:
         raise _in_words(record, error) from None
-    return fn, args, kwargs
+    return record.fn, args, kwargs
 
 
 def _in_words(record: Record, error: RuntimeError) -> BaseException:
@@ -179,8 +226,10 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     if sites is not None:
         sites.open()
     try:
-        fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
         matching.finish()
+        if record.proof is not None and record.tokens is None and not record.proof.holds(result):
+            raise record.options.exception(refusals.disproved(record))
     except (Exception, ReplayComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         if matching.refused is not None:
@@ -210,7 +259,8 @@ class _Matching:
         self.record = record
         self.entries: Any = iter(saved)
         self.last, self.last_index = None, len(saved) - 1
-        if record.early_stop or record.tokens is not None:
+        is_stopped = record.early_stop and record.proof is None
+        if is_stopped or record.tokens is not None:
             if saved[-1][0]() is None or record.options.choice is not None:
                 self.last_index = last_needed(saved)
             self.last = saved[self.last_index] if self.last_index >= 0 else None
@@ -237,6 +287,8 @@ class _Matching:
         value = self.detach(tensor) if tensor.requires_grad else tensor  # a slot must not hold the replay's graph
         slot = saved[0]()
         if slot is not None:
+            if rewound_memory:
+                value, version = self._outlasting(value, saved[1][3])
             slot.version = version  # first, as another thread may take the value at once
             slot.value = value
         if saved is self.last:
@@ -260,6 +312,22 @@ class _Matching:
         if not tensor.requires_grad:
             self.without_graph = number
         return self.without_graph == number
+
+    @staticmethod
+    def _outlasting(value: Tensor, saved_version: int) -> tuple[Tensor, int]:
+        """Return what the slot gets of a tensor whose memory may be put back when the recomputation is over.
+
+        Where autograd would read the present memory, this does; where it would refuse to, the bytes of the forward.
+        """
+        if value.layout is not torch.strided or value.device.type in ("xla", "meta"):
+            return value, value._version
+        present = rewound_memory.get(value.untyped_storage()._cdata)
+        if present is None:
+            return value, value._version
+        if present == saved_version:
+            return value.detach(), present
+        copied = copy_unseen(value)
+        return copied, copied._version
 
     def follow_sites(self) -> ReplayLog | None:
         """What skips the calls that the policy saved."""
@@ -306,7 +374,7 @@ class _Matching:
         # Mostly that is `fn` itself; only otherwise it is worth looking further.
         outer = frame.f_back
         is_called_at_once = outer is not None and outer.f_code is _REPLAY_CODE
-        if self.record.early_stop and (is_called_at_once or not _is_inside_function(frame)):
+        if self.record.early_stop and self.record.proof is None and (is_called_at_once or not _is_inside_function(frame)):
             raise ReplayComplete
 
     def unpack_in_forward(self, tensor: Tensor) -> Tensor:

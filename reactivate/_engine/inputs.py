@@ -1,0 +1,133 @@
+"""Inputs of a region: how its arguments are kept until a recomputation, and how that gets them again.
+
+Most values are kept as they are: the recomputation gets the same object. A tensor that has or requires a gradient is kept
+as a saved tensor of autograd's own, outside of the region's hooks, so that a region around this one, or an offloader, sees
+it (Rules 7, 9) and autograd checks its version. What has a class here is made anew for each recomputation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from reactivate._compat import SavedTensor, give_back, save_tensor
+
+Memo = dict[int, Any]
+
+
+def rebuild(spec: Any, memo: Memo) -> Any:
+    """Return the value that `spec` stands for in the recomputation that `memo` belongs to.
+
+    Raises:
+        RuntimeError: autograd's own, where a tensor was modified in place since.
+    """
+    if type(spec) is SavedTensor:
+        key = id(spec)
+        if key not in memo:
+            memo[key] = spec.unpack()
+        return memo[key]
+    if not isinstance(spec, InputSpec):
+        return memo.get(id(spec), spec) if memo and isinstance(spec, Tensor) else spec
+    key = id(spec)
+    if key not in memo:
+        memo[key] = spec.rebuild(memo)
+    return memo[key]
+
+
+class InputSpec:
+    """A value that each recomputation gets anew."""
+
+    __slots__ = ()
+
+    def rebuild(self, memo: Memo) -> Any:
+        """Return the value."""
+        raise NotImplementedError
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        """Return (how the part is written after the whole, its spec) of each part."""
+        return iter(())
+
+
+class SavedInput(InputSpec):
+    """A tensor under saved-tensor hooks: the original, as long as somebody has it unmodified, or what the hooks give."""
+
+    __slots__ = ("_attributes", "_original", "_saved", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._saved = save_tensor(tensor, False)
+        self._original = ref(tensor)
+        self._version = tensor._version
+        self._attributes = dict(vars(tensor))
+
+    def rebuild(self, memo: Memo) -> Tensor:
+        original = self._original()
+        if original is not None and original._version == self._version:
+            return original
+        tensor: Tensor = self._saved.unpack()
+        if self._attributes and tensor is not original:
+            vars(tensor).update(self._attributes)
+        return tensor
+
+    def data(self) -> Any:
+        """Return the saved tensor."""
+        return self._saved
+
+
+class WrittenInput(InputSpec):
+    """An argument with a gradient that the region itself wrote to: its values as the region left them.
+
+    The region's record holds no graph of the region's own, so this is an alias without one.
+    """
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.alias = tensor.detach()
+        self.version = tensor._version
+
+    def rebuild(self, memo: Memo) -> Tensor:
+        if self.alias._version != self.version:
+            raise RuntimeError("an argument that the region wrote to has been modified by an inplace operation since")
+        return give_back(self.alias.clone())
+
+
+class TupleInput(InputSpec):
+    """A tuple of tensors under saved-tensor hooks: held as it is, it would keep what the hooks have moved."""
+
+    __slots__ = ("_items", "_kind")
+
+    def __init__(self, kind: type, items: list[Any]) -> None:
+        self._kind = kind
+        self._items = items
+
+    def rebuild(self, memo: Memo) -> Any:
+        make = getattr(self._kind, "_make", self._kind)  # a named tuple's class takes its fields one by one
+        return make([rebuild(item, memo) for item in self._items])
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        for index, item in enumerate(self._items):
+            yield f"[{index}]", item
+
+
+class IteratorInput(InputSpec):
+    """An iterator as it was: the forward uses it up."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, iterator: Any) -> None:
+        self._copy = copied(iterator)
+
+    def rebuild(self, memo: Memo) -> Any:
+        return copied(self._copy)
+
+
+def copied(iterator: Any) -> Any:
+    """Return an iterator that goes on from where this one is. One made of others (`zip`) is copied with these."""
+    if not isinstance(iterator, (zip, map, enumerate, filter)):
+        return copy.copy(iterator)
+    made, arguments = iterator.__reduce__()[:2]  # type: ignore[misc]
+    return made(*[copied(item) if hasattr(item, "__next__") else item for item in arguments])

@@ -1,0 +1,405 @@
+"""Contents of mutable Python objects, noted so that each object can be rewound in place.
+
+Identity is kept: a recomputation meets the objects of its forward, and if what they hold has changed meanwhile, the noted
+contents are put back into the same object. Items are compared with `is`, never with `==`: two one-element tensors that
+are equal are two tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor
+
+from reactivate._standin import StandIn
+from reactivate.errors import MutationError
+
+LARGEST = 4096
+"""The number of items up to which a container is noted item by item; of a larger one, only its length is."""
+
+_EMPTY: Any = object()
+
+
+class WeakTensor:
+    """A tensor with a graph, held so that the graph can go: strong notes would chain the steps of a training run."""
+
+    __slots__ = ("_alias", "reference")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.reference = ref(tensor)
+        self._alias = tensor.detach()
+
+    def get(self) -> Tensor:
+        """Return the tensor, or its values without a graph if nobody else has it any more."""
+        original = self.reference()
+        return self._alias if original is None else original
+
+    @property
+    def _version(self) -> int:
+        return self._alias._version
+
+
+def held(item: Any) -> Any:
+    """Return what a note holds for `item`."""
+    return WeakTensor(item) if isinstance(item, Tensor) and item.grad_fn is not None else item
+
+
+def given_back(item: Any) -> Any:
+    """Return the item that `held` was given."""
+    return item.get() if type(item) is WeakTensor else item
+
+
+def is_item(item: Any, noted: Any) -> bool:
+    """Return whether `noted` stands for this very `item`."""
+    return item is noted or (type(noted) is WeakTensor and noted.reference() is item)
+
+
+def are_items(items: Iterable[Any], noted: Sequence[Any]) -> bool:
+    """Return whether these are the noted items, one by one; lengths are compared by the caller."""
+    return all(map(is_, items, noted)) or all(map(is_item, items, noted))
+
+
+class Note:
+    """One object and what it held.
+
+    Attributes:
+        noted: the contents, as `contents` returns them.
+    """
+
+    __slots__ = ("noted", "target")
+
+    def __init__(self, target: Any, *, weak: bool = True) -> None:
+        self.target = target
+        self.noted: Any = self.contents(weak)
+
+    def _of(self, target: Any) -> Note:
+        """Be a note of `target` that has noted nothing yet."""
+        self.target = target
+        return self
+
+    def contents(self, weak: bool = True) -> Any:
+        """Return what the object holds now; tensors with a graph weakly, if so asked."""
+        raise NotImplementedError
+
+    def is_at(self, contents: Any) -> bool:
+        """Return whether the object holds just these contents."""
+        raise NotImplementedError
+
+    def put(self, contents: Any) -> None:
+        """Let the object hold `contents`."""
+        raise NotImplementedError
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Return (how the item is written after the object, the noted item) of each, for messages and for the walk."""
+        return ()
+
+
+def _hold_all(items: Iterable[Any], weak: bool) -> list[Any]:
+    return list(map(held, items)) if weak else list(items)
+
+
+class ListNote(Note):
+    """A list, a deque, or an object of a subclass."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        return _hold_all(self._iterate(), weak)
+
+    def _iterate(self) -> Iterable[Any]:
+        kind = deque if isinstance(self.target, deque) else list
+        return kind.__iter__(self.target)
+
+    def is_at(self, contents: Any) -> bool:
+        return len(self.target) == len(contents) and are_items(self._iterate(), contents)
+
+    def put(self, contents: Any) -> None:
+        kind: Any = deque if isinstance(self.target, deque) else list
+        kind.clear(self.target)
+        kind.extend(self.target, map(given_back, contents))
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return ((f"[{index}]", item) for index, item in enumerate(self.noted))
+
+
+class DictNote(Note):
+    """A dict, an object of a subclass, or the `__dict__` of an object."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        copy = dict(self._kind().items(self.target))
+        if weak:
+            for key, item in copy.items():
+                if isinstance(item, Tensor):
+                    copy[key] = held(item)
+        return copy
+
+    def _kind(self) -> Any:
+        return OrderedDict if isinstance(self.target, OrderedDict) else dict
+
+    def is_at(self, contents: Any) -> bool:
+        target, kind = self.target, self._kind()
+        return (
+            len(target) == len(contents)
+            and are_items(kind.values(target), contents.values())
+            and all(map(_is_key, kind.keys(target), contents))
+        )
+
+    def put(self, contents: Any) -> None:
+        put_dict(self.target, contents)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return ((f"[{key!r}]", item) for key, item in self.noted.items())
+
+
+def _is_key(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is str and one == other)
+
+
+def put_dict(target: Any, contents: dict[Any, Any]) -> None:
+    """Give a dict these contents in this order, past methods that a subclass overrides."""
+    kind: Any = OrderedDict if isinstance(target, OrderedDict) else dict
+    others = {key: item for key, item in kind.items(target) if isinstance(item, StandIn)}  # of another thread, no state
+    kind.clear(target)
+    for key, item in contents.items():
+        kind.__setitem__(target, key, given_back(item))
+    for key, item in others.items():
+        kind.__setitem__(target, key, item)
+
+
+class SetNote(Note):
+    """A set."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        return _hold_all(self.target, weak)
+
+    def is_at(self, contents: Any) -> bool:
+        return len(self.target) == len(contents) and are_items(self.target, contents)
+
+    def put(self, contents: Any) -> None:
+        self.target.clear()
+        self.target.update(map(given_back, contents))
+
+
+class LengthNote(Note):
+    """A container of more than `LARGEST` items: what was appended since is taken off again.
+
+    Items that were replaced in place stay as they are.
+    """
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        return len(self.target), ()
+
+    def is_at(self, contents: Any) -> bool:
+        return len(self.target) == contents[0] + len(contents[1])
+
+    def put(self, contents: Any) -> None:
+        length, tail = contents
+        target = self.target
+        if len(target) < length:
+            raise MutationError(
+                f"A {type(target).__name__} of {length} items, of which {length - len(target)} were taken away since, is "
+                f"read by a checkpointed function. Containers of more than {LARGEST} items are not copied; pass a copy, "
+                "or take nothing away between forward and backward."
+            )
+        if isinstance(target, list):
+            del target[length:]
+            target += tail
+        elif isinstance(target, dict):
+            for key in list(target)[length:]:
+                del target[key]
+            target.update(tail)
+
+    def appended(self) -> Any:
+        """Return the present contents: the noted length, and what came behind it."""
+        length = self.noted[0]
+        target = self.target
+        if isinstance(target, dict):
+            return length, [(key, target[key]) for key in list(target)[length:]]
+        return length, target[length:] if isinstance(target, list) else ()
+
+
+class SlotsNote(Note):
+    """The slots of an object."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, target: Any, names: Sequence[str], *, weak: bool = True) -> None:
+        self.names = names
+        super().__init__(target, weak=weak)
+
+    def contents(self, weak: bool = True) -> Any:
+        return _hold_all((getattr(self.target, name, _EMPTY) for name in self.names), weak)
+
+    def is_at(self, contents: Any) -> bool:
+        return are_items((getattr(self.target, name, _EMPTY) for name in self.names), contents)
+
+    def put(self, contents: Any) -> None:
+        for name, item in zip(self.names, contents):
+            if item is not _EMPTY:
+                object.__setattr__(self.target, name, given_back(item))
+            elif hasattr(self.target, name):
+                object.__delattr__(self.target, name)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return ((f".{name}", item) for name, item in zip(self.names, self.noted) if item is not _EMPTY)
+
+
+class KindNote(Note):
+    """The class of an object."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        return type(self.target)
+
+    def is_at(self, contents: Any) -> bool:
+        return type(self.target) is contents
+
+    def put(self, contents: Any) -> None:
+        object.__setattr__(self.target, "__class__", contents)
+
+
+class CellNote(Note):
+    """A closed-over variable."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        try:
+            return held(self.target.cell_contents) if weak else self.target.cell_contents
+        except ValueError:
+            return _EMPTY
+
+    def is_at(self, contents: Any) -> bool:
+        try:
+            return is_item(self.target.cell_contents, contents)
+        except ValueError:
+            return contents is _EMPTY
+
+    def put(self, contents: Any) -> None:
+        if contents is _EMPTY:
+            del self.target.cell_contents
+        else:
+            self.target.cell_contents = given_back(contents)
+
+
+class Inside(NamedTuple):
+    """A container that is found through the cell that it is in.
+
+    Attributes:
+        key: its id; compared only while the cell has a container.
+        kind: its class.
+        items: its contents.
+        container: the object, where a recomputation has to give it back.
+    """
+
+    key: int
+    kind: Any
+    items: Any
+    container: Any = None
+
+
+class CellContainerNote(Note):
+    """A list or dict that a closed-over variable names, and its contents.
+
+    It is held through the cell: held directly, the outputs that a loop collects in a new list for each call would stay
+    alive as long as the regions that wrote them.
+    """
+
+    __slots__ = ()
+
+    def _inner(self) -> Note | None:
+        try:
+            container = self.target.cell_contents
+        except ValueError:
+            return None
+        if isinstance(container, list):
+            return ListNote.__new__(ListNote)._of(container)
+        return DictNote.__new__(DictNote)._of(container) if isinstance(container, dict) else None
+
+    def contents(self, weak: bool = True) -> Any:
+        inner = self._inner()
+        if inner is None:
+            return CellNote.contents(self, weak)  # type: ignore[arg-type]
+        container = inner.target
+        return Inside(id(container), type(container), inner.contents(weak), None if weak else container)
+
+    def is_at(self, contents: Any) -> bool:
+        if type(contents) is not Inside:
+            return CellNote.is_at(self, contents)  # type: ignore[arg-type]
+        inner = self._inner()
+        return inner is not None and id(inner.target) == contents.key and inner.is_at(contents.items)
+
+    def put(self, contents: Any) -> None:
+        if type(contents) is not Inside:
+            CellNote.put(self, contents)  # type: ignore[arg-type]
+            return
+        inner = self._inner()
+        if inner is None or id(inner.target) != contents.key:
+            container = contents.kind.__new__(contents.kind) if contents.container is None else contents.container
+            self.target.cell_contents = container
+            inner = self._inner()
+            assert inner is not None
+        if not inner.is_at(contents.items):
+            inner.put(contents.items)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        if type(self.noted) is not Inside:
+            return ()
+        items = self.noted.items
+        pairs = items.items() if isinstance(items, dict) else enumerate(items)
+        return ((f"[{key!r}]", item) for key, item in pairs)
+
+
+class ClassNote(Note):
+    """The attributes of a class."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        return dict(vars(self.target))
+
+    def is_at(self, contents: Any) -> bool:
+        now = vars(self.target)
+        return len(now) == len(contents) and are_items(now.values(), contents.values()) and list(now) == list(contents)
+
+    def put(self, contents: Any) -> None:
+        now = dict(vars(self.target))
+        for name in now.keys() - contents.keys():
+            delattr(self.target, name)
+        for name, value in contents.items():
+            if now.get(name, _EMPTY) is not value:
+                setattr(self.target, name, value)
+
+
+class NameNote(Note):
+    """A module-level name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, target: dict[str, Any], name: str) -> None:
+        self.name = name
+        super().__init__(target)
+
+    def contents(self, weak: bool = True) -> Any:
+        value = self.target.get(self.name, _EMPTY)
+        return held(value) if weak else value
+
+    def is_at(self, contents: Any) -> bool:
+        return is_item(self.target.get(self.name, _EMPTY), contents)
+
+    def put(self, contents: Any) -> None:
+        if contents is _EMPTY:
+            self.target.pop(self.name, None)
+        else:
+            self.target[self.name] = given_back(contents)

@@ -1,0 +1,221 @@
+"""Modules as they were when a region began: attributes, registries, hooks, and the tensors that are state.
+
+Noting runs for every region and every module that it can reach, so it copies dicts in C and compares them all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+from torch import Tensor
+from torch.jit import ScriptModule
+from torch.nn import Module
+
+from reactivate._compat import is_distributed
+from reactivate._standin import StandIn, copies_of
+from reactivate._state.contents import Note, are_items, given_back, held, put_dict
+from reactivate._state.gradients import Gradients
+from reactivate._state.notes import RewoundNotes
+from reactivate._state.shadows import RewoundTensors, TensorStates, is_known_written, version_of
+from reactivate._state.tensor_hooks import KeptHooks
+
+_REGISTRIES = itemgetter("_parameters", "_buffers", "_modules")
+_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+Namespace = dict[str, Any]
+
+
+class ModuleNotes:
+    """Modules before a forward.
+
+    Attributes:
+        modules: the modules, outermost first.
+        namespaces, copies: every module's `__dict__` and registries, and copies of them.
+        hooks: the dicts of hooks, and copies of them where any module has a hook.
+        parameters, versions: every parameter, and its version.
+        notes: containers and objects in attributes.
+        tensors: buffers, and tensors in attributes, with what they held.
+        states: (a module with a state protocol, its state).
+        gradients: the parameters' `.grad`.
+    """
+
+    __slots__ = (
+        *("_count", "copies", "gradients", "hook_copies", "hooks", "modules"),
+        *("namespaces", "notes", "parameters", "states", "tensors", "versions"),
+    )
+
+    def __init__(
+        self, modules: Sequence[Module], notes: Sequence[Note], tensors: Iterable[Tensor], users: Iterable[Module]
+    ) -> None:
+        self.modules = modules
+        self.notes = notes
+        own = [module for module in modules if not isinstance(module, ScriptModule)]  # those live in C++
+        namespaces: list[Namespace] = list(map(vars, own))
+        registries = list(chain.from_iterable(map(_REGISTRIES, namespaces)))
+        self.namespaces = [*namespaces, *registries]
+        self.copies: list[Namespace] = [*copies_of(namespaces), *map(dict.copy, registries)]
+        self._count = len(namespaces)
+        for module in users:
+            self._hold_graphs_weakly(module)
+        self.hooks: list[Any] = list(chain.from_iterable(map(_HOOKS, namespaces)))
+        self.hook_copies: list[Any] | None = None
+        if any(self.hooks):
+            self.hooks += chain.from_iterable(map(_HOOK_FLAGS, namespaces))
+            self.hook_copies = list(map(dict, self.hooks))
+        members = [item for registry in registries[0::3] for item in registry.values() if item is not None]
+        state = [item for registry in registries[1::3] for item in registry.values() if item is not None]
+        if len(own) < len(modules):
+            for module in modules:
+                if isinstance(module, ScriptModule):
+                    members += module.parameters(recurse=False)
+                    state += module.buffers(recurse=False)
+        self.parameters: list[Tensor] = members
+        state += tensors
+        if any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
+            members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
+            state = [tensor for tensor in state if not tensor.requires_grad]
+        state += filter(is_known_written, members)
+        self.tensors = TensorStates({id(tensor): tensor for tensor in state}.values())
+        self.versions: list[int] = list(map(version_of, members))
+        self.gradients = Gradients(members)
+        self.states: list[tuple[Any, Any]] = [
+            (module, module.replay_state()) for module in own if hasattr(type(module), "replay_state")
+        ]
+
+    def _hold_graphs_weakly(self, module: Module) -> None:
+        """Replace tensors with graphs in the copy of its attributes: held strongly they would chain the steps."""
+        namespace = vars(module)
+        for name, value in namespace.items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                copy = next(copy for live, copy in zip(self.namespaces, self.copies) if live is namespace)
+                copy[name] = held(value)
+
+    def written_parameters(self) -> list[Tensor]:
+        """Return the parameters that have another version by now."""
+        if list(map(version_of, self.parameters)) == self.versions:
+            return []
+        return [item for item, version in zip(self.parameters, self.versions) if item._version != version]
+
+    def present(self) -> list[Namespace]:
+        """Return copies of attributes and registries as they are now."""
+        namespaces = self.namespaces
+        return [*copies_of(namespaces[: self._count]), *map(dict.copy, namespaces[self._count :])]
+
+    def are_namespaces_current(self, copies: Sequence[Namespace]) -> bool:
+        """Return whether attributes and registries hold the items of `copies`."""
+        namespaces = self.namespaces
+        if list(map(len, namespaces)) != list(map(len, copies)):
+            return False
+        now, noted = chain.from_iterable(map(dict.values, namespaces)), chain.from_iterable(map(dict.values, copies))
+        return all(map(is_, now, noted)) and list(chain.from_iterable(namespaces)) == list(chain.from_iterable(copies))
+
+    def are_hooks_current(self, copies: Sequence[Any] | None) -> bool:
+        """Return whether there are the hooks of `copies`: none if that is None."""
+        if copies is None:
+            return not any(self.hooks)
+        return all(
+            len(now) == len(noted) and are_items(now.values(), list(noted.values()))
+            for now, noted in zip(self.hooks, copies)
+        )
+
+    def has_changed(self) -> bool:
+        """Return whether rewinding shows to other threads: anything is other than it was, or written unseen."""
+        tensors = self.tensors
+        return (
+            bool(tensors.groups or self.states or self.notes)
+            or any(tensor._version != shadow.version for tensor, shadow in zip(tensors.tensors, tensors.shadows))
+            or not self.are_namespaces_current(self.copies)
+            or not self.are_hooks_current(self.hook_copies)
+        )
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return how messages call a tensor of a module."""
+        for root in self.modules:  # the outermost come first
+            for prefix, module in root.named_modules():
+                for name, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items()):
+                    if value is tensor:
+                        return ".".join(filter(None, (type(root).__name__, prefix, name)))
+        return "a tensor of a module"
+
+
+class RewoundModules:
+    """Modules as they were, for as long as the context lasts."""
+
+    __slots__ = ("_copies", "_entered", "_hook_copies", "_inner", "_states", "note")
+
+    def __init__(self, note: ModuleNotes) -> None:
+        self.note = note
+        self._inner = (RewoundNotes(note.notes), RewoundTensors(note.tensors), note.gradients, KeptHooks(note.parameters))
+
+    def __enter__(self) -> None:
+        note = self.note
+        self._entered: list[Any] = []
+        self._states = [module.replay_state() for module, _ in note.states]
+        self._copies: list[Namespace] | None = None
+        self._hook_copies: list[Any] | None = None
+        try:
+            if not note.are_namespaces_current(note.copies):
+                self._copies = note.present()
+                _assign_all(note.namespaces, note.copies)
+            if not note.are_hooks_current(note.hook_copies):
+                self._hook_copies = list(map(dict, note.hooks))
+                _put_hooks(note.hooks, note.hook_copies)
+            for context in self._inner:
+                context.__enter__()
+                self._entered.append(context)
+            for module, state in note.states:
+                module.load_replay_state(state)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        note = self.note
+        try:
+            for (module, _), now in zip(note.states, self._states):
+                module.load_replay_state(now)
+        finally:
+            for context in reversed(self._entered):
+                context.__exit__()
+            present = note.copies if self._copies is None else self._copies
+            if not note.are_namespaces_current(present):
+                _assign_all(note.namespaces, present)
+            hooks = note.hook_copies if self._hook_copies is None else self._hook_copies
+            if not note.are_hooks_current(hooks):
+                _put_hooks(note.hooks, hooks)
+
+
+def _put_hooks(hooks: Sequence[Any], copies: Sequence[Any] | None) -> None:
+    for live, noted in zip(hooks, copies or [{}] * len(hooks)):
+        put_dict(live, noted)
+
+
+def _assign_all(namespaces: Sequence[Namespace], copies: Sequence[Namespace]) -> None:
+    for namespace, noted in zip(namespaces, copies):
+        assign(namespace, noted)
+
+
+def assign(namespace: Namespace, noted: Namespace) -> None:
+    """Give `namespace` the noted items, but for what a sharding library has moved to another form."""
+    items = {name: given_back(item) for name, item in noted.items()}
+    for name, item in items.items():
+        now = namespace.get(name)
+        if now is not item and isinstance(now, Tensor) and isinstance(item, Tensor) and _is_sharded(item, now):
+            items[name] = now
+    if [*items] != [name for name, item in namespace.items() if not isinstance(item, StandIn)]:
+        put_dict(namespace, items)
+        return
+    for name, item in items.items():  # touch what differs: another thread may read the rest
+        if namespace[name] is not item:
+            namespace[name] = item
+
+
+def _is_sharded(before: Tensor, now: Tensor) -> bool:
+    # `functional_call` swaps parameters for the time of a forward: these are put back. A sharding library knows better
+    # which form of a parameter is needed now.
+    return is_distributed(before) or is_distributed(now) or (before.shape != now.shape and before.requires_grad)

@@ -1,0 +1,42 @@
+"""Notes of many objects, rewound together for a recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reactivate._state.contents import LengthNote, Note
+
+
+class RewoundNotes:
+    """Objects with their noted contents, for as long as the context lasts.
+
+    Afterwards every object holds what it held before the context, whatever the recomputation did to it.
+    """
+
+    __slots__ = ("_notes", "_present")
+
+    def __init__(self, notes: Sequence[Note]) -> None:
+        self._notes = notes
+
+    def __enter__(self) -> None:
+        self._present: list[Any] = []
+        try:
+            for note in self._notes:
+                if note.is_at(note.noted):
+                    self._present.append(note.noted)
+                else:
+                    self._present.append(_contents_of(note))
+                    note.put(note.noted)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        for note, present in zip(self._notes, self._present):
+            if not note.is_at(present):
+                note.put(present)
+
+
+def _contents_of(note: Note) -> Any:
+    return note.appended() if isinstance(note, LengthNote) else note.contents(weak=False)

@@ -1,0 +1,274 @@
+"""Shadows: copies of tensors that are state, from which a recomputation gets their bytes back in the same memory.
+
+A buffer, a tensor in an attribute: whoever reads it, under whatever name and through whatever view, reads its memory. So
+its old bytes are written back into that memory for a recomputation, and the present bytes afterwards. Nothing is put in
+the place of the tensor, and its version counter is rewound with it.
+
+There is one current shadow of each tensor, with the version at which it was taken. At the start of a region an unchanged
+version costs one integer comparison, and the region refers to the shadow; a changed one costs a copy. A region refers to
+the shadows it started from whether it writes or not: between two writers a region may only read.
+
+Some writers move no version: batch norm's kernels write to running statistics, and inference tensors count none. Such
+tensors are copied for every region, all of them with one op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from reactivate._backends import fences
+from reactivate._compat import copy_unseen, equal_unseen, is_dispatch_mode_active, run_unseen, set_versions
+
+version_of = attrgetter("_version")
+
+
+class Shadow:
+    """A copy of a tensor.
+
+    Attributes:
+        tensor: the tensor, weakly.
+        version: of the tensor when it was copied.
+        content: the copy.
+    """
+
+    __slots__ = ("content", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, reference: ref[Tensor]) -> None:
+        self.tensor = reference
+        self.version: int = tensor._version
+        self.content = copy_unseen(tensor)
+
+
+_current: dict[int, Shadow] = {}  # by the id of the tensor
+rewound_memory: dict[int, int] = {}
+"""{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now."""
+
+
+def current_shadow(tensor: Tensor) -> Shadow:
+    """Return the shadow of `tensor` as it is now."""
+    key = id(tensor)
+    shadow = _current.get(key)
+    if shadow is not None and shadow.tensor() is tensor:
+        if shadow.version == tensor._version:
+            return shadow
+        reference = shadow.tensor
+    else:
+        reference = ref(tensor, lambda _: _current.pop(key, None))
+    shadow = _current[key] = Shadow(tensor, reference)
+    return shadow
+
+
+_written: dict[int, ref[Tensor]] = {}  # tensors that some region wrote to without a copy being there, by their ids
+
+
+def is_known_written(tensor: Tensor) -> bool:
+    """Return whether a region wrote to `tensor` before."""
+    reference = _written.get(id(tensor)) if _written else None
+    return reference is not None and reference() is tensor
+
+
+def note_written(tensor: Tensor) -> None:
+    """Keep a copy of `tensor` from the next region on."""
+    key = id(tensor)
+    _written[key] = ref(tensor, lambda _: _written.pop(key, None))
+
+
+class TensorStates:
+    """The tensors that one region can read as state, as they were when it began.
+
+    Attributes:
+        tensors: those with shadows, then the silent ones.
+        versions: theirs; None of inference tensors.
+        shadows: the current shadows, at the beginning.
+        copies: copies of the silent ones: one tensor for all of one kind.
+    """
+
+    __slots__ = ("copies", "groups", "protected", "shadows", "tensors", "versions")
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        counted: list[Tensor] = []
+        silent: list[Tensor] = []
+        known = fences()
+        for tensor in tensors:
+            if tensor.ndim == 1:
+                is_counted = not tensor.is_floating_point() and not tensor.is_inference()
+            else:
+                is_counted = not tensor.is_inference() and (not known or tensor.device.type not in known)
+            (counted if is_counted else silent).append(tensor)
+        self.tensors = [*counted, *silent]
+        self.shadows = list(map(current_shadow, counted))
+        self.groups = _grouped(silent)
+        self.copies = list(map(_copy_group, self.groups))
+        self.versions = _versions_of(self.tensors)
+        self.protected: Sequence[Tensor] = ()
+
+    def protect(self, tensors: Sequence[Tensor]) -> None:
+        """Let a recomputation write to `tensors`, of which there is no copy, without a trace."""
+        self.protected = tensors
+
+    def held(self) -> Iterable[Tensor]:
+        """Return the copies."""
+        for shadow in self.shadows:
+            yield shadow.content
+        for copies in self.copies:
+            yield from copies
+
+
+def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return list(map(version_of, tensors))
+    except RuntimeError:  # inference tensors have none
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+# -- groups of tensors that are copied with one op -------------------------------------------------------------------
+
+
+def _grouped(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors in groups of one kind: dtype, device."""
+    if not tensors:
+        return []
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        is_plain = type(tensor) is Tensor and tensor.ndim == 1 and not tensor.is_inference()
+        key = (tensor.dtype, tensor.device) if is_plain else id(tensor)
+        groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
+
+
+def _copy_group(tensors: list[Tensor]) -> list[Tensor]:
+    """Return a copy of each; of several one tensor with all of them behind each other."""
+    if len(tensors) == 1:
+        return [copy_unseen(tensors[0])]
+    if not is_dispatch_mode_active():
+        with torch.no_grad():
+            return [torch.cat(tensors)]
+    return [copy_unseen(tensor) for tensor in tensors]
+
+
+def _write_group(tensors: list[Tensor], copies: list[Tensor]) -> None:
+    if len(copies) < len(tensors):
+        copies = list(copies[0].split([len(tensor) for tensor in tensors]))
+    for tensor, copy in zip(tensors, copies):
+        _write(tensor, copy)
+
+
+def _write(tensor: Tensor, content: Tensor) -> None:
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1:
+            _memory_of(tensor).copy_(_memory_of(content.as_strided(tensor.size(), tensor.stride())))
+        else:
+            tensor.copy_(content)
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """Return the elements of an expanded tensor, each once."""
+    size = [1 if stride == 0 else length for length, stride in zip(tensor.size(), tensor.stride())]
+    return tensor.as_strided(size, tensor.stride())
+
+
+# -- a recomputation -------------------------------------------------------------------------------------------------
+
+
+class RewoundTensors:
+    """Tensors with the bytes and versions that they had when a region began, for as long as the context lasts."""
+
+    __slots__ = ("_memory", "_present", "_previous", "_protected", "_state", "_versions", "_writes")
+
+    def __init__(self, state: TensorStates) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        state = self._state
+        self._versions = _versions_of(state.tensors)
+        self._writes: list[tuple[Tensor, Tensor]] = []  # (tensor, what it holds outside)
+        self._previous: list[tuple[Tensor, Shadow | None]] = []
+        self._memory: list[tuple[int, int | None]] = []
+        self._present = [run_unseen(_copy_group, group) for group in state.groups]
+        self._protected = [(tensor, tensor._version) for tensor in state.protected]
+        for tensor in state.protected:
+            self._writes.append((tensor, copy_unseen(tensor)))
+            self._mark(tensor, tensor._version)
+        try:
+            run_unseen(self._write)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _write(self) -> None:
+        state = self._state
+        rewound: list[Tensor] = []
+        versions: list[int] = []
+        for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions):
+            if version != shadow.version:
+                self._writes.append((tensor, copy_unseen(tensor)))
+                self._mark(tensor, version)
+                self._previous.append((tensor, _current.get(id(tensor))))
+                _write(tensor, shadow.content)
+                _current[id(tensor)] = shadow
+                rewound.append(tensor)
+                versions.append(shadow.version)
+        count = len(state.shadows)
+        for group, copies, present in zip(state.groups, state.copies, self._present):
+            for tensor in group:
+                self._mark(tensor, self._versions[count])
+                if not tensor.is_inference():
+                    rewound.append(tensor)
+                    versions.append(state.versions[count])
+                count += 1
+            if not _are_equal(copies, present):
+                _write_group(group, copies)
+        if rewound:
+            set_versions(rewound, versions)
+
+    def _mark(self, tensor: Tensor, version: int) -> None:
+        """Note that saved tensors in this memory are in what is rewound."""
+        if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type not in ("xla", "meta"):
+            key = tensor.untyped_storage()._cdata
+            self._memory.append((key, rewound_memory.get(key)))
+            rewound_memory[key] = version
+
+    def __exit__(self, *error: object) -> None:
+        for key, before in reversed(self._memory):
+            if before is None:
+                rewound_memory.pop(key, None)
+            else:
+                rewound_memory[key] = before
+        run_unseen(self._put_back)
+
+    def _put_back(self) -> None:
+        state = self._state
+        for tensor, content in self._writes:
+            _write(tensor, content)
+        for tensor, previous in self._previous:
+            if previous is not None:
+                _current[id(tensor)] = previous
+        written = {id(tensor) for tensor, _ in self._writes}
+        now = _versions_of(state.tensors)
+        for tensor, shadow, version, before in zip(state.tensors, state.shadows, now, self._versions):
+            if version != before and id(tensor) not in written:  # unchanged since the forward, and written to by this one
+                _write(tensor, shadow.content)
+        for group, present in zip(state.groups, self._present):
+            _write_group(group, present)
+        counted = [*zip(state.tensors, self._versions), *self._protected]
+        counted = [(tensor, version) for tensor, version in counted if not tensor.is_inference()]
+        if counted and _versions_of([tensor for tensor, _ in counted]) != [version for _, version in counted]:
+            set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether the bytes are known to be equal; on an accelerator to ask would be to wait."""
+    return all(
+        one.device.type == "cpu" and type(one) is Tensor and equal_unseen(_bits(one), _bits(other))
+        for one, other in zip(some, others)
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor.reshape(1).view(torch.uint8)
