@@ -6,12 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["DEVICE", "Action", "Call", "Device", "Guard", "Policy", "Recompute", "Save", "Site", "Storage"]
+__all__ = ["DEVICE", "Action", "Call", "Device", "Guard", "Policy", "Recompute", "Save", "Site", "Storage", "Unrestored"]
 
 
 class Storage(Protocol):
@@ -122,6 +122,20 @@ class Call(Protocol):
         """Tensors in the attributes of modules, and in their containers and objects."""
 
 
+class Unrestored(NamedTuple):
+    """A tensor that was modified in place, and of which there is no copy.
+
+    Attributes:
+        tensor: the tensor.
+        place: its name.
+        version: what its version counter was.
+    """
+
+    tensor: Any
+    place: str
+    version: int
+
+
 class Guard:
     """State that a replay must see as the forward pass saw it, and must not advance a second time.
 
@@ -178,8 +192,8 @@ class Guard:
         snapshot = self.after(self.before(call))
         return None if snapshot is None else functools.partial(self.replay, snapshot)
 
-    def unrestored(self, token: Any) -> Sequence[tuple[Tensor, str]]:
-        """Return (tensor, its name) of all that was modified since `before` and that `replay` does not bring back.
+    def unrestored(self, token: Any) -> Sequence[Unrestored]:
+        """Return what was modified since `before` and what `replay` does not bring back.
 
         Asked after the forward and before each recomputation.
         """

@@ -27,10 +27,12 @@ from reactivate._engine.inputs import IteratorInput, SavedInput, TupleInput, cop
 from reactivate._engine.namespaces import facts_of_class, facts_of_code, find_facts
 from reactivate._state.contents import (
     LARGEST,
+    ArrayNote,
     CellContainerNote,
     CellNote,
     ClassNote,
     DictNote,
+    FunctionNote,
     KindNote,
     LengthNote,
     ListNote,
@@ -38,6 +40,7 @@ from reactivate._state.contents import (
     Note,
     SetNote,
     SlotsNote,
+    TensorsNote,
     WeakTensor,
 )
 from reactivate._state.shadows import is_known_written
@@ -49,8 +52,6 @@ _ATOMS = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
     }
 )
-_EMPTY: tuple[Any, ...] = ([], (), {}, set(), "", range(0))
-_ITERATORS: Any = (*(type(iter(empty)) for empty in _EMPTY), zip, map, enumerate, filter)
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
 # of layers of tensors. A closure or a bound `self` leads to half the program.
@@ -134,6 +135,9 @@ class Capture:
                 captured.append(item if type(item) in _ATOMS else self._argument(item, f"args[{index}]"))
         self.kwargs = {name: self._argument(item, f"kwargs[{name!r}]") for name, item in kwargs.items()} if kwargs else kwargs
         self._weak = True
+        tensors = self.reached() if self.inputs or self.tensors else [item[0] for item in self.saved]
+        if tensors:
+            self.notes.append(TensorsNote(tensors))
 
     def reached(self) -> list[Tensor]:
         """Return every tensor found that is no module's."""
@@ -231,7 +235,7 @@ class Capture:
         if isinstance(value, tuple) and self._is_hooked and any(isinstance(item, Tensor) for item in value):
             spec = self._specs[key] = TupleInput(kind, [self._argument(item, f"{place}[{i}]") for i, item in enumerate(value)])
             return spec
-        if isinstance(value, _ITERATORS):
+        if _is_iterator(kind):
             spec = self._specs[key] = IteratorInput(value)
             return spec
         if kind is GeneratorType:
@@ -303,6 +307,8 @@ class Capture:
             self._class(value)
         elif _is_random_source(value, kind):
             self._generators += (value,)
+        elif _is_small_array(value):
+            self.notes.append(ArrayNote(value))
         else:
             self._object(value, kind, place, depth)
 
@@ -379,6 +385,7 @@ class Capture:
         if compiled is not None:
             self._look(compiled, place, depth)
             return
+        self.notes.append(FunctionNote(fn))
         if fn.__closure__ is not None:
             for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):
                 if id(cell) not in self._specs:
@@ -405,7 +412,7 @@ class Capture:
                 for key, item in contents.items() if kind is not list else enumerate(contents):
                     if type(item) not in _ATOMS:
                         self._look(item, f"{place}[{key!r}]", depth)
-        elif isinstance(contents, _ITERATORS):
+        elif _is_iterator(kind):
             self.notes.append(CellIteratorNote(cell))
         else:
             self.notes.append(CellNote(cell))
@@ -519,6 +526,18 @@ def _is_users_class(kind: type) -> bool:
         package in sys.stdlib_module_names and package != "__main__"
     )
     return not is_known and not issubclass(kind, Enum)
+
+
+@functools.cache
+def _is_iterator(kind: type) -> bool:
+    """Return whether objects of this class are iterators that can be copied."""
+    is_known = kind.__module__ in ("builtins", "itertools", "collections") and kind is not GeneratorType
+    return is_known and hasattr(kind, "__next__")
+
+
+def _is_small_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= _SMALL_BYTES
 
 
 def _is_random_source(value: Any, kind: type) -> bool:

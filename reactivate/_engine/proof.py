@@ -8,38 +8,41 @@ outputs of both passes are compared by checksum (Rule 24).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._compat import flatten
 from reactivate._engine.inputs import WrittenInput
 from reactivate._engine.oplog import checksum
 from reactivate._state.contents import WeakTensor
 from reactivate._state.shadows import version_of
+from reactivate._types import Unrestored
 
 
 class Proof:
     """What a forward wrote to without a copy being there, and the checksums of its outputs.
 
     Attributes:
-        written: (tensor, `WeakTensor` or `WrittenInput`; its place; its version after the forward).
+        written: the tensors, each a `WeakTensor` or a `WrittenInput` in the place of one with a graph.
     """
 
-    def __init__(self, written: list[tuple[Any, str]], result: Any) -> None:
-        self.written = [(item, place, version_of(_tensor_of(item))) for item, place in written]
+    def __init__(self, written: list[Unrestored], result: Any) -> None:
+        self.written = written
+        self._versions = [version_of(_tensor_of(item.tensor)) for item in written]
         self._checksums = _checksums(result)
 
-    def tensors(self) -> Iterator[tuple[Tensor, str]]:
-        """Return (tensor, place) of those that a recomputation may write to as well."""
-        for item, place, _ in self.written:
-            if isinstance(item, Tensor):
-                yield item, place
+    def tensors(self) -> list[tuple[Tensor, int]]:
+        """Return those that a recomputation may write to as well, with the versions that they had before the forward."""
+        return [(item.tensor, item.version) for item in self.written if isinstance(item.tensor, Tensor)]
 
     def version_after(self, tensor: Any) -> int | None:
         """Return the version that `tensor` had after the forward, None if that did not write to it."""
-        return next((version for item, _, version in self.written if item is tensor), None)
+        versions = zip(self.written, self._versions)
+        return next((version for item, version in versions if item.tensor is tensor), None)
 
     def holds(self, result: Any) -> bool:
         """Return whether a recomputation's outputs are those of the forward."""
@@ -47,7 +50,7 @@ class Proof:
 
     def places(self) -> str:
         """Return where the tensors were found, for a message."""
-        return ", ".join(place for _, place, _ in self.written)
+        return ", ".join(f"`{item.place}`" for item in self.written)
 
 
 def _tensor_of(item: Any) -> Any:
@@ -58,3 +61,16 @@ def _checksums(result: Any) -> list[Any]:
     return [
         (leaf.shape, leaf.dtype, checksum(leaf)) if isinstance(leaf, Tensor) else None for leaf in flatten(result)[0]
     ]
+
+
+class RenormsOnce(TorchDispatchMode):
+    """Skips the renormalisation of embeddings that the forward has done: it would move some rows again."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._done = {id(tensor) for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.embedding_renorm_.default and id(args[0]) in self._done:
+            return args[0]
+        return func(*args, **(kwargs or {}))

@@ -22,7 +22,7 @@ from reactivate._engine.oplog import OpLog
 from reactivate._state.contents import Note
 from reactivate._state.gradients import Gradients
 from reactivate._state.shadows import TensorStates
-from reactivate._types import Guard
+from reactivate._types import Guard, Unrestored
 from reactivate.errors import ReactivateError
 
 Before = Callable[[Any], Any]
@@ -156,11 +156,15 @@ class Record:
                     snapshots.append((replay, snapshot))
         return snapshots
 
-    def unrestored(self) -> list[tuple[Any, str]]:
-        """Return (tensor, its place) of what was modified since the forward began, and of which there is no copy."""
-        found = [(item.tensor, f"`{item.place}`") for item in self.inputs if item.tensor._version != item.version]
+    def unrestored(self) -> list[Unrestored]:
+        """Return what was modified since the forward began, and of what there is no copy."""
+        found = [
+            Unrestored(item.tensor, item.place, item.version)
+            for item in self.inputs
+            if item.tensor._version != item.version
+        ]
         for guard, token in self._guarded():
-            found += [(tensor, f"`{name}`") for tensor, name in guard.unrestored(token)]
+            found += guard.unrestored(token)
         return found
 
     def _guarded(self) -> Iterator[tuple[Guard, Any]]:

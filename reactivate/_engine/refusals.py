@@ -54,7 +54,7 @@ def written_before_replay(record: Record, reason: Exception) -> MutationError:
 def modified_input(record: Record, place: str, tensor: Tensor) -> MutationError:
     """The recomputation reads a tensor that was modified since the forward."""
     return MutationError(
-        f"The region `{name_of(record)}` cannot be recomputed: it reads {place}, {_describe(tensor)}, which has been "
+        f"The region `{name_of(record)}` cannot be recomputed: it reads `{place}`, {_describe(tensor)}, which has been "
         "modified by an inplace operation since the forward read it, so the gradients would be wrong. Do not write to it "
         "between forward and backward, or give the region a `.clone()` of it."
     )
@@ -151,9 +151,9 @@ def place_of(record: Record, tensor: Tensor) -> str:
     for place, spec in inputs_of(record):
         try:
             if value_of(spec) is tensor:
-                return f"`{place}`"
+                return place
         except RuntimeError:  # autograd's own: it was written to, and it is the one
-            return f"`{place}`"
+            return place
     return "an input"
 
 

@@ -72,7 +72,8 @@ from reactivate._engine.site_log import is_at_work, open_logs, set_aside, tensor
 from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
 from reactivate._standin import StandIn
 from reactivate._state.gradients import Gradients
-from reactivate._state.shadows import TensorStates, note_written
+from reactivate._state.shadows import TensorStates
+from reactivate._types import Unrestored
 from reactivate.errors import UnsupportedError
 
 
@@ -197,12 +198,10 @@ class Region(Record):
         for tensor, spec, version in capture.saved:
             if tensor._version != version:
                 self.replaced[id(spec)] = spec = WrittenInput(tensor)
-                written.append((spec, refusals.place_of(self, tensor)))
+                written.append(Unrestored(spec, refusals.place_of(self, tensor), version))
         self.saved_inputs = [spec for _, spec, _ in capture.saved]
         if written:
             self.proof = Proof(written, result)
-            for tensor, _ in self.proof.tensors():
-                note_written(tensor)
 
     def _stand_behind_fence(self, result: Any, capture: Capture) -> Any:
         """If any tensor of the region is on a device with a fence: note what a replay needs of it, and make the exit."""

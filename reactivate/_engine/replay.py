@@ -37,12 +37,13 @@ from reactivate._engine.fencing import FencedReplay
 from reactivate._engine.inputs import Memo, rebuild
 from reactivate._engine.kept import SavedSite, last_needed
 from reactivate._engine.oplog import Op, OpLog, difference
+from reactivate._engine.proof import RenormsOnce
 from reactivate._engine.record import Record, Saved, observers, tell
 from reactivate._engine.skipped_sites import ReplayLog
 from reactivate._engine.stale import StaleReads
 from reactivate._state.contents import WeakTensor
 from reactivate._state.notes import RewoundNotes
-from reactivate._state.shadows import RewoundTensors, TensorStates, rewound_memory
+from reactivate._state.shadows import RewoundTensors, TensorStates, note_written, rewound_memory
 from reactivate._state.tensor_hooks import KeptHooks
 from reactivate.errors import ReactivateError
 
@@ -145,7 +146,7 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
     proof = record.proof
     if proof is not None:
         record.states = record.states or TensorStates(())
-        record.states.protect([tensor for tensor, _ in proof.tensors()])
+        record.states.protect(proof.tensors())
     if record.states is not None:
         managers.append(RewoundTensors(record.states))
     if record.gradients is not None and record.gradients.moved:
@@ -153,6 +154,8 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
     tensors = [item for item in (*arguments[0], *arguments[1].values()) if isinstance(item, torch.Tensor)]
     if tensors:
         managers.append(KeptHooks(tensors))
+    if proof is not None:
+        managers.append(RenormsOnce(tensor for tensor, _ in proof.tensors()))
     stale = _stale(record)
     if stale:
         managers.append(StaleReads([tensor for tensor, _ in stale], functools.partial(_refusal, record, stale)))
@@ -163,7 +166,7 @@ def _stale(record: Record) -> list[tuple[Tensor, str]]:
     """Return what was modified since the forward ended, or in it without a copy and again afterwards."""
     proof = record.proof
     found = []
-    for item, place in record.unrestored():
+    for item, place, _ in record.unrestored():
         tensor = item.get() if isinstance(item, WeakTensor) else item
         if record.tokens is not None or proof is None or proof.version_after(item) != tensor._version:
             found.append((tensor, place))
@@ -229,6 +232,8 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         result = fn(*args, **kwargs)
         matching.finish()
         if record.proof is not None and record.tokens is None and not record.proof.holds(result):
+            for tensor, _ in record.proof.tensors():
+                note_written(tensor)
             raise record.options.exception(refusals.disproved(record))
     except (Exception, ReplayComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.

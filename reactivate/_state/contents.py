@@ -60,7 +60,8 @@ def is_item(item: Any, noted: Any) -> bool:
 
 def are_items(items: Iterable[Any], noted: Sequence[Any]) -> bool:
     """Return whether these are the noted items, one by one; lengths are compared by the caller."""
-    return all(map(is_, items, noted)) or all(map(is_item, items, noted))
+    found = list(items)
+    return all(map(is_, found, noted)) or all(map(is_item, found, noted))
 
 
 class Note:
@@ -252,6 +253,71 @@ class SlotsNote(Note):
 
     def items(self) -> Iterable[tuple[str, Any]]:
         return ((f".{name}", item) for name, item in zip(self.names, self.noted) if item is not _EMPTY)
+
+
+class FunctionNote(Note):
+    """A Python function: its code, its defaults and its attributes."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        fn = self.target
+        return fn.__code__, fn.__defaults__, fn.__kwdefaults__, dict(fn.__dict__)
+
+    def is_at(self, contents: Any) -> bool:
+        fn = self.target
+        code, defaults, keywords, attributes = contents
+        return (
+            fn.__code__ is code
+            and fn.__defaults__ is defaults
+            and fn.__kwdefaults__ is keywords
+            and len(fn.__dict__) == len(attributes)
+            and all(fn.__dict__.get(name, _EMPTY) is value for name, value in attributes.items())
+        )
+
+    def put(self, contents: Any) -> None:
+        fn = self.target
+        fn.__code__, fn.__defaults__, fn.__kwdefaults__, attributes = contents
+        put_dict(fn.__dict__, attributes)
+
+
+class TensorsNote(Note):
+    """The Python attributes of some tensors."""
+
+    __slots__ = ()
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__(list(map(vars, tensors)))
+
+    def contents(self, weak: bool = True) -> Any:
+        return list(map(dict.copy, self.target)) if any(self.target) else None
+
+    def is_at(self, contents: Any) -> bool:
+        if contents is None:
+            return not any(self.target)
+        return all(
+            len(now) == len(noted) and are_items(now.values(), list(noted.values()))
+            for now, noted in zip(self.target, contents)
+        )
+
+    def put(self, contents: Any) -> None:
+        for live, noted in zip(self.target, contents or [{}] * len(self.target)):
+            put_dict(live, noted)
+
+
+class ArrayNote(Note):
+    """The elements of an array of NumPy's."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool = True) -> Any:
+        return self.target.copy()
+
+    def is_at(self, contents: Any) -> bool:
+        return bool(self.target.tobytes() == contents.tobytes())
+
+    def put(self, contents: Any) -> None:
+        self.target[...] = contents
 
 
 class KindNote(Note):

@@ -36,7 +36,8 @@ class ModuleNotes:
     Attributes:
         modules: the modules, outermost first.
         namespaces, copies: every module's `__dict__` and registries, and copies of them.
-        hooks: the dicts of hooks, and copies of them where any module has a hook.
+        hooks, hook_copies: the dicts of hooks, and those with the parameters' Python attributes; copies of them, None
+            where all are empty.
         parameters, versions: every parameter, and its version.
         notes: containers and objects in attributes.
         tensors: buffers, and tensors in attributes, with what they held.
@@ -62,11 +63,6 @@ class ModuleNotes:
         self._count = len(namespaces)
         for module in users:
             self._hold_graphs_weakly(module)
-        self.hooks: list[Any] = list(chain.from_iterable(map(_HOOKS, namespaces)))
-        self.hook_copies: list[Any] | None = None
-        if any(self.hooks):
-            self.hooks += chain.from_iterable(map(_HOOK_FLAGS, namespaces))
-            self.hook_copies = list(map(dict, self.hooks))
         members = [item for registry in registries[0::3] for item in registry.values() if item is not None]
         state = [item for registry in registries[1::3] for item in registry.values() if item is not None]
         if len(own) < len(modules):
@@ -75,6 +71,11 @@ class ModuleNotes:
                     members += module.parameters(recurse=False)
                     state += module.buffers(recurse=False)
         self.parameters: list[Tensor] = members
+        self.hooks: list[Any] = [*chain.from_iterable(map(_HOOKS, namespaces)), *map(vars, members)]
+        self.hook_copies: list[Any] | None = None
+        if any(self.hooks):
+            self.hooks += chain.from_iterable(map(_HOOK_FLAGS, namespaces))
+            self.hook_copies = list(map(dict, self.hooks))
         state += tensors
         if any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
             members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
@@ -95,11 +96,15 @@ class ModuleNotes:
                 copy = next(copy for live, copy in zip(self.namespaces, self.copies) if live is namespace)
                 copy[name] = held(value)
 
-    def written_parameters(self) -> list[Tensor]:
-        """Return the parameters that have another version by now."""
+    def written_parameters(self) -> list[tuple[Tensor, int]]:
+        """Return (parameter, noted version) of those that have another version by now, and no shadow."""
         if list(map(version_of, self.parameters)) == self.versions:
             return []
-        return [item for item, version in zip(self.parameters, self.versions) if item._version != version]
+        return [
+            (item, version)
+            for item, version in zip(self.parameters, self.versions)
+            if item._version != version and not self.tensors.covers(item)
+        ]
 
     def present(self) -> list[Namespace]:
         """Return copies of attributes and registries as they are now."""

@@ -33,17 +33,25 @@ class Shadow:
 
     Attributes:
         tensor: the tensor, weakly.
-        version: of the tensor when it was copied.
+        version, address: of the tensor when it was copied; somebody may give it other memory (`tensor.data = new`).
         content: the copy.
     """
 
-    __slots__ = ("content", "tensor", "version")
+    __slots__ = ("address", "content", "tensor", "version")
 
     def __init__(self, tensor: Tensor, reference: ref[Tensor]) -> None:
         self.tensor = reference
         self.version: int = tensor._version
+        self.address = _address_of(tensor)
         self.content = copy_unseen(tensor)
 
+
+def _address_of(tensor: Tensor) -> int | None:
+    return tensor.data_ptr() if type(tensor) is Tensor and tensor.device.type in ("cpu", "cuda") else None
+
+
+MOST_CHANNELS = 1 << 16
+"""The number of elements up to which a vector may be a running statistic, which is written to unseen."""
 
 _current: dict[int, Shadow] = {}  # by the id of the tensor
 rewound_memory: dict[int, int] = {}
@@ -55,7 +63,7 @@ def current_shadow(tensor: Tensor) -> Shadow:
     key = id(tensor)
     shadow = _current.get(key)
     if shadow is not None and shadow.tensor() is tensor:
-        if shadow.version == tensor._version:
+        if shadow.version == tensor._version and shadow.address == _address_of(tensor):
             return shadow
         reference = shadow.tensor
     else:
@@ -96,8 +104,8 @@ class TensorStates:
         silent: list[Tensor] = []
         known = fences()
         for tensor in tensors:
-            if tensor.ndim == 1:
-                is_counted = not tensor.is_floating_point() and not tensor.is_inference()
+            if tensor.ndim == 1 and tensor.is_floating_point():
+                is_counted = tensor.numel() > MOST_CHANNELS and not tensor.is_inference()
             else:
                 is_counted = not tensor.is_inference() and (not known or tensor.device.type not in known)
             (counted if is_counted else silent).append(tensor)
@@ -106,11 +114,19 @@ class TensorStates:
         self.groups = _grouped(silent)
         self.copies = list(map(_copy_group, self.groups))
         self.versions = _versions_of(self.tensors)
-        self.protected: Sequence[Tensor] = ()
+        self.protected: Sequence[tuple[Tensor, int]] = ()
 
-    def protect(self, tensors: Sequence[Tensor]) -> None:
-        """Let a recomputation write to `tensors`, of which there is no copy, without a trace."""
+    def protect(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
+        """Let a recomputation write to tensors of which there is no copy without a trace.
+
+        Args:
+            tensors: each with the version that it had when the region began.
+        """
         self.protected = tensors
+
+    def covers(self, tensor: Tensor) -> bool:
+        """Return whether there is a copy of `tensor`."""
+        return any(item is tensor for item in self.tensors)
 
     def held(self) -> Iterable[Tensor]:
         """Return the copies."""
@@ -161,6 +177,8 @@ def _write_group(tensors: list[Tensor], copies: list[Tensor]) -> None:
 
 def _write(tensor: Tensor, content: Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.shape != content.shape:
+            tensor.resize_(content.shape)
         if tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1:
             _memory_of(tensor).copy_(_memory_of(content.as_strided(tensor.size(), tensor.stride())))
         else:
@@ -191,29 +209,31 @@ class RewoundTensors:
         self._previous: list[tuple[Tensor, Shadow | None]] = []
         self._memory: list[tuple[int, int | None]] = []
         self._present = [run_unseen(_copy_group, group) for group in state.groups]
-        self._protected = [(tensor, tensor._version) for tensor in state.protected]
-        for tensor in state.protected:
-            self._writes.append((tensor, copy_unseen(tensor)))
-            self._mark(tensor, tensor._version)
+        self._protected = [(tensor, tensor._version) for tensor, _ in state.protected]
+        changed = [
+            (tensor, shadow, version)
+            for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions)
+            if version != shadow.version or _address_of(tensor) != shadow.address
+        ]
+        for tensor, version in (*self._protected, *((tensor, version) for tensor, _, version in changed)):
+            self._writes.append((tensor, copy_unseen(tensor)))  # all of them first: they may share memory
+            self._mark(tensor, version)
         try:
-            run_unseen(self._write)
+            run_unseen(self._write, changed)
         except BaseException:
             self.__exit__()
             raise
 
-    def _write(self) -> None:
+    def _write(self, changed: Sequence[tuple[Tensor, Shadow, int]]) -> None:
         state = self._state
-        rewound: list[Tensor] = []
-        versions: list[int] = []
-        for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions):
-            if version != shadow.version:
-                self._writes.append((tensor, copy_unseen(tensor)))
-                self._mark(tensor, version)
-                self._previous.append((tensor, _current.get(id(tensor))))
-                _write(tensor, shadow.content)
-                _current[id(tensor)] = shadow
-                rewound.append(tensor)
-                versions.append(shadow.version)
+        rewound = [tensor for tensor, _ in state.protected]
+        versions = [version for _, version in state.protected]
+        for tensor, shadow, _ in changed:
+            self._previous.append((tensor, _current.get(id(tensor))))
+            _write(tensor, shadow.content)
+            _current[id(tensor)] = shadow
+            rewound.append(tensor)
+            versions.append(shadow.version)
         count = len(state.shadows)
         for group, copies, present in zip(state.groups, state.copies, self._present):
             for tensor in group:

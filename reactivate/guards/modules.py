@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from reactivate._state.changes import ModuleChanges
 from reactivate._state.modules import ModuleNotes, RewoundModules
-from reactivate._types import Call, Guard
+from reactivate._types import Call, Guard, Unrestored
 from reactivate.guards._base import undisturbed
 
 
@@ -48,10 +46,10 @@ class Modules(Guard):
         if token is not None:
             token.gradients.finish()
 
-    def unrestored(self, token: ModuleNotes | None) -> Sequence[tuple[Tensor, str]]:
+    def unrestored(self, token: ModuleNotes | None) -> Sequence[Unrestored]:
         if token is None:
             return ()
-        return [(tensor, token.name_of(tensor)) for tensor in token.written_parameters()]
+        return [Unrestored(item, token.name_of(item), version) for item, version in token.written_parameters()]
 
     def replay(self, snapshot: ModuleNotes) -> AbstractContextManager[Any]:
         rewound = RewoundModules(snapshot)
