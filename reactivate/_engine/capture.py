@@ -385,6 +385,7 @@ class Capture:
         if compiled is not None:
             self._look(compiled, place, depth)
             return
+        self._specs[id(fn)] = fn
         self.notes.append(FunctionNote(fn))
         if fn.__closure__ is not None:
             for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reactivate._compat import flatten
 from reactivate._engine.inputs import WrittenInput
 from reactivate._engine.oplog import checksum
+from reactivate._engine.stale import memory_of
 from reactivate._state.contents import WeakTensor
 from reactivate._state.shadows import version_of
 from reactivate._types import Unrestored
@@ -68,9 +69,9 @@ class RenormsOnce(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__()
-        self._done = {id(tensor) for tensor in tensors}
+        self._done = {memory_of(tensor) for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.embedding_renorm_.default and id(args[0]) in self._done:
+        if func is torch.ops.aten.embedding_renorm_.default and memory_of(args[0]) in self._done:
             return args[0]
         return func(*args, **(kwargs or {}))

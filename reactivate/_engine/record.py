@@ -163,6 +163,8 @@ class Record:
             for item in self.inputs
             if item.tensor._version != item.version
         ]
+        if self.gradients is not None:
+            found += [Unrestored(item, "the gradient of an argument", version) for item, version in self.gradients.unknown]
         for guard, token in self._guarded():
             found += guard.unrestored(token)
         return found

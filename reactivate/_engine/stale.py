@@ -37,7 +37,7 @@ class StaleReads(TorchDispatchMode):
     def __init__(self, tensors: Iterable[Tensor], refuse: Callable[[Tensor], MutationError]) -> None:
         super().__init__()
         self._stale = {id(tensor): tensor for tensor in tensors}
-        self._memory = {key: tensor for tensor in tensors if (key := _memory_of(tensor)) is not None}
+        self._memory = {key: tensor for tensor in tensors if (key := memory_of(tensor)) is not None}
         self._filled: set[Any] = set()
         self._refuse = refuse
         self._refused: MutationError | None = None
@@ -59,7 +59,7 @@ class StaleReads(TorchDispatchMode):
         if isinstance(value, Tensor):
             found = self._stale.get(id(value))
             if found is None and self._memory:
-                found = self._memory.get(_memory_of(value))
+                found = self._memory.get(memory_of(value))
             if found is not None and _place_of(value) not in self._filled:
                 self._refused = self._refuse(found)
                 raise self._refused
@@ -77,14 +77,15 @@ class StaleReads(TorchDispatchMode):
             raise self._refused
 
 
-def _memory_of(tensor: Tensor) -> Any:
+def memory_of(tensor: Tensor) -> Any:
+    """Return what tensors have in common that share memory, None where that cannot be told."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.layout is not torch.strided:
         return None
     return None if tensor.device.type in ("xla", "meta") else tensor.untyped_storage()._cdata
 
 
 def _place_of(tensor: Tensor) -> Any:
-    memory = _memory_of(tensor)
+    memory = memory_of(tensor)
     if memory is None:
         return id(tensor)
     return memory, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype

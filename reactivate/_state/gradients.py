@@ -4,45 +4,76 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
+from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
+from reactivate._compat import copy_unseen
+
 _GRADIENT, _IS_LEAF = attrgetter("grad"), attrgetter("is_leaf")
+_known: dict[int, ref[Tensor]] = {}  # leaves that some forward accumulated a gradient of, by their ids
 
 
 class Gradients:
     """The `.grad` of leaves when a forward began; later, those that a backward inside of it moved.
 
+    A gradient is copied if an earlier forward is known to have moved that of the same leaf.
+
     Attributes:
-        moved: the leaves whose gradient the forward itself changed.
+        moved: (leaf, its gradient before the forward) where the forward itself changed the gradient.
+        unknown: those gradients of which there is no copy, with their versions.
     """
 
-    __slots__ = ("_before", "_leaves", "_present", "_versions", "moved")
+    __slots__ = ("_before", "_copies", "_leaves", "_present", "_versions", "moved", "unknown")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._leaves = list(filter(_IS_LEAF, tensors))
         self._before: list[Tensor | None] = list(map(_GRADIENT, self._leaves))
-        self._versions = [None if item is None else item._version for item in self._before]
-        self.moved: Sequence[Tensor] = ()
+        self._versions = _versions_of(self._before)
+        self._copies: dict[int, Tensor] = {}
+        if _known:
+            for leaf, gradient in zip(self._leaves, self._before):
+                reference = _known.get(id(leaf))
+                if gradient is not None and reference is not None and reference() is leaf:
+                    self._copies[id(leaf)] = copy_unseen(gradient)
+        self.moved: Sequence[tuple[Tensor, Tensor | None]] = ()
+        self.unknown: Sequence[tuple[Tensor, int]] = ()
 
     def finish(self) -> None:
         """Find what moved, and let go of the rest: the forward is over."""
         now = list(map(_GRADIENT, self._leaves))
-        versions = [None if item is None else item._version for item in now]
+        versions = _versions_of(now)
         if not all(map(is_, now, self._before)) or versions != self._versions:
-            self.moved = [
-                leaf
-                for leaf, one, other, first, second in zip(self._leaves, now, self._before, versions, self._versions)
-                if one is not other or first != second
-            ]
-        self._leaves, self._before, self._versions = [], [], []
+            self._find_moved(now, versions)
+        self._leaves, self._before, self._versions, self._copies = [], [], [], {}
+
+    def _find_moved(self, now: list[Tensor | None], versions: list[Any]) -> None:
+        moved, unknown = [], []
+        rows = zip(self._leaves, now, self._before, versions, self._versions)
+        for leaf, gradient, before, version, version_before in rows:
+            if gradient is not before or version != version_before:
+                _note(leaf)
+                moved.append((leaf, self._copies.get(id(leaf))))
+                if before is not None and id(leaf) not in self._copies:
+                    unknown.append((before, version_before))
+        self.moved, self.unknown = moved, unknown
 
     def __enter__(self) -> None:
-        self._present = list(map(_GRADIENT, self.moved))
-        for leaf in self.moved:
-            leaf.grad = None
+        self._present = [leaf.grad for leaf, _ in self.moved]
+        for leaf, before in self.moved:
+            leaf.grad = None if before is None else copy_unseen(before)
 
     def __exit__(self, *error: object) -> None:
-        for leaf, gradient in zip(self.moved, self._present):
+        for (leaf, _), gradient in zip(self.moved, self._present):
             leaf.grad = gradient
         self._present = []
+
+
+def _versions_of(gradients: Iterable[Tensor | None]) -> list[Any]:
+    return [None if item is None else item._version for item in gradients]
+
+
+def _note(leaf: Tensor) -> None:
+    key = id(leaf)
+    _known[key] = ref(leaf, lambda _: _known.pop(key, None))

@@ -33,7 +33,8 @@ class RewoundNotes:
             raise
 
     def __exit__(self, *error: object) -> None:
-        for note, present in zip(self._notes, self._present):
+        # The last first: an object that was noted twice was found rewound the second time.
+        for note, present in reversed([*zip(self._notes, self._present)]):
             if not note.is_at(present):
                 note.put(present)
 

@@ -49,7 +49,8 @@ class Modules(Guard):
     def unrestored(self, token: ModuleNotes | None) -> Sequence[Unrestored]:
         if token is None:
             return ()
-        return [Unrestored(item, token.name_of(item), version) for item, version in token.written_parameters()]
+        found = [Unrestored(item, token.name_of(item), version) for item, version in token.written_parameters()]
+        return found + [Unrestored(item, "a gradient", version) for item, version in token.gradients.unknown]
 
     def replay(self, snapshot: ModuleNotes) -> AbstractContextManager[Any]:
         rewound = RewoundModules(snapshot)
