@@ -39,7 +39,7 @@ def apply(
     *,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism = "metadata",
+    determinism: Determinism = "first",
 ) -> Handle:
     """Let the modules of `model` save or recompute their activations as `policy` says.
 

@@ -26,7 +26,7 @@ from reactivate.guards import DEFAULT, ContextPair
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Determinism = Literal["metadata", "values", "none"]
+Determinism = Literal["first", "metadata", "values", "none"]
 
 
 @overload
@@ -36,7 +36,7 @@ def checkpoint(
     policy: Policy | None = None,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism = "metadata",
+    determinism: Determinism = "first",
     name: str | None = None,
 ) -> Callable[P, R]: ...
 
@@ -47,7 +47,7 @@ def checkpoint(
     policy: Policy | None = None,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism = "metadata",
+    determinism: Determinism = "first",
     name: str | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
@@ -58,7 +58,7 @@ def checkpoint(
     policy: Policy | None = None,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism = "metadata",
+    determinism: Determinism = "first",
     name: str | None = None,
 ) -> Any:
     """`fn`, recomputing in the backward what autograd would have kept from the forward pass.
@@ -76,9 +76,10 @@ def checkpoint(
         guards: state that a replay must see as the forward pass saw it. Leave some out with `guards.DEFAULT.without(
             "rng")`, add your own with `guards.DEFAULT.adding(...)`.
         early_stop: end a replay as soon as nothing that it could still compute is needed.
-        determinism: what of a replay is compared with the forward pass. "metadata": number, shape, dtype and device of
-            the tensors that autograd saves. "values": the result of every op, by a checksum; slow, it finds the first op
-            that differs. "none": only their number.
+        determinism: how far a recomputation is compared with its forward. "metadata": number, shape, dtype and device of
+            the tensors that autograd saves. "first": that, and in the 1st, 2nd, 4th, 8th, ... call of a region checksums
+            of saved tensors and outputs; such a recomputation runs to its end. "values": the result of every op, by a
+            checksum; slow, it names the first op that differs. "none": only their number.
         name: what error messages and profiler traces call it; by default the name of `fn`.
 
     Returns:
@@ -117,7 +118,7 @@ def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determi
     Raises:
         UsageError: an option has a value that it cannot have.
     """
-    if guards is DEFAULT and early_stop is True and determinism == "metadata" and name is None:
+    if guards is DEFAULT and early_stop is True and determinism == "first" and name is None:
         return _DEFAULT_OPTIONS
     if determinism not in get_args(Determinism):
         allowed = ", ".join(map(repr, get_args(Determinism)))

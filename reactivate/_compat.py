@@ -236,6 +236,12 @@ def is_distributed(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def is_distributed_run() -> bool:
+    """Return whether this process is one of a group."""
+    module = sys.modules.get("torch.distributed")
+    return module is not None and module.is_available() and module.is_initialized()
+
+
 def copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that neither autograd nor modes of the user's notice."""
     if not _count_dispatch_modes() and not _count_function_modes():

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
 from reactivate._compat import SavedTensor, data_of
-from reactivate._engine.inputs import InputSpec, SavedInput
+from reactivate._engine.inputs import InputSpec, SavedInput, WrittenInput
 from reactivate._engine.record import Record
 from reactivate._engine.refusals import name_of
 from reactivate._state.changes import ModuleChanges
@@ -87,7 +87,7 @@ def copied_inputs(record: Record) -> Iterator[Tensor]:
     if record.states is not None:
         yield from record.states.held()
     for spec in record.replaced.values():
-        yield spec.alias
+        yield spec.alias if isinstance(spec, WrittenInput) else spec
 
 
 def _specs_of(record: Record) -> Iterator[Any]:

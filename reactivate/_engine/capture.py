@@ -9,6 +9,7 @@ vocabulary are reachable too, and what lies beyond is used as it is, as without 
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import sys
 from collections import OrderedDict, deque
@@ -233,7 +234,8 @@ class Capture:
         if isinstance(value, Tensor):
             return self._tensor_argument(value, place)
         if isinstance(value, tuple) and self._is_hooked and any(isinstance(item, Tensor) for item in value):
-            spec = self._specs[key] = TupleInput(kind, [self._argument(item, f"{place}[{i}]") for i, item in enumerate(value)])
+            items = [self._argument(item, f"{place}[{index}]") for index, item in enumerate(value)]
+            spec = self._specs[key] = TupleInput(kind, items)
             return spec
         if _is_iterator(kind):
             spec = self._specs[key] = IteratorInput(value)
@@ -371,7 +373,7 @@ class Capture:
             self._scripts += (fn,)
         else:
             self._object(fn, kind, place, depth)
-            call = getattr(kind, "__call__", None)
+            call = inspect.getattr_static(kind, "__call__")
             if type(call) is FunctionType:
                 self._look(call, place, depth)
 
@@ -522,6 +524,8 @@ def _is_plain(kind: type) -> bool:
 @functools.cache
 def _is_users_class(kind: type) -> bool:
     """Return whether code of the user's own may change attributes of this class."""
+    if kind.__module__ == "torch.nn.utils.parametrize":  # a class that it made for one module
+        return True
     package = kind.__module__.partition(".")[0]
     is_known = package in ("reactivate", "torch", "numpy", "builtins") or (
         package in sys.stdlib_module_names and package != "__main__"

@@ -19,7 +19,6 @@ from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-
 Names = tuple[tuple[dict[str, Any], str], ...]
 
 

@@ -36,7 +36,7 @@ class Options:
 
     guards: tuple[Guard, ...] = ()
     early_stop: bool = True
-    determinism: str = "metadata"
+    determinism: str = "first"
     name: str | None = None
     choice: Choice | None = None
     in_graph: Any = None  # the same for torch.compile: a function for the contexts around the traced region

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._compat import SavedTensor
+from reactivate._engine.check import OUTPUTS
 from reactivate._engine.inputs import InputSpec, rebuild
 from reactivate._engine.record import Record
 from reactivate._engine.sites import Site, called_module, line_of, user_frame
@@ -141,6 +142,41 @@ def different_values(record: Record, details: str) -> ReplayMismatchError:
         f"The replay of the region `{name_of(record)}` computes other values than its forward pass. {details}",
         kind="values",
     )
+
+
+def missed_state(record: Record, number: int) -> ReplayMismatchError:
+    """The recomputation computes something else than the forward, for a reason that no rule knows."""
+    return ReplayMismatchError(
+        f"The recomputation of the region `{name_of(record)}` computes other values than its forward, first in "
+        f"{_numbered(record, number)}. It reads something that has changed since and that the library cannot see: a write "
+        "through `.data` or NumPy, an object with state in C, a file. Keep that state in a buffer or an attribute of a "
+        'module, or give the module `replay_state()` and `load_replay_state(state)`. `determinism="values"` names the '
+        "first op that differs.",
+        kind="values",
+    )
+
+
+def differs(record: Record, number: int, is_deterministic: bool | None) -> str:
+    """A warning: the values differ, and that need not be wrong."""
+    reason = (
+        "by no more than rounding, as where kernels are chosen anew"
+        if is_deterministic
+        else "and a second recomputation differs from the first: an op in it is nondeterministic on this device"
+        if is_deterministic is False
+        else "and in a distributed run the region is not recomputed again to find out why"
+    )
+    return (
+        f"The recomputation of the region `{name_of(record)}` computes other values than its forward, first in "
+        f'{_numbered(record, number)}, {reason}. `determinism="values"` names the op; `determinism="metadata"` turns '
+        "this check off."
+    )
+
+
+def _numbered(record: Record, number: int) -> str:
+    if number >= OUTPUTS:
+        return f"its output {number - OUTPUTS}"
+    _, (shape, dtype, device, _), code, instruction = record.saved[number]
+    return f"the {_metadata(shape, dtype, device)} that is saved at {_site(record, (code, instruction))}"
 
 
 # -- places ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from _thread import RLock, get_ident
-from collections.abc import Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
 from itertools import chain
@@ -48,6 +47,7 @@ from reactivate._compat import (
 from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
+from reactivate._engine.check import Check, is_due
 from reactivate._engine.exits import through_exit
 from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
 from reactivate._engine.inputs import WrittenInput
@@ -146,8 +146,13 @@ class Region(Record):
         except BaseException as error:
             self._leave(error)
             raise
-        sees_applies = options.choice is not None and options.choice.interest.functions
-        push_saved_tensor_hooks(self.pack_beside_sites if sees_applies else self.pack, self.unpack)
+        pack = self.pack
+        if options.determinism == "first" and is_due(fn, options.choice):
+            self.check = Check()
+            pack = self.pack_checked
+        if options.choice is not None and options.choice.interest.functions:
+            pack = self.pack_beside_sites
+        push_saved_tensor_hooks(pack, self.unpack)
         if self.log is not None:
             self.log.__enter__()
         self.forward_log = None
@@ -180,6 +185,8 @@ class Region(Record):
             finish(tokens[index])
         if self.gradients is not None:
             self.gradients.finish()
+        if self.check is not None:
+            self.check.note_outputs(result)
         self._look_for_writes(capture, result)
         if last_script_graph() is not self.script_graph:
             refuse_watched(last_script_graph(), refusals.name_of(self))
@@ -197,7 +204,7 @@ class Region(Record):
         written = self.unrestored()
         for tensor, spec, version in capture.saved:
             if tensor._version != version:
-                self.replaced[id(spec)] = spec = WrittenInput(tensor)
+                self.replaced[id(spec)] = spec = tensor if tensor.is_leaf else WrittenInput(tensor)
                 written.append(Unrestored(spec, refusals.place_of(self, tensor), version))
         self.saved_inputs = [spec for _, spec, _ in capture.saved]
         if written:
@@ -254,6 +261,12 @@ class Region(Record):
             code = frame.f_code
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
         self.saved.append((ref(slot), metadata, code, frame.f_lasti))
+        return slot
+
+    def pack_checked(self, tensor: Tensor) -> Slot:
+        """Do as `pack`, and take a checksum."""
+        slot = self.pack(tensor, _getframe(1))
+        self.check.note(len(self.saved) - 1, tensor)
         return slot
 
     def pack_beside_sites(self, tensor: Tensor) -> Slot:
@@ -356,6 +369,7 @@ def _call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 leave_to_eager(Region.pack.__code__)
+leave_to_eager(Region.pack_checked.__code__)
 leave_out_of_graphs(Region.unpack)
 
 

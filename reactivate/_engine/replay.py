@@ -8,6 +8,7 @@ filled (Rule 8). Afterwards everything is as if it had not run (Rules 12, 13).
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ from reactivate._compat import (
     FUNCTION_APPLY_CODE,
     copy_unseen,
     is_function_mode_active,
+    is_distributed_run,
     is_profiling,
     leave_to_eager,
     next_node_number,
@@ -33,6 +35,7 @@ from reactivate._compat import (
 )
 from reactivate._engine import refusals
 from reactivate._engine.capture import CellTensorNote
+from reactivate._engine.check import Check
 from reactivate._engine.fencing import FencedReplay
 from reactivate._engine.inputs import Memo, rebuild
 from reactivate._engine.kept import SavedSite, last_needed
@@ -94,11 +97,32 @@ def replay(record: Record, behind: FencedReplay | None = None) -> None:
     run = _replay if record.log is None else record.log.unseen(_replay)
     try:
         context.copy().run(run, record, behind)
+        if record.check is not None and record.tokens is None:
+            _compare(record, lambda: context.copy().run(run, record, behind))
     except BaseException:
         record.forget()  # what it had filled in by then
         raise
     if observers:
         tell(context, "replay_done", record)
+
+
+def _compare(record: Record, again: Callable[[], Any]) -> None:
+    """Compare a recomputation with its forward; where they differ, recompute once more to see which of two it is."""
+    forward, first = record.check
+    record.check = None
+    number = forward.difference(first)
+    if number is None:
+        return
+    is_deterministic = None
+    if not is_distributed_run():  # other ranks would wait in the collectives of a second one
+        record.check = forward
+        again()
+        (_, second), record.check = record.check, None
+        is_deterministic = first.difference(second) is None
+    # An op that adds up in any order may choose another expert on an accelerator; on the CPU there is none.
+    if (is_deterministic or forward.is_on_cpu()) and not forward.is_rounding(first):
+        raise record.options.exception(refusals.missed_state(record, number))
+    warnings.warn(refusals.differs(record, number, is_deterministic), stacklevel=2)
 
 
 def _replay(record: Record, behind: FencedReplay | None) -> None:
@@ -225,12 +249,15 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     sites = matching.follow_sites()
     if record.log is not None:
         fn = matching.compare_ops_of(fn, record.log)
-    push_saved_tensor_hooks(matching.pack, _unpack if record.tokens is None else matching.unpack_in_forward)
+    pack = matching.pack if matching.check is None else matching.pack_checked
+    push_saved_tensor_hooks(pack, _unpack if record.tokens is None else matching.unpack_in_forward)
     if sites is not None:
         sites.open()
     try:
         result = fn(*args, **kwargs)
         matching.finish()
+        if matching.check is not None:
+            matching.check.note_outputs(result)
         if record.proof is not None and record.tokens is None and not record.proof.holds(result):
             for tensor, _ in record.proof.tensors():
                 note_written(tensor)
@@ -245,6 +272,8 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         if sites is not None:
             sites.close()
         pop_saved_tensor_hooks()
+        if matching.check is not None:
+            record.check = record.check, matching.check
         matching.let_go()
 
 
@@ -255,8 +284,8 @@ class _Matching:
     """The saved-tensor hook of one replay."""
 
     __slots__ = (
-        *("detach", "entries", "is_complete", "last", "last_index", "log", "record", "refused"),
-        *("without_graph",),
+        *("check", "detach", "entries", "is_complete", "last", "last_index", "log", "record", "refused"),
+        *("stops", "without_graph"),
     )
 
     def __init__(self, record: Record) -> None:
@@ -264,8 +293,10 @@ class _Matching:
         self.record = record
         self.entries: Any = iter(saved)
         self.last, self.last_index = None, len(saved) - 1
-        is_stopped = record.early_stop and record.proof is None
-        if is_stopped or record.tokens is not None:
+        is_needed_whole = record.tokens is None and (record.proof is not None or record.check is not None)
+        self.check = None if record.check is None or record.tokens is not None else Check()
+        self.stops = record.early_stop and not is_needed_whole
+        if record.early_stop or record.tokens is not None:
             if saved[-1][0]() is None or record.options.choice is not None:
                 self.last_index = last_needed(saved)
             self.last = saved[self.last_index] if self.last_index >= 0 else None
@@ -305,7 +336,15 @@ class _Matching:
             self.without_graph = next_node_number()
         return value
 
+    def pack_checked(self, tensor: Tensor) -> Tensor:
+        """Do as `pack`, and take a checksum."""
+        number = len(self.record.saved) - length_hint(self.entries)
+        if not self.is_complete and self.check is not None:
+            self.check.note(number, tensor)
+        return self.pack(tensor)
+
     leave_to_eager(pack.__code__)
+    leave_to_eager(pack_checked.__code__)
 
     def _may_be_filling(self, tensor: Tensor) -> bool:
         """Whether the op that saves `tensor` may yet write to what it has saved.
@@ -379,7 +418,7 @@ class _Matching:
         # Mostly that is `fn` itself; only otherwise it is worth looking further.
         outer = frame.f_back
         is_called_at_once = outer is not None and outer.f_code is _REPLAY_CODE
-        if self.record.early_stop and self.record.proof is None and (is_called_at_once or not _is_inside_function(frame)):
+        if self.stops and (is_called_at_once or not _is_inside_function(frame)):
             raise ReplayComplete
 
     def unpack_in_forward(self, tensor: Tensor) -> Tensor:
@@ -405,7 +444,7 @@ class _Matching:
         Hooks inside of the function that give back an op's own output tie that graph into a cycle. No backward goes
         through it and opens the cycle, and no collector sees it (Rule 2).
         """
-        del self.record, self.entries, self.last, self.log, self.detach, self.refused
+        del self.record, self.entries, self.last, self.log, self.detach, self.refused, self.check
 
     def compare_ops_of(self, fn: Callable[..., Any], forward: OpLog) -> Callable[..., Any]:
         """`fn`, with each op held against that of the forward pass (`determinism="values"`)."""

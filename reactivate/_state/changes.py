@@ -8,6 +8,7 @@ from reactivate._compat import copy_unseen
 from reactivate._state.contents import held
 from reactivate._state.modules import ModuleNotes, assign
 
+
 class ModuleChanges:
     """Modules as a saved call left them, next to what they were when the region began.
 

@@ -20,6 +20,7 @@ from reactivate._state.contents import Note, are_items, given_back, held, put_di
 from reactivate._state.gradients import Gradients
 from reactivate._state.notes import RewoundNotes
 from reactivate._state.shadows import RewoundTensors, TensorStates, is_known_written, version_of
+from reactivate._state.steps import is_stepped_since, steps_so_far
 from reactivate._state.tensor_hooks import KeptHooks
 
 _REGISTRIES = itemgetter("_parameters", "_buffers", "_modules")
@@ -38,7 +39,8 @@ class ModuleNotes:
         namespaces, copies: every module's `__dict__` and registries, and copies of them.
         hooks, hook_copies: the dicts of hooks, and those with the parameters' Python attributes; copies of them, None
             where all are empty.
-        parameters, versions: every parameter, and its version.
+        kinds: the classes of the modules: to parametrise one is to change its class.
+        parameters, versions, differentiable: every parameter, its version, and whether it requires a gradient.
         notes: containers and objects in attributes.
         tensors: buffers, and tensors in attributes, with what they held.
         states: (a module with a state protocol, its state).
@@ -46,8 +48,8 @@ class ModuleNotes:
     """
 
     __slots__ = (
-        *("_count", "copies", "gradients", "hook_copies", "hooks", "modules"),
-        *("namespaces", "notes", "parameters", "states", "tensors", "versions"),
+        *("_count", "copies", "differentiable", "gradients", "hook_copies", "hooks", "kinds", "modules"),
+        *("namespaces", "notes", "parameters", "states", "steps", "tensors", "versions"),
     )
 
     def __init__(
@@ -83,6 +85,9 @@ class ModuleNotes:
         state += filter(is_known_written, members)
         self.tensors = TensorStates({id(tensor): tensor for tensor in state}.values())
         self.versions: list[int] = list(map(version_of, members))
+        self.steps = steps_so_far()
+        self.differentiable: list[bool] = list(map(_REQUIRES_GRAD, members))
+        self.kinds: list[type] = list(map(type, modules))
         self.gradients = Gradients(members)
         self.states: list[tuple[Any, Any]] = [
             (module, module.replay_state()) for module in own if hasattr(type(module), "replay_state")
@@ -98,12 +103,14 @@ class ModuleNotes:
 
     def written_parameters(self) -> list[tuple[Tensor, int]]:
         """Return (parameter, noted version) of those that have another version by now, and no shadow."""
-        if list(map(version_of, self.parameters)) == self.versions:
+        is_stepped = steps_so_far() != self.steps
+        if list(map(version_of, self.parameters)) == self.versions and not is_stepped:
             return []
         return [
             (item, version)
             for item, version in zip(self.parameters, self.versions)
-            if item._version != version and not self.tensors.covers(item)
+            if (item._version != version or (is_stepped and is_stepped_since(item, self.steps)))
+            and not self.tensors.covers(item)
         ]
 
     def present(self) -> list[Namespace]:
@@ -135,6 +142,7 @@ class ModuleNotes:
             bool(tensors.groups or self.states or self.notes)
             or any(tensor._version != shadow.version for tensor, shadow in zip(tensors.tensors, tensors.shadows))
             or not self.are_namespaces_current(self.copies)
+            or list(map(type, self.modules)) != self.kinds
             or not self.are_hooks_current(self.hook_copies)
         )
 
@@ -151,7 +159,10 @@ class ModuleNotes:
 class RewoundModules:
     """Modules as they were, for as long as the context lasts."""
 
-    __slots__ = ("_copies", "_entered", "_hook_copies", "_inner", "_states", "note")
+    __slots__ = (
+        *("_copies", "_differentiable", "_entered", "_hook_copies", "_inner", "_kinds", "_states"),
+        *("note",),
+    )
 
     def __init__(self, note: ModuleNotes) -> None:
         self.note = note
@@ -163,7 +174,10 @@ class RewoundModules:
         self._states = [module.replay_state() for module, _ in note.states]
         self._copies: list[Namespace] | None = None
         self._hook_copies: list[Any] | None = None
+        self._kinds: list[type] = list(map(type, note.modules))
+        self._differentiable: list[bool] = list(map(_REQUIRES_GRAD, note.parameters))
         try:
+            _set_all(note, note.kinds, note.differentiable, self._kinds, self._differentiable)
             if not note.are_namespaces_current(note.copies):
                 self._copies = note.present()
                 _assign_all(note.namespaces, note.copies)
@@ -193,6 +207,22 @@ class RewoundModules:
             hooks = note.hook_copies if self._hook_copies is None else self._hook_copies
             if not note.are_hooks_current(hooks):
                 _put_hooks(note.hooks, hooks)
+            now = list(map(type, note.modules)), list(map(_REQUIRES_GRAD, note.parameters))
+            _set_all(note, self._kinds, self._differentiable, *now)
+
+
+def _set_all(
+    note: ModuleNotes, kinds: list[type], differentiable: list[bool], kinds_now: list[type], differentiable_now: list[bool]
+) -> None:
+    """Give modules their classes, and parameters their `requires_grad`."""
+    if kinds != kinds_now:
+        for module, kind in zip(note.modules, kinds):
+            if type(module) is not kind:
+                module.__class__ = kind  # type: ignore[assignment]
+    if differentiable != differentiable_now:
+        for tensor, flag in zip(note.parameters, differentiable):
+            if tensor.is_leaf and tensor.requires_grad is not flag:
+                tensor.requires_grad = flag
 
 
 def _put_hooks(hooks: Sequence[Any], copies: Sequence[Any] | None) -> None:

@@ -8,13 +8,15 @@ There is one current shadow of each tensor, with the version at which it was tak
 version costs one integer comparison, and the region refers to the shadow; a changed one costs a copy. A region refers to
 the shadows it started from whether it writes or not: between two writers a region may only read.
 
-Some writers move no version: batch norm's kernels write to running statistics, and inference tensors count none. Such
-tensors are copied for every region, all of them with one op.
+Some writers move no version: batch norm's kernels write to running statistics, and inference tensors count none. Small
+ones are copied for every region, all of them with one op; larger ones are compared with their shadow, where that needs no
+synchronisation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -53,6 +55,8 @@ def _address_of(tensor: Tensor) -> int | None:
 MOST_CHANNELS = 1 << 16
 """The number of elements up to which a vector may be a running statistic, which is written to unseen."""
 
+_FEW_CHANNELS = 1 << 12  # up to which a copy is cheaper than a look
+
 _current: dict[int, Shadow] = {}  # by the id of the tensor
 rewound_memory: dict[int, int] = {}
 """{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now."""
@@ -87,32 +91,46 @@ def note_written(tensor: Tensor) -> None:
     _written[key] = ref(tensor, lambda _: _written.pop(key, None))
 
 
+def _compared_shadow(tensor: Tensor) -> Shadow:
+    """Return the shadow of a vector that may be written to unseen, after a look at the bytes."""
+    shadow = current_shadow(tensor)
+    if not run_unseen(torch.equal, tensor.detach().view(torch.uint8), shadow.content.view(torch.uint8)):
+        del _current[id(tensor)]
+        shadow = current_shadow(tensor)
+    return shadow
+
+
 class TensorStates:
     """The tensors that one region can read as state, as they were when it began.
 
     Attributes:
-        tensors: those with shadows, then the silent ones.
-        versions: theirs; None of inference tensors.
-        shadows: the current shadows, at the beginning.
-        copies: copies of the silent ones: one tensor for all of one kind.
+        tensors: those with a version that can be relied on, then the others.
+        versions: theirs; 0 of inference tensors.
+        shadows: the current shadows of the first, when the region began.
+        groups, copies: the others, and copies of them: one tensor for all of one kind.
     """
 
     __slots__ = ("copies", "groups", "protected", "shadows", "tensors", "versions")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         counted: list[Tensor] = []
+        compared: list[Tensor] = []
         silent: list[Tensor] = []
         known = fences()
         for tensor in tensors:
-            if tensor.ndim == 1 and tensor.is_floating_point():
-                is_counted = tensor.numel() > MOST_CHANNELS and not tensor.is_inference()
+            if tensor.is_inference() or (known and tensor.device.type in known):
+                silent.append(tensor)
+            elif tensor.ndim != 1 or not tensor.is_floating_point() or tensor.numel() > MOST_CHANNELS:
+                counted.append(tensor)
+            elif tensor.numel() > _FEW_CHANNELS and tensor.device.type == "cpu" and type(tensor) is Tensor:
+                compared.append(tensor)
             else:
-                is_counted = not tensor.is_inference() and (not known or tensor.device.type not in known)
-            (counted if is_counted else silent).append(tensor)
-        self.tensors = [*counted, *silent]
+                silent.append(tensor)
         self.shadows = list(map(current_shadow, counted))
-        self.groups = _grouped(silent)
-        self.copies = list(map(_copy_group, self.groups))
+        groups = _grouped(silent)
+        self.groups = [*groups, *([tensor] for tensor in compared)]
+        self.copies = [*map(_copy_group, groups), *([_compared_shadow(tensor).content] for tensor in compared)]
+        self.tensors = [*counted, *chain.from_iterable(self.groups)]
         self.versions = _versions_of(self.tensors)
         self.protected: Sequence[tuple[Tensor, int]] = ()
 

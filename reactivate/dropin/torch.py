@@ -129,7 +129,7 @@ def _options_of_call(
         raise UsageError("debug=True is incompatible with non-default context_fn.")
     if determinism_check not in ("default", "none"):
         raise UsageError(f"determinism_check should be one of ['default', 'none'], but got {determinism_check!r}.")
-    determinism = "values" if is_debugging else "metadata" if determinism_check == "default" else "none"
+    determinism = "values" if is_debugging else "first" if determinism_check == "default" else "none"
     options = _options(guards, preserve_rng_state, early_stop if stops is None else stops, determinism)
     if context_fn is noop_context_fn:
         return options

@@ -26,7 +26,7 @@ class Settings:
 
     guards: Guards = DEFAULT
     early_stop: bool = True
-    determinism: Determinism = "metadata"
+    determinism: Determinism = "first"
 
 
 @dataclass(frozen=True, repr=False)

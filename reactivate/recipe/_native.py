@@ -24,7 +24,7 @@ class Native(Recipe):
     policy: Annotated[Any, "a policy, such as 'full' or {'first_match': [{'save_ops': ['linear']}, 'full']}"]
     without_guards: Annotated[Sequence[str], "a list of names of guards"] = ()
     early_stop: Annotated[bool, "True or False"] = True
-    determinism: Annotated[Determinism, "'metadata', 'values' or 'none'"] = "metadata"
+    determinism: Annotated[Determinism, "'first', 'metadata', 'values' or 'none'"] = "first"
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, Spelled):

@@ -98,5 +98,5 @@ class Torchtitan(Recipe):
         return Settings(
             DEFAULT if self.preserve_rng_state else DEFAULT.without("rng"),
             self.early_stop,
-            "values" if self.debug else "metadata" if self.determinism_check == "default" else "none",
+            "values" if self.debug else "first" if self.determinism_check == "default" else "none",
         )

@@ -1,0 +1,150 @@
+"""The self-check (Rule 25): the first recomputation of each region is compared with its forward, and ever fewer later.
+
+What no rule foresaw, a write that no version counter sees or state in a place where nobody looks, changes what a
+recomputation computes. So in the first call of a region, and in its 2nd, 4th, 8th, ..., both passes take checksums of the
+tensors that autograd saves and of the outputs, on the device, and one comparison at the end reads them.
+
+A checksum is the sum of the bits as 64-bit integers: exact, without a temporary, at the speed of memory. Two floating-point
+sums beside it tell a difference of rounding size, from kernels that were chosen anew, from a missed state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from reactivate._compat import flatten, run_unseen
+
+_PLAIN = (Tensor, Parameter)
+_ROUNDINGS = 64
+"""How many units in the last place, of the root mean square of a tensor, a difference of rounding size may have."""
+
+OUTPUTS = 1 << 30
+"""The number of the first output, behind those of all saved tensors."""
+
+_calls: dict[Any, tuple[ref[Any], int]] = {}
+
+
+def is_due(fn: Any, choice: Any) -> bool:
+    """Return whether this call of a region is one of those that are compared: the 1st, 2nd, 4th, 8th, ..."""
+    owner = getattr(fn, "__self__", None) or getattr(fn, "__code__", fn)
+    key = id(owner), id(choice)
+    found = _calls.get(key)
+    if found is not None and found[0]() is owner:
+        reference, count = found
+    else:
+        try:
+            reference, count = ref(owner, lambda _: _calls.pop(key, None)), 0
+        except TypeError:  # an object in C
+            return False
+    _calls[key] = reference, count + 1
+    return not (count + 1) & count
+
+
+class Sums(NamedTuple):
+    """Sums of one tensor, on its device.
+
+    Attributes:
+        bits: of its bits as integers.
+        values, squares: of its elements, None if these are no real floats.
+        count, unit: how many elements there are, and the relative distance of two floats of the type.
+    """
+
+    bits: Tensor
+    values: Tensor | None
+    squares: Tensor | None
+    count: int
+    unit: float
+
+
+class Check:
+    """Checksums of one pass.
+
+    Attributes:
+        sums: by the number of the saved tensor, or of the output.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Sums] = {}
+
+    def note(self, number: int, tensor: Tensor) -> None:
+        """Take the checksum of a tensor, if it has bits to look at and an op computed it."""
+        if _is_looked_at(tensor):
+            self.sums[number] = run_unseen(_sums_of, tensor.detach())
+
+    def note_outputs(self, result: Any) -> None:
+        """Take the checksums of the outputs."""
+        for index, leaf in enumerate(flatten(result)[0]):
+            if isinstance(leaf, Tensor):
+                self.note(OUTPUTS + index, leaf)
+
+    def difference(self, other: Check) -> int | None:
+        """Return the number of the first tensor that differs in another pass, None if none does."""
+        numbers = sorted(self.sums.keys() & other.sums.keys())
+        ones, others = ([check.sums[number].bits for number in numbers] for check in (self, other))
+        if not numbers or run_unseen(_are_equal, ones, others):
+            return None
+        return next(number for number, one, two in zip(numbers, ones, others) if not run_unseen(torch.equal, one, two))
+
+    def is_on_cpu(self) -> bool:
+        """Return whether no accelerator computed any of the tensors."""
+        return all(item.bits.device.type == "cpu" for item in self.sums.values())
+
+    def is_rounding(self, other: Check) -> bool:
+        """Return whether every difference to another pass is one of rounding size."""
+        return all(
+            run_unseen(_is_rounding, self.sums[number], other.sums[number])
+            for number in self.sums.keys() & other.sums.keys()
+        )
+
+
+def _is_looked_at(tensor: Tensor) -> bool:
+    # An op may fill what has no gradient after it had it saved, as rrelu does.
+    if not tensor.requires_grad or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return False
+    return tensor.device.type not in ("xla", "meta", "jax") and tensor.numel() > 0 and not tensor.is_quantized
+
+
+def _sums_of(tensor: Tensor) -> Sums:
+    plain = tensor.resolve_conj().resolve_neg()
+    flat = plain.reshape(-1) if plain.is_contiguous() else plain.contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    count = len(flat)
+    whole = count - count % (8 // flat.itemsize)
+    can_be_cast = flat.storage_offset() * flat.itemsize % 8 == 0 and whole
+    bits = flat[:whole].view(torch.int64).sum() if can_be_cast else flat.new_zeros((), dtype=torch.int64)
+    rest = flat[whole:] if can_be_cast else flat
+    if len(rest):
+        bits = bits + rest.contiguous().view(torch.uint8).sum(dtype=torch.int64)
+    if not flat.is_floating_point():
+        return Sums(bits, None, None, count, 0.0)
+    is_wide = flat.dtype in (torch.float32, torch.float64)
+    squares = torch.dot(flat, flat) if is_wide else None
+    return Sums(bits, flat.sum(dtype=None if is_wide else torch.float32), squares, count, torch.finfo(flat.dtype).eps)
+
+
+def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    devices = {item.device for item in (*some, *others)}
+    if len(devices) > 1:
+        return all(map(torch.equal, some, others))
+    return torch.equal(torch.stack(some), torch.stack(others))
+
+
+def _is_rounding(one: Sums, other: Sums) -> bool:
+    if torch.equal(one.bits, other.bits):
+        return True
+    if one.values is None or other.values is None:
+        return False
+    values, others = one.values.item(), other.values.item()
+    if one.squares is None or other.squares is None:
+        scale = abs(values) + one.count**0.5
+    else:
+        scale = one.squares.item() ** 0.5
+        if not abs(one.squares.item() - other.squares.item()) <= _ROUNDINGS * one.unit * one.squares.item():
+            return False
+    return bool(abs(values - others) <= _ROUNDINGS * one.unit * scale)

@@ -1,0 +1,45 @@
+"""Steps of fused optimizers, which write to parameters without a new version.
+
+Torch calls a hook after each step of any optimizer; from the first region on, it notes here which parameters a fused one
+stepped. Nobody else sees a difference: the parameters and their versions stay as the optimizer left them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_stepped: dict[int, tuple[ref[Tensor], int]] = {}  # by the id of the parameter: its last step
+_count = [0]
+
+
+def steps_so_far() -> int:
+    """Return how many fused steps there were."""
+    _listen()
+    return _count[0]
+
+
+def is_stepped_since(tensor: Tensor, number: int) -> bool:
+    """Return whether a fused optimizer stepped `tensor` after its step `number`."""
+    found = _stepped.get(id(tensor))
+    return found is not None and found[0]() is tensor and found[1] > number
+
+
+@functools.cache
+def _listen() -> None:
+    register_optimizer_step_post_hook(_note)
+
+
+def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    groups = [group for group in optimizer.param_groups if group.get("fused")]
+    if groups:
+        _count[0] += 1
+        for group in groups:
+            for tensor in group["params"]:
+                key = id(tensor)
+                _stepped[key] = ref(tensor, lambda _, key=key: _stepped.pop(key, None)), _count[0]  # type: ignore[misc]
