@@ -31,7 +31,9 @@ _calls: dict[Any, tuple[ref[Any], int]] = {}
 
 def is_due(fn: Any, choice: Any) -> bool:
     """Return whether this call of a region is one of those that are compared: the 1st, 2nd, 4th, 8th, ..."""
-    owner = getattr(fn, "__self__", None) or getattr(fn, "__code__", fn)
+    owner = getattr(fn, "__self__", None)
+    if owner is None:
+        owner = getattr(fn, "__code__", fn)
     key = id(owner), id(choice)
     found = _calls.get(key)
     if found is not None and found[0]() is owner:
@@ -66,10 +68,12 @@ class Check:
 
     Attributes:
         sums: by the number of the saved tensor, or of the output.
+        recomputed: those of the last recomputation that came to its end.
     """
 
     def __init__(self) -> None:
         self.sums: dict[int, Sums] = {}
+        self.recomputed: Check | None = None
 
     def note(self, number: int, tensor: Tensor) -> None:
         """Take the checksum of a tensor, if it has bits to look at and an op computed it."""

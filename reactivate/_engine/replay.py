@@ -108,17 +108,18 @@ def replay(record: Record, behind: FencedReplay | None = None) -> None:
 
 def _compare(record: Record, again: Callable[[], Any]) -> None:
     """Compare a recomputation with its forward; where they differ, recompute once more to see which of two it is."""
-    forward, first = record.check
+    forward: Check = record.check
     record.check = None
-    number = forward.difference(first)
-    if number is None:
+    first, forward.recomputed = forward.recomputed, None
+    number = None if first is None else forward.difference(first)
+    if first is None or number is None:
         return
     is_deterministic = None
     if not is_distributed_run():  # other ranks would wait in the collectives of a second one
         record.check = forward
         again()
-        (_, second), record.check = record.check, None
-        is_deterministic = first.difference(second) is None
+        second, record.check = forward.recomputed, None
+        is_deterministic = second is not None and first.difference(second) is None
     # An op that adds up in any order may choose another expert on an accelerator; on the CPU there is none.
     if (is_deterministic or forward.is_on_cpu()) and not forward.is_rounding(first):
         raise record.options.exception(refusals.missed_state(record, number))
@@ -258,6 +259,7 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         matching.finish()
         if matching.check is not None:
             matching.check.note_outputs(result)
+            record.check.recomputed = matching.check
         if record.proof is not None and record.tokens is None and not record.proof.holds(result):
             for tensor, _ in record.proof.tensors():
                 note_written(tensor)
@@ -272,8 +274,6 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         if sites is not None:
             sites.close()
         pop_saved_tensor_hooks()
-        if matching.check is not None:
-            record.check = record.check, matching.check
         matching.let_go()
 
 

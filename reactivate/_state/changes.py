@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reactivate._compat import copy_unseen
+from reactivate._compat import copy_unseen, set_versions
 from reactivate._state.contents import held
 from reactivate._state.modules import ModuleNotes, assign
 
@@ -15,7 +15,7 @@ class ModuleChanges:
     It is brought about inside of `RewoundModules`, which puts everything back afterwards.
     """
 
-    __slots__ = ("contents", "namespaces", "note", "notes", "states")
+    __slots__ = ("contents", "namespaces", "note", "notes", "states", "versions")
 
     def __init__(self, note: ModuleNotes) -> None:
         self.note = note
@@ -31,6 +31,7 @@ class ModuleChanges:
             if tensor._version != shadow.version
         ]
         self.contents = [(tensor, copy_unseen(tensor)) for tensor in (*moved, *tensors.tensors[count:])]
+        self.versions = [tensor._version for tensor, _ in self.contents]
         self.notes = [(item, item.contents()) for item in note.notes if not item.is_at(item.noted)]
         self.states = [(module, module.replay_state()) for module, _ in note.states]
 
@@ -41,6 +42,7 @@ class ModuleChanges:
         with torch.no_grad():
             for tensor, content in self.contents:
                 tensor.copy_(content)
+        set_versions([tensor for tensor, _ in self.contents], self.versions)
         for note, contents in self.notes:
             note.put(contents)
         for module, state in self.states:
