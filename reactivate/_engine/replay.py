@@ -357,8 +357,7 @@ class _Matching:
             self.without_graph = number
         return self.without_graph == number
 
-    @staticmethod
-    def _outlasting(value: Tensor, saved_version: int) -> tuple[Tensor, int]:
+    def _outlasting(self, value: Tensor, saved_version: int) -> tuple[Tensor, int]:
         """Return what the slot gets of a tensor whose memory may be put back when the recomputation is over.
 
         Where autograd would read the present memory, this does; where it would refuse to, the bytes of the forward.
@@ -369,7 +368,7 @@ class _Matching:
         if present is None:
             return value, value._version
         if present == saved_version:
-            return value.detach(), present
+            return self.detach(value), present
         copied = copy_unseen(value)
         return copied, copied._version
 
