@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from journal import Journal
 from oracle import assert_bitwise
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -195,7 +196,7 @@ def test_every_flag_is_restored_and_set() -> None:
     for flag in FLAGS:
         before = flag.read()
         other = _another(flag.name, before)
-        seen: list[Any] = []
+        seen = Journal()
         x = leaf(4)
         out = reactivate.checkpoint(lambda x: (seen.append(flag.read()), x.sin().exp())[1])(x)
         try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._backends import Backend
+from reactivate.errors import ReplayMismatchError
 from reactivate.guards import DEFAULT, ContextPair, DeviceRng, HostRng, RngTracker, TrackerGuard
 
 
@@ -141,10 +143,14 @@ def test_streams(make: Callable[[], Case], early_stop: bool) -> None:
     assert draws_left(plain) == draws_left(ours), "the generators are where they are without checkpointing"
 
 
-def test_without_the_guard_it_is_wrong() -> None:
+def test_without_the_guard_it_is_wrong_and_the_self_check_says_so() -> None:
     """The test above can fail: it does without the guard."""
     with pytest.raises(AssertionError, match="gradient"):
-        check(torch_default, guards=DEFAULT.without("rng"))
+        check(torch_default, guards=DEFAULT.without("rng"), determinism="metadata")
+    x, guards = leaf(8, 16), DEFAULT.without("rng")
+    with pytest.raises(ReplayMismatchError) as raised:
+        reactivate.checkpoint(lambda x: F.dropout(x.sin(), 0.5).exp(), guards=guards)(x).sum().backward()
+    assert raised.value.kind == "values"
 
 
 def test_backward_draws_nothing_from_the_streams_after() -> None:
@@ -155,14 +161,43 @@ def test_backward_draws_nothing_from_the_streams_after() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_nothing_is_kept_if_nothing_is_drawn() -> None:
+def test_regions_between_two_draws_share_one_snapshot_of_each_stream() -> None:
     guard = HostRng()
-    token = guard.before(None)  # type: ignore[arg-type]
-    assert guard.after(token) is None
+    first, again = guard.before(None), guard.before(None)  # type: ignore[arg-type]
+    assert first is again
     torch.rand(1)
-    random.random()
-    kept = guard.after(token)
-    assert [source.name for source, _ in kept] == ["torch's CPU generator", "Python's random"]
+    later = guard.before(None)  # type: ignore[arg-type]
+    assert [one is other for one, other in zip(first, later)] == [False, True, True], "only torch's stream has moved"
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: torch.rand(1).item(),
+    "python": random.random,
+    "numpy": lambda: float(numpy.random.rand()),
+}
+
+
+@pytest.mark.parametrize("number", DRAWS.values(), ids=DRAWS)
+def test_a_region_that_draws_and_restores_the_stream(number: Callable[[], float]) -> None:
+    """The states before and after are equal, and yet numbers were drawn."""
+
+    def make() -> Case:
+        def fn(x: Tensor) -> Tensor:
+            states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+            noise = number()
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            numpy.random.set_state(states[2])
+            return (x.sin() * noise).exp()
+
+        return Case(fn, (leaf(4),))
+
+    def draw_and_run(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+        for draw in DRAWS.values():
+            draw()
+        torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs])
+
+    check(make, backward=draw_and_run)
 
 
 def test_numpy_may_be_imported_after_us() -> None:
@@ -200,19 +235,24 @@ def test_replaced_numpy_generator() -> None:
 # -- devices: a module with several, on the CPU -------------------------------------------------------------------------
 
 
+def unchecked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `fn` without the self-check, which would find what a guard is missing for."""
+    return reactivate.checkpoint(fn, determinism="metadata")
+
+
 class FakeDevices:
     """A device module with generators of its own, such as `torch.xpu` is one."""
 
     def __init__(self, count: int, initialized: bool = True) -> None:
         generators = [torch.Generator().manual_seed(index) for index in range(count)]
-        self.hidden = {"deep": {"down": generators}}  # where no walk over a closure finds them
+        self.hidden = MappingProxyType({"down": generators})  # where no walk over a closure finds them
         self.initialized = initialized
         self.current = 0
         self.streams: list[str] = ["default"]
 
     @property
     def generators(self) -> list[torch.Generator]:
-        return self.hidden["deep"]["down"]
+        return self.hidden["down"]
 
     def is_initialized(self) -> bool:
         return self.initialized
@@ -255,7 +295,7 @@ def test_every_device_of_a_device_module(count: int) -> None:
     ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards), devices)
     assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
     with pytest.raises(AssertionError):
-        unguarded = once(reactivate.checkpoint, FakeDevices(count))
+        unguarded = once(unchecked, FakeDevices(count))
         assert all(torch.equal(*pair) for pair in zip(plain, unguarded))
 
 
@@ -314,12 +354,12 @@ class LiveTracker:
 
     def __init__(self, live: bool) -> None:
         generators = {"model-parallel": torch.Generator().manual_seed(1), "other": torch.Generator().manual_seed(2)}
-        self.hidden = {"deep": {"down": generators}}  # where no walk over a closure finds them
+        self.hidden = MappingProxyType({"down": generators})  # where no walk over a closure finds them
         self.live = live
 
     @property
     def generators(self) -> dict[str, torch.Generator]:
-        return self.hidden["deep"]["down"]
+        return self.hidden["down"]
 
     def get_states(self) -> dict[str, Any]:
         if self.live:
@@ -328,7 +368,7 @@ class LiveTracker:
 
     def set_states(self, states: dict[str, Any]) -> None:
         if self.live:
-            self.hidden["deep"]["down"] = states
+            self.hidden = MappingProxyType({"down": states})
         else:
             for name, state in states.items():
                 self.generators[name].set_state(state)
@@ -350,7 +390,7 @@ def test_trackers_of_others(live: bool) -> None:
     ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards), tracker)
     assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
     with pytest.raises(AssertionError):
-        unguarded = once(reactivate.checkpoint, LiveTracker(live))
+        unguarded = once(unchecked, LiveTracker(live))
         assert all(torch.equal(*pair) for pair in zip(plain, unguarded))
 
 
