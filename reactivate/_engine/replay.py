@@ -263,12 +263,12 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         if record.proof is not None and record.tokens is None and not record.proof.holds(result):
             for tensor, _ in record.proof.tensors():
                 note_written(tensor)
-            raise record.options.exception(refusals.disproved(record))
+            raise matching.refuse(refusals.disproved(record))
     except (Exception, ReplayComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         if matching.refused is not None:
             raise matching.refused from None
-        if not matching.is_complete:
+        if not matching.is_complete or record.proof is not None:  # which takes the outputs
             raise
     finally:
         if sites is not None:
@@ -384,13 +384,13 @@ class _Matching:
         saved = self.record.saved
         position = len(saved) - length_hint(self.entries)  # how many entries the forward pass has had by now
         if position != site.start or len(arguments) != site.count:
-            raise self._refuse(refusals.different_site(self.record, site))
+            raise self.refuse(refusals.different_site(self.record, site))
         for index in range(site.start, site.stop):
             slot: Any = saved[index][0]()
             if slot is not None and slot.recipe is not None:
                 source = slot.recipe.source(arguments)
                 if source._version > slot.recipe.version and self.record.options.checks_versions:
-                    raise self._refuse(refusals.written_before_saved(self.record, index, source))
+                    raise self.refuse(refusals.written_before_saved(self.record, index, source))
                 tensor = slot.recipe.follow(arguments)
                 if (tensor.shape, tensor.dtype, tensor.device) != saved[index][1][:3]:
                     self._check(saved[index], tensor)
@@ -411,7 +411,7 @@ class _Matching:
 
     def refuse_site(self, site: SavedSite, label: str) -> BaseException:
         """The error for a call that is not the one that was saved."""
-        return self._refuse(refusals.different_site(self.record, site, label))
+        return self.refuse(refusals.different_site(self.record, site, label))
 
     def _stop_if_possible(self, frame: FrameType) -> None:
         # Mostly that is `fn` itself; only otherwise it is worth looking further.
@@ -435,7 +435,7 @@ class _Matching:
             raise self.refused
         missing = 0 if self.is_complete else len(list(self.entries))
         if missing:
-            raise self._refuse(refusals.fewer_tensors(self.record, len(self.record.saved) - missing, self._details()))
+            raise self.refuse(refusals.fewer_tensors(self.record, len(self.record.saved) - missing, self._details()))
 
     def let_go(self) -> None:
         """Hold nothing of the region any more: the replay is over, but perhaps not its graph, which has `pack`.
@@ -457,7 +457,7 @@ class _Matching:
                     return
             elif forward.ops[index].is_like(ops[index]):
                 return
-            raise self._refuse(refusals.different_values(self.record, difference(forward.ops, ops)))
+            raise self.refuse(refusals.different_values(self.record, difference(forward.ops, ops)))
 
         self.log = OpLog(check)
         self.detach = self.log.unseen(Tensor.detach)
@@ -473,9 +473,9 @@ class _Matching:
         index = next(i for i, entry in enumerate(record.saved) if entry is saved)
         if tensor._version > saved[1][3] and record.options.checks_versions:
             # A copy that stands in for the original counts from 0, so that only the original can be ahead.
-            raise self._refuse(refusals.written_before_saved(record, index, tensor))
+            raise self.refuse(refusals.written_before_saved(record, index, tensor))
         if record.options.determinism != "none" and (tensor.shape, tensor.dtype, tensor.device) != saved[1][:3]:
-            raise self._refuse(refusals.different_tensor(record, index, tensor, _getframe(2)))
+            raise self.refuse(refusals.different_tensor(record, index, tensor, _getframe(2)))
 
     def _save_more(self, tensor: Tensor) -> Tensor:
         # Without early stop a backward inside the forward pass replays more than the forward pass has saved by then.
@@ -484,10 +484,11 @@ class _Matching:
             if not self._may_be_filling(tensor):
                 self._stop_if_possible(_getframe(2))
         elif self.record.tokens is None:
-            raise self._refuse(refusals.more_tensors(self.record, tensor, _getframe(2)))
+            raise self.refuse(refusals.more_tensors(self.record, tensor, _getframe(2)))
         return tensor.detach()
 
-    def _refuse(self, error: ReactivateError) -> BaseException:
+    def refuse(self, error: ReactivateError) -> BaseException:
+        """Return what to raise for `error`, also if the function swallows it."""
         self.refused = self.record.options.exception(error)
         return self.refused
 
