@@ -23,8 +23,8 @@ from torch import Tensor, is_grad_enabled
 from reactivate._compat import (
     FUNCTION_APPLY_CODE,
     copy_unseen,
-    is_function_mode_active,
     is_distributed_run,
+    is_function_mode_active,
     is_profiling,
     leave_to_eager,
     next_node_number,
@@ -122,6 +122,8 @@ def _compare(record: Record, again: Callable[[], Any]) -> None:
         is_deterministic = second is not None and first.difference(second) is None
     # An op that adds up in any order may choose another expert on an accelerator; on the CPU there is none.
     if (is_deterministic or forward.is_on_cpu()) and not forward.is_rounding(first):
+        if record.proof is not None:
+            raise _disproved(record)
         raise record.options.exception(refusals.missed_state(record, number))
     warnings.warn(refusals.differs(record, number, is_deterministic), stacklevel=2)
 
@@ -261,9 +263,8 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
             matching.check.note_outputs(result)
             record.check.recomputed = matching.check
         if record.proof is not None and record.tokens is None and not record.proof.holds(result):
-            for tensor, _ in record.proof.tensors():
-                note_written(tensor)
-            raise matching.refuse(refusals.disproved(record))
+            matching.refused = _disproved(record)
+            raise matching.refused
     except (Exception, ReplayComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         if matching.refused is not None:
@@ -278,6 +279,13 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
 
 
 _REPLAY_CODE = _refill.__code__
+
+
+def _disproved(record: Record) -> BaseException:
+    """Return the error for a forward that wrote to what it reads; from the next call on there is a copy of it."""
+    for tensor, _ in record.proof.tensors():
+        note_written(tensor)
+    return record.options.exception(refusals.disproved(record))
 
 
 class _Matching:
@@ -337,9 +345,10 @@ class _Matching:
         return value
 
     def pack_checked(self, tensor: Tensor) -> Tensor:
-        """Do as `pack`, and take a checksum."""
-        number = len(self.record.saved) - length_hint(self.entries)
-        if not self.is_complete and self.check is not None:
+        """Do as `pack`, and take a checksum of what a backward may still read."""
+        saved = self.record.saved
+        number = len(saved) - length_hint(self.entries)
+        if not self.is_complete and self.check is not None and number < len(saved) and saved[number][0]() is not None:
             self.check.note(number, tensor)
         return self.pack(tensor)
 
@@ -384,13 +393,13 @@ class _Matching:
         saved = self.record.saved
         position = len(saved) - length_hint(self.entries)  # how many entries the forward pass has had by now
         if position != site.start or len(arguments) != site.count:
-            raise self.refuse(refusals.different_site(self.record, site))
+            raise self._refuse(refusals.different_site(self.record, site))
         for index in range(site.start, site.stop):
             slot: Any = saved[index][0]()
             if slot is not None and slot.recipe is not None:
                 source = slot.recipe.source(arguments)
                 if source._version > slot.recipe.version and self.record.options.checks_versions:
-                    raise self.refuse(refusals.written_before_saved(self.record, index, source))
+                    raise self._refuse(refusals.written_before_saved(self.record, index, source))
                 tensor = slot.recipe.follow(arguments)
                 if (tensor.shape, tensor.dtype, tensor.device) != saved[index][1][:3]:
                     self._check(saved[index], tensor)
@@ -411,7 +420,7 @@ class _Matching:
 
     def refuse_site(self, site: SavedSite, label: str) -> BaseException:
         """The error for a call that is not the one that was saved."""
-        return self.refuse(refusals.different_site(self.record, site, label))
+        return self._refuse(refusals.different_site(self.record, site, label))
 
     def _stop_if_possible(self, frame: FrameType) -> None:
         # Mostly that is `fn` itself; only otherwise it is worth looking further.
@@ -435,7 +444,7 @@ class _Matching:
             raise self.refused
         missing = 0 if self.is_complete else len(list(self.entries))
         if missing:
-            raise self.refuse(refusals.fewer_tensors(self.record, len(self.record.saved) - missing, self._details()))
+            raise self._refuse(refusals.fewer_tensors(self.record, len(self.record.saved) - missing, self._details()))
 
     def let_go(self) -> None:
         """Hold nothing of the region any more: the replay is over, but perhaps not its graph, which has `pack`.
@@ -457,7 +466,7 @@ class _Matching:
                     return
             elif forward.ops[index].is_like(ops[index]):
                 return
-            raise self.refuse(refusals.different_values(self.record, difference(forward.ops, ops)))
+            raise self._refuse(refusals.different_values(self.record, difference(forward.ops, ops)))
 
         self.log = OpLog(check)
         self.detach = self.log.unseen(Tensor.detach)
@@ -473,9 +482,9 @@ class _Matching:
         index = next(i for i, entry in enumerate(record.saved) if entry is saved)
         if tensor._version > saved[1][3] and record.options.checks_versions:
             # A copy that stands in for the original counts from 0, so that only the original can be ahead.
-            raise self.refuse(refusals.written_before_saved(record, index, tensor))
+            raise self._refuse(refusals.written_before_saved(record, index, tensor))
         if record.options.determinism != "none" and (tensor.shape, tensor.dtype, tensor.device) != saved[1][:3]:
-            raise self.refuse(refusals.different_tensor(record, index, tensor, _getframe(2)))
+            raise self._refuse(refusals.different_tensor(record, index, tensor, _getframe(2)))
 
     def _save_more(self, tensor: Tensor) -> Tensor:
         # Without early stop a backward inside the forward pass replays more than the forward pass has saved by then.
@@ -484,11 +493,10 @@ class _Matching:
             if not self._may_be_filling(tensor):
                 self._stop_if_possible(_getframe(2))
         elif self.record.tokens is None:
-            raise self.refuse(refusals.more_tensors(self.record, tensor, _getframe(2)))
+            raise self._refuse(refusals.more_tensors(self.record, tensor, _getframe(2)))
         return tensor.detach()
 
-    def refuse(self, error: ReactivateError) -> BaseException:
-        """Return what to raise for `error`, also if the function swallows it."""
+    def _refuse(self, error: ReactivateError) -> BaseException:
         self.refused = self.record.options.exception(error)
         return self.refused
 
