@@ -182,15 +182,12 @@ def _numbered(record: Record, number: int) -> str:
 # -- places ---------------------------------------------------------------------------------------------------------
 
 
-def place_of(record: Record, tensor: Tensor) -> str:
-    """Return where an argument or closed-over tensor entered the region."""
-    for place, spec in inputs_of(record):
-        try:
-            if value_of(spec) is tensor:
-                return place
-        except RuntimeError:  # autograd's own: it was written to, and it is the one
-            return place
-    return "an input"
+def place_of(record: Record, spec: Any) -> str:
+    """Return where an argument or closed-over tensor entered the region.
+
+    Its value is not asked for: to unpack it may recompute a region around this one.
+    """
+    return next((place for place, found in inputs_of(record) if found is spec), "an input")
 
 
 def _written_input(record: Record) -> str:

@@ -204,8 +204,9 @@ class Region(Record):
         written = self.unrestored()
         for tensor, spec, version in capture.saved:
             if tensor._version != version:
+                place = refusals.place_of(self, spec)
                 self.replaced[id(spec)] = spec = tensor if tensor.is_leaf else WrittenInput(tensor)
-                written.append(Unrestored(spec, refusals.place_of(self, tensor), version))
+                written.append(Unrestored(spec, place, version))
         self.saved_inputs = [spec for _, spec, _ in capture.saved]
         if written:
             self.proof = Proof(written, result)
