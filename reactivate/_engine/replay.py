@@ -466,6 +466,9 @@ class _Matching:
                     return
             elif forward.ops[index].is_like(ops[index]):
                 return
+            if self.record.proof is not None:
+                self.refused = _disproved(self.record)
+                raise self.refused
             raise self._refuse(refusals.different_values(self.record, difference(forward.ops, ops)))
 
         self.log = OpLog(check)
