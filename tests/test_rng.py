@@ -431,11 +431,38 @@ def test_our_tracker_refuses() -> None:
         pass
 
 
-def test_a_tracker_that_nobody_draws_from_keeps_nothing() -> None:
+def test_regions_between_two_draws_from_a_tracker_share_one_snapshot() -> None:
     tracker = RngTracker()
     tracker.add("a", seed=1)
     guard = TrackerGuard(tracker)
-    assert guard.after(guard.before(None)) is None  # type: ignore[arg-type]
+    first = guard.before(None)  # type: ignore[arg-type]
+    assert guard.before(None) is first  # type: ignore[arg-type]
+    with tracker.fork("a"):
+        torch.rand(1)
+    assert guard.before(None) is not first  # type: ignore[arg-type]
+
+
+def test_a_region_that_draws_from_a_tracker_and_restores_it() -> None:
+    def once(wrap: Callable[..., Any], tracker: RngTracker) -> Tensor:
+        tracker.add("a", seed=1)
+
+        def fn(x: Tensor) -> Tensor:
+            states = tracker.get_states()
+            with tracker.fork("a"):
+                noise = torch.rand(4)
+            tracker.set_states(states)
+            return (x.sin() * noise).exp()
+
+        x = torch.ones(4, requires_grad=True)
+        out = wrap(fn)(x)
+        with tracker.fork("a"):
+            torch.rand(4)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    tracker = RngTracker()
+    guards = DEFAULT.adding(TrackerGuard(tracker))
+    ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards), tracker)
+    assert torch.equal(ours, once(lambda fn: fn, RngTracker()))
 
 
 def test_random_ops_after_one_whose_result_is_given_back() -> None:

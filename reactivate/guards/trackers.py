@@ -51,6 +51,7 @@ class TrackerGuard(Guard):
 
     def __init__(self, tracker: Tracker | Callable[[], Tracker]) -> None:
         self._tracker = tracker
+        self._known: dict[str, Any] | None = None
 
     def _get(self) -> Tracker:
         given: Any = self._tracker
@@ -58,10 +59,10 @@ class TrackerGuard(Guard):
         return tracker
 
     def before(self, call: Call) -> Any:
-        return _contents(self._get().get_states())
-
-    def after(self, token: Any) -> Any | None:
-        return None if _are_same(_contents(self._get().get_states()), token) else token
+        now = _contents(self._get().get_states())
+        if self._known is None or not _are_same(now, self._known):  # all regions between two draws share one snapshot
+            self._known = now
+        return self._known
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
         return undisturbed(Rewound(lambda: _contents(self._get().get_states()), self._write, snapshot))
