@@ -68,11 +68,13 @@ class Check:
 
     Attributes:
         sums: by the number of the saved tensor, or of the output.
+        versions: of the outputs, by their numbers.
         recomputed: those of the last recomputation that came to its end.
     """
 
     def __init__(self) -> None:
         self.sums: dict[int, Sums] = {}
+        self.versions: dict[int, int] = {}
         self.recomputed: Check | None = None
 
     def note(self, number: int, tensor: Tensor) -> None:
@@ -85,10 +87,12 @@ class Check:
         for index, leaf in enumerate(flatten(result)[0]):
             if isinstance(leaf, Tensor):
                 self.note(OUTPUTS + index, leaf)
+                if leaf.requires_grad:
+                    self.versions[OUTPUTS + index] = leaf._version
 
     def difference(self, other: Check) -> int | None:
         """Return the number of the first tensor that differs in another pass, None if none does."""
-        numbers = sorted(self.sums.keys() & other.sums.keys())
+        numbers = self._common(other)
         ones, others = ([check.sums[number].bits for number in numbers] for check in (self, other))
         if not numbers or run_unseen(_are_equal, ones, others):
             return None
@@ -102,8 +106,13 @@ class Check:
         """Return whether every difference to another pass is one of rounding size."""
         return all(
             run_unseen(_is_rounding, self.sums[number], other.sums[number])
-            for number in self.sums.keys() & other.sums.keys()
+            for number in self._common(other)
         )
+
+    def _common(self, other: Check) -> list[int]:
+        """Return the numbers of what both passes have, but for inputs given back that were written to in between."""
+        found = self.sums.keys() & other.sums.keys()
+        return sorted(number for number in found if self.versions.get(number) == other.versions.get(number))
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
