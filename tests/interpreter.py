@@ -127,7 +127,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "SpectralNorm": lambda: spectral_norm(nn.Linear(SIZE, SIZE)),
     "Block": lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(inplace=True), nn.BatchNorm1d(SIZE), nn.Dropout(0.2)),
 }
-STATELESS = frozenset({"Linear", "Dropout"})
 
 
 # -- running one ------------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Case, assert_same, check, run, tensors_in
+from oracle import Case, Watched, assert_same, check, run, tensors_in
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.record import without_regions
+from reactivate._engine.record import observed_by, without_regions
 from reactivate.errors import MutationError
 
 
@@ -316,6 +316,48 @@ def test_an_input_with_a_gradient_that_the_region_writes_to_idempotently_is_righ
         return Case(lambda h: h.relu_().sin().exp(), (h,), leaves={"start": start})
 
     check(make)
+
+
+def test_a_write_that_only_the_gradients_see_is_refused() -> None:
+    """As before a factor that starts at zero: the outputs are those of the forward."""
+    out = reactivate.checkpoint(lambda h, b: h.mul_(2).exp() * b)(leaf(4) * 1, torch.zeros(4, requires_grad=True))
+    with pytest.raises(MutationError, match=r"wrote in place to `args\[0\]`"):
+        out.sum().backward()
+
+
+def test_a_write_that_no_backward_sees_is_right() -> None:
+    """What autograd saved of the input that is written to went with the forward."""
+
+    def fn(x: Tensor, h: Tensor) -> Tensor:
+        h.sin().exp()
+        h.detach().mul_(2)
+        return x.sin().exp()
+
+    for determinism in ("first", "metadata"):
+        check(lambda: Case(fn, (leaf(8, 16), leaf(8, 16) * 1)), determinism=determinism)
+
+
+def test_an_input_that_is_given_back_and_written_to_afterwards_is_right() -> None:
+    x, h = leaf(4), leaf(4) * 1
+    out, given = reactivate.checkpoint(lambda x, items: (x.sin().exp(), items[0]))(x, [h])
+    given.mul_(2)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_a_region_that_writes_to_its_input_does_not_recompute_the_region_around_it() -> None:
+    """To find the name of what was written to, nothing is unpacked."""
+
+    def outer(x: Tensor) -> Tensor:
+        h = reactivate.checkpoint(lambda h: h.sin().exp())(x.sin())
+        reactivate.checkpoint(lambda h: h.detach().mul_(2))(h)
+        return h
+
+    watched = Watched()
+    with observed_by(watched):
+        out = reactivate.checkpoint(outer)(leaf(4))
+        assert (watched.regions, watched.replays) == (3, 0)
+        out.sum().backward()
 
 
 def test_an_input_that_is_cloned_and_written_to_is_right() -> None:
