@@ -63,7 +63,6 @@ SURROUNDINGS = (
 
 HOOKS = (
     "",
-    "torch.autograd.graph.saved_tensors_hooks(same, same)",
     "torch.autograd.graph.saved_tensors_hooks(Tensor.clone, same)",
     "torch.autograd.graph.save_on_cpu()",
 )

@@ -11,7 +11,19 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = ["DEVICE", "Action", "Call", "Device", "Guard", "Policy", "Recompute", "Save", "Site", "Storage", "Unrestored"]
+__all__ = [
+    "DEVICE",
+    "Action",
+    "Call",
+    "Device",
+    "Guard",
+    "Policy",
+    "Recompute",
+    "Save",
+    "Site",
+    "Storage",
+    "Unrestored",
+]
 
 
 class Storage(Protocol):

@@ -24,7 +24,7 @@ from torch.jit import ScriptFunction
 from torch.nn import Module
 
 from reactivate._compat import innermost_pack_hook, save_tensor
-from reactivate._engine.inputs import IteratorInput, SavedInput, TupleInput, copied, rebuild
+from reactivate._engine.inputs import IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._engine.namespaces import facts_of_class, facts_of_code, find_facts
 from reactivate._state.contents import (
     LARGEST,
@@ -44,6 +44,7 @@ from reactivate._state.contents import (
     TensorsNote,
     WeakTensor,
 )
+from reactivate._state.iterators import is_iterator
 from reactivate._state.shadows import is_known_written
 from reactivate.errors import UnsupportedError
 
@@ -134,7 +135,9 @@ class Capture:
                 captured.append(spec)
             else:
                 captured.append(item if type(item) in _ATOMS else self._argument(item, f"args[{index}]"))
-        self.kwargs = {name: self._argument(item, f"kwargs[{name!r}]") for name, item in kwargs.items()} if kwargs else kwargs
+        self.kwargs = (
+            {name: self._argument(item, f"kwargs[{name!r}]") for name, item in kwargs.items()} if kwargs else kwargs
+        )
         self._weak = True
         tensors = self.reached() if self.inputs or self.tensors else [item[0] for item in self.saved]
         if tensors:
@@ -237,7 +240,7 @@ class Capture:
             items = [self._argument(item, f"{place}[{index}]") for index, item in enumerate(value)]
             spec = self._specs[key] = TupleInput(kind, items)
             return spec
-        if _is_iterator(kind):
+        if is_iterator(kind):
             spec = self._specs[key] = IteratorInput(value)
             return spec
         if kind is GeneratorType:
@@ -415,8 +418,6 @@ class Capture:
                 for key, item in contents.items() if kind is not list else enumerate(contents):
                     if type(item) not in _ATOMS:
                         self._look(item, f"{place}[{key!r}]", depth)
-        elif _is_iterator(kind):
-            self.notes.append(CellIteratorNote(cell))
         else:
             self.notes.append(CellNote(cell))
             self._look(contents, place, depth)
@@ -443,28 +444,6 @@ class Capture:
                     self._look(value, name, 1)
 
 
-class CellIteratorNote(CellNote):
-    """A closed-over iterator: each recomputation gets a copy that stands where it stood."""
-
-    __slots__ = ()
-
-    def contents(self, weak: bool = True) -> Any:
-        value = self.target.cell_contents
-        return Position(copied(value)) if weak else value
-
-    def is_at(self, contents: Any) -> bool:
-        return type(contents) is not Position and CellNote.is_at(self, contents)
-
-    def put(self, contents: Any) -> None:
-        self.target.cell_contents = copied(contents.iterator) if type(contents) is Position else contents
-
-
-class Position(NamedTuple):
-    """Where an iterator stood."""
-
-    iterator: Any
-
-
 class CellTensorNote(CellNote):
     """A closed-over tensor with a gradient, kept as autograd keeps an input."""
 
@@ -475,8 +454,8 @@ class CellTensorNote(CellNote):
         self._tensor: Tensor | None = None
         super().__init__(target)
 
-    def contents(self, weak: bool = True) -> Any:
-        return self.spec if weak else CellNote.contents(self, weak=False)
+    def contents(self, weak: bool | None = True) -> Any:
+        return CellNote.contents(self, weak) if weak is None else self.spec
 
     def prepare(self, memo: dict[int, Any]) -> None:
         """Get the tensor, as long as everything is as it is: a region around this one may have to be recomputed."""
@@ -531,13 +510,6 @@ def _is_users_class(kind: type) -> bool:
         package in sys.stdlib_module_names and package != "__main__"
     )
     return not is_known and not issubclass(kind, Enum)
-
-
-@functools.cache
-def _is_iterator(kind: type) -> bool:
-    """Return whether objects of this class are iterators that can be copied."""
-    is_known = kind.__module__ in ("builtins", "itertools", "collections") and kind is not GeneratorType
-    return is_known and hasattr(kind, "__next__")
 
 
 def _is_small_array(value: Any) -> bool:

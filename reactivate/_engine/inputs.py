@@ -7,7 +7,6 @@ it (Rules 7, 9) and autograd checks its version. What has a class here is made a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 from weakref import ref
@@ -15,6 +14,7 @@ from weakref import ref
 from torch import Tensor
 
 from reactivate._compat import SavedTensor, give_back, save_tensor
+from reactivate._state.iterators import copied
 
 Memo = dict[int, Any]
 
@@ -123,11 +123,3 @@ class IteratorInput(InputSpec):
 
     def rebuild(self, memo: Memo) -> Any:
         return copied(self._copy)
-
-
-def copied(iterator: Any) -> Any:
-    """Return an iterator that goes on from where this one is. One made of others (`zip`) is copied with these."""
-    if not isinstance(iterator, (zip, map, enumerate, filter)):
-        return copy.copy(iterator)
-    made, arguments = iterator.__reduce__()[:2]  # type: ignore[misc]
-    return made(*[copied(item) if hasattr(item, "__next__") else item for item in arguments])

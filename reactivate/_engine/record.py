@@ -117,7 +117,19 @@ class Record:
 
     __slots__ = (
         *("__weakref__", "args", "check", "context", "early_stop", "entries", "fence", "fn", "gradients", "inputs"),
-        *("kwargs", "lock", "log", "modules", "notes", "options", "proof", "replaced", "saved", "saved_inputs", "sites"),
+        *(
+            "kwargs",
+            "lock",
+            "log",
+            "modules",
+            "notes",
+            "options",
+            "proof",
+            "replaced",
+            "saved",
+            "saved_inputs",
+            "sites",
+        ),
         *("snapshots", "states", "tokens", "versions"),
     )
     options: Options
@@ -164,7 +176,9 @@ class Record:
             if item.tensor._version != item.version
         ]
         if self.gradients is not None:
-            found += [Unrestored(item, "the gradient of an argument", version) for item, version in self.gradients.unknown]
+            found += [
+                Unrestored(item, "the gradient of an argument", version) for item, version in self.gradients.unknown
+            ]
         for guard, token in self._guarded():
             found += guard.unrestored(token)
         return found

@@ -256,26 +256,27 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     push_saved_tensor_hooks(pack, _unpack if record.tokens is None else matching.unpack_in_forward)
     if sites is not None:
         sites.open()
+    is_proved = record.proof is None or record.tokens is not None
     try:
         result = fn(*args, **kwargs)
         matching.finish()
         if matching.check is not None:
             matching.check.note_outputs(result)
             record.check.recomputed = matching.check
-        if record.proof is not None and record.tokens is None and not record.proof.holds(result):
-            matching.refused = _disproved(record)
-            raise matching.refused
+        is_proved = is_proved or record.proof.holds(result)
     except (Exception, ReplayComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         if matching.refused is not None:
             raise matching.refused from None
-        if not matching.is_complete or record.proof is not None:  # which takes the outputs
+        if not (matching.is_complete and is_proved):
             raise
     finally:
         if sites is not None:
             sites.close()
         pop_saved_tensor_hooks()
         matching.let_go()
+    if not is_proved:
+        raise _disproved(record)
 
 
 _REPLAY_CODE = _refill.__code__

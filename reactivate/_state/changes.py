@@ -26,9 +26,7 @@ class ModuleChanges:
         ]
         tensors, count = note.tensors, len(note.tensors.shadows)
         moved = [
-            tensor
-            for tensor, shadow in zip(tensors.tensors, tensors.shadows)
-            if tensor._version != shadow.version
+            tensor for tensor, shadow in zip(tensors.tensors, tensors.shadows) if tensor._version != shadow.version
         ]
         self.contents = [(tensor, copy_unseen(tensor)) for tensor in (*moved, *tensors.tensors[count:])]
         self.versions = [tensor._version for tensor, _ in self.contents]

@@ -7,6 +7,7 @@ are equal are two tensors.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from operator import is_
@@ -16,6 +17,7 @@ from weakref import ref
 from torch import Tensor
 
 from reactivate._standin import StandIn
+from reactivate._state.iterators import copied, is_iterator
 from reactivate.errors import MutationError
 
 LARGEST = 4096
@@ -43,14 +45,36 @@ class WeakTensor:
         return self._alias._version
 
 
-def held(item: Any) -> Any:
-    """Return what a note holds for `item`."""
-    return WeakTensor(item) if isinstance(item, Tensor) and item.grad_fn is not None else item
+class Position(NamedTuple):
+    """An iterator as it stood: a function that goes on with it uses it up."""
+
+    iterator: Any
+
+
+@functools.cache
+def _is_held_otherwise(kind: type) -> bool:
+    return issubclass(kind, Tensor) or is_iterator(kind)
+
+
+def held(item: Any, weak: bool | None = True) -> Any:
+    """Return what a note holds for `item`.
+
+    Args:
+        item: any object.
+        weak: whether a tensor with a graph is held weakly; None to hold the very item, also of an iterator.
+    """
+    if weak is None:
+        return item
+    if is_iterator(type(item)):
+        return Position(copied(item))
+    return WeakTensor(item) if weak and isinstance(item, Tensor) and item.grad_fn is not None else item
 
 
 def given_back(item: Any) -> Any:
     """Return the item that `held` was given."""
-    return item.get() if type(item) is WeakTensor else item
+    if type(item) is WeakTensor:
+        return item.get()
+    return copied(item.iterator) if type(item) is Position else item
 
 
 def is_item(item: Any, noted: Any) -> bool:
@@ -73,7 +97,7 @@ class Note:
 
     __slots__ = ("noted", "target")
 
-    def __init__(self, target: Any, *, weak: bool = True) -> None:
+    def __init__(self, target: Any, *, weak: bool | None = True) -> None:
         self.target = target
         self.noted: Any = self.contents(weak)
 
@@ -82,8 +106,8 @@ class Note:
         self.target = target
         return self
 
-    def contents(self, weak: bool = True) -> Any:
-        """Return what the object holds now; tensors with a graph weakly, if so asked."""
+    def contents(self, weak: bool | None = True) -> Any:
+        """Return what the object holds now; `weak` as of `held`."""
         raise NotImplementedError
 
     def is_at(self, contents: Any) -> bool:
@@ -99,8 +123,11 @@ class Note:
         return ()
 
 
-def _hold_all(items: Iterable[Any], weak: bool) -> list[Any]:
-    return list(map(held, items)) if weak else list(items)
+def _hold_all(items: Iterable[Any], weak: bool | None) -> list[Any]:
+    found = list(items)
+    if weak is None or not any(map(_is_held_otherwise, set(map(type, found)))):
+        return found
+    return [held(item, weak) for item in found]
 
 
 class ListNote(Note):
@@ -108,7 +135,7 @@ class ListNote(Note):
 
     __slots__ = ()
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         return _hold_all(self._iterate(), weak)
 
     def _iterate(self) -> Iterable[Any]:
@@ -132,12 +159,10 @@ class DictNote(Note):
 
     __slots__ = ()
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         copy = dict(self._kind().items(self.target))
-        if weak:
-            for key, item in copy.items():
-                if isinstance(item, Tensor):
-                    copy[key] = held(item)
+        if weak is not None and any(map(_is_held_otherwise, set(map(type, copy.values())))):
+            return {key: held(item, weak) for key, item in copy.items()}
         return copy
 
     def _kind(self) -> Any:
@@ -178,7 +203,7 @@ class SetNote(Note):
 
     __slots__ = ()
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         return _hold_all(self.target, weak)
 
     def is_at(self, contents: Any) -> bool:
@@ -197,7 +222,7 @@ class LengthNote(Note):
 
     __slots__ = ()
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         return len(self.target), ()
 
     def is_at(self, contents: Any) -> bool:
@@ -234,11 +259,11 @@ class SlotsNote(Note):
 
     __slots__ = ("names",)
 
-    def __init__(self, target: Any, names: Sequence[str], *, weak: bool = True) -> None:
+    def __init__(self, target: Any, names: Sequence[str], *, weak: bool | None = True) -> None:
         self.names = names
         super().__init__(target, weak=weak)
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         return _hold_all((getattr(self.target, name, _EMPTY) for name in self.names), weak)
 
     def is_at(self, contents: Any) -> bool:
@@ -260,7 +285,7 @@ class FunctionNote(Note):
 
     __slots__ = ()
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         fn = self.target
         return fn.__code__, fn.__defaults__, fn.__kwdefaults__, dict(fn.__dict__)
 
@@ -289,7 +314,7 @@ class TensorsNote(Note):
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         super().__init__(list(map(vars, tensors)))
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         return list(map(dict.copy, self.target)) if any(self.target) else None
 
     def is_at(self, contents: Any) -> bool:
@@ -310,7 +335,7 @@ class ArrayNote(Note):
 
     __slots__ = ()
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         return self.target.copy()
 
     def is_at(self, contents: Any) -> bool:
@@ -325,7 +350,7 @@ class KindNote(Note):
 
     __slots__ = ()
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         return type(self.target)
 
     def is_at(self, contents: Any) -> bool:
@@ -340,9 +365,9 @@ class CellNote(Note):
 
     __slots__ = ()
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         try:
-            return held(self.target.cell_contents) if weak else self.target.cell_contents
+            return held(self.target.cell_contents, weak)
         except ValueError:
             return _EMPTY
 
@@ -393,12 +418,12 @@ class CellContainerNote(Note):
             return ListNote.__new__(ListNote)._of(container)
         return DictNote.__new__(DictNote)._of(container) if isinstance(container, dict) else None
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         inner = self._inner()
         if inner is None:
             return CellNote.contents(self, weak)  # type: ignore[arg-type]
         container = inner.target
-        return Inside(id(container), type(container), inner.contents(weak), None if weak else container)
+        return Inside(id(container), type(container), inner.contents(weak), container if weak is None else None)
 
     def is_at(self, contents: Any) -> bool:
         if type(contents) is not Inside:
@@ -432,7 +457,7 @@ class ClassNote(Note):
 
     __slots__ = ()
 
-    def contents(self, weak: bool = True) -> Any:
+    def contents(self, weak: bool | None = True) -> Any:
         return dict(vars(self.target))
 
     def is_at(self, contents: Any) -> bool:
@@ -457,9 +482,8 @@ class NameNote(Note):
         self.name = name
         super().__init__(target)
 
-    def contents(self, weak: bool = True) -> Any:
-        value = self.target.get(self.name, _EMPTY)
-        return held(value) if weak else value
+    def contents(self, weak: bool | None = True) -> Any:
+        return held(self.target.get(self.name, _EMPTY), weak)
 
     def is_at(self, contents: Any) -> bool:
         return is_item(self.target.get(self.name, _EMPTY), contents)

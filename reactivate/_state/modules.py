@@ -166,7 +166,12 @@ class RewoundModules:
 
     def __init__(self, note: ModuleNotes) -> None:
         self.note = note
-        self._inner = (RewoundNotes(note.notes), RewoundTensors(note.tensors), note.gradients, KeptHooks(note.parameters))
+        self._inner = (
+            RewoundNotes(note.notes),
+            RewoundTensors(note.tensors),
+            note.gradients,
+            KeptHooks(note.parameters),
+        )
 
     def __enter__(self) -> None:
         note = self.note
@@ -212,7 +217,11 @@ class RewoundModules:
 
 
 def _set_all(
-    note: ModuleNotes, kinds: list[type], differentiable: list[bool], kinds_now: list[type], differentiable_now: list[bool]
+    note: ModuleNotes,
+    kinds: list[type],
+    differentiable: list[bool],
+    kinds_now: list[type],
+    differentiable_now: list[bool],
 ) -> None:
     """Give modules their classes, and parameters their `requires_grad`."""
     if kinds != kinds_now:

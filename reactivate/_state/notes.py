@@ -40,4 +40,4 @@ class RewoundNotes:
 
 
 def _contents_of(note: Note) -> Any:
-    return note.appended() if isinstance(note, LengthNote) else note.contents(weak=False)
+    return note.appended() if isinstance(note, LengthNote) else note.contents(weak=None)

@@ -290,7 +290,9 @@ class RewoundTensors:
         written = {id(tensor) for tensor, _ in self._writes}
         now = _versions_of(state.tensors)
         for tensor, shadow, version, before in zip(state.tensors, state.shadows, now, self._versions):
-            if version != before and id(tensor) not in written:  # unchanged since the forward, and written to by this one
+            if (
+                version != before and id(tensor) not in written
+            ):  # unchanged since the forward, and written to by this one
                 _write(tensor, shadow.content)
         for group, present in zip(state.groups, self._present):
             _write_group(group, present)
