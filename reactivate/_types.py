@@ -122,6 +122,17 @@ class Call(Protocol):
         """Every source of randomness that it can reach: `torch.Generator`, `random.Random`, NumPy's."""
 
     @property
+    def roots(self) -> Sequence[Module]:
+        """The outermost modules."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether modules are noted as the forward reaches them, being too many; `modules` is empty then."""
+
+    def reach(self, module: Module) -> Sequence[tuple[Module, Call]]:
+        """Return (module, what its attributes lead to) of `module` and others, of each that was not reached before."""
+
+    @property
     def users_modules(self) -> Sequence[Module]:
         """The modules that have attributes of the user's own."""
 

@@ -25,8 +25,8 @@ from reactivate._compat import SavedTensor, data_of
 from reactivate._engine.inputs import InputSpec, SavedInput, WrittenInput
 from reactivate._engine.record import Record
 from reactivate._engine.refusals import name_of
-from reactivate._state.changes import ModuleChanges
-from reactivate._state.modules import ModuleNotes
+from reactivate._state.modules import ModuleChanges, ModuleNotes
+from reactivate._state.reached import ReachedNotes
 from reactivate._state.shadows import TensorStates
 from reactivate._types import Guard
 
@@ -138,6 +138,8 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return value.held()
     if isinstance(value, ModuleNotes):
         return (value.tensors,)
+    if isinstance(value, ReachedNotes):
+        return value.parts
     if isinstance(value, ModuleChanges):
         return [content for _, content in value.contents]
     return ()

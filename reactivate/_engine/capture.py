@@ -17,12 +17,14 @@ from collections.abc import Sequence
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.jit import ScriptFunction
 from torch.nn import Module
 
+from reactivate._backends import fences
 from reactivate._compat import innermost_pack_hook, save_tensor
 from reactivate._engine.inputs import IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._engine.namespaces import facts_of_class, facts_of_code, find_facts
@@ -45,6 +47,7 @@ from reactivate._state.contents import (
     WeakTensor,
 )
 from reactivate._state.iterators import is_iterator
+from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
 from reactivate.errors import UnsupportedError
 
@@ -90,17 +93,21 @@ class Capture:
         users_modules: modules with attributes of the user's own.
         module_notes, module_tensors: as `notes` and `tensors`, of what attributes of modules lead to.
         is_lazy: whether a module has parameters that its first call makes.
+        is_large: whether there are so many modules that they are noted as they are reached (see `_state/reaching.py`).
     """
 
     roots: tuple[Module, ...] = ()
     is_lazy = False
+    is_large = False
+    _has_compiled = False
     _scripts: tuple[Any, ...] = ()
     _generators: tuple[Any, ...] = ()
     _modules: Sequence[Module] | None = None
     _walked: Sequence[Any] = ()
 
-    def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_large: bool = False) -> None:
         self.fn = fn
+        self._may_be_large = may_be_large
         self.saved: list[tuple[Tensor, Any, int]] = []
         self.inputs: list[Input] = []
         self.tensors: list[Tensor] = []
@@ -109,6 +116,7 @@ class Capture:
         self.module_tensors: list[Tensor] = []
         self.users_modules: list[Module] = []
         self._specs: dict[int, Any] = {}  # by the id of the value
+        self._reached: dict[int, Module] = {}
         self._objects = 0
         self._weak = True
         self._is_hooked = innermost_pack_hook() is not None
@@ -154,7 +162,8 @@ class Capture:
     def modules(self) -> Sequence[Module]:
         """Every module under the roots, each once; the walk finds what their attributes and their classes name, too."""
         if self._modules is None:
-            self._modules = self._walk() if self.roots else ()
+            self.is_large = self._may_be_large and not self._has_compiled and any(map(_is_large, self.roots))
+            self._modules = self._walk() if self.roots and not self.is_large else ()
         return self._modules
 
     @property
@@ -197,7 +206,37 @@ class Capture:
                 self.is_lazy = self.is_lazy or facts.is_lazy
                 self._look_at_users_module(module, facts)
         self.notes, self.tensors = outside
+        if len(found) > LARGE_TREE and not (self._scripts or self.is_lazy or fences()):
+            _large_roots.update(root for root in self.roots if root._modules)
         return list(found)
+
+    def reach(self, module: Module) -> list[tuple[Module, Any]]:
+        """Look at one module of a large tree, and at those that its attributes lead to.
+
+        Returns:
+            (module, the capture of its attributes) of each that was not reached before.
+        """
+        reached = []
+        todo = [module]
+        while todo:
+            inner = todo.pop()
+            if id(inner) not in self._reached:
+                self._reached[id(inner)] = inner
+                found = Capture(_nothing, (), {})
+                found.look_at(inner)
+                reached.append((inner, found))
+                todo += found.roots
+                if getattr(inner, "_compiled_call_impl", None) is not None or "_orig_mod" in inner._modules:
+                    todo += tree_of(inner)  # compiled code reads what is inside past all functions
+        return reached
+
+    def look_at(self, module: Module) -> None:
+        """Note the attributes of one module, and nothing of its children."""
+        self._modules = (module,)
+        facts = facts_of_class(type(module))  # type: ignore[arg-type]
+        if not ((facts.is_plain and vars(module).keys() <= facts.attributes) or facts.is_scripted):
+            self.notes, self.tensors = self.module_notes, self.module_tensors
+            self._look_at_users_module(module, facts)
 
     def _look_at_users_module(self, module: Module, facts: Any) -> None:
         if facts.names:
@@ -388,6 +427,7 @@ class Capture:
             self._scripts += facts.scripts
         compiled = fn.__dict__.get("_torchdynamo_orig_callable")
         if compiled is not None:
+            self._has_compiled = True
             self._look(compiled, place, depth)
             return
         self._specs[id(fn)] = fn
@@ -470,6 +510,20 @@ class CellTensorNote(CellNote):
     def let_go(self) -> None:
         """Forget the tensor of one recomputation."""
         self._tensor = None
+
+
+LARGE_TREE = 64
+"""The number of modules up to which all of them are noted for every region."""
+
+_large_roots: WeakSet[Module] = WeakSet()
+
+
+def _is_large(root: Module) -> bool:
+    return root in _large_roots
+
+
+def _nothing() -> None:
+    return None
 
 
 _OF_EVERY_MODULE = frozenset(Module().__dict__)

@@ -124,7 +124,7 @@ class Region(Record):
         self.sites = ()
         self.proof = self.check = self.fence = None
         self.replaced = {}
-        capture = self.capture = Capture(fn, args, kwargs)
+        capture = self.capture = Capture(fn, args, kwargs, may_be_large=True)
         scripts = capture.scripts
         if scripts and is_being_watched(scripts):
             return functools.partial(call_watched, scripts=scripts)

@@ -5,16 +5,18 @@ Noting runs for every region and every module that it can reach, so it copies di
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from reactivate._compat import is_distributed
+from reactivate._compat import copy_unseen, is_distributed, set_versions
 from reactivate._standin import StandIn, copies_of
 from reactivate._state.contents import Note, are_items, given_back, held, put_dict
 from reactivate._state.gradients import Gradients
@@ -134,6 +136,22 @@ class ModuleNotes:
             len(now) == len(noted) and are_items(now.values(), list(noted.values()))
             for now, noted in zip(self.hooks, copies)
         )
+
+    def finish(self) -> None:
+        """The forward is over: find the gradients that moved, and let go of the others."""
+        self.gradients.finish()
+
+    def unknown_gradients(self) -> Sequence[tuple[Tensor, int]]:
+        """Return the gradients that the forward moved, and of which there is no copy, with their versions."""
+        return self.gradients.unknown
+
+    def rewound(self) -> AbstractContextManager[None]:
+        """Return the context in which the modules are what they were."""
+        return RewoundModules(self)
+
+    def changes(self) -> Callable[[], None]:
+        """Return what brings the modules to where they are now."""
+        return ModuleChanges(self).bring
 
     def has_changed(self) -> bool:
         """Return whether rewinding shows to other threads: anything is other than it was, or written unseen."""
@@ -263,3 +281,41 @@ def _is_sharded(before: Tensor, now: Tensor) -> bool:
     # `functional_call` swaps parameters for the time of a forward: these are put back. A sharding library knows better
     # which form of a parameter is needed now.
     return is_distributed(before) or is_distributed(now) or (before.shape != now.shape and before.requires_grad)
+
+
+class ModuleChanges:
+    """Modules as a saved call left them, next to what they were when the region began.
+
+    It is brought about inside of `RewoundModules`, which puts everything back afterwards.
+    """
+
+    __slots__ = ("contents", "namespaces", "note", "notes", "states", "versions")
+
+    def __init__(self, note: ModuleNotes) -> None:
+        self.note = note
+        self.namespaces = [
+            (live, {name: held(item) for name, item in now.items()})
+            for live, now, noted in zip(note.namespaces, note.present(), note.copies)
+            if [*now] != [*noted] or any(now[name] is not noted[name] for name in now)
+        ]
+        tensors, count = note.tensors, len(note.tensors.shadows)
+        moved = [
+            tensor for tensor, shadow in zip(tensors.tensors, tensors.shadows) if tensor._version != shadow.version
+        ]
+        self.contents = [(tensor, copy_unseen(tensor)) for tensor in (*moved, *tensors.tensors[count:])]
+        self.versions = [tensor._version for tensor, _ in self.contents]
+        self.notes = [(item, item.contents()) for item in note.notes if not item.is_at(item.noted)]
+        self.states = [(module, module.replay_state()) for module, _ in note.states]
+
+    def bring(self) -> None:
+        """Make it so."""
+        for live, items in self.namespaces:
+            assign(live, items)
+        with torch.no_grad():
+            for tensor, content in self.contents:
+                tensor.copy_(content)
+        set_versions([tensor for tensor, _ in self.contents], self.versions)
+        for note, contents in self.notes:
+            note.put(contents)
+        for module, state in self.states:
+            module.load_replay_state(state)

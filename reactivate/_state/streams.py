@@ -17,7 +17,8 @@ import functools
 import random
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -184,6 +185,40 @@ def _numpy_spare() -> int | None:
     ctypes.memmove(id(other) + offset, ctypes.string_at(id(one) + offset, 16), 16)
     is_right = list(one.standard_normal(701)) == list(other.standard_normal(701))
     return offset if is_right and repr(one.get_state(legacy=False)) == repr(other.get_state(legacy=False)) else None
+
+
+# -- generators of the user's -----------------------------------------------------------------------------------------
+
+
+def state_of_generator(generator: Any) -> Any:
+    """Return the state of a generator of torch's, Python's or NumPy's."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bit_generator = getattr(generator, "bit_generator", None)
+    return generator.get_state(legacy=False) if bit_generator is None else bit_generator.state
+
+
+def set_state_of_generator(generator: Any, state: Any) -> None:
+    """Set what `state_of_generator` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator) or not hasattr(generator, "bit_generator"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+@contextmanager
+def rewound_generator(generator: Any, state: Any) -> Iterator[None]:
+    """Set a generator to a state for as long as the context lasts."""
+    now = state_of_generator(generator)
+    set_state_of_generator(generator, state)
+    try:
+        yield
+    finally:
+        set_state_of_generator(generator, now)
 
 
 def _probe(address: int, size: int) -> Callable[[], bytes]:

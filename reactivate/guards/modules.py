@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from reactivate._state.changes import ModuleChanges
-from reactivate._state.modules import ModuleNotes, RewoundModules
+from reactivate._state.modules import ModuleNotes
+from reactivate._state.reached import ReachedNotes
 from reactivate._types import Call, Guard, Unrestored
 from reactivate.guards._base import undisturbed
 
@@ -36,30 +36,39 @@ class Modules(Guard):
 
     name = "modules"
 
-    def before(self, call: Call) -> ModuleNotes | None:
+    def before(self, call: Call) -> AnyNotes | None:
         modules = call.modules
+        if call.is_large:
+            return ReachedNotes(call)
         if not modules:
             return None
         return ModuleNotes(modules, call.module_notes, call.module_tensors, call.users_modules)
 
-    def finish(self, token: ModuleNotes | None) -> None:
+    def finish(self, token: AnyNotes | None) -> None:
         if token is not None:
-            token.gradients.finish()
+            token.finish()
 
-    def unrestored(self, token: ModuleNotes | None) -> Sequence[Unrestored]:
+    def leave(self, token: AnyNotes | None, error: BaseException | None) -> None:
+        if error is not None and token is not None:
+            token.finish()
+
+    def unrestored(self, token: AnyNotes | None) -> Sequence[Unrestored]:
         if token is None:
             return ()
         found = [Unrestored(item, token.name_of(item), version) for item, version in token.written_parameters()]
-        return found + [Unrestored(item, "a gradient", version) for item, version in token.gradients.unknown]
+        return found + [Unrestored(item, "a gradient", version) for item, version in token.unknown_gradients()]
 
-    def replay(self, snapshot: ModuleNotes) -> AbstractContextManager[Any]:
-        rewound = RewoundModules(snapshot)
+    def replay(self, snapshot: AnyNotes) -> AbstractContextManager[Any]:
+        rewound = snapshot.rewound()
         return undisturbed(rewound) if snapshot.has_changed() else rewound
 
-    def skip(self, call: Call, token: ModuleNotes | None) -> Callable[[], None] | None:
-        return None if token is None else ModuleChanges(token).bring
+    def skip(self, call: Call, token: AnyNotes | None) -> Callable[[], None] | None:
+        return None if token is None else token.changes()
 
     @staticmethod
-    def rewound(state: ModuleNotes) -> AbstractContextManager[None]:
+    def rewound(state: AnyNotes) -> AbstractContextManager[None]:
         """Return the context of `replay` for a whole step: without the lock, which other threads would wait for."""
-        return RewoundModules(state)
+        return state.rewound()
+
+
+AnyNotes = ModuleNotes | ReachedNotes

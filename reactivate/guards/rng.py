@@ -6,17 +6,22 @@ A region refers to a snapshot of each stream, and whether it drew is never infer
 from __future__ import annotations
 
 import functools
-import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from reactivate._backends import Backend, backends
 from reactivate._compat import ask
-from reactivate._state.streams import Snapshot, Stream, numpy_stream, python_stream, torch_stream
+from reactivate._state.streams import (
+    Snapshot,
+    Stream,
+    numpy_stream,
+    python_stream,
+    set_state_of_generator,
+    state_of_generator,
+    torch_stream,
+)
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound, undisturbed
 
@@ -80,7 +85,10 @@ def all_sources(call: Call) -> list[Stream]:
         if backend.is_initialized():
             streams.append(Stream(backend.device_type, (), backend.read_rng, backend.write_rng))
     for index, generator in enumerate(call.generators):
-        read, write = functools.partial(_get_state, generator), functools.partial(_set_state, generator)
+        read, write = (
+            functools.partial(state_of_generator, generator),
+            functools.partial(set_state_of_generator, generator),
+        )
         streams.append(Stream(f"generator {index}", (), read, write))
     return streams
 
@@ -152,38 +160,23 @@ class Generators(Guard):
 
     def before(self, call: Call) -> Any:
         generators = call.generators
-        return [(generator, _get_state(generator)) for generator in generators] if generators else None
+        return [(generator, state_of_generator(generator)) for generator in generators] if generators else None
 
     def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
-        states = [(functools.partial(_set_state, generator), _get_state(generator)) for generator, _ in token or ()]
+        states = [
+            (functools.partial(set_state_of_generator, generator), state_of_generator(generator))
+            for generator, _ in token or ()
+        ]
         return functools.partial(_write_all, states) if states else None
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
         generators = [generator for generator, _ in snapshot]
 
         def read() -> Any:
-            return list(map(_get_state, generators))
+            return list(map(state_of_generator, generators))
 
         def write(states: Any) -> None:
             for generator, state in zip(generators, states):
-                _set_state(generator, state)
+                set_state_of_generator(generator, state)
 
         return Rewound(read, write, [state for _, state in snapshot])
-
-
-def _get_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    bit_generator = getattr(generator, "bit_generator", None)
-    return generator.get_state(legacy=False) if bit_generator is None else bit_generator.state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, torch.Generator) or not hasattr(generator, "bit_generator"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
