@@ -223,7 +223,7 @@ class Guard:
         return ()
 
     def finish(self, token: Any) -> None:
-        """The forward is over, without an error: let go of what only its end needed."""
+        """The forward is over: let go of what only its end needed."""
 
     def leave(self, token: Any, error: BaseException | None) -> None:
         """The forward pass is over, by `error` if that is not None. For guards that opened something in `before`."""

@@ -45,6 +45,7 @@ class Options:
     has_leaving: bool = field(init=False, repr=False, compare=False)
     checks_versions: bool = field(init=False, repr=False, compare=False)
     finishes: tuple[tuple[int, After], ...] = field(init=False, repr=False, compare=False)
+    asked: tuple[tuple[int, After], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # What is called for every region, found once.
@@ -57,6 +58,12 @@ class Options:
             (index, guard.finish) for index, guard in enumerate(self.guards) if type(guard).finish is not Guard.finish
         )
         object.__setattr__(self, "finishes", finishes)
+        asked = tuple(
+            (index, guard.unrestored)
+            for index, guard in enumerate(self.guards)
+            if type(guard).unrestored is not Guard.unrestored
+        )
+        object.__setattr__(self, "asked", asked)
         object.__setattr__(self, "has_leaving", any(type(guard).leave is not Guard.leave for guard in self.guards))
 
     def of(self, name: str | None, choice: Choice | None, in_graph: Any) -> Options:
@@ -104,6 +111,7 @@ class Record:
         states: tensors of which there are copies, None if there are none.
         saved_inputs: the specs of arguments and closed-over tensors that are saved tensors of autograd's own.
         replaced: {id of a spec: the spec to take in its place}, of arguments that the forward wrote to.
+        asked: functions of guards that say what they do not bring back, with what these guards noted.
         gradients: those of the arguments, None if none is a leaf.
         proof: of a forward that wrote to what there is no copy of; otherwise None.
         check: checksums of the forward, if this recomputation is to be compared with it.
@@ -116,7 +124,19 @@ class Record:
     """
 
     __slots__ = (
-        *("__weakref__", "args", "check", "context", "early_stop", "entries", "fence", "fn", "gradients", "inputs"),
+        *(
+            "__weakref__",
+            "args",
+            "asked",
+            "check",
+            "context",
+            "early_stop",
+            "entries",
+            "fence",
+            "fn",
+            "gradients",
+            "inputs",
+        ),
         *(
             "kwargs",
             "lock",
@@ -145,6 +165,7 @@ class Record:
     states: TensorStates | None
     saved_inputs: Sequence[Any]
     replaced: dict[int, Any]
+    asked: Sequence[tuple[Callable[[Any], Any], Any]]
     gradients: Gradients | None
     proof: Any
     check: Any
@@ -179,16 +200,9 @@ class Record:
             found += [
                 Unrestored(item, "the gradient of an argument", version) for item, version in self.gradients.unknown
             ]
-        for guard, token in self._guarded():
-            found += guard.unrestored(token)
+        for unrestored, token in self.asked:
+            found += unrestored(token)
         return found
-
-    def _guarded(self) -> Iterator[tuple[Guard, Any]]:
-        """Return the guards that say what they do not bring back, with what they noted."""
-        if self.tokens is not None:
-            yield from ((guard, token) for guard, token in zip(self.options.guards, self.tokens))
-        else:
-            yield from ((replay.__self__, snapshot) for replay, snapshot in self.snapshots)  # type: ignore[attr-defined]
 
     def forget(self) -> None:
         """Let go of recomputed tensors that nobody asked for."""

@@ -144,8 +144,10 @@ class Region(Record):
             for before in options.befores:
                 tokens.append(before(capture))
         except BaseException as error:
+            self._finish()
             self._leave(error)
             raise
+        self.asked = [(unrestored, tokens[index]) for index, unrestored in options.asked]
         pack = self.pack
         if options.determinism == "first" and is_due(fn, options.choice):
             self.check = Check()
@@ -171,18 +173,15 @@ class Region(Record):
         if self.log is not None:
             self.log.__exit__(None, None, None)
         pop_saved_tensor_hooks()
-        tokens = self.tokens
-        assert tokens is not None
         try:
             self.snapshots = self.take_snapshots()
         finally:
+            self._finish()
             if self.options.has_leaving:
                 self._leave(None)
             self.tokens = None
         capture, self.capture = self.capture, None
         assert capture is not None
-        for index, finish in self.options.finishes:
-            finish(tokens[index])
         if self.gradients is not None:
             self.gradients.finish()
         if self.check is not None:
@@ -232,12 +231,20 @@ class Region(Record):
         if self.log is not None:
             self.log.__exit__(None, None, None)
         pop_saved_tensor_hooks()
+        self._finish()
         self._leave(error)
         note_shortage(error)
 
     def _close_log(self) -> None:
         if self.forward_log is not None:
             self.forward_log.close()
+
+    def _finish(self) -> None:
+        tokens = self.tokens
+        if tokens:
+            for index, finish in self.options.finishes:
+                if index < len(tokens):
+                    finish(tokens[index])
 
     def _leave(self, error: BaseException | None) -> None:
         tokens = self.tokens

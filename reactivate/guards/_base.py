@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import RLock
 from types import TracebackType
@@ -78,11 +78,27 @@ class Rewound:
 _everybodys = RLock()
 
 
-@contextmanager
-def undisturbed(rewound: AbstractContextManager[Any]) -> Iterator[None]:
-    """State that all threads share, set back for one replay at a time (Rule 14).
+class undisturbed:  # noqa: N801 - a context manager, named as one
+    """State that all threads share, set back for one recomputation at a time (Rule 14).
 
-    One lock for all of it: two replays that nest cannot take two locks in another order each.
+    One lock for all of it: two recomputations that nest cannot take two locks in another order each.
     """
-    with _everybodys, rewound:
-        yield
+
+    __slots__ = ("_rewound",)
+
+    def __init__(self, rewound: AbstractContextManager[Any]) -> None:
+        self._rewound = rewound
+
+    def __enter__(self) -> None:
+        _everybodys.acquire()
+        try:
+            self._rewound.__enter__()
+        except BaseException:
+            _everybodys.release()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._rewound.__exit__(*error)
+        finally:
+            _everybodys.release()

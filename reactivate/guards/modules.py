@@ -48,10 +48,6 @@ class Modules(Guard):
         if token is not None:
             token.finish()
 
-    def leave(self, token: AnyNotes | None, error: BaseException | None) -> None:
-        if error is not None and token is not None:
-            token.finish()
-
     def unrestored(self, token: AnyNotes | None) -> Sequence[Unrestored]:
         if token is None:
             return ()
