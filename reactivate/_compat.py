@@ -255,6 +255,8 @@ def copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
 
 def run_unseen(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)`, which neither modes of the user's nor torch's selective checkpointing notice."""
+    if not _count_dispatch_modes() and not _count_function_modes():
+        return function(*args)
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return function(*args)
 

@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 
 from reactivate._backends import fences
-from reactivate._compat import copy_unseen, equal_unseen, is_dispatch_mode_active, run_unseen, set_versions
+from reactivate._compat import (
+    copy_unseen,
+    equal_unseen,
+    is_dispatch_mode_active,
+    is_function_mode_active,
+    run_unseen,
+    set_versions,
+)
 
 version_of = attrgetter("_version")
 
@@ -180,27 +187,31 @@ def _copy_group(tensors: list[Tensor]) -> list[Tensor]:
     """Return a copy of each; of several one tensor with all of them behind each other."""
     if len(tensors) == 1:
         return [copy_unseen(tensors[0])]
-    if not is_dispatch_mode_active():
-        with torch.no_grad():
-            return [torch.cat(tensors)]
+    if not is_dispatch_mode_active() and not is_function_mode_active():
+        return [torch.cat(tensors)]  # they require no gradient
     return [copy_unseen(tensor) for tensor in tensors]
 
 
 def _write_group(tensors: list[Tensor], copies: list[Tensor]) -> None:
+    """Write copies back; gradients are off."""
     if len(copies) < len(tensors):
-        copies = list(copies[0].split([len(tensor) for tensor in tensors]))
+        torch._foreach_copy_(tensors, list(copies[0].split([len(tensor) for tensor in tensors])))
+        return
     for tensor, copy in zip(tensors, copies):
         _write(tensor, copy)
 
 
 def _write(tensor: Tensor, content: Tensor) -> None:
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if tensor.shape != content.shape:
-            tensor.resize_(content.shape)
-        if tensor.layout is torch.strided and 0 in tensor.stride() and tensor.numel() > 1:
-            _memory_of(tensor).copy_(_memory_of(content.as_strided(tensor.size(), tensor.stride())))
-        else:
+    """Write a copy back; gradients are off."""
+    if tensor.is_inference():
+        with torch.inference_mode():
             tensor.copy_(content)
+    elif tensor.shape != content.shape:
+        tensor.resize_(content.shape).copy_(content)
+    elif tensor.layout is torch.strided and tensor.numel() > 1 and 0 in tensor.stride():
+        _memory_of(tensor).copy_(_memory_of(content.as_strided(tensor.size(), tensor.stride())))
+    else:
+        tensor.copy_(content)
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
@@ -215,7 +226,7 @@ def _memory_of(tensor: Tensor) -> Tensor:
 class RewoundTensors:
     """Tensors with the bytes and versions that they had when a region began, for as long as the context lasts."""
 
-    __slots__ = ("_memory", "_present", "_previous", "_protected", "_state", "_versions", "_writes")
+    __slots__ = ("_is_rewound", "_memory", "_present", "_previous", "_protected", "_state", "_versions", "_writes")
 
     def __init__(self, state: TensorStates) -> None:
         self._state = state
@@ -236,12 +247,15 @@ class RewoundTensors:
         for tensor, version in (*self._protected, *((tensor, version) for tensor, _, version in changed)):
             self._writes.append((tensor, copy_unseen(tensor)))  # all of them first: they may share memory
             self._mark(tensor, version)
-        try:
-            run_unseen(self._write, changed)
-        except BaseException:
-            self.__exit__()
-            raise
+        self._is_rewound = bool(changed or state.groups or state.protected)
+        if self._is_rewound:
+            try:
+                run_unseen(self._write, changed)
+            except BaseException:
+                self.__exit__()
+                raise
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _write(self, changed: Sequence[tuple[Tensor, Shadow, int]]) -> None:
         state = self._state
         rewound = [tensor for tensor, _ in state.protected]
@@ -278,8 +292,10 @@ class RewoundTensors:
                 rewound_memory.pop(key, None)
             else:
                 rewound_memory[key] = before
-        run_unseen(self._put_back)
+        if self._is_rewound or _versions_of(self._state.tensors) != self._versions:
+            run_unseen(self._put_back)
 
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def _put_back(self) -> None:
         state = self._state
         for tensor, content in self._writes:
