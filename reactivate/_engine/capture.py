@@ -267,7 +267,8 @@ class Capture:
         return self._specs.get(id(value), value)
 
     def _argument(self, value: Any, place: str) -> Any:
-        kind = type(value)
+        kind: Any = type(value)
+        spec: Any
         if kind in _ATOMS:
             return value
         key = id(value)
@@ -392,7 +393,7 @@ class Capture:
                 self._look(item, f"{place}.{name}", depth)
 
     def _class(self, kind: type) -> None:
-        if id(kind) not in self._specs and _is_users_class(kind):  # type: ignore[arg-type]
+        if id(kind) not in self._specs and _is_users_class(kind):
             self._specs[id(kind)] = kind
             self.notes.append(ClassNote(kind))
 

@@ -10,6 +10,7 @@ sums beside it tell a difference of rounding size, from kernels that were chosen
 
 from __future__ import annotations
 
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -26,25 +27,28 @@ _ROUNDINGS = 64
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
 
-_calls: dict[Any, tuple[ref[Any], int]] = {}
+_calls: dict[int, list[Any]] = {}  # by the id of the region's owner: a reference to it, its policy, how many calls
 
 
 def is_due(fn: Any, choice: Any) -> bool:
     """Return whether this call of a region is one of those that are compared: the 1st, 2nd, 4th, 8th, ..."""
-    owner = getattr(fn, "__self__", None)
-    if owner is None:
-        owner = getattr(fn, "__code__", fn)
-    key = id(owner), id(choice)
-    found = _calls.get(key)
-    if found is not None and found[0]() is owner:
-        reference, count = found
-    else:
-        try:
-            reference, count = ref(owner, lambda _: _calls.pop(key, None)), 0
-        except TypeError:  # an object in C
-            return False
-    _calls[key] = reference, count + 1
-    return not (count + 1) & count
+    kind = type(fn)
+    owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
+    entry = _calls.get(id(owner))
+    if entry is None or entry[0]() is not owner or entry[1] is not choice:
+        entry = _first_call(owner, choice)
+    entry[2] = count = entry[2] + 1
+    return not count & (count - 1)
+
+
+def _first_call(owner: Any, choice: Any) -> list[Any]:
+    key = id(owner)
+    try:
+        reference: Any = ref(owner, lambda _: _calls.pop(key, None))
+    except TypeError:  # an object in C, which nobody can wait for: it is compared each time
+        return [None, choice, 0]
+    entry = _calls[key] = [reference, choice, 0]
+    return entry
 
 
 class Sums(NamedTuple):
@@ -53,13 +57,13 @@ class Sums(NamedTuple):
     Attributes:
         bits: of its bits as integers.
         values, squares: of its elements, None if these are no real floats.
-        count, unit: how many elements there are, and the relative distance of two floats of the type.
+        size, unit: how many elements there are, and the relative distance of two floats of the type.
     """
 
     bits: Tensor
     values: Tensor | None
     squares: Tensor | None
-    count: int
+    size: int
     unit: float
 
 
@@ -155,7 +159,7 @@ def _is_rounding(one: Sums, other: Sums) -> bool:
         return False
     values, others = one.values.item(), other.values.item()
     if one.squares is None or other.squares is None:
-        scale = abs(values) + one.count**0.5
+        scale = abs(values) + one.size**0.5
     else:
         scale = one.squares.item() ** 0.5
         if not abs(one.squares.item() - other.squares.item()) <= _ROUNDINGS * one.unit * one.squares.item():

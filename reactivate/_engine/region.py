@@ -148,7 +148,7 @@ class Region(Record):
             self._leave(error)
             raise
         self.asked = [(unrestored, tokens[index]) for index, unrestored in options.asked]
-        pack = self.pack
+        pack: Any = self.pack
         if options.determinism == "first" and is_due(fn, options.choice):
             self.check = Check()
             pack = self.pack_checked

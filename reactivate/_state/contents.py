@@ -52,7 +52,7 @@ class Position(NamedTuple):
 
 
 @functools.cache
-def _is_held_otherwise(kind: type) -> bool:
+def _is_held_otherwise(kind: Any) -> bool:
     return issubclass(kind, Tensor) or is_iterator(kind)
 
 
@@ -65,7 +65,8 @@ def held(item: Any, weak: bool | None = True) -> Any:
     """
     if weak is None:
         return item
-    if is_iterator(type(item)):
+    kind: Any = type(item)
+    if is_iterator(kind):
         return Position(copied(item))
     return WeakTensor(item) if weak and isinstance(item, Tensor) and item.grad_fn is not None else item
 
@@ -226,7 +227,8 @@ class LengthNote(Note):
         return len(self.target), ()
 
     def is_at(self, contents: Any) -> bool:
-        return len(self.target) == contents[0] + len(contents[1])
+        length, tail = contents
+        return len(self.target) == int(length) + len(tail)
 
     def put(self, contents: Any) -> None:
         length, tail = contents

@@ -5,19 +5,24 @@ from __future__ import annotations
 import copy
 import functools
 from types import GeneratorType
-from typing import Any
+from typing import Any, cast
 
 
 @functools.cache
-def is_iterator(kind: type) -> bool:
+def is_iterator(kind: Any) -> bool:
     """Return whether objects of this class are iterators that can be copied."""
     is_known = kind.__module__ in ("builtins", "itertools", "collections") and kind is not GeneratorType
     return is_known and hasattr(kind, "__next__")
+
+
+def _is_copied(item: Any) -> bool:
+    kind: Any = type(item)
+    return is_iterator(kind)
 
 
 def copied(iterator: Any) -> Any:
     """Return an iterator that goes on from where this one is. One made of others (`zip`) is copied with these."""
     if not isinstance(iterator, (zip, map, enumerate, filter)):
         return copy.copy(iterator)
-    made, arguments = iterator.__reduce__()[:2]  # type: ignore[misc]
-    return made(*[copied(item) if is_iterator(type(item)) else item for item in arguments])
+    made, arguments, *_ = cast("tuple[Any, ...]", iterator.__reduce__())
+    return made(*[copied(item) if _is_copied(item) else item for item in arguments])

@@ -24,6 +24,7 @@ from reactivate._state.notes import RewoundNotes
 from reactivate._state.shadows import RewoundTensors, TensorStates, is_known_written, version_of
 from reactivate._state.steps import is_stepped_since, steps_so_far
 from reactivate._state.tensor_hooks import KeptHooks
+from reactivate._state.turns import turn
 
 _REGISTRIES = itemgetter("_parameters", "_buffers", "_modules")
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -50,7 +51,7 @@ class ModuleNotes:
     """
 
     __slots__ = (
-        *("_count", "copies", "differentiable", "gradients", "hook_copies", "hooks", "kinds", "modules"),
+        *("_count", "_flat", "copies", "differentiable", "gradients", "hook_copies", "hooks", "kinds", "modules"),
         *("namespaces", "notes", "parameters", "states", "steps", "tensors", "versions"),
     )
 
@@ -67,6 +68,7 @@ class ModuleNotes:
         self._count = len(namespaces)
         for module in users:
             self._hold_graphs_weakly(module)
+        self._flat: tuple[list[int], list[Any], list[str]] | None = None
         members = [item for registry in registries[0::3] for item in registry.values() if item is not None]
         state = [item for registry in registries[1::3] for item in registry.values() if item is not None]
         if len(own) < len(modules):
@@ -92,7 +94,7 @@ class ModuleNotes:
         self.kinds: list[type] = list(map(type, modules))
         self.gradients = Gradients(members)
         self.states: list[tuple[Any, Any]] = [
-            (module, module.replay_state()) for module in own if hasattr(type(module), "replay_state")
+            (module, _state_of(module)) for module in own if hasattr(type(module), "replay_state")
         ]
 
     def _hold_graphs_weakly(self, module: Module) -> None:
@@ -123,10 +125,17 @@ class ModuleNotes:
     def are_namespaces_current(self, copies: Sequence[Namespace]) -> bool:
         """Return whether attributes and registries hold the items of `copies`."""
         namespaces = self.namespaces
-        if list(map(len, namespaces)) != list(map(len, copies)):
-            return False
-        now, noted = chain.from_iterable(map(dict.values, namespaces)), chain.from_iterable(map(dict.values, copies))
-        return all(map(is_, now, noted)) and list(chain.from_iterable(namespaces)) == list(chain.from_iterable(copies))
+        if copies is self.copies:  # flat lists of which are kept, to be compared in C
+            if self._flat is None:
+                self._flat = _flat(copies)
+            lengths, noted, keys = self._flat
+        else:
+            lengths, noted, keys = _flat(copies)
+        return (
+            list(map(len, namespaces)) == lengths
+            and all(map(is_, chain.from_iterable(map(dict.values, namespaces)), noted))
+            and list(chain.from_iterable(namespaces)) == keys
+        )
 
     def are_hooks_current(self, copies: Sequence[Any] | None) -> bool:
         """Return whether there are the hooks of `copies`: none if that is None."""
@@ -145,23 +154,23 @@ class ModuleNotes:
         """Return the gradients that the forward moved, and of which there is no copy, with their versions."""
         return self.gradients.unknown
 
-    def rewound(self) -> AbstractContextManager[None]:
-        """Return the context in which the modules are what they were."""
-        return RewoundModules(self)
+    def rewound(self, *, takes_turns: bool = True) -> AbstractContextManager[None]:
+        """Return the context in which the modules are what they were.
+
+        Args:
+            takes_turns: whether other threads have to wait where something is rewound.
+        """
+        return RewoundModules(self, takes_turns=takes_turns)
 
     def changes(self) -> Callable[[], None]:
         """Return what brings the modules to where they are now."""
         return ModuleChanges(self).bring
 
-    def has_changed(self) -> bool:
-        """Return whether rewinding shows to other threads: anything is other than it was, or written unseen."""
+    def is_written_unseen(self) -> bool:
+        """Return whether a recomputation has to write to more than attributes."""
         tensors = self.tensors
-        return (
-            bool(tensors.groups or self.states or self.notes)
-            or any(tensor._version != shadow.version for tensor, shadow in zip(tensors.tensors, tensors.shadows))
-            or not self.are_namespaces_current(self.copies)
-            or list(map(type, self.modules)) != self.kinds
-            or not self.are_hooks_current(self.hook_copies)
+        return bool(tensors.groups or self.states or self.notes) or any(
+            tensor._version != shadow.version for tensor, shadow in zip(tensors.tensors, tensors.shadows)
         )
 
     def name_of(self, tensor: Tensor) -> str:
@@ -174,16 +183,29 @@ class ModuleNotes:
         return "a tensor of a module"
 
 
+def _state_of(module: Any) -> Any:
+    return module.replay_state()
+
+
+def _flat(copies: Sequence[Namespace]) -> tuple[list[int], list[Any], list[str]]:
+    return (
+        list(map(len, copies)),
+        list(chain.from_iterable(map(dict.values, copies))),
+        list(chain.from_iterable(copies)),
+    )
+
+
 class RewoundModules:
     """Modules as they were, for as long as the context lasts."""
 
     __slots__ = (
         *("_copies", "_differentiable", "_entered", "_hook_copies", "_inner", "_kinds", "_states"),
-        *("note",),
+        *("_has_turn", "_takes_turns", "note"),
     )
 
-    def __init__(self, note: ModuleNotes) -> None:
+    def __init__(self, note: ModuleNotes, *, takes_turns: bool = True) -> None:
         self.note = note
+        self._takes_turns = takes_turns
         self._inner = (
             RewoundNotes(note.notes),
             RewoundTensors(note.tensors),
@@ -199,12 +221,18 @@ class RewoundModules:
         self._hook_copies: list[Any] | None = None
         self._kinds: list[type] = list(map(type, note.modules))
         self._differentiable: list[bool] = list(map(_REQUIRES_GRAD, note.parameters))
+        is_current = note.are_namespaces_current(note.copies)
+        are_hooks_current = note.are_hooks_current(note.hook_copies)
+        is_seen = not (is_current and are_hooks_current) or note.is_written_unseen() or self._kinds != note.kinds
+        self._has_turn = is_seen and self._takes_turns
+        if self._has_turn:  # threads that do not share what changed need not wait
+            turn.acquire()
         try:
             _set_all(note, note.kinds, note.differentiable, self._kinds, self._differentiable)
-            if not note.are_namespaces_current(note.copies):
+            if not is_current:
                 self._copies = note.present()
                 _assign_all(note.namespaces, note.copies)
-            if not note.are_hooks_current(note.hook_copies):
+            if not are_hooks_current:
                 self._hook_copies = list(map(dict, note.hooks))
                 _put_hooks(note.hooks, note.hook_copies)
             for context in self._inner:
@@ -232,6 +260,8 @@ class RewoundModules:
                 _put_hooks(note.hooks, hooks)
             now = list(map(type, note.modules)), list(map(_REQUIRES_GRAD, note.parameters))
             _set_all(note, self._kinds, self._differentiable, *now)
+            if self._has_turn:
+                turn.release()
 
 
 def _set_all(
@@ -245,7 +275,7 @@ def _set_all(
     if kinds != kinds_now:
         for module, kind in zip(note.modules, kinds):
             if type(module) is not kind:
-                module.__class__ = kind  # type: ignore[assignment]
+                module.__class__ = kind
     if differentiable != differentiable_now:
         for tensor, flag in zip(note.parameters, differentiable):
             if tensor.is_leaf and tensor.requires_grad is not flag:

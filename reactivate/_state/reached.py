@@ -54,22 +54,18 @@ class ReachedNotes:
         """Return the gradients that the forward moved, and of which there is no copy, with their versions."""
         return [item for part in self.parts for item in part.unknown_gradients()]
 
-    def has_changed(self) -> bool:
-        """Return whether rewinding shows to other threads."""
-        return bool(self.generators) or any(part.has_changed() for part in self.parts)
-
     @contextmanager
-    def _rewound(self) -> Iterator[None]:
+    def _rewound(self, takes_turns: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for part in self.parts:
-                stack.enter_context(part.rewound())
+                stack.enter_context(part.rewound(takes_turns=takes_turns))
             for generator, state in self.generators:
                 stack.enter_context(rewound_generator(generator, state))
             yield
 
-    def rewound(self) -> AbstractContextManager[None]:
+    def rewound(self, *, takes_turns: bool = True) -> AbstractContextManager[None]:
         """Return the context in which the modules are what they were."""
-        return self._rewound()
+        return self._rewound(takes_turns)
 
     def changes(self) -> Callable[[], None]:
         """Return what brings the modules to where they are now."""

@@ -255,7 +255,7 @@ class RewoundTensors:
                 self.__exit__()
                 raise
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _write(self, changed: Sequence[tuple[Tensor, Shadow, int]]) -> None:
         state = self._state
         rewound = [tensor for tensor, _ in state.protected]
@@ -295,7 +295,7 @@ class RewoundTensors:
         if self._is_rewound or _versions_of(self._state.tensors) != self._versions:
             run_unseen(self._put_back)
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def _put_back(self) -> None:
         state = self._state
         for tensor, content in self._writes:

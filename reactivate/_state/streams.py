@@ -83,7 +83,7 @@ def torch_stream() -> Stream:
     """Return torch's generator of the CPU."""
     generator = torch.default_generator
     memory = cpu_generator_memory()
-    probes = [_torch_state_bytes] if memory is None else [_probe(*place) for place in memory]
+    probes: list[Callable[[], Any]] = [_torch_state_bytes] if memory is None else [_probe(*place) for place in memory]
     return Stream("torch's CPU generator", probes, generator.get_state, generator.set_state)
 
 
@@ -104,7 +104,10 @@ def python_stream() -> Stream:
         return Stream("Python's random", [random.getstate], random.getstate, random.setstate)
     offset, size = place
     address = id(generator) + offset
-    probes = [_probe(address, _FIRST_WORDS), functools.partial(getattr, generator, "gauss_next")]
+    probes: list[Callable[[], Any]] = [
+        _probe(address, _FIRST_WORDS),
+        functools.partial(getattr, generator, "gauss_next"),
+    ]
 
     def read() -> tuple[bytes, float | None]:
         return ctypes.string_at(address, size), generator.gauss_next

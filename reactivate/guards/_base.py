@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from threading import RLock
 from types import TracebackType
 from typing import Any
 
@@ -73,32 +71,3 @@ class Rewound:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._write(self._now)
-
-
-_everybodys = RLock()
-
-
-class undisturbed:  # noqa: N801 - a context manager, named as one
-    """State that all threads share, set back for one recomputation at a time (Rule 14).
-
-    One lock for all of it: two recomputations that nest cannot take two locks in another order each.
-    """
-
-    __slots__ = ("_rewound",)
-
-    def __init__(self, rewound: AbstractContextManager[Any]) -> None:
-        self._rewound = rewound
-
-    def __enter__(self) -> None:
-        _everybodys.acquire()
-        try:
-            self._rewound.__enter__()
-        except BaseException:
-            _everybodys.release()
-            raise
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self._rewound.__exit__(*error)
-        finally:
-            _everybodys.release()

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from reactivate._state.modules import ModuleNotes
 from reactivate._state.reached import ReachedNotes
 from reactivate._types import Call, Guard, Unrestored
-from reactivate.guards._base import undisturbed
 
 
 class Stateful(Protocol):
@@ -55,8 +54,7 @@ class Modules(Guard):
         return found + [Unrestored(item, "a gradient", version) for item, version in token.unknown_gradients()]
 
     def replay(self, snapshot: AnyNotes) -> AbstractContextManager[Any]:
-        rewound = snapshot.rewound()
-        return undisturbed(rewound) if snapshot.has_changed() else rewound
+        return snapshot.rewound()
 
     def skip(self, call: Call, token: AnyNotes | None) -> Callable[[], None] | None:
         return None if token is None else token.changes()
@@ -64,7 +62,7 @@ class Modules(Guard):
     @staticmethod
     def rewound(state: AnyNotes) -> AbstractContextManager[None]:
         """Return the context of `replay` for a whole step: without the lock, which other threads would wait for."""
-        return state.rewound()
+        return state.rewound(takes_turns=False)
 
 
 AnyNotes = ModuleNotes | ReachedNotes

@@ -22,8 +22,9 @@ from reactivate._state.streams import (
     state_of_generator,
     torch_stream,
 )
+from reactivate._state.turns import undisturbed
 from reactivate._types import Call, Guard
-from reactivate.guards._base import Rewound, undisturbed
+from reactivate.guards._base import Rewound
 
 
 class HostRng(Guard):

@@ -12,9 +12,10 @@ import torch
 
 from reactivate._backends import accelerator
 from reactivate._compat import equal_unseen
+from reactivate._state.turns import undisturbed
 from reactivate._types import Call, Guard
 from reactivate.errors import UsageError
-from reactivate.guards._base import Rewound, undisturbed
+from reactivate.guards._base import Rewound
 
 
 class Tracker(Protocol):
