@@ -277,6 +277,9 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
+# Many tensors copied into others with one call; `torch.Tensor.copy_` costs a call of Python's for each.
+copy_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_
+
 # -- TorchScript ------------------------------------------------------------------------------------------------------
 
 # The graph that TorchScript's interpreter ran last on this thread, None if it never did: 0.05 us.
@@ -518,12 +521,12 @@ else:
 # -- the CPU's generator ----------------------------------------------------------------------------------------------
 
 
-def cpu_generator_memory() -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Where torch's CPU generator keeps what a draw changes: ((address, bytes), (address, bytes)).
+def cpu_generator_memory() -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]] | None:
+    """Return where torch's CPU generator keeps its state: ((address, bytes), (address, bytes), (address, bytes)).
 
-    First its seed, index and first words; then the spare normal numbers. torch has no cheaper question than the whole
-    state of 5 KB. The layout is found in a generator of known content, and checked there by drawing from it: None if
-    anything is not as expected.
+    First its seed, index and first words; then the spare normal numbers; then all of it. Torch has no cheaper question
+    than a tensor with the whole state of 5 KB. The layout is found in a generator of known content, and tried out by
+    drawing from it and from a copy: None if anything is not as expected.
     """
     seed, size = 0x5EED5EED, 24 + 16 * 4
     generator = torch.Generator()
@@ -546,8 +549,17 @@ def cpu_generator_memory() -> tuple[tuple[int, int], tuple[int, int]] | None:
         draw(1, generator=generator)
         looks.append(look())
     is_seen = looks[0][0] != looks[1][0] and looks[1] != looks[2] and looks[2][1] != looks[3][1]
+    whole = spare + 24 - offset
+    other = torch.Generator()
+    ctypes.memmove(other._cdata + offset, generator._cdata + offset, whole)
+    is_copied = torch.equal(other.get_state(), generator.get_state()) and all(
+        torch.equal(torch.randn(number, generator=generator), torch.randn(number, generator=other))
+        for number in (1, 3, 700, 1)
+    )
     cdata = torch.default_generator._cdata
-    return ((cdata + offset, size), (cdata + spare, 24)) if is_seen else None
+    if not (is_seen and is_copied):
+        return None
+    return (cdata + offset, size), (cdata + spare, 24), (cdata + offset, whole)
 
 
 # -- ambient state ----------------------------------------------------------------------------------------------------

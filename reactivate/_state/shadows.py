@@ -195,7 +195,7 @@ def _copy_group(tensors: list[Tensor]) -> list[Tensor]:
 def _write_group(tensors: list[Tensor], copies: list[Tensor]) -> None:
     """Write copies back; gradients are off."""
     if len(copies) < len(tensors):
-        torch._foreach_copy_(tensors, list(copies[0].split([len(tensor) for tensor in tensors])))
+        copy_all(tensors, list(copies[0].split([len(tensor) for tensor in tensors])))
         return
     for tensor, copy in zip(tensors, copies):
         _write(tensor, copy)

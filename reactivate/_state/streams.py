@@ -83,8 +83,13 @@ def torch_stream() -> Stream:
     """Return torch's generator of the CPU."""
     generator = torch.default_generator
     memory = cpu_generator_memory()
-    probes: list[Callable[[], Any]] = [_torch_state_bytes] if memory is None else [_probe(*place) for place in memory]
-    return Stream("torch's CPU generator", probes, generator.get_state, generator.set_state)
+    if memory is None:
+        return Stream("torch's CPU generator", [_torch_state_bytes], generator.get_state, generator.set_state)
+    *parts, (address, size) = memory
+    read = functools.partial(ctypes.string_at, address, size)
+    return Stream(
+        "torch's CPU generator", [_probe(*part) for part in parts], read, lambda state: ctypes.memmove(address, state, size)
+    )
 
 
 def _torch_state_bytes() -> Any:
