@@ -26,6 +26,7 @@ from torch import Tensor
 
 from reactivate._backends import fences
 from reactivate._compat import (
+    copy_all,
     copy_unseen,
     equal_unseen,
     is_dispatch_mode_active,
