@@ -39,7 +39,7 @@ def apply(
     *,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism = "first",
+    determinism: Determinism | None = None,
 ) -> Handle:
     """Let the modules of `model` save or recompute their activations as `policy` says.
 
@@ -49,7 +49,8 @@ def apply(
     Args:
         model: changed in place, until `Handle.remove`.
         policy: see `reactivate.policies`. It says which modules are regions, and which calls inside of these are kept.
-        guards, early_stop, determinism: as for `checkpoint`.
+        guards, early_stop, determinism: as for `checkpoint`. By default the regions of a plan are not compared with their
+            forwards (`determinism="metadata"`): checksums and recomputations to the end are not in its promise.
 
     Returns:
         What was done, and a way to undo it.
@@ -73,7 +74,8 @@ def apply(
     if not callable(policy):
         raise UsageError(f"apply takes a policy, a function of a site such as policies.full(); got {policy!r}.")
     _refuse_second(model)
-    options = make_options(guards, early_stop, determinism, None)
+    default = policy.determinism() if isinstance(policy, ReadyMade) else "first"
+    options = make_options(guards, early_stop, determinism or default, None)
     undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
     applied = Applied(policy, options)
     applied.attach(model)

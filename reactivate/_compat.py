@@ -278,7 +278,7 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
 
 # Many tensors copied into others with one call; `torch.Tensor.copy_` costs a call of Python's for each.
-copy_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = torch._foreach_copy_
+copy_all: Callable[..., None] = torch._foreach_copy_
 
 # -- TorchScript ------------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def test_model_gradients_and_generators_are_as_they_were(make: Callable[[], Case
     gradients = [item.grad for item in case.model.parameters()]
     values = [None if gradient is None else gradient.clone() for gradient in gradients]
     states = random_states()
-    planned(case)
+    planned(case, "70%")
     assert_all_bitwise(states, random_states())
     assert_all_bitwise(before, dict(case.model.state_dict()))
     for parameter, gradient, value in zip(case.model.parameters(), gradients, values):

@@ -108,10 +108,7 @@ class Check:
 
     def is_rounding(self, other: Check) -> bool:
         """Return whether every difference to another pass is one of rounding size."""
-        return all(
-            run_unseen(_is_rounding, self.sums[number], other.sums[number])
-            for number in self._common(other)
-        )
+        return all(run_unseen(_is_rounding, self.sums[number], other.sums[number]) for number in self._common(other))
 
     def _common(self, other: Check) -> list[int]:
         """Return the numbers of what both passes have, but for inputs given back that were written to in between."""

@@ -88,7 +88,10 @@ def torch_stream() -> Stream:
     *parts, (address, size) = memory
     read = functools.partial(ctypes.string_at, address, size)
     return Stream(
-        "torch's CPU generator", [_probe(*part) for part in parts], read, lambda state: ctypes.memmove(address, state, size)
+        "torch's CPU generator",
+        [_probe(*part) for part in parts],
+        read,
+        lambda state: ctypes.memmove(address, state, size),
     )
 
 

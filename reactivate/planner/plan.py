@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch.nn import Module
 
@@ -127,6 +127,9 @@ class Plan(ReadyMade):
     def assignment(self) -> Assignment:
         """The policy itself."""
         return Assignment({decision.path: decision.treatment for decision in self.decisions})
+
+    def determinism(self) -> Literal["metadata"]:
+        return "metadata"
 
     def __call__(self, site: Site) -> Action | None:
         return self.assignment(site)

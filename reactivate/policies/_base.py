@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn import Module
 
@@ -64,6 +64,10 @@ class ReadyMade:
     def __repr__(self) -> str:
         """As it is written."""
         raise NotImplementedError
+
+    def determinism(self) -> Literal["first", "metadata"]:
+        """Return how far recomputations are compared with their forwards, if nobody says."""
+        return "first"
 
     def interest(self) -> Interest:
         """What it has to be asked about."""
