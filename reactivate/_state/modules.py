@@ -209,6 +209,8 @@ class RewoundModules:
                 _put_hooks(note.hooks, hooks)
             now = list(map(type, note.modules)), list(map(_REQUIRES_GRAD, note.parameters))
             _set_all(note, self._kinds, self._differentiable, *now)
+            self._copies = self._hook_copies = None  # a traceback may hold this context
+            self._states = []
 
 
 def _set_all(

@@ -279,6 +279,7 @@ class RewoundTensors:
             else:
                 rewound_memory[key] = before
         run_unseen(self._put_back)
+        self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
 
     def _put_back(self) -> None:
         state = self._state
