@@ -393,7 +393,10 @@ class Capture:
             for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):
                 if id(cell) not in self._specs:
                     self._specs[id(cell)] = cell
-                    self._cell(cell, f"{place} (closed over as `{name}`)", depth)
+                    if name in facts.overwritten and isinstance(_contents_of(cell), Tensor):
+                        self.notes.append(CellNote(cell))  # no input: kept as one, it would chain the calls' graphs
+                    else:
+                        self._cell(cell, f"{place} (closed over as `{name}`)", depth)
         if fn.__defaults__ is not None:
             self._look(fn.__defaults__, f"{place} (defaults)", depth)
         if fn.__kwdefaults__ is not None:
@@ -491,6 +494,13 @@ class CellTensorNote(CellNote):
     def let_go(self) -> None:
         """Forget the tensor of one recomputation."""
         self._tensor = None
+
+
+def _contents_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 _OF_EVERY_MODULE = frozenset(Module().__dict__)
