@@ -120,8 +120,7 @@ def test_first_compares_some_calls_and_leaves_the_others_alone() -> None:
         out = fn(leaf(4, 3)).sum()
         try:
             out.backward()
-        except ReplayMismatchError as error:
-            assert error.kind == "values"
+        except ReplayMismatchError:
             refused.append(number)
     assert refused == [1, 2, 4, 8]
 
