@@ -53,8 +53,7 @@ class Modules(Guard):
         return found + [Unrestored(item, "a gradient", version) for item, version in token.gradients.unknown]
 
     def replay(self, snapshot: ModuleNotes) -> AbstractContextManager[Any]:
-        rewound = RewoundModules(snapshot)
-        return undisturbed(rewound) if snapshot.has_changed() else rewound
+        return undisturbed(RewoundModules(snapshot), snapshot.has_changed)
 
     def skip(self, call: Call, token: ModuleNotes | None) -> Callable[[], None] | None:
         return None if token is None else ModuleChanges(token).bring
