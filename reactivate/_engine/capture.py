@@ -521,12 +521,18 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
+_SHARED = frozenset({"asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "socket", "threading"})
+"""Packages whose objects other threads and processes work with at the same time: barriers, queues, pools."""
+
+
 @functools.cache
 def _is_plain(kind: type) -> bool:
     """Return whether objects of this class are made of attributes that Python code sees."""
     if issubclass(kind, (Enum, BaseException)):
         return False
     if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
+        return False
+    if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
         return False
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))  # type: ignore[arg-type]
 
