@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 
 class Journal:
-    """Notes in the order in which they were made. They are kept in a queue, which is an object in C."""
+    """Notes in the order in which they were made. They are kept behind an object in C."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._read: list[Any] = []
+        self._hidden: MappingProxyType[str, list[Any]] = MappingProxyType({"notes": []})
 
     def append(self, item: Any) -> None:
-        self._queue.put(item)
-
-    def _drain(self) -> list[Any]:
-        while not self._queue.empty():
-            self._read.append(self._queue.get())
-        return self._read
+        self._hidden["notes"].append(item)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(list(self._drain()))
+        return iter(list(self._hidden["notes"]))
 
     def __getitem__(self, index: Any) -> Any:
-        return self._drain()[index]
+        return self._hidden["notes"][index]
 
     def __len__(self) -> int:
-        return len(self._read) + self._queue.qsize()
+        return len(self._hidden["notes"])
 
     def __eq__(self, other: object) -> bool:
-        return self._drain() == (list(other) if isinstance(other, Journal) else other)
+        return self._hidden["notes"] == (list(other) if isinstance(other, Journal) else other)
 
     def __repr__(self) -> str:
-        return f"Journal({self._drain()})"
+        return f"Journal({self._hidden['notes']})"
 
     __hash__ = None  # type: ignore[assignment]
 
     def clear(self) -> None:
-        self._drain().clear()
+        self._hidden["notes"].clear()

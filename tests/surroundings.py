@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -26,19 +27,20 @@ class Failure(Exception):
 
 
 class Trap:
-    """Raises when it is armed: so many times, and then no more."""
+    """Raises when it is armed: so many times, and then no more. No recomputation disarms it."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self.times = 0
+        self._shots: SimpleQueue[BaseException] = SimpleQueue()
 
     def arm(self, error: BaseException, times: int = 1) -> None:
-        self.error, self.times = error, times
+        self.error = error
+        for _ in range(times):
+            self._shots.put(error)
 
     def __call__(self) -> None:
-        if self.error is not None and self.times:
-            self.times -= 1
-            raise self.error
+        if not self._shots.empty():
+            raise self._shots.get()
 
 
 class SinIsCos(TorchFunctionMode):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from journal import Journal
 from oracle import Ran, assert_bitwise, random_states, seed_everything
 from surroundings import (
     Counted,
@@ -136,8 +137,7 @@ def test_in_the_replay(
 
 def test_a_failed_replay_keeps_nothing() -> None:
     """What it had computed by then goes, although the graph and its slots stay."""
-    made: list[weakref.ref[Tensor]] = []
-    trap = Trap()
+    made, trap = Journal(), Trap()
 
     def fn(x: Tensor) -> Tensor:
         h = x.sin().exp()
@@ -197,18 +197,16 @@ def test_the_second_of_two_regions_fails() -> None:
 def test_in_a_nested_region(pass_that_fails: int, early_stop: bool) -> None:
     """The inner function runs in the forward, in the outer region's replay, and in its own."""
     trap, ran = Trap(), Ran()
-    calls = 0
+    calls = Journal()
 
     def once(wrap: Callable[..., Any], error: BaseException | None) -> list[Tensor]:
-        nonlocal calls
-        calls = 0
+        calls.clear()
         module, x = prepared(trap)
 
         def inner(x: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
+            calls.append("inner")
             h = F.dropout(module(x)).exp()
-            if calls == pass_that_fails and error is not None:
+            if len(calls) == pass_that_fails and error is not None:
                 raise error
             return (h * 2).tanh()
 
@@ -217,7 +215,7 @@ def test_in_a_nested_region(pass_that_fails: int, early_stop: bool) -> None:
         if error is not None:
             with pytest.raises(type(error), match="in the middle"):
                 gradients(out, module, x, retain_graph=True)
-            assert calls == pass_that_fails
+            assert len(calls) == pass_that_fails
             assert_unchanged(before, surroundings(module))
         result = [out.detach(), *gradients(out, module, x)]
         assert_unchanged(before, surroundings(module))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from journal import Journal
 from memory import allocated_by
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -62,12 +63,13 @@ def same(tensor: Tensor) -> Tensor:
 
 @pytest.mark.unfenced(reason="an exit copies on this device")
 def test_kept_after_the_forward_are_the_inputs_and_the_snapshots() -> None:
-    """The region draws random numbers, so the CPU generator's state is kept; nothing else but its input is."""
+    """The call before it drew random numbers, so there is a new snapshot of the CPU generator; and there is its input."""
     module, x = block(), torch.randn(64, 32, requires_grad=True)
-    reactivate.checkpoint(module)(x)  # the guards' first look at the module
+    fn = reactivate.checkpoint(module, determinism="metadata")
+    fn(x)  # the guards' first look at the module
     seen: list[int] = []
     with saved_tensors_hooks(lambda tensor: (seen.append(size(tensor)), tensor)[1], lambda tensor: tensor):
-        kept = allocated_by(lambda: reactivate.checkpoint(module)(x))
+        kept = allocated_by(lambda: fn(x))
     assert seen == [size(x)], "the input, once"
     state = torch.get_rng_state()
     assert kept.left_bytes == size(kept.result) + size(state)
@@ -76,30 +78,41 @@ def test_kept_after_the_forward_are_the_inputs_and_the_snapshots() -> None:
     assert plain.left_bytes > 4 * kept.left_bytes
 
 
-def test_nothing_is_kept_of_the_generator_if_nothing_is_drawn() -> None:
+def test_regions_between_two_draws_share_one_snapshot() -> None:
     module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
-    reactivate.checkpoint(module)(x)
-    kept = allocated_by(lambda: reactivate.checkpoint(module)(x))
-    assert kept.left_bytes == size(kept.result)
+    fn = reactivate.checkpoint(module, determinism="metadata")
+    first = fn(x)
+    kept = allocated_by(lambda: [fn(x) for _ in range(10)])
+    assert kept.left_bytes == 10 * size(first), "the results"
+    torch.rand(1)
+    kept = allocated_by(lambda: [fn(x) for _ in range(10)])
+    assert kept.left_bytes == 10 * size(first) + size(torch.get_rng_state())
 
 
 def test_statistics_of_batch_norm_are_kept_and_named_in_the_docs() -> None:
     """In training two running statistics, one counter: `num_batches_tracked` was written to."""
     module, x = nn.BatchNorm1d(32), torch.randn(64, 32, requires_grad=True)
-    reactivate.checkpoint(module)(x)
-    kept = allocated_by(lambda: reactivate.checkpoint(module)(x))
+    fn = reactivate.checkpoint(module, determinism="metadata")
+    fn(x)
+    kept = allocated_by(lambda: fn(x))
     statistics = sum(size(buffer) for buffer in module.buffers())
     assert kept.left_bytes == size(kept.result) + statistics
 
 
-def test_large_buffers_that_nobody_writes_to_are_not_kept() -> None:
+def test_a_buffer_that_nobody_writes_to_is_copied_once() -> None:
+    """All regions refer to one copy; a write is followed by one more."""
     module = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
     module.register_buffer("table", torch.randn(512, 512))
     x = torch.randn(64, 32, requires_grad=True)
-    reactivate.checkpoint(module)(x)
-    kept = allocated_by(lambda: reactivate.checkpoint(module)(x))
-    assert kept.left_bytes == size(kept.result)
-    assert kept.peak_bytes < size(module.table), "and they are copied only the first time"
+    fn = reactivate.checkpoint(module, determinism="metadata")
+    first = allocated_by(lambda: fn(x))
+    assert first.left_bytes >= size(module.table)
+    kept = allocated_by(lambda: [fn(x) for _ in range(10)])
+    assert kept.left_bytes == 10 * size(first.result)
+    assert kept.peak_bytes < size(module.table), "and it is copied only the first time"
+    module.table.add_(1)
+    kept = allocated_by(lambda: [fn(x) for _ in range(10)])
+    assert kept.left_bytes == 10 * size(first.result) + size(module.table)
 
 
 def test_recomputed_tensors_go_as_the_backward_takes_them() -> None:
@@ -144,8 +157,9 @@ def test_nothing_outlives_the_backward(retain_graph: bool, determinism: Any, no_
 
 def test_retain_graph_keeps_no_recomputed_tensor(no_collector: None) -> None:
     module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
-    reactivate.checkpoint(module)(x)
-    out = reactivate.checkpoint(module)(x)
+    fn = reactivate.checkpoint(module, determinism="metadata")
+    fn(x)
+    out = fn(x)
     for parameter in [x, *module.parameters()]:
         parameter.grad = torch.zeros_like(parameter)
     assert allocated_by(lambda: out.sum().backward(retain_graph=True)).left_bytes == 0
@@ -195,16 +209,14 @@ def test_hooks_inside_of_a_region_hold_no_region(options: Any, hooks: Any, no_co
 def test_a_failed_replay_holds_no_region_after_another_one_did(no_collector: None) -> None:
     """Its graph, which hooks tie into a cycle, must not hold the error either: that knows the frames."""
     x = torch.randn(64, 32, requires_grad=True)
-    watch = Watch()
-    calls = 0
+    watch, calls = Watch(), Journal()
 
     def fn(x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
+        calls.append("fn")
         h = x.sin()
         with save_on_cpu():
             h = h.tanh().exp().sin()
-        return h[:1].cos() if calls == 2 else h.cos().sin()
+        return h[:1].cos() if len(calls) == 2 else h.cos().sin()
 
     with observed_by(watch):
         out = reactivate.checkpoint(fn)(x.cos()).sum()
@@ -216,28 +228,50 @@ def test_a_failed_replay_holds_no_region_after_another_one_did(no_collector: Non
     assert watch.alive() == 0
 
 
-def test_closures_that_collect_outputs_make_no_cycle(no_collector: None) -> None:
-    """A list that the region appends to would tie graph, region and list together."""
+def test_a_list_made_for_each_call_goes_with_it(no_collector: None) -> None:
+    """A region finds a closed-over list through its cell: held directly, it would tie graph, region and list together."""
+    x = torch.randn(64, 32, requires_grad=True)
+    watch = Watch()
+    collected: list[Tensor] = []
+    last: Tensor | None = None
+
+    def fn(x: Tensor) -> Tensor:
+        nonlocal last
+        h = x.sin().exp()
+        collected.append(h)
+        last = h
+        return h.cos()
+
+    checkpointed = reactivate.checkpoint(fn)
+    with observed_by(watch):
+        for _ in range(5):
+            collected = []
+            checkpointed(x)
+            assert len(collected) == 1 and last is not None
+            assert watch.alive() == 1, "that of the list that is there"
+    collected, last = [], None
+    assert watch.alive() == 0
+
+
+def test_a_closure_that_collects_outputs_goes_after_its_backward(no_collector: None) -> None:
+    """A region holds its function and so its list of outputs, as torch's checkpoint does, until there was a backward."""
     x = torch.randn(64, 32, requires_grad=True)
     watch = Watch()
 
-    def forward() -> None:
+    def step() -> None:
         collected: list[Tensor] = []
-        last: Tensor | None = None
 
         def fn(x: Tensor) -> Tensor:
-            nonlocal last
             h = x.sin().exp()
             collected.append(h)
-            last = h
             return h.cos()
 
-        fn_ = reactivate.checkpoint(fn)
-        fn_(x)
-        assert len(collected) == 1 and last is not None
+        reactivate.checkpoint(fn)(x).sum().backward()
+        assert len(collected) == 1, "the recomputation's was taken out again"
 
     with observed_by(watch):
-        forward()
+        step()
+    assert watch.counts() == (1, 1)
     assert watch.alive() == 0
 
 

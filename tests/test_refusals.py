@@ -101,8 +101,51 @@ def test_the_first_difference(
 
 def test_more_saves_than_in_the_forward_pass_do_no_harm_with_early_stop() -> None:
     x = leaf(4, 3)
-    reactivate.checkpoint(saves_more)(x).sum().backward()
+    reactivate.checkpoint(saves_more, determinism="metadata")(x).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().sum(), x)[0])
+
+
+class Drifting:
+    """A function whose result differs when it runs again, with the same metadata."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x.sin()
+        return (y + 1.0 if replaying() else y).exp()
+
+
+def test_first_compares_some_calls_and_leaves_the_others_alone() -> None:
+    """The 1st, 2nd, 4th, 8th, ... call of a region: what its recomputation saves and returns is compared."""
+    fn, refused = reactivate.checkpoint(Drifting()), []
+    for number in range(1, 10):
+        out = fn(leaf(4, 3)).sum()
+        try:
+            out.backward()
+        except ReplayMismatchError:
+            refused.append(number)
+    assert refused == [1, 2, 4, 8]
+
+
+def test_first_finds_a_write_past_the_version_counter() -> None:
+    x, w = leaf(200, 200), torch.randn(200, 200)
+
+    def fn(x: Tensor) -> Tensor:
+        return (x.sin() * w.cos()).exp()
+
+    out = reactivate.checkpoint(fn)(x).sum()
+    w.data.add_(1)
+    with pytest.raises(ReplayMismatchError, match="computes other values"):
+        out.backward()
+
+
+def test_first_warns_of_a_difference_of_rounding_size() -> None:
+    class Rounding:
+        def __call__(self, x: Tensor) -> Tensor:
+            y = x.sin()
+            return (y * (1 + 1e-7) if replaying() else y).exp()
+
+    out = reactivate.checkpoint(Rounding())(leaf(64, 64)).sum()
+    with pytest.warns(UserWarning, match="no more than rounding"):
+        out.backward()
 
 
 class Fickle(nn.Module):

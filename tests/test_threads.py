@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import queue
 import random
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from journal import Journal
 from oracle import Ran, assert_bitwise, flatten, seed_everything
 from surroundings import Failure, Kept, SinIsCos, assert_unchanged, surroundings
 from torch import Tensor, nn
@@ -152,7 +154,7 @@ def test_in_lock_step(names: tuple[str, str], where: str, early_stop: bool) -> N
 
 def test_one_replays_while_the_other_does_not() -> None:
     """Only the thread that replays says so, though both are inside of a region."""
-    seen: dict[str, list[bool]] = {"forward": [], "replay": []}
+    seen = {"forward": Journal(), "replay": Journal()}
 
     def replays(meet: Meet) -> list[Tensor]:
         x = torch.linspace(0, 1, 4, requires_grad=True)
@@ -192,7 +194,7 @@ def test_one_replays_while_the_other_does_not() -> None:
 
 def test_a_thread_that_the_function_starts_does_not_replay() -> None:
     """`is_recomputing` speaks of the thread that asks."""
-    seen: list[tuple[bool, bool]] = []
+    seen = Journal()
 
     def fn(x: Tensor) -> Tensor:
         here = reactivate.is_recomputing()
@@ -220,7 +222,7 @@ def test_one_fails_while_the_other_replays() -> None:
                         raise errors[0]
                 return h.exp()
 
-            errors: list[Exception] = []
+            errors = Journal()
             out = reactivate.checkpoint(fn)(x)
             before = surroundings()
             if fails:
@@ -567,8 +569,8 @@ def test_contexts_of_ours_end_at_the_thread() -> None:
 # -- random numbers ----------------------------------------------------------------------------------------------------
 
 
-def test_a_region_that_draws_nothing_leaves_the_streams_to_others() -> None:
-    """The streams are the process's. What another thread draws during a replay is what it draws without one."""
+def test_what_another_thread_draws_is_what_it_draws_alone() -> None:
+    """The streams are the process's, and a recomputation puts them back to where it found them."""
 
     def draw() -> list[Any]:
         return [torch.rand(3), random.random()]
@@ -581,15 +583,14 @@ def test_a_region_that_draws_nothing_leaves_the_streams_to_others() -> None:
         x = torch.linspace(0, 1, 4, requires_grad=True)
 
         def fn(x: Tensor) -> Tensor:
-            if reactivate.is_recomputing():
-                meet()
-                meet()
             return x.sin().exp()
 
-        out = reactivate.checkpoint(fn)(x)
+        outputs = [reactivate.checkpoint(fn)(x) for _ in range(2)]
+        for out in outputs:
+            meet()
+            meet()
+            out.sum().backward()
         meet()
-        meet()
-        out.sum().backward()
         return x.grad
 
     def draws(meet: Meet) -> list[Any]:
@@ -598,13 +599,82 @@ def test_a_region_that_draws_nothing_leaves_the_streams_to_others() -> None:
             meet()
             drawn.append(draw())
             meet()
+        meet()
         drawn.append(draw())
         return drawn
 
     grad, drawn = together(replays, draws)
     assert_equal(expected, drawn, "random numbers")
     x = torch.linspace(0, 1, 4, requires_grad=True)
-    assert torch.equal(grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    assert torch.equal(grad, 2 * torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_recomputations_that_set_nothing_back_run_side_by_side() -> None:
+    """Nobody drew between forward and backward, so neither of two threads waits for the other."""
+
+    def job(meet: Meet) -> Tensor:
+        x = torch.linspace(0, 1, 4, requires_grad=True)
+
+        def fn(x: Tensor) -> Tensor:
+            if reactivate.is_recomputing():
+                meet()
+            return x.sin().exp()
+
+        reactivate.checkpoint(fn)(x).sum().backward()
+        return x.grad
+
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    for grad in together(job, job, job):
+        assert_bitwise(expected, grad, "gradient")
+
+
+def test_a_queue_and_its_worker_are_not_rewound() -> None:
+    """What another thread puts into a queue meanwhile is still there; so is the state of a barrier."""
+    waiting: queue.Queue[float] = queue.Queue()
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+
+    def fn(x: Tensor) -> Tensor:
+        assert isinstance(waiting, queue.Queue)
+        return x.sin().exp()
+
+    out = reactivate.checkpoint(fn)(x)
+    waiting.put(1.0)
+    out.register_hook(lambda grad: waiting.put(2.0))
+    out.sum().backward()
+    assert [waiting.get(timeout=1), waiting.get(timeout=1)] == [1.0, 2.0]
+
+
+def test_recomputations_that_set_state_back_wait_for_each_other() -> None:
+    """One is inside of another on its own thread, and does not wait for that."""
+
+    def job(seed: int, wrap: Callable[..., Any]) -> Callable[[Meet], Any]:
+        def run(meet: Meet) -> Any:
+            module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.fill_(0.1 * seed)
+            x = torch.linspace(-1, seed, 32).reshape(4, 8).requires_grad_()
+
+            def inner(x: Tensor) -> Tensor:
+                return module(x).sin().exp()
+
+            def outer(x: Tensor) -> Tensor:
+                y = wrap(inner)(x * 1)
+                (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+                return (y * slope).tanh()
+
+            out = wrap(outer)(x)
+            return out.detach(), torch.autograd.grad(out.sum(), [x, *module.parameters()])
+
+        return run
+
+    seeds = 1, 2, 3
+    expected = [job(seed, lambda fn: fn)(alone) for seed in seeds]
+    with changing_threads_often():
+        for _ in range(10):
+            found = together(*(job(seed, reactivate.checkpoint) for seed in seeds))
+            assert_equal(expected, found, "nested")
 
 
 def test_generators_of_their_own_are_in_nobodys_way() -> None:

@@ -437,7 +437,10 @@ class Capture:
             for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):
                 if id(cell) not in self._specs:
                     self._specs[id(cell)] = cell
-                    self._cell(cell, f"{place} (closed over as `{name}`)", depth)
+                    if name in facts.overwritten and isinstance(_contents_of(cell), Tensor):
+                        self.notes.append(CellNote(cell))  # no input: kept as one, it would chain the calls' graphs
+                    else:
+                        self._cell(cell, f"{place} (closed over as `{name}`)", depth)
         if fn.__defaults__ is not None:
             self._look(fn.__defaults__, f"{place} (defaults)", depth)
         if fn.__kwdefaults__ is not None:
@@ -527,6 +530,13 @@ def _nothing() -> None:
     return None
 
 
+def _contents_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
 _OF_EVERY_MODULE = frozenset(Module().__dict__)
 
 
@@ -545,12 +555,20 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
+_SHARED = frozenset(
+    {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "socket", "threading"}
+)
+"""Packages whose objects other threads and processes work with at the same time: barriers, queues, pools."""
+
+
 @functools.cache
 def _is_plain(kind: type) -> bool:
     """Return whether objects of this class are made of attributes that Python code sees."""
     if issubclass(kind, (Enum, BaseException)):
         return False
     if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
+        return False
+    if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
         return False
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))  # type: ignore[arg-type]
 

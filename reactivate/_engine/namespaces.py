@@ -29,11 +29,13 @@ class Facts(NamedTuple):
         code: kept, so that its id stays its own.
         names: (namespace, name) of everything at module level that it reads and that may hold state.
         scripts: the scripted functions that it names.
+        overwritten: the closed-over variables that it assigns and never reads.
     """
 
     code: CodeType
     names: Names
     scripts: tuple[Any, ...]
+    overwritten: frozenset[str]
 
 
 facts_of_code: dict[int, Facts] = {}  # by the id of the code object
@@ -43,8 +45,17 @@ def find_facts(fn: FunctionType) -> Facts:
     """The facts of `fn`, from now on in `facts_of_code`."""
     code = fn.__code__
     names, scripts = tuple(_find(fn.__globals__, [code])), tuple(_find_scripts(fn, set()))
-    facts = facts_of_code[id(code)] = Facts(code, names, scripts)
+    facts = facts_of_code[id(code)] = Facts(code, names, scripts, _overwritten(code))
     return facts
+
+
+def _overwritten(code: CodeType) -> frozenset[str]:
+    if not code.co_freevars:
+        return frozenset()
+    reads = (
+        step for step in dis.get_instructions(code) if step.opname.startswith("LOAD_") and type(step.argval) is str
+    )
+    return frozenset(code.co_freevars).difference(step.argval for step in reads)
 
 
 class ClassFacts(NamedTuple):

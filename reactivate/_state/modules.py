@@ -24,7 +24,7 @@ from reactivate._state.notes import RewoundNotes
 from reactivate._state.shadows import RewoundTensors, TensorStates, is_known_written, version_of
 from reactivate._state.steps import is_stepped_since, steps_so_far
 from reactivate._state.tensor_hooks import KeptHooks
-from reactivate._state.turns import turn
+from reactivate._state.turns import everybodys
 
 _REGISTRIES = itemgetter("_parameters", "_buffers", "_modules")
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -200,7 +200,7 @@ class RewoundModules:
 
     __slots__ = (
         *("_copies", "_differentiable", "_entered", "_hook_copies", "_inner", "_kinds", "_states"),
-        *("_has_turn", "_takes_turns", "note"),
+        *("_has_turn", "_is_current", "_takes_turns", "note"),
     )
 
     def __init__(self, note: ModuleNotes, *, takes_turns: bool = True) -> None:
@@ -221,12 +221,12 @@ class RewoundModules:
         self._hook_copies: list[Any] | None = None
         self._kinds: list[type] = list(map(type, note.modules))
         self._differentiable: list[bool] = list(map(_REQUIRES_GRAD, note.parameters))
-        is_current = note.are_namespaces_current(note.copies)
-        are_hooks_current = note.are_hooks_current(note.hook_copies)
-        is_seen = not (is_current and are_hooks_current) or note.is_written_unseen() or self._kinds != note.kinds
-        self._has_turn = is_seen and self._takes_turns
-        if self._has_turn:  # threads that do not share what changed need not wait
-            turn.acquire()
+        self._is_current: tuple[bool, bool] | None = None
+        self._has_turn = self._takes_turns and everybodys.enter(self._differs)
+        if self._is_current is None:  # nobody had to ask
+            self._differs()
+        assert self._is_current is not None
+        is_current, are_hooks_current = self._is_current
         try:
             _set_all(note, note.kinds, note.differentiable, self._kinds, self._differentiable)
             if not is_current:
@@ -244,6 +244,12 @@ class RewoundModules:
             self.__exit__()
             raise
 
+    def _differs(self) -> bool:
+        """Return whether anything is to be set back that other threads could see."""
+        note = self.note
+        self._is_current = note.are_namespaces_current(note.copies), note.are_hooks_current(note.hook_copies)
+        return not all(self._is_current) or note.is_written_unseen() or self._kinds != note.kinds
+
     def __exit__(self, *error: object) -> None:
         note = self.note
         try:
@@ -260,8 +266,10 @@ class RewoundModules:
                 _put_hooks(note.hooks, hooks)
             now = list(map(type, note.modules)), list(map(_REQUIRES_GRAD, note.parameters))
             _set_all(note, self._kinds, self._differentiable, *now)
-            if self._has_turn:
-                turn.release()
+            self._copies = self._hook_copies = None  # a traceback may hold this context
+            self._states = []
+            if self._takes_turns:
+                everybodys.leave(self._has_turn)
 
 
 def _set_all(

@@ -37,6 +37,7 @@ class RewoundNotes:
         for note, present in reversed([*zip(self._notes, self._present)]):
             if not note.is_at(present):
                 note.put(present)
+        self._present = []  # an exception's traceback may hold this context, and the contents the exception
 
 
 def _contents_of(note: Note) -> Any:

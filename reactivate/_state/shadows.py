@@ -295,6 +295,7 @@ class RewoundTensors:
                 rewound_memory[key] = before
         if self._is_rewound or _versions_of(self._state.tensors) != self._versions:
             run_unseen(self._put_back)
+        self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
 
     @torch.no_grad()
     def _put_back(self) -> None:

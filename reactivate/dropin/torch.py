@@ -108,6 +108,8 @@ replaced: dict[str, Any] = {}
 
 @functools.cache
 def _options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determinism: str) -> Options:
+    if not preserve_rng_state and determinism == "first":  # other random numbers are no mistake there
+        determinism = "metadata"
     if not preserve_rng_state and "rng" in guards.names():
         guards = guards.without("rng")
     return _Options(tuple(guards), early_stop, determinism)
@@ -154,7 +156,8 @@ def checkpoint(
         use_reentrant: both variants run on this engine; True and False differ in nothing but the options that torch
             refuses for the reentrant one. A warning asks for it if it is not given, as torch's does.
         context_fn: () -> (context for the forward pass, context for a recomputation).
-        determinism_check: "default" compares shape, dtype and device of what is recomputed, "none" nothing.
+        determinism_check: "default" compares shape, dtype and device of what is recomputed, and in some calls (the 1st,
+            2nd, 4th, 8th, ...) a checksum, unless `preserve_rng_state=False`; "none" compares nothing.
         debug: name the first op that differs, with the ops of both passes around it.
         early_stop: end a recomputation when nothing more is needed.
         kwargs: `preserve_rng_state=False` leaves random numbers out; everything else goes to `function`.

@@ -9,6 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from operator import is_
 from typing import Any
 
 from reactivate._backends import Backend, backends
@@ -67,7 +68,11 @@ class HostRng(Guard):
             stream.rewind(snapshot)
 
     def replay(self, snapshot: list[Snapshot]) -> AbstractContextManager[Any]:
-        return undisturbed(Rewound(functools.partial(self.before, _NO_CALL), self._rewind, snapshot))
+        rewound = Rewound(functools.partial(self.before, _NO_CALL), self._rewind, snapshot)
+        return undisturbed(rewound, functools.partial(self._differs, snapshot))
+
+    def _differs(self, snapshots: list[Snapshot]) -> bool:
+        return not all(map(is_, self.before(_NO_CALL), snapshots))
 
     def skip(self, call: Call, token: Any) -> Callable[[], None]:
         return functools.partial(self._rewind, self.before(call))
