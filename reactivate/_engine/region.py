@@ -285,7 +285,10 @@ class Region(Record):
             if frame is log.pending.frame:
                 return log.pending.call.pack(tensor)
             log.finish_pending()
-        return self.pack(tensor, frame)
+        slot = self.pack(tensor, frame)
+        if self.check is not None:
+            self.check.note(len(self.saved) - 1, tensor)
+        return slot
 
     @staticmethod
     def _users_frame(known: KnownCode, frame: FrameType) -> FrameType:
