@@ -13,6 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from journal import Journal
 from torch import Tensor, nn
 
 import reactivate
@@ -164,7 +165,7 @@ def test_the_model_is_freed_without_the_collector() -> None:
 def test_a_forward_of_the_users_own_is_kept() -> None:
     """A library that put its own `forward` on the instance finds it again."""
     model = Model()
-    calls: list[str] = []
+    calls = Journal()
     own = model.layers[0].forward
 
     def noted(*args: Any, **kwargs: Any) -> Any:

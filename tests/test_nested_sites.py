@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from journal import Journal
 from oracle import Case, assert_bitwise, assert_same, cotangents, run
 from torch import Tensor, nn
 
@@ -28,7 +29,7 @@ from reactivate._engine.record import without_regions
 from reactivate.errors import UsageError
 
 DEPTH = 3
-calls: Counter[str] = Counter()
+calls = Journal()
 
 
 # -- calls of each kind, which count themselves and draw random numbers -----------------------------------------------
@@ -41,12 +42,12 @@ class Noisy(nn.Module):
         self.norm = nn.BatchNorm1d(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        calls[self.place] += 1
+        calls.append(self.place)
         return F.dropout(self.norm(x).sin(), 0.3)
 
 
 def noisy(place: str, x: Tensor) -> Tensor:
-    calls[place] += 1
+    calls.append(place)
     return F.dropout(x.sin(), 0.3)
 
 
@@ -61,7 +62,7 @@ class Noise(torch.autograd.Function):
 
 def noise_of(place: str) -> type[Noise]:
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        calls[place] += 1
+        calls.append(place)
         mask = torch.rand_like(x)
         ctx.save_for_backward(x, mask)
         return x.sin() * mask
@@ -203,12 +204,16 @@ def test_a_call_runs_once_more_for_each_region_around_it_that_does_not_save_it(
     kinds: tuple[str, ...], backward: Any, backwards: int, early_stop: bool, choices: list[Any]
 ) -> None:
     plain = run(partial(made, kinds), None, backward)
-    assert calls == dict.fromkeys(PLACES, 1)
+    assert Counter(calls) == dict.fromkeys(PLACES, 1)
     regions = [f"region_{level}" for level in range(1, DEPTH)]
     for saved in choices:
-        ours = run(partial(made, kinds), applied(policy_of(kinds, saved), early_stop=early_stop), backward)
+        ours = run(
+            partial(made, kinds),
+            applied(policy_of(kinds, saved), early_stop=early_stop, determinism="metadata"),
+            backward,
+        )
         assert_same(plain, ours)
-        assert calls == {place: expected(place, saved, backwards) for place in PLACES}, saved
+        assert Counter(calls) == {place: expected(place, saved, backwards) for place in PLACES}, saved
         assert ours.regions == 1 + sum(expected(region, saved, backwards) for region in regions), saved
         assert ours.replays == DEPTH * backwards, saved
         assert ours.kept_bytes < plain.kept_bytes, saved
@@ -280,7 +285,8 @@ def test_a_policy_speaks_of_its_own_region(outer: Any, inner: Any, counts: tuple
     with without_regions():
         plain = run(case)
     ours = run(case)
-    assert (calls["outer"], calls["inner"]) == counts
+    found = Counter(calls)
+    assert (found["outer"], found["inner"]) == counts
     assert_same(plain, ours)
     assert ours.regions == 3 and 1 <= ours.replays <= 2 and ours.kept_bytes < plain.kept_bytes
 
@@ -308,7 +314,7 @@ def test_microbatches_in_any_order() -> None:
         with without_regions():
             plain = step(outer_and_inner(SINE, SINE), order)
         ours = step(outer_and_inner(SINE, SINE), order)
-        assert calls == {"outer": 3 * 2, "inner": 3 * 2}
+        assert Counter(calls) == {"outer": 3 * 2, "inner": 3 * 2}
         for index, (one, other) in enumerate(zip(plain, ours, strict=True)):
             assert_bitwise(one, other, f"gradient {index}")
 
@@ -331,7 +337,7 @@ def test_a_shared_replay_is_one_of_each_region(inner: Any) -> None:
         with context:
             (gradient,) = torch.autograd.grad(z, y, torch.ones_like(z))
             found.append(torch.autograd.grad(y, x, gradient)[0])
-        assert calls["outer"] == 1 + times
+        assert Counter(calls)["outer"] == 1 + times
     torch.manual_seed(0)
     x = leaf()
     with without_regions():
@@ -385,12 +391,14 @@ def test_nothing_outlives_the_backward_without_the_collector(kinds: tuple[str, .
     reactivate.apply(case.fn, policy_of(kinds, saved))  # type: ignore[arg-type]
     alive = []
     try:
-        for _ in range(4):
+        for number in range(5):
             case.fn(*case.args).sum().backward()
+            if number == 0:  # the second step meets gradients, and so makes objects of them
+                continue
             if not alive:
                 gc.collect()
                 gc.disable()
             alive.append(sum(isinstance(item, Tensor) for item in gc.get_objects()))
     finally:
         gc.enable()
-    assert alive == alive[:1] * 4, "as many tensors after each step as after the first"
+    assert alive == alive[:1] * 4, "as many tensors after each step as after the second"

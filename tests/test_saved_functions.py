@@ -10,6 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from journal import Journal
 from surroundings import Failure
 from torch import Tensor
 from torch.nn.functional import dropout
@@ -17,7 +18,7 @@ from torch.nn.functional import dropout
 import reactivate
 from reactivate import policies
 
-calls: list[str] = []
+calls = Journal()
 
 
 class Old(torch.autograd.Function):
@@ -133,6 +134,7 @@ def test_bitwise(saved: tuple[Any, ...], in_replay: list[str], early_stop: bool,
         backward=twice if backwards == 2 else oracle.backward_once,
         policy=policy,
         early_stop=early_stop,
+        determinism="metadata",
         replays=backwards,
     )
     assert calls == ["Old", "Random", "New", "New", *(in_replay * backwards)]
