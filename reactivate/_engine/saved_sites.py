@@ -95,6 +95,12 @@ class Call:
         self.entries.append((ref(slot), metadata, *self.site.place))
         return slot
 
+    def let_go(self) -> None:
+        """Hold no tensor any more: what was saved for the graph knows `pack`, in a cycle that no collector sees."""
+        self.saved.clear()
+        self.reached = None
+        self.objects = []
+
 
 class Pending(NamedTuple):
     """A custom function whose forward has returned, and which has not saved yet.
@@ -179,7 +185,7 @@ class ForwardLog(Log):
         try:
             result = fn(*args, **kwargs)
         except BaseException:
-            call.saved.clear()
+            call.let_go()
             raise
         finally:
             self.is_inside = False
@@ -198,7 +204,7 @@ class ForwardLog(Log):
         """The forward pass has failed."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            pending.call.saved.clear()  # as in `finish`
+            pending.call.let_go()
 
     def finish(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
         """A saved call has returned: take down what is to be kept of it."""
@@ -211,7 +217,7 @@ class ForwardLog(Log):
                 self._take_down(call, result, versions)
         else:
             site.stop = site.start
-        call.saved.clear()  # what was saved for the graph knows `call.pack`: a cycle, which no collector sees
+        call.let_go()
         del call.sources
         if site.reason is not None:
             self._let_go(site)
