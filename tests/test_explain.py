@@ -29,7 +29,7 @@ from reactivate._state.modules import ModuleNotes
 from reactivate.errors import UsageError
 from reactivate.policies import first_match, full, recompute_every, recompute_modules, save_modules, save_ops
 
-RNG_BYTES = torch.get_rng_state().nbytes
+RNG_BYTES = 0  # the state of a generator is bytes, and no tensor
 
 
 class Block(nn.Module):

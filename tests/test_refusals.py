@@ -234,7 +234,7 @@ def test_a_write_past_the_version_counter_is_found_by_values() -> None:
         w.numpy()[:] += 1
 
     for write in (through_data, through_numpy):
-        x, w = leaf(3, 5), torch.randn(3, 5)
+        x, w = leaf(200, 200), torch.randn(200, 200)  # of which there is no copy
         out = reactivate.checkpoint(lambda x, w: (x.sin() * w.cos()).exp(), determinism="values")(x, w).sum()
         version = w._version
         write(w)

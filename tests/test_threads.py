@@ -677,6 +677,30 @@ def test_recomputations_that_set_state_back_wait_for_each_other() -> None:
             assert_equal(expected, found, "nested")
 
 
+def test_a_recomputation_waits_for_a_backward_on_another_thread() -> None:
+    """Torch does so for a backward inside of sixty others, and between devices. Both recomputations set state back."""
+
+    def once(wrap: Callable[..., Any], ran: Ran) -> list[Any]:
+        seed_everything()
+        module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        x = torch.randn(4, 8, requires_grad=True)
+
+        def outer(x: Tensor) -> Tensor:
+            h = module(x)
+            z = h.detach().requires_grad_()
+            y = wrap(lambda z: module(z).sin().exp())(z)
+            ((slope,),) = together(lambda meet: torch.autograd.grad(y.sum(), z))
+            return (h * slope).tanh()
+
+        with observed_by(ran):
+            out = wrap(outer)(x)
+            return [out.detach(), *torch.autograd.grad(out.sum(), [x, *module.parameters()]), *module.buffers()]
+
+    ran = Ran()
+    assert_equal(once(lambda fn: fn, Ran()), once(reactivate.checkpoint, ran), "gradient")
+    assert ran.replays >= 3
+
+
 def test_generators_of_their_own_are_in_nobodys_way() -> None:
     """Two threads that draw from a generator each, in forward, backward and replay at the same time."""
 

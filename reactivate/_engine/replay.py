@@ -232,7 +232,11 @@ def _read(record: Record, behind: FencedReplay) -> None:
 def _refill_behind(record: Record, behind: FencedReplay) -> None:
     """As `_refill`, where the state of the forward pass is read through aliases as well."""
     with behind.standing(record) as memo:
-        _refill(record, *_call_again(record, memo))
+        call = _call_again(record, memo)
+        for note in record.notes:
+            if type(note) is CellTensorNote:  # rewound before its alias was there
+                note.put(note.spec)
+        _refill(record, *call)
 
 
 def _call_again(record: Record, memo: Memo) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:

@@ -200,7 +200,7 @@ class RewoundModules:
 
     __slots__ = (
         *("_copies", "_differentiable", "_entered", "_hook_copies", "_inner", "_kinds", "_states"),
-        *("_has_turn", "_is_current", "_takes_turns", "note"),
+        *("_is_current", "_takes_turns", "_turn", "note"),
     )
 
     def __init__(self, note: ModuleNotes, *, takes_turns: bool = True) -> None:
@@ -222,7 +222,7 @@ class RewoundModules:
         self._kinds: list[type] = list(map(type, note.modules))
         self._differentiable: list[bool] = list(map(_REQUIRES_GRAD, note.parameters))
         self._is_current: tuple[bool, bool] | None = None
-        self._has_turn = self._takes_turns and everybodys.enter(self._differs)
+        self._turn = everybodys.enter(self._differs) if self._takes_turns else None
         if self._is_current is None:  # nobody had to ask
             self._differs()
         assert self._is_current is not None
@@ -268,8 +268,8 @@ class RewoundModules:
             _set_all(note, self._kinds, self._differentiable, *now)
             self._copies = self._hook_copies = None  # a traceback may hold this context
             self._states = []
-            if self._takes_turns:
-                everybodys.leave(self._has_turn)
+            if self._turn is not None:
+                everybodys.leave(self._turn)
 
 
 def _set_all(

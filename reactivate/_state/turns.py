@@ -8,8 +8,16 @@ from __future__ import annotations
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from threading import Condition
+from types import TracebackType
 from typing import Any
+
+Entry = tuple[int, object]  # the thread, and an object of this entry's own
+
+_innermost: ContextVar[object] = ContextVar("reactivate.innermost_undisturbed", default=None)
+"""The entry that the code is inside of. A region that begins there has it in its context, on whatever thread it is
+recomputed: torch may run a backward that a recomputation waits for on another thread."""
 
 
 class Everybodys:
@@ -22,46 +30,50 @@ class Everybodys:
     def __init__(self) -> None:
         self._mutex = allocate_lock()
         self._changed = Condition(self._mutex)
-        self._owner: int | None = None
-        self._depth = 0  # of the contexts that the owner has entered
-        self._others: dict[int, int] = {}  # how many contexts each thread is in that write nothing
+        self._owner: Entry | None = None
+        self._depth = 0  # of the contexts inside of each other that the owner has entered
+        self._others: list[Entry] = []  # of the contexts that write nothing
         self._waiting = 0
 
-    def enter(self, differs: Callable[[], bool]) -> bool:
-        """Return whether the calling thread owns the state from now on, as it has to be set back."""
-        me = get_ident()
+    def enter(self, differs: Callable[[], bool]) -> Entry:
+        """Wait until the state is as it should be, or may be set back; `leave` takes what is returned."""
+        me, around = get_ident(), _innermost.get()
         with self._mutex:
             while True:
-                if self._owner == me:
-                    self._depth += 1
-                    return True
-                if self._owner is None:  # otherwise it cannot be told, as the state is not as it will be
-                    if not differs():
-                        self._others[me] = self._others.get(me, 0) + 1
-                        return False
-                    if not self._others or me in self._others:
-                        self._owner, self._depth = me, 1
-                        return True
+                if self._owner is not None:  # whether anything differs cannot be told while it is set back
+                    if _is_around(self._owner, me, around):
+                        self._depth += 1
+                        _innermost.set(self._owner[1])
+                        return self._owner
+                elif not differs():
+                    self._others.append((me, object()))
+                    _innermost.set(self._others[-1][1])
+                    return self._others[-1]
+                elif not self._others or any(_is_around(entry, me, around) for entry in self._others):
+                    self._owner, self._depth = (me, object()), 1
+                    _innermost.set(self._owner[1])
+                    return self._owner
                 self._waiting += 1
                 try:
                     self._changed.wait()
                 finally:
                     self._waiting -= 1
 
-    def leave(self, is_owner: bool) -> None:
+    def leave(self, entry: Entry) -> None:
         """End what `enter` began."""
-        me = get_ident()
         with self._mutex:
-            if is_owner:
+            if entry is self._owner:
                 self._depth -= 1
                 if not self._depth:
                     self._owner = None
             else:
-                self._others[me] -= 1
-                if not self._others[me]:
-                    del self._others[me]
+                self._others.remove(entry)
             if self._waiting:
                 self._changed.notify_all()
+
+
+def _is_around(entry: Entry, thread: int, innermost: object) -> bool:
+    return entry[0] == thread or entry[1] is innermost
 
 
 everybodys = Everybodys()
@@ -71,30 +83,34 @@ def _always() -> bool:
     return True
 
 
-class undisturbed:  # noqa: N801 - a context manager, named as one
-    """A context in which state that all threads share is set back, for one thread at a time.
+class undisturbed:  # noqa: N801 - read as a function
+    """Set back state that all threads share, for one recomputation at a time (Rule 14).
+
+    There is one lock for all of it: two recomputations that nest cannot take two locks in another order each.
 
     Args:
         rewound: the context in which the state is as it was.
         differs: () -> whether that writes anything, asked while no other thread has the state set back.
     """
 
-    __slots__ = ("_differs", "_is_owner", "_rewound")
+    __slots__ = ("_differs", "_entry", "_rewound")
 
     def __init__(self, rewound: AbstractContextManager[Any], differs: Callable[[], bool] = _always) -> None:
         self._rewound = rewound
         self._differs = differs
 
     def __enter__(self) -> None:
-        self._is_owner = everybodys.enter(self._differs)
+        self._entry = everybodys.enter(self._differs)
         try:
             self._rewound.__enter__()
         except BaseException:
-            everybodys.leave(self._is_owner)
+            everybodys.leave(self._entry)
             raise
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
-            self._rewound.__exit__(*error)
+            self._rewound.__exit__(kind, error, traceback)
         finally:
-            everybodys.leave(self._is_owner)
+            everybodys.leave(self._entry)
