@@ -497,9 +497,9 @@ def test_the_table() -> None:
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120
     assert lines[0].startswith(
-        "Kept for the backward: 7.11 KiB, of which 300 B outside of regions. Made again: 2.03 KiB."
+        "Kept for the backward: 2.17 KiB, of which 300 B outside of regions. Made again: 2.03 KiB."
     )
-    assert any("layers.1…3 (3 alike) Block" in line and "480 B" in line for line in lines)
+    assert any("layers.0…3 (4 alike) Block" in line and "480 B" in line for line in lines)
     assert any(line.strip().startswith("up linear") and "test_explain.py:" in line for line in lines)
     assert lines[-1].split()[0] == "all"
 
@@ -507,7 +507,7 @@ def test_the_table() -> None:
 def test_the_table_is_as_wide_as_asked() -> None:
     explanation = explain(*prepared("save_ops"))
     assert max(map(len, explanation.text(width=100).splitlines())) <= 100
-    assert "layers.1…3 (3 alike) Block" in explanation.text(plain=True)
+    assert "layers.0…3 (4 alike) Block" in explanation.text(plain=True)
 
 
 def test_without_rich_the_error_says_what_to_do() -> None:
