@@ -499,7 +499,7 @@ def test_the_table() -> None:
     assert lines[0].startswith(
         "Kept for the backward: 2.17 KiB, of which 300 B outside of regions. Made again: 2.03 KiB."
     )
-    assert any("layers.0…3 (4 alike) Block" in line and "480 B" in line for line in lines)
+    assert any("layers.0…3 (4 alike) Block" in line and "640 B" in line for line in lines)
     assert any(line.strip().startswith("up linear") and "test_explain.py:" in line for line in lines)
     assert lines[-1].split()[0] == "all"
 

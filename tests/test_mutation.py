@@ -421,3 +421,16 @@ def test_a_saved_tensor_that_the_region_overwrites_is_refused_as_without_a_regio
         out = wrap(fn)(leaf(4)).sum()
         with pytest.raises(error, match="modified by an inplace operation"):
             out.backward()
+
+
+def test_a_write_that_only_gradients_see_is_refused_in_every_compared_call() -> None:
+    """The outputs are all zero: the second call is compared by what it saves, whatever `determinism` says."""
+
+    def fn(h: Tensor, scale: Tensor) -> Tensor:
+        return h.mul_(2).exp() * scale
+
+    first = reactivate.checkpoint(fn)
+    again = reactivate.checkpoint(fn, determinism="metadata")
+    for call in (first, again, again):
+        with pytest.raises(reactivate.ReactivateError):
+            call(leaf(4).abs(), torch.zeros(4, requires_grad=True)).sum().backward()

@@ -276,6 +276,18 @@ def functional_embedding_with_max_norm(wrap: Wrap) -> Any:
     return [train(lambda x: checkpointed(x, torch.randint(0, 50, (6,))), inputs()), table, table.grad]
 
 
+@right
+def hook_of_a_plain_module_counts_in_its_closure(wrap: Wrap) -> Any:
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [0]
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        calls[0] += 1
+        return output * calls[0]
+
+    model[0].register_forward_hook(hook)
+    return [train(wrap(model), inputs()), calls]
+
+
 # -- results stored in attributes ---------------------------------------------------------------------------------------
 
 

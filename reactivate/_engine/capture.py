@@ -196,6 +196,8 @@ class Capture:
                 if children:
                     todo += reversed(children.values())
                 facts = facts_of_class(type(module))  # type: ignore[arg-type]
+                if module._forward_hooks or module._forward_pre_hooks:
+                    self._look_at_hooks(module)
                 if facts.is_plain and vars(module).keys() <= facts.attributes:
                     continue
                 if facts.is_scripted:
@@ -209,6 +211,12 @@ class Capture:
         if len(found) > LARGE_TREE and not (self._scripts or self.is_lazy or fences()):
             _large_roots.update(root for root in self.roots if root._modules)
         return list(found)
+
+    def _look_at_hooks(self, module: Module) -> None:
+        """Note what functions of the user's close over that run before and after a module."""
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if type(hook) is FunctionType:
+                self._look(hook, "a hook", 1)
 
     def reach(self, module: Module) -> list[tuple[Module, Any]]:
         """Look at one module of a large tree, and at those that its attributes lead to.
@@ -234,6 +242,8 @@ class Capture:
         """Note the attributes of one module, and nothing of its children."""
         self._modules = (module,)
         facts = facts_of_class(type(module))  # type: ignore[arg-type]
+        if module._forward_hooks or module._forward_pre_hooks:
+            self._look_at_hooks(module)
         if not ((facts.is_plain and vars(module).keys() <= facts.attributes) or facts.is_scripted):
             self.notes, self.tensors = self.module_notes, self.module_tensors
             self._look_at_users_module(module, facts)

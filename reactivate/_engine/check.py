@@ -28,17 +28,36 @@ OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
 
 _calls: dict[int, list[Any]] = {}  # by the id of the region's owner: a reference to it, its policy, how many calls
+_writers: dict[int, ref[Any]] = {}  # owners of regions that wrote to what there is no copy of, by their ids
 
 
 def is_due(fn: Any, choice: Any) -> bool:
     """Return whether this call of a region is one of those that are compared: the 1st, 2nd, 4th, 8th, ..."""
-    kind = type(fn)
-    owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
+    owner = _owner_of(fn)
     entry = _calls.get(id(owner))
     if entry is None or entry[0]() is not owner or entry[1] is not choice:
         entry = _first_call(owner, choice)
     entry[2] = count = entry[2] + 1
     return not count & (count - 1)
+
+
+def is_writer(fn: Any) -> bool:
+    """Return whether an earlier call of the region needed a proof: then every call is compared, as a proof sees outputs."""
+    reference = _writers.get(id(_owner_of(fn))) if _writers else None
+    return reference is not None and reference() is _owner_of(fn)
+
+
+def note_writer(fn: Any) -> None:
+    """Compare every call of this region from the next one on."""
+    owner = _owner_of(fn)
+    key = id(owner)
+    if key not in _writers:
+        _writers[key] = ref(owner, lambda _: _writers.pop(key, None))
+
+
+def _owner_of(fn: Any) -> Any:
+    kind = type(fn)
+    return fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
 
 
 def _first_call(owner: Any, choice: Any) -> list[Any]:

@@ -47,7 +47,7 @@ from reactivate._compat import (
 from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
-from reactivate._engine.check import Check, is_due
+from reactivate._engine.check import Check, is_due, is_writer, note_writer
 from reactivate._engine.exits import through_exit
 from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
 from reactivate._engine.inputs import WrittenInput
@@ -149,7 +149,8 @@ class Region(Record):
             raise
         self.asked = [(unrestored, tokens[index]) for index, unrestored in options.asked]
         pack: Any = self.pack
-        if options.determinism == "first" and is_due(fn, options.choice):
+        determinism = options.determinism
+        if (determinism == "first" and is_due(fn, options.choice)) or (determinism != "none" and is_writer(fn)):
             self.check = Check()
             pack = self.pack_checked
         if options.choice is not None and options.choice.interest.functions:
@@ -209,6 +210,7 @@ class Region(Record):
         self.saved_inputs = [spec for _, spec, _ in capture.saved]
         if written:
             self.proof = Proof(written, result)
+            note_writer(self.fn)
 
     def _stand_behind_fence(self, result: Any, capture: Capture) -> Any:
         """If any tensor of the region is on a device with a fence: note what a replay needs of it, and make the exit."""
