@@ -90,6 +90,18 @@ def copied_inputs(record: Record) -> Iterator[Tensor]:
         yield spec.alias if isinstance(spec, WrittenInput) else spec
 
 
+def put_aside(record: Record) -> Iterator[Tensor]:
+    """The tensors whose present contents a recomputation of the region would put aside if it began now."""
+    states = [record.states] if record.states is not None else []
+    for _, snapshot in record.snapshots:
+        if isinstance(snapshot, ModuleNotes):
+            states.append(snapshot.tensors)
+        elif isinstance(snapshot, ReachedNotes):
+            states += [part.tensors for part in snapshot.parts]
+    for state in states:
+        yield from state.put_aside()
+
+
 def _specs_of(record: Record) -> Iterator[Any]:
     """What a region keeps of its function and arguments, with what these are made of."""
     todo: list[Any] = [record.fn, *record.args, *record.kwargs.values(), *record.saved_inputs]

@@ -15,7 +15,7 @@ synchronisation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -153,6 +153,14 @@ class TensorStates:
     def covers(self, tensor: Tensor) -> bool:
         """Return whether there is a copy of `tensor`."""
         return any(item is tensor for item in self.tensors)
+
+    def put_aside(self) -> Iterator[Tensor]:
+        """Return the tensors whose present bytes a recomputation that began now would put aside."""
+        yield from (tensor for group in self.groups for tensor in group)
+        yield from (tensor for tensor, _ in self.protected)
+        for tensor, shadow in zip(self.tensors, self.shadows):
+            if tensor._version != shadow.version:
+                yield tensor
 
     def held(self) -> Iterable[Tensor]:
         """Return the copies."""

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._compat import DEVICE_QUERY, current_node_number, flatten, next_node_number
-from reactivate._engine.accounts import held_by, held_by_guards, storages_of
+from reactivate._engine.accounts import copied_inputs, held_by_guards, put_aside, storages_of
 from reactivate._engine.record import Record, observed_by
 from reactivate._engine.replay import is_recomputing
 from reactivate._engine.site_log import opened
@@ -178,7 +178,6 @@ class _Tracer(TorchDispatchMode):
         self._place = _Places()
         self._call: Call | None = None  # that runs
         self._aside: list[Allocation] = []  # by the guards of the replays that run
-        self._remembered: Allocation | None = None  # by guards
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -277,20 +276,12 @@ class _Tracer(TorchDispatchMode):
             self._call.regions += 1
             self._call.saved_tensors += len(record.saved)
             self._call.saved_calls += sum(site.reason is None for site in record.sites)
-        for tensor in held_by_guards(record):
+        for tensor in (*held_by_guards(record), *copied_inputs(record)):
             self._enter(tensor)
-        if self._remembered is None and (sizes := [*self._sizes_of_snapshots(record)]):
-            # A guard has the state that it read last, which no region may need.
-            self._remembered = self._allocate(max(sizes))
 
     def replay_begins(self, record: Record) -> None:
-        """A region is replayed: its guards put the state as it is now aside, which is as large as what they kept."""
-        self._aside.append(self._allocate(sum(self._sizes_of_snapshots(record))))
-
-    def _sizes_of_snapshots(self, record: Record) -> Iterator[int]:
-        for tensor in held_by([snapshot for _, snapshot in record.snapshots]):
-            if any(id(storage) in self._own for storage in storages_of(tensor)):
-                yield self._rounded(tensor.nbytes)
+        """A region is recomputed: state as it is now is put aside, where it is other than it was."""
+        self._aside.append(self._allocate(sum(self._rounded(tensor.nbytes) for tensor in put_aside(record))))
 
     def replay_done(self, record: Record) -> None:
         """A region was replayed."""
