@@ -130,16 +130,16 @@ def test_seeds_that_are_none_are_refused() -> None:
 
 def test_a_device_that_is_first_used_inside_of_a_region() -> None:
     code = """
-        import torch, torch_xla, reactivate
+        import queue, torch, torch_xla, reactivate
         torch.manual_seed(0)
-        drawn = []
+        drawn = queue.SimpleQueue()  # which no recomputation rewinds
         def fn(x):
             out = torch.nn.functional.dropout(x.to("xla"), 0.5)
-            drawn.append(out)
+            drawn.put(out)
             return out.exp().cpu()
         x = torch.ones(64, requires_grad=True)
         reactivate.checkpoint(fn)(x).sum().backward()
-        assert len(drawn) == 2 and torch.equal(drawn[0].cpu(), drawn[1].cpu())
+        assert drawn.qsize() == 2 and torch.equal(drawn.get().cpu(), drawn.get().cpu())
     """
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
 

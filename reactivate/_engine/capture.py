@@ -63,7 +63,7 @@ _ATOMS = frozenset(
 _DEPTH_OF_ARGUMENTS = 4
 _DEPTH_OF_FUNCTIONS = 2
 _MOST_OBJECTS = 256
-_SMALL_BYTES = 1 << 16  # up to which a tensor without a graph is copied before anybody is known to write to it
+_SMALL_BYTES = 1 << 14  # up to which a tensor without a graph is copied before anybody is known to write to it
 
 
 class Input(NamedTuple):

@@ -141,8 +141,10 @@ class _RewoundDevices:
         self._snapshot = snapshot
 
     def __enter__(self) -> None:
-        self._now = [(backend, backend.read_rng()) for backend, _ in self._snapshot]
-        _write_what_differs(self._now, self._snapshot)
+        # A backend may keep a state for each thread, and have none on the one that a backward runs on.
+        wanted = [(backend, state) for backend, state in self._snapshot if backend.is_initialized()]
+        self._now = [(backend, backend.read_rng()) for backend, _ in wanted]
+        _write_what_differs(self._now, wanted)
 
     def __exit__(self, *error: object) -> None:
         _write_what_differs([(backend, backend.read_rng()) for backend, _ in self._now], self._now)
