@@ -544,7 +544,7 @@ def in_running_statistics() -> tuple[Fn, Fn]:
     def change(y: Tensor) -> None:
         F.batch_norm(y, mean, var, training=True)
 
-    return change, lambda: mean
+    return change, lambda: mean.clone()
 
 
 def a_tensor_in_a_list() -> tuple[Fn, Fn]:
@@ -552,14 +552,14 @@ def a_tensor_in_a_list() -> tuple[Fn, Fn]:
     return lambda y: found.append(y * 2), lambda: found[-1]
 
 
-def a_tensor_in_a_list_of_a_module() -> tuple[Fn, Fn]:
+def a_tensor_in_a_list_at_module_level() -> tuple[Fn, Fn]:
     names.clear()
     return lambda y: names.append(y * 2), lambda: names[-1]
 
 
-def a_write_to_a_tensor_of_a_module() -> tuple[Fn, Fn]:
+def a_write_to_a_tensor_at_module_level() -> tuple[Fn, Fn]:
     total.fill_(1)
-    return lambda y: total.add_(1), lambda: total
+    return lambda y: total.add_(1), lambda: total.clone()
 
 
 def a_new_object() -> tuple[Fn, Fn]:
@@ -585,7 +585,10 @@ def an_iterator() -> tuple[Fn, Fn]:
     [
         *((make, 1) for make in (in_a_list, in_a_cell, in_a_dict, in_a_set, in_a_deque, in_an_attribute, in_a_slot)),
         *((make, 1) for make in (in_a_name, in_a_function, in_an_array, in_a_class, in_running_statistics)),
-        *((make, 2) for make in (a_tensor_in_a_list, a_tensor_in_a_list_of_a_module, a_write_to_a_tensor_of_a_module)),
+        *(
+            (make, 2)
+            for make in (a_tensor_in_a_list, a_tensor_in_a_list_at_module_level, a_write_to_a_tensor_at_module_level)
+        ),
         *((make, 2) for make in (a_new_object, an_iterator)),
     ],
 )
