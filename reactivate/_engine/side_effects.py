@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Iterator
 from enum import Enum
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from sys import _getframe
+from types import BuiltinFunctionType, CellType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Reached:
         found = list(self._closed_over.changed())
         if found:
             noted = self._noted.targets()
-            changed = next((item for item in found if id(item) not in noted), None)
+            changed = next((item for item in found if id(item) not in noted and _is_of_this_call(item)), None)
             if changed is not None:
                 return f"it changes a {type(changed).__name__} that it closes over"
         if not _are_same(_Walk(self._fn).tensors, self._closed_over.tensors):
@@ -107,6 +108,10 @@ class _Walk:
             if items is None or not _are_same(items, noted):
                 yield value
 
+    def has_seen(self, value: Any) -> bool:
+        """Return whether the walk came to `value`, or would have."""
+        return self.is_too_large or id(value) in self._seen
+
     def advanced(self) -> bool:
         """Return whether an iterator is not where it was."""
         return any(position_of(iterator) != position for iterator, position in self._iterators)
@@ -139,6 +144,30 @@ class _Walk:
             self._notes.append((value, items))
         for item in items:
             self._visit(item)
+
+
+def _is_of_this_call(value: Any) -> bool:
+    """Return whether a function that is running inside of the region can reach `value`.
+
+    Then it may have made it, and a recomputation makes it anew. What else has no note is not rewound either.
+    """
+    frame: FrameType | None = _getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name in _AROUND_REGIONS:
+            return False
+        if name.partition(".")[0] not in ("reactivate", "torch"):
+            local = list(frame.f_locals.values())
+            if type(value) is CellType:
+                if any(item is part for item in local for part in _items(value) or ()):
+                    return True
+            elif _Walk(local).has_seen(value):
+                return True
+        frame = frame.f_back
+    return False
+
+
+_AROUND_REGIONS = ("reactivate._engine.region", "reactivate._engine.replay")
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:
