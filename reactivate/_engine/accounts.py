@@ -25,6 +25,7 @@ from reactivate._compat import SavedTensor, data_of
 from reactivate._engine.inputs import InputSpec, SavedInput, WrittenInput
 from reactivate._engine.record import Record
 from reactivate._engine.refusals import name_of
+from reactivate._state.changes import SilentTensors
 from reactivate._state.modules import ModuleChanges, ModuleNotes
 from reactivate._state.reached import ReachedNotes
 from reactivate._state.shadows import TensorStates
@@ -152,7 +153,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return (value.tensors,)
     if isinstance(value, ReachedNotes):
         return value.parts
-    if isinstance(value, ModuleChanges):
+    if isinstance(value, (ModuleChanges, SilentTensors)):
         return [content for _, content in value.contents]
     return ()
 

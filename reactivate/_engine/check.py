@@ -10,6 +10,7 @@ sums beside it tell a difference of rounding size, from kernels that were chosen
 
 from __future__ import annotations
 
+import functools
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -63,7 +64,7 @@ def _owner_of(fn: Any) -> Any:
 def _first_call(owner: Any, choice: Any) -> list[Any]:
     key = id(owner)
     try:
-        reference: Any = ref(owner, lambda _: _calls.pop(key, None))
+        reference: Any = ref(owner, functools.partial(_calls.pop, key))
     except TypeError:  # an object in C, which nobody can wait for: it is compared each time
         return [None, choice, 0]
     entry = _calls[key] = [reference, choice, 0]

@@ -41,6 +41,7 @@ from reactivate._engine.record import Metadata, Saved, observers, tell
 from reactivate._engine.side_effects import Reached, versions_of
 from reactivate._engine.site_log import Log, objects_in, tensors_in, unseen
 from reactivate._engine.sites import user_frame
+from reactivate._state.changes import Noted
 from reactivate._types import Save, Storage
 
 _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
@@ -54,7 +55,19 @@ class Call:
         fn: what is called: what it closes over is within its reach.
     """
 
-    __slots__ = ("decision", "entries", "objects", "reached", "saved", "site", "sources", "storage", "versions")
+    __slots__ = (
+        "change",
+        "decision",
+        "entries",
+        "noted",
+        "objects",
+        "reached",
+        "saved",
+        "site",
+        "sources",
+        "storage",
+        "versions",
+    )
 
     def __init__(
         self, log: ForwardLog, decision: Decision, number: int, storage: Storage, fn: Any, args: Any, kwargs: Any
@@ -66,10 +79,12 @@ class Call:
         arguments = tensors_in(args, kwargs)
         self.versions = versions_of(arguments)
         self.reached: Reached | None = None
+        self.noted = None if decision.is_quiet else log.noted()
+        self.change: str | None = None
         self.objects: list[Any] = []
         leaves: dict[int, int] = {}
         if decision.is_users:
-            self.reached = Reached(fn, (args, kwargs))
+            self.reached = Reached(fn, (args, kwargs), self.noted or log.noted())
             self.objects = objects_in(args, kwargs)
             if decision.module is not None and is_any_autocast_enabled():
                 leaves = {id(parameter): parameter._version for parameter in decision.module.parameters()}
@@ -98,7 +113,7 @@ class Call:
     def let_go(self) -> None:
         """Hold no tensor any more: what was saved for the graph knows `pack`, in a cycle that no collector sees."""
         self.saved.clear()
-        self.reached = None
+        self.reached = self.noted = None
         self.objects = []
 
 
@@ -192,6 +207,10 @@ class ForwardLog(Log):
             pop_saved_tensor_hooks()
         if not call.decision.is_quiet:
             call.site.changes = self.changes()
+            if call.noted is not None:
+                with without_function_modes():
+                    call.change, more = call.noted.changes()
+                call.site.changes += more
         return result
 
     def finish_pending(self) -> None:
@@ -228,13 +247,20 @@ class ForwardLog(Log):
             return self._must_rerun
         if call.versions is None or call.versions != versions_of(call.sources.arguments):
             return "it writes into its arguments"
-        if call.reached is not None:
-            change = call.reached.change()
-            if change is not None:
-                return change
+        change = call.change if call.reached is None else call.change or call.reached.change()
+        if change is not None:
+            return change
         if not computes and call.decision.module is None and call.decision.name is None:
             return "it computes no tensor"  # but may set something, as `set_grad_enabled` does
         return None
+
+    def noted(self) -> Noted:
+        """What the region has noted, as it is now."""
+        record = self.record
+        states = record.states
+        inputs = (item.tensor for item in record.inputs)
+        given = (tensor for tensor, *_ in record.capture.saved)
+        return Noted(record.notes, (*(() if states is None else states.tensors), *inputs, *given), states)
 
     def changes(self) -> list[Callable[[], Any]]:
         """What brings guarded state to where it is now."""

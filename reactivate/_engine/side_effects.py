@@ -1,8 +1,10 @@
-"""Side effects of a saved call on the objects that it can reach: a call that has any is made again in a recomputation.
+"""Side effects of a saved call on the objects that it can reach.
 
 A recomputation skips a saved call, and with it what the call did to a list, a cache or a tensor that it was given or
 closes over. So everything reachable from the arguments and closures is noted when the call begins and compared, item by
-item and by identity, when it returns. Modules and generators are left out: the guards see to them.
+item and by identity, when it returns. A call that changes any of it is made again in a recomputation, unless the region
+has noted what it changes and the change can be brought about without the call (see `_state/changes`). Modules and
+generators are left out: the guards see to them.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ import functools
 import random
 import sys
 from collections import deque
+from collections.abc import Iterator
 from enum import Enum
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType
+from sys import _getframe
+from types import BuiltinFunctionType, CellType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,6 +25,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._engine.contents import ATOMS, attributes_of, is_plain
+from reactivate._state.changes import Noted
+from reactivate._state.iterators import is_iterator, position_of
 
 LIMIT = 1_000  # of items: a call that is given more is not worth the look
 _VERSION = attrgetter("_version")
@@ -32,14 +38,15 @@ class Reached:
     """Everything that a call can reach through its arguments and closures, as it is when the call begins.
 
     Args:
-        fn: what is called. Counters and notes that it closes over are its own affair, as a print is (Rule 23): of what
-            it closes over only the tensors are compared.
+        fn: what is called.
         given: the arguments.
+        noted: what the region has noted: changes of that are brought about where the call is skipped.
     """
 
-    __slots__ = ("_closed_over", "_fn", "_given", "_memory", "_versions")
+    __slots__ = ("_closed_over", "_fn", "_given", "_memory", "_noted", "_versions")
 
-    def __init__(self, fn: Any, given: Any) -> None:
+    def __init__(self, fn: Any, given: Any, noted: Noted) -> None:
+        self._noted = noted
         self._fn = fn
         self._closed_over = _Walk(fn)
         self._given = _Walk(given)
@@ -56,9 +63,17 @@ class Reached:
             return "it writes into its arguments or into what it closes over"
         if self._memory != list(map(_memory_of, self._tensors())):
             return "it gives a tensor other memory (`.data = ...`)"
-        changed = self._given.changed()
+        changed = next(self._given.changed(), None)
         if changed is not None:
             return f"it changes a {type(changed).__name__} that it was given"
+        if self._closed_over.advanced():
+            return "it goes on with an iterator that it closes over"
+        found = list(self._closed_over.changed())
+        if found:
+            noted = self._noted.targets()
+            changed = next((item for item in found if id(item) not in noted and _is_of_this_call(item)), None)
+            if changed is not None:
+                return f"it changes a {type(changed).__name__} that it closes over"
         if not _are_same(_Walk(self._fn).tensors, self._closed_over.tensors):
             return "it leaves a tensor in what it closes over"
         return None
@@ -76,10 +91,11 @@ class _Walk:
         is_too_large: whether the walk has ended early.
     """
 
-    __slots__ = ("_count", "_notes", "_seen", "is_too_large", "tensors", "unclear")
+    __slots__ = ("_count", "_iterators", "_notes", "_seen", "is_too_large", "tensors", "unclear")
 
     def __init__(self, value: Any) -> None:
         self._notes: list[tuple[Any, list[Any]]] = []
+        self._iterators: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
         self._count = 0
         self.tensors: list[Tensor] = []
@@ -87,13 +103,20 @@ class _Walk:
         self.is_too_large = False
         self._visit(value)
 
-    def changed(self) -> Any:
-        """An object that does not hold what it held, None if there is none."""
+    def changed(self) -> Iterator[Any]:
+        """Return the objects that do not hold what they held."""
         for value, noted in self._notes:
             items = _items(value)
             if items is None or not _are_same(items, noted):
-                return value
-        return None
+                yield value
+
+    def has_seen(self, value: Any) -> bool:
+        """Return whether the walk came to `value`, or would have."""
+        return self.is_too_large or id(value) in self._seen
+
+    def advanced(self) -> bool:
+        """Return whether an iterator is not where it was."""
+        return any(position_of(iterator) != position for iterator, position in self._iterators)
 
     def _visit(self, value: Any) -> None:
         kind = type(value)
@@ -106,6 +129,8 @@ class _Walk:
             self._note(value, kind)
 
     def _note(self, value: Any, kind: type) -> None:
+        if is_iterator(kind):
+            self._iterators.append((value, position_of(value)))
         is_large = isinstance(value, _SIZED) and len(value) > LIMIT
         items = [] if is_large else _items(value)
         if items is None:
@@ -121,6 +146,30 @@ class _Walk:
             self._notes.append((value, items))
         for item in items:
             self._visit(item)
+
+
+def _is_of_this_call(value: Any) -> bool:
+    """Return whether a function that is running inside of the region can reach `value`.
+
+    Then it may have made it, and a recomputation makes it anew. What else has no note is not rewound either.
+    """
+    frame: FrameType | None = _getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name in _AROUND_REGIONS:
+            return False
+        if name.partition(".")[0] not in ("reactivate", "torch"):
+            local = list(frame.f_locals.values())
+            if type(value) is CellType:
+                if any(item is part for item in local for part in _items(value) or ()):
+                    return True
+            elif _Walk(local).has_seen(value):
+                return True
+        frame = frame.f_back
+    return False
+
+
+_AROUND_REGIONS = ("reactivate._engine.region", "reactivate._engine.replay")
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:

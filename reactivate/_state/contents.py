@@ -16,6 +16,7 @@ from weakref import ref
 
 from torch import Tensor
 
+from reactivate._compat import give_back, run_unseen
 from reactivate._standin import StandIn
 from reactivate._state.iterators import copied, is_iterator
 from reactivate.errors import MutationError
@@ -36,9 +37,13 @@ class WeakTensor:
         self._alias = tensor.detach()
 
     def get(self) -> Tensor:
-        """Return the tensor, or its values without a graph if nobody else has it any more."""
+        """Return the tensor, or its values if nobody else has it any more: of a graph that no backward goes through."""
         original = self.reference()
-        return self._alias if original is None else original
+        if original is not None:
+            return original
+        if not self._alias.requires_grad:  # a recomputation saves what the forward did
+            self._alias = run_unseen(give_back, self._alias)
+        return self._alias
 
     @property
     def _version(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any
@@ -76,4 +77,4 @@ def _versions_of(gradients: Iterable[Tensor | None]) -> list[Any]:
 
 def _note(leaf: Tensor) -> None:
     key = id(leaf)
-    _known[key] = ref(leaf, lambda _: _known.pop(key, None))
+    _known[key] = ref(leaf, functools.partial(_known.pop, key))

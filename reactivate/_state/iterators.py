@@ -26,3 +26,20 @@ def copied(iterator: Any) -> Any:
         return copy.copy(iterator)
     made, arguments, *_ = cast("tuple[Any, ...]", iterator.__reduce__())
     return made(*[copied(item) if _is_copied(item) else item for item in arguments])
+
+
+def position_of(iterator: Any) -> Any:
+    """Return something that compares equal as long as nobody goes on with the iterator."""
+    try:
+        _, *parts = cast("tuple[Any, ...]", iterator.__reduce__())
+    except Exception:  # it does not say
+        return object()
+    return [_part_of(part) for part in parts]
+
+
+def _part_of(part: Any) -> Any:
+    if type(part) is tuple:
+        return [_part_of(item) for item in part]
+    if _is_copied(part):
+        return position_of(part)
+    return part if type(part) is int else id(part)

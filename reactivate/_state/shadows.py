@@ -15,6 +15,7 @@ synchronisation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -79,7 +80,7 @@ def current_shadow(tensor: Tensor) -> Shadow:
             return shadow
         reference = shadow.tensor
     else:
-        reference = ref(tensor, lambda _: _current.pop(key, None))
+        reference = ref(tensor, functools.partial(_current.pop, key))
     shadow = _current[key] = Shadow(tensor, reference)
     return shadow
 
@@ -96,7 +97,7 @@ def is_known_written(tensor: Tensor) -> bool:
 def note_written(tensor: Tensor) -> None:
     """Keep a copy of `tensor` from the next region on."""
     key = id(tensor)
-    _written[key] = ref(tensor, lambda _: _written.pop(key, None))
+    _written[key] = ref(tensor, functools.partial(_written.pop, key))
 
 
 def _compared_shadow(tensor: Tensor) -> Shadow:

@@ -42,4 +42,4 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for group in groups:
             for tensor in group["params"]:
                 key = id(tensor)
-                _stepped[key] = ref(tensor, lambda _, key=key: _stepped.pop(key, None)), _count[0]  # type: ignore[misc]
+                _stepped[key] = ref(tensor, functools.partial(_stepped.pop, key)), _count[0]
