@@ -89,7 +89,9 @@ def compare(case: Case) -> Report:
         report.kept_bytes_plain = plain_ran.kept_bytes
         collectives.clear()
         with case.around():
-            ran, found = train(case, partial(reactivate.checkpoint, early_stop=case.early_stop))
+            ran, found = train(
+                case, partial(reactivate.checkpoint, early_stop=case.early_stop, determinism=case.determinism)
+            )
         report.regions, report.replays, report.kept_bytes = ran.regions, ran.replays, ran.kept_bytes
         report.collectives = [*collectives]
         found = unwrapped(found)

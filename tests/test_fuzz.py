@@ -26,8 +26,8 @@ from fuzz.vocabulary import CONSTRUCTS
 from fuzz.vocabulary.interludes import INTERLUDES
 
 SEEDS = range(1, 41)
-WITHOUT_RNG = checked(guards=reactivate.guards.DEFAULT.without("rng"))
-WITHOUT_MODULES = checked(guards=reactivate.guards.DEFAULT.without("modules"))
+WITHOUT_RNG = checked(guards=reactivate.guards.DEFAULT.without("rng"), determinism="metadata")
+WITHOUT_MODULES = checked(guards=reactivate.guards.DEFAULT.without("modules"), determinism="metadata")
 
 
 def program_of(*names: str, **training: object) -> Program:
