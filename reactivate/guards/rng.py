@@ -127,8 +127,8 @@ class DeviceRng(Guard):
         return states or None
 
     def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
-        states = [(backend.write_rng, backend.read_rng()) for backend, _ in token or () if backend.is_initialized()]
-        return functools.partial(_write_all, states) if states else None
+        states = [(backend, backend.read_rng()) for backend, _ in token or () if backend.is_initialized()]
+        return functools.partial(_bring, states) if states else None
 
     def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
         return undisturbed(_RewoundDevices(snapshot))
@@ -148,6 +148,11 @@ class _RewoundDevices:
 
     def __exit__(self, *error: object) -> None:
         _write_what_differs([(backend, backend.read_rng()) for backend, _ in self._now], self._now)
+
+
+def _bring(states: Iterable[tuple[Backend, Any]]) -> None:
+    wanted = [(backend, state) for backend, state in states if backend.is_initialized()]
+    _write_what_differs([(backend, backend.read_rng()) for backend, _ in wanted], wanted)
 
 
 def _write_what_differs(now: Iterable[tuple[Backend, Any]], wanted: Iterable[tuple[Backend, Any]]) -> None:
