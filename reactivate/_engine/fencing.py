@@ -20,6 +20,7 @@ from reactivate._backends import Fence, fences
 from reactivate._compat import run_unseen, without_function_modes
 from reactivate._engine.aliases import Aliases, alias_like, whole_of
 from reactivate._engine.inputs import Memo, rebuild
+from reactivate._state.contents import WeakTensor
 
 
 def fence_of(tensors: Iterable[Tensor]) -> tuple[str, Fence] | None:
@@ -74,8 +75,11 @@ class FencedReplay:
         memo, self._given = self._given, {}
         # Whoever refuses that something written to is read has to see that it is.
         aliases.leave(tensor for tensor in tensors_of(record.modules) if _is_written(record, tensor))
+        stale = [_tensor_of(item) for item in record.inputs if item.tensor._version != item.version]
+        aliases.leave(stale)
         named = {id(tensor): tensor for tensor in _named(record) if self._is_concerned(tensor)}
-        given = [key for key, tensor in memo.items() if self._is_concerned(tensor)]
+        left = set(map(id, stale))
+        given = [key for key, tensor in memo.items() if self._is_concerned(tensor) and id(tensor) not in left]
         gradient = [] if self.gradient is None or not self._is_concerned(self.gradient) else [self.gradient]
         made = run_unseen(self._fence, [*gradient, *(memo[key] for key in given), *named.values()])
         fenced = iter(made)
@@ -102,8 +106,12 @@ def _named(record: Any) -> Iterator[Tensor]:
         if not _is_written(record, tensor):
             yield whole_of(tensor)
     for item in record.inputs:
-        if isinstance(item.tensor, Tensor):
+        if isinstance(item.tensor, Tensor) and item.tensor._version == item.version:
             yield whole_of(item.tensor)
+
+
+def _tensor_of(item: Any) -> Tensor:
+    return item.tensor.get() if isinstance(item.tensor, WeakTensor) else item.tensor
 
 
 def tensors_of(modules: Iterable[Module]) -> Iterator[Tensor]:
