@@ -64,7 +64,6 @@ SURROUNDINGS = (
 HOOKS = (
     "",
     "torch.autograd.graph.saved_tensors_hooks(Tensor.clone, same)",
-    "torch.autograd.graph.save_on_cpu()",
 )
 """Contexts around a model's forward that move its saved tensors."""
 
