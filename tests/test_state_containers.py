@@ -250,6 +250,29 @@ def dataclass_field_changes(wrap: Wrap) -> Any:
     return mutated(wrap, State, mutate, lambda state: [state.step, state.seen])
 
 
+class Private:
+    """Its slot has a name that Python mangles."""
+
+    __slots__ = ("__count",)
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def next(self) -> int:
+        self.__count += 1
+        return self.__count
+
+
+@right
+def private_slot_changes(wrap: Wrap) -> Any:
+    counter = Private()
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, counter.next())
+
+    return [train(wrap(fn), inputs(3)), counter.next()]
+
+
 @right
 def slot_changes(wrap: Wrap) -> Any:
     class State:

@@ -15,7 +15,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -29,6 +29,7 @@ from reactivate._compat import innermost_pack_hook, save_tensor
 from reactivate._engine.inputs import IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._engine.namespaces import facts_of_class, facts_of_code, find_facts
 from reactivate._state.contents import (
+    ATOMS,
     LARGEST,
     ArrayNote,
     CellContainerNote,
@@ -45,18 +46,12 @@ from reactivate._state.contents import (
     SlotsNote,
     TensorsNote,
     WeakTensor,
+    slots_of,
 )
 from reactivate._state.iterators import is_iterator
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
 from reactivate.errors import UnsupportedError
-
-_ATOMS = frozenset(
-    {
-        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...), object, ModuleType),
-        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
-    }
-)
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
 # of layers of tensors. A closure or a bound `self` leads to half the program.
@@ -142,7 +137,7 @@ class Capture:
                 self.saved.append((item, spec, item._version))
                 captured.append(spec)
             else:
-                captured.append(item if type(item) in _ATOMS else self._argument(item, f"args[{index}]"))
+                captured.append(item if type(item) in ATOMS else self._argument(item, f"args[{index}]"))
         self.kwargs = (
             {name: self._argument(item, f"kwargs[{name!r}]") for name, item in kwargs.items()} if kwargs else kwargs
         )
@@ -260,7 +255,7 @@ class Capture:
         for name in attributes.keys() - facts.attributes if not facts.is_users else list(attributes):
             value = attributes[name]
             kind = type(value)
-            if kind not in _ATOMS and name not in _OF_EVERY_MODULE:
+            if kind not in ATOMS and name not in _OF_EVERY_MODULE:
                 if isinstance(value, Tensor):
                     self._state_of_module(value)
                 else:
@@ -279,7 +274,7 @@ class Capture:
     def _argument(self, value: Any, place: str) -> Any:
         kind: Any = type(value)
         spec: Any
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
         key = id(value)
         if key in self._specs:
@@ -338,7 +333,7 @@ class Capture:
         """Note what `value` holds, and look at its parts."""
         kind = type(value)
         key = id(value)
-        if kind in _ATOMS or key in self._specs:
+        if kind in ATOMS or key in self._specs:
             return
         self._specs[key] = value
         if isinstance(value, Tensor):
@@ -350,7 +345,7 @@ class Capture:
             self.roots += (value,)
         elif isinstance(value, tuple):
             for index, item in enumerate(value):
-                if type(item) not in _ATOMS:
+                if type(item) not in ATOMS:
                     self._look(item, f"{place}[{index}]", depth)
         elif isinstance(value, (list, dict, deque)):
             self._container(value, kind, place, depth)
@@ -375,7 +370,7 @@ class Capture:
         self.notes.append(note)
         items = value.items() if kind is dict else enumerate(value) if kind is list else note.items()
         for index, item in items:
-            if type(item) not in _ATOMS:
+            if type(item) not in ATOMS:
                 item = item.reference() if type(item) is WeakTensor else item
                 self._look(item, f"{place}[{index!r}]" if kind in (dict, list) else f"{place}{index}", depth)
         if kind not in (list, dict, deque, OrderedDict) and hasattr(value, "__dict__"):
@@ -399,7 +394,7 @@ class Capture:
             parts.append(SlotsNote(value, names, weak=self._weak))
         self.notes += parts
         for name, item in _attributes_of(value, names):
-            if type(item) not in _ATOMS:
+            if type(item) not in ATOMS:
                 self._look(item, f"{place}.{name}", depth)
 
     def _class(self, kind: type) -> None:
@@ -470,7 +465,7 @@ class Capture:
             if id(contents) not in self._specs:
                 self._specs[id(contents)] = contents
                 for key, item in contents.items() if kind is not list else enumerate(contents):
-                    if type(item) not in _ATOMS:
+                    if type(item) not in ATOMS:
                         self._look(item, f"{place}[{key!r}]", depth)
         else:
             self.notes.append(CellNote(cell))
@@ -494,7 +489,7 @@ class Capture:
             if name in namespace:
                 value = namespace[name]
                 self.notes.append(NameNote(namespace, name))
-                if type(value) not in _ATOMS:
+                if type(value) not in ATOMS:
                     self._look(value, name, 1)
 
 
@@ -553,16 +548,6 @@ _OF_EVERY_MODULE = frozenset(Module().__dict__)
 def _attributes_of(value: Any, names: Sequence[str]) -> list[tuple[str, Any]]:
     found = list(getattr(value, "__dict__", {}).items())
     return found + [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-
-
-@functools.cache
-def slots_of(kind: type) -> tuple[str, ...]:
-    """Return the slots of a class and its bases."""
-    names: list[str] = []
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 _SHARED = frozenset(

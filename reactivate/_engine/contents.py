@@ -11,7 +11,7 @@ import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._compat import registered_containers
-
-ATOMS = frozenset(
-    {
-        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...), object, ModuleType),
-        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
-    }
-)
+from reactivate._state.contents import ATOMS, slots_of
 
 
 class Leaf(NamedTuple):
@@ -166,20 +160,15 @@ def has_attributes(tensor: Tensor) -> bool:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots too."""
+    """Return the attributes of an object, those in slots too."""
     found = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{kind.__name__.lstrip('_')}{name}"
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
+    kind: Any = type(value)
+    found.update((name, getattr(value, name)) for name in slots_of(kind) if hasattr(value, name))
     return found
 
 
 @functools.cache
-def is_plain(kind: type) -> bool:
+def is_plain(kind: Any) -> bool:
     """Whether objects of this class are made of attributes alone."""
     if issubclass(kind, BaseException) or hasattr(kind, "__del__"):
         return False
@@ -187,7 +176,7 @@ def is_plain(kind: type) -> bool:
         object.__new__(kind)
     except TypeError:  # abstract, or with state of its own in C
         return False
-    return kind.__dictoffset__ != 0 or any(vars(base).get("__slots__") for base in kind.__mro__)
+    return kind.__dictoffset__ != 0 or bool(slots_of(kind))
 
 
 def _is_as_it_is(value: Any, kind: type) -> bool:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._engine.contents import ATOMS, attributes_of, is_plain
+from reactivate._engine.contents import attributes_of, is_plain
 from reactivate._state.changes import Noted
+from reactivate._state.contents import ATOMS
 from reactivate._state.iterators import is_iterator, position_of
 
 LIMIT = 1_000  # of items: a call that is given more is not worth the look

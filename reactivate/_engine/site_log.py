@@ -21,9 +21,9 @@ from reactivate._compat import (
     replace_function_modes,
 )
 from reactivate._engine.choice import Choice, Decision
-from reactivate._engine.contents import ATOMS
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.saved_modules import SavedStandIn
+from reactivate._state.contents import ATOMS
 
 # The log that calls on this thread go to. A region without a policy inside of one with a policy is no affair of its.
 _current: ContextVar[Log | None] = ContextVar("reactivate.sites", default=None)

@@ -11,9 +11,11 @@ import functools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from operator import is_
+from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from reactivate._compat import give_back, run_unseen
@@ -21,10 +23,30 @@ from reactivate._standin import StandIn
 from reactivate._state.iterators import copied, is_iterator
 from reactivate.errors import MutationError
 
+ATOMS = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...), object, ModuleType),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
+    }
+)
+"""Classes of values that cannot change."""
+
 LARGEST = 4096
 """The number of items up to which a container is noted item by item; of a larger one, only its length is."""
 
 _EMPTY: Any = object()
+
+
+@functools.cache
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the slots of a class and its bases, private ones as Python mangles them."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 class WeakTensor:

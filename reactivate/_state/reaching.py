@@ -11,8 +11,7 @@ What reaches a module by none of these functions (`self._modules[...]`) is not s
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -32,18 +31,8 @@ _changing = threading.RLock()
 _open_forwards = 0
 
 
-@contextmanager
-def reaching(reach: Reach) -> Iterator[None]:
-    """Call `reach` for each module that code on this thread reaches inside of the context, perhaps several times."""
-    open_reaching(reach)
-    try:
-        yield
-    finally:
-        close_reaching(reach)
-
-
 def open_reaching(reach: Reach) -> None:
-    """Begin what `reaching` is the context of."""
+    """Call `reach` for each module that code on this thread reaches from now on, perhaps several times."""
     global _open_forwards
     with _changing:
         if not _open_forwards:
