@@ -68,15 +68,3 @@ class StandIn(Placed):
                 stand_in = module.__dict__[NAME] = cls(module)
             stand_in._calls[get_ident()] = call
         return stand_in
-
-
-def copies_of(namespaces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of modules' `__dict__`s, as if nothing stood in."""
-    copies = list(map(dict.copy, namespaces))
-    for copy in copies:
-        while isinstance(placed := copy.get(NAME), Placed):
-            if placed.hidden is None:
-                del copy[NAME]
-            else:
-                copy[NAME] = placed.hidden
-    return copies

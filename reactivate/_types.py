@@ -133,8 +133,8 @@ class Call(Protocol):
         """Return (module, what its attributes lead to) of `module` and others, of each that was not reached before."""
 
     @property
-    def users_modules(self) -> Sequence[Module]:
-        """The modules that have attributes of the user's own."""
+    def parts(self) -> Any:
+        """What the modules are made of, None if nobody has looked."""
 
     @property
     def module_notes(self) -> Sequence[Any]:

@@ -49,8 +49,10 @@ from reactivate._state.contents import (
     slots_of,
 )
 from reactivate._state.iterators import is_iterator
+from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
+from reactivate._state.trees import Walked, remember, walked_before
 from reactivate.errors import UnsupportedError
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
@@ -85,8 +87,8 @@ class Capture:
         tensors: tensors without a graph, of which a copy is kept.
         notes: what mutable objects hold.
         roots: the outermost modules found.
-        users_modules: modules with attributes of the user's own.
         module_notes, module_tensors: as `notes` and `tensors`, of what attributes of modules lead to.
+        parts: what `modules` are made of, if that has been looked at.
         is_lazy: whether a module has parameters that its first call makes.
         is_large: whether there are so many modules that they are noted as they are reached (see `_state/reaching.py`).
     """
@@ -98,7 +100,7 @@ class Capture:
     _scripts: tuple[Any, ...] = ()
     _generators: tuple[Any, ...] = ()
     _modules: Sequence[Module] | None = None
-    _walked: Sequence[Any] = ()
+    parts: Parts | None = None
 
     def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_large: bool = False) -> None:
         self.fn = fn
@@ -109,7 +111,6 @@ class Capture:
         self.notes: list[Note] = []
         self.module_notes: list[Note] = []
         self.module_tensors: list[Tensor] = []
-        self.users_modules: list[Module] = []
         self._specs: dict[int, Any] = {}  # by the id of the value
         self._reached: dict[int, Module] = {}
         self._objects = 0
@@ -158,8 +159,20 @@ class Capture:
         """Every module under the roots, each once; the walk finds what their attributes and their classes name, too."""
         if self._modules is None:
             self.is_large = self._may_be_large and not self._has_compiled and any(map(_is_large, self.roots))
-            self._modules = self._walk() if self.roots and not self.is_large else ()
+            self._modules = self._found() if self.roots and not self.is_large else ()
         return self._modules
+
+    def _found(self) -> Sequence[Module]:
+        walked = walked_before(self.roots[0]) if len(self.roots) == 1 else None
+        if walked is not None:
+            modules, self.module_notes, self.parts = walked
+            return modules
+        roots = self.roots
+        modules = self._walk()
+        has_more = self._scripts or self._generators or self.module_tensors or self.is_lazy or fences()
+        if len(roots) == 1 and self.roots is roots and not has_more:
+            remember(roots[0], Walked(modules, self.module_notes, Parts(list(map(vars, modules)))))
+        return modules
 
     @property
     def generators(self) -> Sequence[Any]:
@@ -178,8 +191,8 @@ class Capture:
         todo: list[Module | None] = []
         scripted: set[Module] = set()  # those inside of them are a part of their code
         count = 0
-        outside = self.notes, self.tensors
-        self.notes, self.tensors = self.module_notes, self.module_tensors
+        outside = self.notes, self.tensors, self._specs
+        self.notes, self.tensors, self._specs = self.module_notes, self.module_tensors, {}
         while todo or count < len(self.roots):
             if not todo:  # there may be more roots than in the beginning: a class may name some
                 todo.append(self.roots[count])
@@ -202,7 +215,7 @@ class Capture:
                     continue
                 self.is_lazy = self.is_lazy or facts.is_lazy
                 self._look_at_users_module(module, facts)
-        self.notes, self.tensors = outside
+        self.notes, self.tensors, self._specs = outside
         if len(found) > LARGE_TREE and not (self._scripts or self.is_lazy or fences()):
             _large_roots.update(root for root in self.roots if root._modules)
         return list(found)
@@ -249,7 +262,6 @@ class Capture:
         self._scripts += facts.scripts
         if facts.is_users:
             self._class(type(module))
-        self.users_modules.append(module)
         self._weak = True
         attributes = vars(module)
         for name in attributes.keys() - facts.attributes if not facts.is_users else list(attributes):

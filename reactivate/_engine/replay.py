@@ -393,7 +393,7 @@ class _Matching:
 
         Where autograd would read the present memory, this does; where it would refuse to, the bytes of the forward.
         """
-        if value.layout is not torch.strided or value.device.type in ("xla", "meta"):
+        if value.layout is not torch.strided or value.is_xla or value.is_meta:
             return value, value._version
         present = rewound_memory.get(value.untyped_storage()._cdata)
         if present is None:

@@ -67,7 +67,7 @@ class Noted:
         found: list[Callable[[], None]] = []
         if changed:
             found.append(functools.partial(_bring, changed))
-        if self._states is not None and self._states.groups:
+        if self._states is not None and len(self._states.tensors) > len(self._states.shadows):
             found.append(SilentTensors(self._states).bring)
         return None, found
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from reactivate._compat import give_back, run_unseen
-from reactivate._standin import StandIn
+from reactivate._standin import Placed
 from reactivate._state.iterators import copied, is_iterator
 from reactivate.errors import MutationError
 
@@ -151,7 +151,8 @@ class Note:
         return ()
 
 
-def _hold_all(items: Iterable[Any], weak: bool | None) -> list[Any]:
+def held_all(items: Iterable[Any], weak: bool | None = True) -> list[Any]:
+    """Return what a note holds for these items; see `held`."""
     found = list(items)
     if weak is None or not any(map(_is_held_otherwise, set(map(type, found)))):
         return found
@@ -164,7 +165,7 @@ class ListNote(Note):
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        return _hold_all(self._iterate(), weak)
+        return held_all(self._iterate(), weak)
 
     def _iterate(self) -> Iterable[Any]:
         kind = deque if isinstance(self.target, deque) else list
@@ -201,7 +202,7 @@ class DictNote(Note):
         return (
             len(target) == len(contents)
             and are_items(kind.values(target), contents.values())
-            and all(map(_is_key, kind.keys(target), contents))
+            and (all(map(is_, kind.keys(target), contents)) or all(map(_is_key, kind.keys(target), contents)))
         )
 
     def put(self, contents: Any) -> None:
@@ -218,7 +219,7 @@ def _is_key(one: Any, other: Any) -> bool:
 def put_dict(target: Any, contents: dict[Any, Any]) -> None:
     """Give a dict these contents in this order, past methods that a subclass overrides."""
     kind: Any = OrderedDict if isinstance(target, OrderedDict) else dict
-    others = {key: item for key, item in kind.items(target) if isinstance(item, StandIn)}  # of another thread, no state
+    others = {key: item for key, item in kind.items(target) if isinstance(item, Placed)}  # of another thread, no state
     kind.clear(target)
     for key, item in contents.items():
         kind.__setitem__(target, key, given_back(item))
@@ -232,7 +233,7 @@ class SetNote(Note):
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        return _hold_all(self.target, weak)
+        return held_all(self.target, weak)
 
     def is_at(self, contents: Any) -> bool:
         return len(self.target) == len(contents) and are_items(self.target, contents)
@@ -293,7 +294,7 @@ class SlotsNote(Note):
         super().__init__(target, weak=weak)
 
     def contents(self, weak: bool | None = True) -> Any:
-        return _hold_all((getattr(self.target, name, _EMPTY) for name in self.names), weak)
+        return held_all((getattr(self.target, name, _EMPTY) for name in self.names), weak)
 
     def is_at(self, contents: Any) -> bool:
         return are_items((getattr(self.target, name, _EMPTY) for name in self.names), contents)

@@ -34,7 +34,7 @@ class ReachedNotes:
     def _reach(self, module: Module) -> None:
         if self._call is not None:
             for inner, found in self._call.reach(module):
-                note = ModuleNotes((inner,), found.module_notes, found.module_tensors, found.users_modules)
+                note = ModuleNotes((inner,), found.module_notes, found.module_tensors)
                 self.parts.append(note)
                 self.generators += [(item, state_of_generator(item)) for item in found.generators]
 

@@ -9,8 +9,8 @@ version costs one integer comparison, and the region refers to the shadow; a cha
 the shadows it started from whether it writes or not: between two writers a region may only read.
 
 Some writers move no version: batch norm's kernels write to running statistics, and inference tensors count none. Small
-ones are copied for every region, all of them with one op; larger ones are compared with their shadow, where that needs no
-synchronisation.
+ones are copied for every region (see `small`), on an accelerator all of them with one op; larger ones are compared with
+their shadow, where that needs no synchronisation.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from reactivate._compat import (
     run_unseen,
     set_versions,
 )
+from reactivate._state.small import Bytes, is_small
 
 version_of = attrgetter("_version")
+_FEW_BYTES = 64  # up to which a copy costs no more than a look at the version
 
 
 class Shadow:
@@ -58,7 +60,7 @@ class Shadow:
 
 
 def _address_of(tensor: Tensor) -> int | None:
-    return tensor.data_ptr() if type(tensor) is Tensor and tensor.device.type in ("cpu", "cuda") else None
+    return tensor.data_ptr() if type(tensor) is Tensor and (tensor.is_cpu or tensor.is_cuda) else None
 
 
 MOST_CHANNELS = 1 << 16
@@ -113,25 +115,29 @@ class TensorStates:
     """The tensors that one region can read as state, as they were when it began.
 
     Attributes:
-        tensors: those with a version that can be relied on, then the others.
+        tensors: those with a version that can be relied on, then the others, then the small ones.
         versions: theirs; 0 of inference tensors.
         shadows: the current shadows of the first, when the region began.
         groups, copies: the others, and copies of them: one tensor for all of one kind.
+        small: what the small ones held, None if there are none.
     """
 
-    __slots__ = ("copies", "groups", "protected", "shadows", "tensors", "versions")
+    __slots__ = ("copies", "groups", "protected", "shadows", "small", "tensors", "versions")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         counted: list[Tensor] = []
         compared: list[Tensor] = []
         silent: list[Tensor] = []
+        small: list[Tensor] = []
         known = fences()
         for tensor in tensors:
-            if tensor.is_inference() or (known and tensor.device.type in known):
+            if not known and is_small(tensor) and (_is_vector(tensor) or tensor.nbytes <= _FEW_BYTES):
+                small.append(tensor)
+            elif tensor.is_inference() or (known and tensor.device.type in known):
                 silent.append(tensor)
-            elif tensor.ndim != 1 or not tensor.is_floating_point() or tensor.numel() > MOST_CHANNELS:
+            elif not _is_vector(tensor) or tensor.numel() > MOST_CHANNELS:
                 counted.append(tensor)
-            elif tensor.numel() > _FEW_CHANNELS and tensor.device.type == "cpu" and type(tensor) is Tensor:
+            elif tensor.numel() > _FEW_CHANNELS and tensor.is_cpu and type(tensor) is Tensor:
                 compared.append(tensor)
             else:
                 silent.append(tensor)
@@ -139,7 +145,8 @@ class TensorStates:
         groups = _grouped(silent)
         self.groups = [*groups, *([tensor] for tensor in compared)]
         self.copies = [*map(_copy_group, groups), *([_compared_shadow(tensor).content] for tensor in compared)]
-        self.tensors = [*counted, *chain.from_iterable(self.groups)]
+        self.small = Bytes(small) if small else None
+        self.tensors = [*counted, *chain.from_iterable(self.groups), *small]
         self.versions = _versions_of(self.tensors)
         self.protected: Sequence[tuple[Tensor, int]] = ()
 
@@ -159,9 +166,20 @@ class TensorStates:
         """Return the tensors whose present bytes a recomputation that began now would put aside."""
         yield from (tensor for group in self.groups for tensor in group)
         yield from (tensor for tensor, _ in self.protected)
+        yield from () if self.small is None else self.small.tensors
         for tensor, shadow in zip(self.tensors, self.shadows):
             if tensor._version != shadow.version:
                 yield tensor
+
+    def is_current(self) -> bool:
+        """Return whether the tensors are known to hold what they held."""
+        if self.groups or (self.small is not None and not Bytes(self.small.tensors).are(self.small)):
+            return False
+        return not any(tensor._version != shadow.version for tensor, shadow in zip(self.tensors, self.shadows))
+
+    def noted_versions(self) -> list[int]:
+        """Return the versions of `tensors`, and behind them those of the protected ones, as the region found them."""
+        return [*self.versions, *(version for _, version in self.protected)]
 
     def held(self) -> Iterable[Tensor]:
         """Return the copies."""
@@ -169,6 +187,12 @@ class TensorStates:
             yield shadow.content
         for copies in self.copies:
             yield from copies
+        if self.small is not None:
+            yield self.small.content
+
+
+def _is_vector(tensor: Tensor) -> bool:
+    return tensor.ndim == 1 and tensor.is_floating_point()
 
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -236,65 +260,68 @@ def _memory_of(tensor: Tensor) -> Tensor:
 class RewoundTensors:
     """Tensors with the bytes and versions that they had when a region began, for as long as the context lasts."""
 
-    __slots__ = ("_is_rewound", "_memory", "_present", "_previous", "_protected", "_state", "_versions", "_writes")
+    __slots__ = ("_is_rewound", "_memory", "_present", "_previous", "_small", "_state", "_versions", "_writes")
 
     def __init__(self, state: TensorStates) -> None:
         self._state = state
 
     def __enter__(self) -> None:
         state = self._state
-        self._versions = _versions_of(state.tensors)
+        self._versions = _versions_of([*state.tensors, *(tensor for tensor, _ in state.protected)])
         self._writes: list[tuple[Tensor, Tensor]] = []  # (tensor, what it holds outside)
         self._previous: list[tuple[Tensor, Shadow | None]] = []
         self._memory: list[tuple[int, int | None]] = []
         self._present = [run_unseen(_copy_group, group) for group in state.groups]
-        self._protected = [(tensor, tensor._version) for tensor, _ in state.protected]
+        self._small = None if state.small is None else Bytes(state.small.tensors)
         changed = [
-            (tensor, shadow, version)
+            (tensor, shadow)
             for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions)
             if version != shadow.version or _address_of(tensor) != shadow.address
         ]
-        for tensor, version in (*self._protected, *((tensor, version) for tensor, _, version in changed)):
+        for tensor in (*(tensor for tensor, _ in changed), *(tensor for tensor, _ in state.protected)):
             self._writes.append((tensor, copy_unseen(tensor)))  # all of them first: they may share memory
-            self._mark(tensor, version)
-        self._is_rewound = bool(changed or state.groups or state.protected)
-        if self._is_rewound:
-            try:
-                run_unseen(self._write, changed)
-            except BaseException:
-                self.__exit__()
-                raise
+        self._mark_memory({id(tensor) for tensor, _ in changed})
+        is_small_current = self._small is None or self._small.are(state.small)
+        self._is_rewound = bool(changed or state.groups or state.protected or not is_small_current)
+        try:
+            if self._is_rewound:
+                run_unseen(self._write, changed, is_small_current)
+            self._set_versions(state.noted_versions())
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _mark_memory(self, changed: set[int]) -> None:
+        """Note that saved tensors in this memory are in what is rewound."""
+        state = self._state
+        count = len(state.shadows)
+        for index, (tensor, version) in enumerate(zip(self._tensors(), self._versions)):
+            if (index >= count or id(tensor) in changed) and _has_memory(tensor):
+                key = tensor.untyped_storage()._cdata
+                self._memory.append((key, rewound_memory.get(key)))
+                rewound_memory[key] = version
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._state.tensors, *(tensor for tensor, _ in self._state.protected)]
 
     @torch.no_grad()
-    def _write(self, changed: Sequence[tuple[Tensor, Shadow, int]]) -> None:
+    def _write(self, changed: Sequence[tuple[Tensor, Shadow]], is_small_current: bool) -> None:
         state = self._state
-        rewound = [tensor for tensor, _ in state.protected]
-        versions = [version for _, version in state.protected]
-        for tensor, shadow, _ in changed:
+        for tensor, shadow in changed:
             self._previous.append((tensor, _current.get(id(tensor))))
             _write(tensor, shadow.content)
             _current[id(tensor)] = shadow
-            rewound.append(tensor)
-            versions.append(shadow.version)
-        count = len(state.shadows)
         for group, copies, present in zip(state.groups, state.copies, self._present):
-            for tensor in group:
-                self._mark(tensor, self._versions[count])
-                if not tensor.is_inference():
-                    rewound.append(tensor)
-                    versions.append(state.versions[count])
-                count += 1
             if not _are_equal(copies, present):
                 _write_group(group, copies)
-        if rewound:
-            set_versions(rewound, versions)
+        if state.small is not None and not is_small_current:
+            state.small.put()
 
-    def _mark(self, tensor: Tensor, version: int) -> None:
-        """Note that saved tensors in this memory are in what is rewound."""
-        if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type not in ("xla", "meta"):
-            key = tensor.untyped_storage()._cdata
-            self._memory.append((key, rewound_memory.get(key)))
-            rewound_memory[key] = version
+    def _set_versions(self, versions: Sequence[int]) -> None:
+        tensors = self._tensors()
+        if tensors and _versions_of(tensors) != versions:
+            counted = [pair for pair in zip(tensors, versions) if not pair[0].is_inference()]
+            set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
 
     def __exit__(self, *error: object) -> None:
         for key, before in reversed(self._memory):
@@ -302,12 +329,15 @@ class RewoundTensors:
                 rewound_memory.pop(key, None)
             else:
                 rewound_memory[key] = before
-        if self._is_rewound or _versions_of(self._state.tensors) != self._versions:
-            run_unseen(self._put_back)
+        small = None if self._small is None else Bytes(self._small.tensors)
+        is_small_current = small is None or small.are(self._small)
+        if self._is_rewound or not is_small_current or _versions_of(self._tensors()) != self._versions:
+            run_unseen(self._put_back, is_small_current)
         self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
+        self._small = None
 
     @torch.no_grad()
-    def _put_back(self) -> None:
+    def _put_back(self, is_small_current: bool) -> None:
         state = self._state
         for tensor, content in self._writes:
             _write(tensor, content)
@@ -317,22 +347,23 @@ class RewoundTensors:
         written = {id(tensor) for tensor, _ in self._writes}
         now = _versions_of(state.tensors)
         for tensor, shadow, version, before in zip(state.tensors, state.shadows, now, self._versions):
-            if (
-                version != before and id(tensor) not in written
-            ):  # unchanged since the forward, and written to by this one
+            if version != before and id(tensor) not in written:  # unchanged since the forward, written to by this one
                 _write(tensor, shadow.content)
         for group, present in zip(state.groups, self._present):
             _write_group(group, present)
-        counted = [*zip(state.tensors, self._versions), *self._protected]
-        counted = [(tensor, version) for tensor, version in counted if not tensor.is_inference()]
-        if counted and _versions_of([tensor for tensor, _ in counted]) != [version for _, version in counted]:
-            set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
+        if self._small is not None and not is_small_current:
+            self._small.put()
+        self._set_versions(self._versions)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_xla or tensor.is_meta)
 
 
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether the bytes are known to be equal; on an accelerator to ask would be to wait."""
     return all(
-        one.device.type == "cpu" and type(one) is Tensor and equal_unseen(_bits(one), _bits(other))
+        one.is_cpu and type(one) is Tensor and equal_unseen(_bits(one), _bits(other))
         for one, other in zip(some, others)
     )
 

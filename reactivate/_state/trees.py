@@ -1,0 +1,158 @@
+"""Trees of modules that were walked before: what a walk found holds for as long as it would find the same.
+
+To look whether the modules are still made of the same parts costs less than to walk over them. A tree is remembered only
+if values that cannot change and objects that hold nothing else are all that its modules have besides tensors and children.
+These are remembered weakly: what nobody else has goes, and the tree is forgotten.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from itertools import chain
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch.nn import Module
+
+from reactivate._state.contents import (
+    ATOMS,
+    ClassNote,
+    DictNote,
+    FunctionNote,
+    KindNote,
+    ListNote,
+    NameNote,
+    Note,
+    SetNote,
+)
+from reactivate._state.parts import Parts
+
+_MOST_MISSES = 4  # in a row, after which a tree is not remembered any more: its attributes change with every call
+
+
+class Walked(NamedTuple):
+    """What a walk over a tree found.
+
+    Attributes:
+        modules: every module, outermost first.
+        notes: of objects in attributes, of classes and of module-level names.
+        parts: what the modules are made of.
+    """
+
+    modules: list[Module]
+    notes: Sequence[Note]
+    parts: Parts
+
+
+class _Tree:
+    """One remembered tree."""
+
+    __slots__ = ("attributes", "counts", "ids", "keys", "kinds", "misses", "modules", "names", "notes", "parts", "sizes")
+
+    def __init__(self, walked: Walked, forget: Any) -> None:
+        modules, notes, parts = walked
+        self.modules = [ref(module, forget) for module in modules]
+        self.parts = [None if entry is None else ref(entry, forget) for entry in parts.entries]
+        self.kinds = list(map(type, modules))
+        self.names, self.counts = parts.names, list(map(len, parts.namespaces))
+        self.sizes, self.keys, self.ids = parts.sizes, parts.keys, list(map(id, parts.entries))
+        self.attributes = parts.attributes
+        self.notes = notes
+
+    def again(self) -> Walked | None:
+        """Return what a walk would find now, None if that is not known."""
+        modules: list[Any] = [reference() for reference in self.modules]
+        namespaces = list(map(vars, modules))
+        if list(map(len, namespaces)) != self.counts or list(map(type, modules)) != self.kinds:
+            return None
+        try:
+            parts = Parts(namespaces, self.names)
+        except KeyError:
+            return None
+        is_current = (
+            list(map(id, parts.entries)) == self.ids
+            and all(map(is_, parts.attributes, self.attributes))
+            and parts.keys == self.keys
+            and parts.sizes == self.sizes
+            and not any(parts.hooks)
+            and all(note.is_at(note.noted) for note in self.notes)
+        )
+        return Walked(modules, self.notes, parts) if is_current else None
+
+
+_trees: dict[int, _Tree] = {}  # by the id of the root
+_misses: dict[int, tuple[ref[Module], int]] = {}  # by the id of the root: how many there were in a row
+
+
+def walked_before(root: Module) -> Walked | None:
+    """Return what a walk over the tree under `root` would find now, None if that is not known."""
+    tree = _trees.get(id(root))
+    if tree is None:
+        return None
+    walked = tree.again()
+    if walked is None:
+        _forget(id(root))
+        _misses[id(root)] = ref(root, functools.partial(_misses.pop, id(root))), _misses_of(root) + 1
+    elif _misses:
+        _misses.pop(id(root), None)
+    return walked
+
+
+def _misses_of(root: Module) -> int:
+    reference, count = _misses.get(id(root), (None, 0))
+    return count if reference is not None and reference() is root else 0
+
+
+def remember(root: Module, walked: Walked) -> None:
+    """Remember what a walk over the tree under `root` found, if that can be."""
+    if _misses_of(root) < _MOST_MISSES and not any(walked.parts.hooks) and _holds_nothing_else(walked):
+        key = id(root)
+        _trees[key] = _Tree(walked, lambda _: _forget(key))
+
+
+def _forget(key: int) -> None:
+    _trees.pop(key, None)
+
+
+# -- what can be held -------------------------------------------------------------------------------------------------
+
+
+def _holds_nothing_else(walked: Walked) -> bool:
+    """Return whether to hold attributes and notes is to hold no module and no tensor, whatever happens to the tree."""
+    noted = {id(note.target) for note in walked.notes}
+    items = chain(walked.parts.attributes, *map(_items_of, walked.notes))
+    return all(id(item) in noted or _is_fixed(item) for item in items)
+
+
+def _items_of(note: Note) -> Iterable[Any]:
+    if isinstance(note, ClassNote):  # what a class holds that is there for good is not held by the tree
+        return (note.target,)
+    if isinstance(note, FunctionNote):
+        return (note.target, *(note.target.__defaults__ or ()), *(note.target.__kwdefaults__ or {}).values())
+    if isinstance(note, (KindNote, NameNote)):
+        return (note.noted,)
+    if isinstance(note, DictNote):
+        return (*note.noted, *note.noted.values())
+    return note.noted if isinstance(note, (ListNote, SetNote)) else (note,)
+
+
+def _is_fixed(item: Any) -> bool:
+    kind = type(item)
+    if isinstance(item, type):
+        return _is_of_a_file(item)
+    if kind is FunctionType:
+        return item.__closure__ is None and not item.__dict__ and _is_of_a_file(item)
+    if kind is BuiltinFunctionType:
+        return isinstance(item.__self__, (ModuleType, NoneType))
+    if kind is tuple or kind is frozenset:
+        return all(map(_is_fixed, item))
+    return kind in ATOMS or (isinstance(item, Enum) and _is_of_a_file(kind))
+
+
+def _is_of_a_file(item: Any) -> bool:
+    """Return whether a class or function is there for good, and not made by a function that may be called again."""
+    return "<locals>" not in item.__qualname__
