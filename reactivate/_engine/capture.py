@@ -82,11 +82,14 @@ class Capture:
 
     Attributes:
         fn, args, kwargs: the function, and the specs of its arguments.
-        saved: (tensor, its spec, version) of the arguments that autograd keeps.
+        saved: (tensor, its spec, version) of the arguments that autograd keeps; `given` are the tensors alone.
         inputs: tensors that are read where they are, and are not state.
         tensors: tensors without a graph, of which a copy is kept.
         notes: what mutable objects hold.
         roots: the outermost modules found.
+        modules: every module under the roots, each once; the walk finds what their attributes and classes name, too.
+        scripts: scripted functions and modules, also those that the modules' code names.
+        generators: the sources of randomness found, also in the attributes of modules.
         module_notes, module_tensors: as `notes` and `tensors`, of what attributes of modules lead to.
         parts: what `modules` are made of, if that has been looked at.
         is_lazy: whether a module has parameters that its first call makes.
@@ -96,15 +99,14 @@ class Capture:
     roots: tuple[Module, ...] = ()
     is_lazy = False
     is_large = False
-    _has_compiled = False
-    _scripts: tuple[Any, ...] = ()
-    _generators: tuple[Any, ...] = ()
-    _modules: Sequence[Module] | None = None
+    scripts: tuple[Any, ...] = ()
+    generators: tuple[Any, ...] = ()
+    modules: Sequence[Module] = ()
     parts: Parts | None = None
+    _has_compiled = False
 
     def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_large: bool = False) -> None:
         self.fn = fn
-        self._may_be_large = may_be_large
         self.saved: list[tuple[Tensor, Any, int]] = []
         self.inputs: list[Input] = []
         self.tensors: list[Tensor] = []
@@ -143,9 +145,14 @@ class Capture:
             {name: self._argument(item, f"kwargs[{name!r}]") for name, item in kwargs.items()} if kwargs else kwargs
         )
         self._weak = True
-        tensors = self.reached() if self.inputs or self.tensors else [item[0] for item in self.saved]
+        self.given = [item[0] for item in self.saved]
+        tensors = self.reached() if self.inputs or self.tensors else self.given
         if tensors:
             self.notes.append(TensorsNote(tensors))
+        if self.roots:
+            self.is_large = may_be_large and not self._has_compiled and any(map(_is_large, self.roots))
+            if not self.is_large:
+                self.modules = self._found()
 
     def reached(self) -> list[Tensor]:
         """Return every tensor found that is no module's."""
@@ -154,14 +161,6 @@ class Capture:
 
     # -- modules -------------------------------------------------------------------------------------------------
 
-    @property
-    def modules(self) -> Sequence[Module]:
-        """Every module under the roots, each once; the walk finds what their attributes and their classes name, too."""
-        if self._modules is None:
-            self.is_large = self._may_be_large and not self._has_compiled and any(map(_is_large, self.roots))
-            self._modules = self._found() if self.roots and not self.is_large else ()
-        return self._modules
-
     def _found(self) -> Sequence[Module]:
         walked = walked_before(self.roots[0]) if len(self.roots) == 1 else None
         if walked is not None:
@@ -169,22 +168,10 @@ class Capture:
             return modules
         roots = self.roots
         modules = self._walk()
-        has_more = self._scripts or self._generators or self.module_tensors or self.is_lazy or fences()
+        has_more = self.scripts or self.generators or self.module_tensors or self.is_lazy or fences()
         if len(roots) == 1 and self.roots is roots and not has_more:
             remember(roots[0], Walked(modules, self.module_notes, Parts(list(map(vars, modules)))))
         return modules
-
-    @property
-    def generators(self) -> Sequence[Any]:
-        """The sources of randomness found, also in the attributes of modules."""
-        self.modules  # noqa: B018 - the walk finds them
-        return self._generators
-
-    @property
-    def scripts(self) -> Sequence[Any]:
-        """Scripted functions and modules, also those that the modules' code names."""
-        self.modules  # noqa: B018
-        return self._scripts
 
     def _walk(self) -> list[Module]:
         found: dict[Module, None] = {}
@@ -210,13 +197,13 @@ class Capture:
                     continue
                 if facts.is_scripted:
                     if module not in scripted:
-                        self._scripts += (module,)
+                        self.scripts += (module,)
                     scripted.update(module.modules())
                     continue
                 self.is_lazy = self.is_lazy or facts.is_lazy
                 self._look_at_users_module(module, facts)
         self.notes, self.tensors, self._specs = outside
-        if len(found) > LARGE_TREE and not (self._scripts or self.is_lazy or fences()):
+        if len(found) > LARGE_TREE and not (self.scripts or self.is_lazy or fences()):
             _large_roots.update(root for root in self.roots if root._modules)
         return list(found)
 
@@ -248,7 +235,7 @@ class Capture:
 
     def look_at(self, module: Module) -> None:
         """Note the attributes of one module, and nothing of its children."""
-        self._modules = (module,)
+        self.modules = (module,)
         facts = facts_of_class(type(module))  # type: ignore[arg-type]
         if module._forward_hooks or module._forward_pre_hooks:
             self._look_at_hooks(module)
@@ -259,7 +246,7 @@ class Capture:
     def _look_at_users_module(self, module: Module, facts: Any) -> None:
         if facts.names:
             self._names(facts.names)
-        self._scripts += facts.scripts
+        self.scripts += facts.scripts
         if facts.is_users:
             self._class(type(module))
         self._weak = True
@@ -368,7 +355,7 @@ class Capture:
         elif isinstance(value, type):
             self._class(value)
         elif _is_random_source(value, kind):
-            self._generators += (value,)
+            self.generators += (value,)
         elif _is_small_array(value):
             self.notes.append(ArrayNote(value))
         else:
@@ -430,7 +417,7 @@ class Capture:
             self._look(fn.args, f"{place}.args", depth)
             self._look(fn.keywords, f"{place}.keywords", depth)
         elif kind is ScriptFunction:
-            self._scripts += (fn,)
+            self.scripts += (fn,)
         else:
             self._object(fn, kind, place, depth)
             call = inspect.getattr_static(kind, "__call__")
@@ -442,7 +429,7 @@ class Capture:
         if facts.names:
             self._names(facts.names)
         if facts.scripts:
-            self._scripts += facts.scripts
+            self.scripts += facts.scripts
         compiled = fn.__dict__.get("_torchdynamo_orig_callable")
         if compiled is not None:
             self._has_compiled = True

@@ -32,9 +32,18 @@ _calls: dict[int, list[Any]] = {}  # by the id of the region's owner: a referenc
 _writers: dict[int, ref[Any]] = {}  # owners of regions that wrote to what there is no copy of, by their ids
 
 
-def is_due(fn: Any, choice: Any) -> bool:
-    """Return whether this call of a region is one of those that are compared: the 1st, 2nd, 4th, 8th, ..."""
-    owner = _owner_of(fn)
+def is_due(fn: Any, determinism: str, choice: Any) -> bool:
+    """Return whether this call of a region is compared.
+
+    With "first" these are the 1st, 2nd, 4th, 8th, ... And all of those that an earlier call needed a proof for, which sees
+    outputs alone; but for "none".
+    """
+    if _writers and determinism != "none" and _is_writer(fn):
+        return True
+    if determinism != "first":
+        return False
+    kind = type(fn)
+    owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn  # see `_owner_of`
     entry = _calls.get(id(owner))
     if entry is None or entry[0]() is not owner or entry[1] is not choice:
         entry = _first_call(owner, choice)
@@ -42,9 +51,8 @@ def is_due(fn: Any, choice: Any) -> bool:
     return not count & (count - 1)
 
 
-def is_writer(fn: Any) -> bool:
-    """Return whether an earlier call of the region needed a proof: then every call is compared, as a proof sees outputs."""
-    reference = _writers.get(id(_owner_of(fn))) if _writers else None
+def _is_writer(fn: Any) -> bool:
+    reference = _writers.get(id(_owner_of(fn)))
     return reference is not None and reference() is _owner_of(fn)
 
 

@@ -191,15 +191,13 @@ class Record:
 
     def unrestored(self) -> list[Unrestored]:
         """Return what was modified since the forward began, and of what there is no copy."""
-        found = [
-            Unrestored(item.tensor, item.place, item.version)
-            for item in self.inputs
-            if item.tensor._version != item.version
-        ]
+        found: list[Unrestored] = []
+        for item in self.inputs:
+            if item.tensor._version != item.version:
+                found.append(Unrestored(item.tensor, item.place, item.version))
         if self.gradients is not None:
-            found += [
-                Unrestored(item, "the gradient of an argument", version) for item, version in self.gradients.unknown
-            ]
+            for gradient, version in self.gradients.unknown:
+                found.append(Unrestored(gradient, "the gradient of an argument", version))
         for unrestored, token in self.asked:
             found += unrestored(token)
         return found

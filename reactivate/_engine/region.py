@@ -16,6 +16,7 @@ from _thread import RLock, get_ident
 from contextlib import ExitStack
 from contextvars import copy_context
 from itertools import chain
+from operator import attrgetter
 from sys import _getframe
 from types import FrameType
 from typing import Any
@@ -47,7 +48,7 @@ from reactivate._compat import (
 from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
-from reactivate._engine.check import Check, is_due, is_writer, note_writer
+from reactivate._engine.check import Check, is_due, note_writer
 from reactivate._engine.exits import through_exit
 from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
 from reactivate._engine.inputs import WrittenInput
@@ -97,6 +98,7 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 
 
 leave_to_eager(run.__code__)
+_IS_LEAF = attrgetter("is_leaf")
 
 
 class Region(Record):
@@ -132,8 +134,7 @@ class Region(Record):
             return _call
         self.notes, self.inputs, self.saved_inputs = capture.notes, capture.inputs, capture.saved
         self.states = TensorStates(capture.tensors) if capture.tensors else None
-        leaves = [tensor for tensor, *_ in capture.saved if tensor.is_leaf]
-        self.gradients = Gradients(leaves) if leaves else None
+        self.gradients = Gradients(capture.given) if any(map(_IS_LEAF, capture.given)) else None
         self.script_graph = last_script_graph()
         self.fn, self.args, self.kwargs = capture.fn, capture.args, capture.kwargs
         if fences():
@@ -147,10 +148,12 @@ class Region(Record):
             self._finish()
             self._leave(error)
             raise
-        self.asked = [(unrestored, tokens[index]) for index, unrestored in options.asked]
+        self.asked = []
+        for index, unrestored in options.asked:
+            if tokens[index] is not None:
+                self.asked.append((unrestored, tokens[index]))
         pack: Any = self.pack
-        determinism = options.determinism
-        if (determinism == "first" and is_due(fn, options.choice)) or (determinism != "none" and is_writer(fn)):
+        if is_due(fn, options.determinism, options.choice):
             self.check = Check()
             pack = self.pack_checked
         if options.choice is not None and options.choice.interest.functions:
@@ -170,7 +173,8 @@ class Region(Record):
 
         Returns what the caller gets: `result`, on a device with a fence through the region's exit.
         """
-        self._close_log()
+        if self.forward_log is not None:
+            self.forward_log.close()
         if self.log is not None:
             self.log.__exit__(None, None, None)
         pop_saved_tensor_hooks()
@@ -226,8 +230,8 @@ class Region(Record):
 
     def fail(self, error: BaseException) -> None:
         """The forward pass ended by an exception: leave everything as it was (Rule 13)."""
-        self._close_log()
         if self.forward_log is not None:
+            self.forward_log.close()
             self.forward_log.give_up()
             self.forward_log = None
         if self.log is not None:
@@ -236,10 +240,6 @@ class Region(Record):
         self._finish()
         self._leave(error)
         note_shortage(error)
-
-    def _close_log(self) -> None:
-        if self.forward_log is not None:
-            self.forward_log.close()
 
     def _finish(self) -> None:
         tokens = self.tokens

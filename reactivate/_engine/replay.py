@@ -195,12 +195,12 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
         managers.append(RewoundTensors(record.states))
     if record.gradients is not None and record.gradients.moved:
         managers.append(record.gradients)
-    tensors = [item for item in (*arguments[0], *arguments[1].values()) if isinstance(item, torch.Tensor)]
+    tensors = [item for item in (*arguments[0], *arguments[1].values()) if isinstance(item, Tensor)]
     if tensors:
         managers.append(KeptHooks(tensors))
     if proof is not None:
         managers.append(RenormsOnce(tensor for tensor, _ in proof.tensors()))
-    stale = _stale(record)
+    stale = _stale(record) if record.inputs or record.asked or record.gradients is not None else None
     if stale:
         managers.append(StaleReads([tensor for tensor, _ in stale], functools.partial(_refusal, record, stale)))
     return managers

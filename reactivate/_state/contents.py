@@ -322,13 +322,10 @@ class FunctionNote(Note):
     def is_at(self, contents: Any) -> bool:
         fn = self.target
         code, defaults, keywords, attributes = contents
-        return (
-            fn.__code__ is code
-            and fn.__defaults__ is defaults
-            and fn.__kwdefaults__ is keywords
-            and len(fn.__dict__) == len(attributes)
-            and all(fn.__dict__.get(name, _EMPTY) is value for name, value in attributes.items())
-        )
+        if fn.__code__ is not code or fn.__defaults__ is not defaults or fn.__kwdefaults__ is not keywords:
+            return False
+        now = fn.__dict__
+        return len(now) == len(attributes) and (not now or all(now.get(name, _EMPTY) is attributes[name] for name in now))
 
     def put(self, contents: Any) -> None:
         fn = self.target
@@ -342,7 +339,8 @@ class TensorsNote(Note):
     __slots__ = ()
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__(list(map(vars, tensors)))
+        self.target = list(map(vars, tensors))
+        self.noted = list(map(dict.copy, self.target)) if any(self.target) else None
 
     def contents(self, weak: bool | None = True) -> Any:
         return list(map(dict.copy, self.target)) if any(self.target) else None

@@ -29,9 +29,9 @@ class Gradients:
     __slots__ = ("_before", "_copies", "_leaves", "_present", "_versions", "moved", "unknown")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._leaves = list(filter(_IS_LEAF, tensors))
-        self._before: list[Tensor | None] = list(map(_GRADIENT, self._leaves))
-        self._versions = _versions_of(self._before)
+        self._leaves = leaves = list(filter(_IS_LEAF, tensors))
+        self._before: list[Tensor | None] = list(map(_GRADIENT, leaves))
+        self._versions = [None if item is None else item._version for item in self._before]
         self._copies: dict[int, Tensor] = {}
         if _known:
             for leaf, gradient in zip(self._leaves, self._before):
@@ -44,7 +44,7 @@ class Gradients:
     def finish(self) -> None:
         """Find what moved, and let go of the rest: the forward is over."""
         now = list(map(_GRADIENT, self._leaves))
-        versions = _versions_of(now)
+        versions = [None if item is None else item._version for item in now]
         if not all(map(is_, now, self._before)) or versions != self._versions:
             self._find_moved(now, versions)
         self._leaves, self._before, self._versions, self._copies = [], [], [], {}
@@ -69,10 +69,6 @@ class Gradients:
         for (leaf, _), gradient in zip(self.moved, self._present):
             leaf.grad = gradient
         self._present = []
-
-
-def _versions_of(gradients: Iterable[Tensor | None]) -> list[Any]:
-    return [None if item is None else item._version for item in gradients]
 
 
 def _note(leaf: Tensor) -> None:

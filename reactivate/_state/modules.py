@@ -136,7 +136,9 @@ class ModuleNotes:
 
     def is_written_unseen(self) -> bool:
         """Return whether a recomputation has to write to more than attributes."""
-        return bool(self.states or self.notes) or not self.tensors.is_current()
+        if self.states or not self.tensors.is_current():
+            return True
+        return not all(note.is_at(note.noted) for note in self.notes)
 
     def name_of(self, tensor: Tensor) -> str:
         """Return how messages call a tensor of a module."""

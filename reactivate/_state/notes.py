@@ -34,9 +34,10 @@ class RewoundNotes:
 
     def __exit__(self, *error: object) -> None:
         # The last first: an object that was noted twice was found rewound the second time.
-        for note, present in reversed([*zip(self._notes, self._present)]):
-            if not note.is_at(present):
-                note.put(present)
+        notes, present = self._notes, self._present
+        for index in range(len(present) - 1, -1, -1):
+            if not notes[index].is_at(present[index]):
+                notes[index].put(present[index])
         self._present = []  # an exception's traceback may hold this context, and the contents the exception
 
 

@@ -20,14 +20,11 @@ class KeptHooks:
         self._tensors = tensors
 
     def __enter__(self) -> None:
-        hooks = self._hooks()
+        hooks: list[Any] = [*map(_BACKWARD, self._tensors), *map(_ACCUMULATED, self._tensors)]
         self._before = [None if item is None else dict(item) for item in hooks] if any(hooks) else None
 
-    def _hooks(self) -> list[Any]:
-        return [*map(_BACKWARD, self._tensors), *map(_ACCUMULATED, self._tensors)]
-
     def __exit__(self, *error: object) -> None:
-        hooks = self._hooks()
+        hooks: list[Any] = [*map(_BACKWARD, self._tensors), *map(_ACCUMULATED, self._tensors)]
         if any(hooks):
             for now, before in zip(hooks, self._before or [None] * len(hooks)):
                 if now is not None and dict(now) != (before or {}):

@@ -23,7 +23,7 @@ from reactivate._state.streams import (
     state_of_generator,
     torch_stream,
 )
-from reactivate._state.turns import undisturbed
+from reactivate._state.turns import everybodys, undisturbed
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound
 
@@ -60,7 +60,8 @@ class HostRng(Guard):
             self._streams.append(stream)
             self._index()
 
-    def _rewind(self, snapshots: Sequence[Snapshot]) -> None:
+    def rewind(self, snapshots: Sequence[Snapshot]) -> None:
+        """Put the streams back to where they were."""
         fingerprints, known = self._known
         if snapshots is known and list(map(ask, self._probes)) == fingerprints:  # nobody has drawn since
             return
@@ -68,17 +69,42 @@ class HostRng(Guard):
             stream.rewind(snapshot)
 
     def replay(self, snapshot: list[Snapshot]) -> AbstractContextManager[Any]:
-        rewound = Rewound(functools.partial(self.before, _NO_CALL), self._rewind, snapshot)
-        return undisturbed(rewound, functools.partial(self._differs, snapshot))
-
-    def _differs(self, snapshots: list[Snapshot]) -> bool:
-        return not all(map(is_, self.before(_NO_CALL), snapshots))
+        return _RewoundStreams(self, snapshot)
 
     def skip(self, call: Call, token: Any) -> Callable[[], None]:
-        return functools.partial(self._rewind, self.before(call))
+        return functools.partial(self.rewind, self.before(call))
 
 
 _NO_CALL: Any = None
+
+
+class _RewoundStreams:
+    """The streams at a snapshot, for as long as the context lasts."""
+
+    __slots__ = ("_guard", "_present", "_snapshot", "_turn")
+
+    def __init__(self, guard: HostRng, snapshot: list[Snapshot]) -> None:
+        self._guard = guard
+        self._snapshot = snapshot
+
+    def __enter__(self) -> None:
+        self._turn = everybodys.enter(self._differs)
+        self._present = self._guard.before(_NO_CALL)
+        if self._present is not self._snapshot:
+            try:
+                self._guard.rewind(self._snapshot)
+            except BaseException:
+                everybodys.leave(self._turn)
+                raise
+
+    def _differs(self) -> bool:
+        return not all(map(is_, self._guard.before(_NO_CALL), self._snapshot))
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._guard.rewind(self._present)
+        finally:
+            everybodys.leave(self._turn)
 
 
 def all_sources(call: Call) -> list[Stream]:
