@@ -52,7 +52,7 @@ from reactivate._state.iterators import is_iterator
 from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
-from reactivate._state.trees import Walked, remember, walked_before
+from reactivate._state.trees import remember, walked_before
 from reactivate.errors import UnsupportedError
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
@@ -168,9 +168,16 @@ class Capture:
             return modules
         roots = self.roots
         modules = self._walk()
-        has_more = self.scripts or self.generators or self.module_tensors or self.is_lazy or fences()
+        has_more = (
+            self.scripts
+            or self.generators
+            or self.module_tensors
+            or self.is_lazy
+            or fences()
+            or any(hasattr(type(module), "replay_state") for module in modules)
+        )
         if len(roots) == 1 and self.roots is roots and not has_more:
-            remember(roots[0], Walked(modules, self.module_notes, Parts(list(map(vars, modules)))))
+            remember(roots[0], modules, self.module_notes)
         return modules
 
     def _walk(self) -> list[Module]:

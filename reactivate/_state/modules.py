@@ -21,11 +21,12 @@ from reactivate._state.contents import Note, are_items, held_all, put_dict
 from reactivate._state.gradients import Gradients
 from reactivate._state.notes import RewoundNotes
 from reactivate._state.parts import Parts
-from reactivate._state.shadows import RewoundTensors, TensorStates, is_known_written, version_of
+from reactivate._state.shadows import RewoundTensors, TensorStates, version_of, written_before
 from reactivate._state.steps import is_stepped_since, steps_so_far
 from reactivate._state.tensor_hooks import KeptHooks
 from reactivate._state.turns import everybodys
 
+_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -60,20 +61,21 @@ class ModuleNotes:
     ) -> None:
         self.modules = modules
         self.notes = notes
-        own = modules
+        self.states: list[tuple[Any, Any]] = []
+        scripted: list[Module] = []
         if parts is None:
-            own = [module for module in modules if not isinstance(module, ScriptModule)]  # those live in C++
+            scripted = [module for module in modules if isinstance(module, ScriptModule)]  # those live in C++
+            own = [module for module in modules if module not in scripted] if scripted else modules
             parts = Parts(list(map(vars, own)))
             parts.attributes = held_all(parts.attributes)  # held strongly, graphs would chain the steps
+            self.states += [(module, module.replay_state()) for module in own if hasattr(type(module), "replay_state")]
         self.parts = parts
-        members, state = parts.entries_of(0), parts.entries_of(1)
-        if len(own) < len(modules):
-            for module in modules:
-                if isinstance(module, ScriptModule):
-                    members += module.parameters(recurse=False)
-                    state += module.buffers(recurse=False)
+        members, state = parts.layout.parameters_in(parts.entries), parts.layout.buffers_in(parts.entries)
+        for module in scripted:
+            members += module.parameters(recurse=False)
+            state += module.buffers(recurse=False)
         self.parameters: list[Tensor] = members
-        self.hooks: list[Any] = [*parts.hooks, *map(vars, members)]
+        self.hooks: list[Any] = [*chain.from_iterable(map(_HOOKS, parts.namespaces)), *map(vars, members)]
         self.hook_copies: list[Any] | None = None
         if any(self.hooks):
             self.hooks += chain.from_iterable(map(_HOOK_FLAGS, parts.namespaces))
@@ -82,16 +84,13 @@ class ModuleNotes:
         if any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
             members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
             state = [tensor for tensor in state if not tensor.requires_grad]
-        state += filter(is_known_written, members)
+        state += written_before(members)
         self.tensors = TensorStates({id(tensor): tensor for tensor in state}.values())
         self.versions: list[int] = list(map(version_of, members))
         self.steps = steps_so_far()
         self.differentiable: list[bool] = list(map(_REQUIRES_GRAD, members))
         self.kinds: list[type] = list(map(type, modules))
         self.gradients = Gradients(members)
-        self.states: list[tuple[Any, Any]] = [
-            (module, module.replay_state()) for module in own if hasattr(type(module), "replay_state")
-        ]
 
     def written_parameters(self) -> list[tuple[Tensor, int]]:
         """Return (parameter, noted version) of those that have another version by now, and no shadow."""
@@ -198,8 +197,7 @@ class RewoundModules:
     def _differs(self) -> bool:
         """Return whether anything is to be set back that other threads could see."""
         note = self.note
-        parts = note.parts.now()
-        self._parts = note.parts if parts.are(note.parts) else parts
+        self._parts = note.parts if note.parts.are_current() else Parts(note.parts.namespaces)
         self._are_hooks_current = note.are_hooks_current(note.hook_copies)
         return (
             self._parts is not note.parts
@@ -216,7 +214,7 @@ class RewoundModules:
         finally:
             for context in reversed(self._entered):
                 context.__exit__()
-            if self._parts is not None and not self._parts.now().are(self._parts):
+            if self._parts is not None and not self._parts.are_current():
                 self._parts.put()
             hooks = note.hook_copies if self._hook_copies is None else self._hook_copies
             if not note.are_hooks_current(hooks):
@@ -262,10 +260,10 @@ class ModuleChanges:
 
     def __init__(self, note: ModuleNotes) -> None:
         self.note = note
-        now = note.parts.now()
-        self.parts = None if now.are(note.parts) else now
-        if self.parts is not None:
-            self.parts.attributes = held_all(now.attributes)
+        self.parts = None
+        if not note.parts.are_current():
+            self.parts = Parts(note.parts.namespaces)
+            self.parts.attributes = held_all(self.parts.attributes)
         self.contents = [(tensor, copy_unseen(tensor)) for tensor in note.tensors.put_aside()]
         self.versions = [tensor._version for tensor, _ in self.contents]
         self.notes = [(item, item.contents()) for item in note.notes if not item.is_at(item.noted)]

@@ -1,7 +1,7 @@
 """What modules are made of: attributes, and the entries of their registries. Taken and compared for every region.
 
 All of it is in a few flat lists, which are made and compared in C. Of what every module has, only that is looked at which
-a forward reads: a module has thirteen dicts of hooks, of which most are for `state_dict`.
+a forward reads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from reactivate._state.contents import are_items, given_back, put_dict
 Namespace = dict[str, Any]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_EVERY_MODULE = frozenset(Module().__dict__) - {"training"}
-_dicts_of = itemgetter(*_REGISTRIES, *_HOOKS)
-_registries_of, _hooks_of = itemgetter(slice(3)), itemgetter(slice(3, None))
+_registries_of = itemgetter(*_REGISTRIES)
 
 
 class Names(NamedTuple):
@@ -45,11 +43,13 @@ class Names(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _sorted_out(names: tuple[str, ...]) -> Names:
     own = tuple(name for name in names if name not in _OF_EVERY_MODULE)
-    is_simple = len(own) > 1 and NAME not in own
-    return Names(names, own, itemgetter(*own) if is_simple else functools.partial(_one_by_one, own))
+    if NAME in own or not own:
+        return Names(names, own, functools.partial(_unplaced, own))
+    own = own if len(own) > 1 else own * 2  # with one name `itemgetter` returns no tuple
+    return Names(names, own, itemgetter(*own))
 
 
-def _one_by_one(names: tuple[str, ...], namespace: Namespace) -> tuple[Any, ...]:
+def _unplaced(names: tuple[str, ...], namespace: Namespace) -> tuple[Any, ...]:
     return tuple(_below(namespace[name]) for name in names)
 
 
@@ -67,71 +67,128 @@ def _below(item: Any) -> Any:
     return item
 
 
+class Layout:
+    """Where the parts of some modules are, without the parts.
+
+    Args:
+        namespaces: the modules' `__dict__`s.
+
+    Attributes:
+        names: of each module's attributes; `counts` says how many there are.
+        sizes: how many entries each registry has.
+        keys: the names of all entries.
+    """
+
+    __slots__ = ("_buffers", "_filled", "_parameters", "counts", "getters", "keys", "names", "sizes")
+
+    def __init__(self, namespaces: Sequence[Namespace]) -> None:
+        self.names = list(map(names_in, namespaces))
+        self.counts = [len(names.all) for names in self.names]
+        self.getters = [names.values for names in self.names]
+        registries = list(chain.from_iterable(map(_registries_of, namespaces)))
+        self.sizes = list(map(len, registries))
+        self.keys: list[str] = list(chain.from_iterable(registries))
+        self._filled = _picking([index for index, size in enumerate(self.sizes) if size])
+        kinds = [index % 3 for index, size in enumerate(self.sizes) for _ in range(size)]
+        entries = list(chain.from_iterable(map(dict.values, registries)))
+        filled = [(index, kind) for index, kind in enumerate(kinds) if entries[index] is not None]
+        self._parameters = _picking([index for index, kind in filled if kind == 0])
+        self._buffers = _picking([index for index, kind in filled if kind == 1])
+
+    def parts_of(self, namespaces: Sequence[Namespace]) -> tuple[list[Any], list[Any]] | None:
+        """Return (attributes, entries) of the modules, None if they are laid out in another way."""
+        if list(map(len, namespaces)) != self.counts:
+            return None
+        registries = list(chain.from_iterable(map(_registries_of, namespaces)))
+        if list(map(len, registries)) != self.sizes:
+            return None
+        filled = self._filled(registries)
+        try:
+            attributes = [get(namespace) for get, namespace in zip(self.getters, namespaces)]
+        except KeyError:  # another one in the place of one
+            return None
+        if list(chain.from_iterable(filled)) != self.keys:
+            return None
+        return list(chain.from_iterable(attributes)), list(chain.from_iterable(map(dict.values, filled)))
+
+    def parameters_in(self, entries: Sequence[Any]) -> list[Any]:
+        """Return those of the entries that are parameters."""
+        return list(self._parameters(entries))
+
+    def buffers_in(self, entries: Sequence[Any]) -> list[Any]:
+        """Return those of the entries that are buffers."""
+        return list(self._buffers(entries))
+
+
+def _picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that takes the items at these places, fast."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return (lambda items: (items[indices[0]],)) if indices else (lambda items: ())
+
+
 class Parts:
     """The parts of some modules at one moment.
 
     Args:
         namespaces: their `__dict__`s.
-        names: those of their attributes, if they are known; a module that has others raises a `KeyError`.
+        layout: where their parts are, if that is known, with the parts.
 
     Attributes:
         attributes: the values of all attributes.
-        registries: the dicts of parameters, buffers and children of each module; `sizes`, `keys` and `entries` are
-            what is in them.
-        hooks: the dicts of hooks that run around a forward and a backward.
+        entries: all parameters, buffers and children.
     """
 
-    __slots__ = ("attributes", "entries", "hooks", "keys", "names", "namespaces", "registries", "sizes")
+    __slots__ = ("attributes", "entries", "layout", "namespaces")
 
-    def __init__(self, namespaces: Sequence[Namespace], names: Sequence[Names] | None = None) -> None:
+    def __init__(
+        self,
+        namespaces: Sequence[Namespace],
+        layout: Layout | None = None,
+        parts: tuple[list[Any], list[Any]] | None = None,
+    ) -> None:
         self.namespaces = namespaces
-        self.names = list(map(names_in, namespaces)) if names is None else names
-        dicts = list(map(_dicts_of, namespaces))
-        values = [item.values(namespace) for item, namespace in zip(self.names, namespaces)]
-        self.attributes: list[Any] = list(chain.from_iterable(values))
-        self.registries: list[Namespace] = list(chain.from_iterable(map(_registries_of, dicts)))
-        self.hooks: list[Any] = list(chain.from_iterable(map(_hooks_of, dicts)))
-        self.sizes = list(map(len, self.registries))
-        self.keys: list[str] = list(chain.from_iterable(self.registries))
-        self.entries: list[Any] = list(chain.from_iterable(map(dict.values, self.registries)))
+        if layout is None or parts is None:
+            layout = Layout(namespaces)
+            parts = layout.parts_of(namespaces) or _parts_of(layout, namespaces)
+        self.layout = layout
+        self.attributes, self.entries = parts
 
-    def entries_of(self, kind: int) -> list[Any]:
-        """Return the entries of all registries of one kind: 0 for parameters, 1 for buffers, 2 for children."""
-        return [item for registry in self.registries[kind::3] for item in registry.values() if item is not None]
-
-    def now(self) -> Parts:
-        """Return the parts of the same modules as they are now."""
-        if list(map(len, self.namespaces)) == list(map(len, map(_all_of, self.names))):
-            try:
-                return Parts(self.namespaces, self.names)
-            except KeyError:  # another attribute in the place of one
-                pass
-        return Parts(self.namespaces)
+    def are_current(self) -> bool:
+        """Return whether the modules are made of just these parts."""
+        parts = self.layout.parts_of(self.namespaces)
+        if parts is None:
+            return self.are(Parts(self.namespaces))
+        attributes, entries = parts
+        return are_items(entries, self.entries) and are_items(attributes, self.attributes)
 
     def are(self, others: Parts) -> bool:
         """Return whether these are the same objects under the same names."""
+        one, other = self.layout, others.layout
         return (
-            (self.names is others.names or self.names == others.names)
-            and self.sizes == others.sizes
-            and are_items(self.entries, others.entries)
-            and are_items(self.attributes, others.attributes)
-            and self.keys == others.keys
-            and are_items(self.registries, others.registries)
+            one.names == other.names
+            and one.sizes == other.sizes
+            and one.keys == other.keys
+            and are_items(others.entries, self.entries)
+            and are_items(others.attributes, self.attributes)
         )
 
     def put(self) -> None:
         """Let the modules be made of these parts, but for what a sharding library has moved to another form."""
-        attributes, entries, sizes = iter(self.attributes), iter(zip(self.keys, self.entries)), iter(self.sizes)
-        registries = iter(self.registries)
-        for namespace, names in zip(self.namespaces, self.names):
-            noted = dict(zip(names.own, attributes))
+        layout = self.layout
+        attributes, sizes, entries = iter(self.attributes), iter(layout.sizes), iter(zip(layout.keys, self.entries))
+        for namespace, names in zip(self.namespaces, layout.names):
             for name in _REGISTRIES:
-                registry = noted[name] = next(registries)
-                _assign(registry, dict(next(entries) for _ in range(next(sizes))))
+                _assign(namespace[name], dict(next(entries) for _ in range(next(sizes))))
+            noted = dict(zip(names.own, attributes)) if names.own else {}
             _assign(namespace, {name: noted[name] if name in noted else namespace.get(name) for name in names.all})
 
 
-_all_of = itemgetter(0)
+def _parts_of(layout: Layout, namespaces: Sequence[Namespace]) -> tuple[list[Any], list[Any]]:
+    """Return what `layout.parts_of` does, of modules with something in the place of a `forward`."""
+    attributes = [get(namespace) for get, namespace in zip(layout.getters, namespaces)]
+    registries = chain.from_iterable(map(_registries_of, namespaces))
+    return list(chain.from_iterable(attributes)), list(chain.from_iterable(map(dict.values, registries)))
 
 
 def _assign(namespace: Namespace, noted: Namespace) -> None:

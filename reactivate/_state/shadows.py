@@ -96,6 +96,11 @@ def is_known_written(tensor: Tensor) -> bool:
     return reference is not None and reference() is tensor
 
 
+def written_before(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Return those of the tensors that a region wrote to before."""
+    return filter(is_known_written, tensors) if _written else ()
+
+
 def note_written(tensor: Tensor) -> None:
     """Keep a copy of `tensor` from the next region on."""
     key = id(tensor)

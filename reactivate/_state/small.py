@@ -6,7 +6,7 @@ whoever wrote to them, and however, they are compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import memmove
 from itertools import accumulate
 from operator import attrgetter
@@ -21,7 +21,7 @@ LARGEST_BYTES = 1 << 14
 """The number of bytes up to which a tensor is small."""
 
 _size_of, _shape_of = attrgetter("nbytes"), attrgetter("shape")
-_address_of = Tensor.data_ptr
+_address_of, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 
 
 def is_small(tensor: Tensor) -> bool:
@@ -54,9 +54,12 @@ class Bytes:
         self.sizes: list[int] = list(map(_size_of, tensors))
         self.shapes: list[torch.Size] = list(map(_shape_of, tensors))
         self.content = run_unseen(_memory, sum(self.sizes))
-        start = self.content.data_ptr()
-        for tensor, offset, size in zip(tensors, accumulate(self.sizes, initial=0), self.sizes):
-            memmove(start + offset, tensor.data_ptr(), size)
+        for _ in map(memmove, self._places(), map(_address_of, tensors), self.sizes):
+            pass
+
+    def _places(self) -> Iterable[int]:
+        """Return where the bytes of each tensor begin."""
+        return accumulate(self.sizes, initial=self.content.data_ptr())
 
     def are(self, others: Bytes) -> bool:
         """Return whether this is what the same tensors hold in `others`."""
@@ -64,14 +67,14 @@ class Bytes:
 
     def put(self) -> None:
         """Write the bytes to the tensors, wherever their memory is by now; gradients are off."""
-        start = self.content.data_ptr()
+        if list(map(_shape_of, self.tensors)) == self.shapes and all(map(_is_contiguous, self.tensors)):
+            for _ in map(memmove, map(_address_of, self.tensors), self._places(), self.sizes):
+                pass
+            return
         offset = 0
         for tensor, size, shape in zip(self.tensors, self.sizes, self.shapes):
-            if tensor.shape == shape and is_small(tensor):
-                memmove(tensor.data_ptr(), start + offset, size)
-            else:
-                copy = self.content[offset : offset + size].clone().view(tensor.dtype).view(shape)
-                (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(copy)
+            copy = self.content[offset : offset + size].clone().view(tensor.dtype).view(shape)
+            (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(copy)
             offset += size
 
 

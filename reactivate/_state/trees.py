@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -31,6 +31,7 @@ from reactivate._state.contents import (
 )
 from reactivate._state.parts import Parts
 
+_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _MOST_MISSES = 4  # in a row, after which a tree is not remembered any more: its attributes change with every call
 
 
@@ -51,37 +52,32 @@ class Walked(NamedTuple):
 class _Tree:
     """One remembered tree."""
 
-    __slots__ = ("attributes", "counts", "ids", "keys", "kinds", "misses", "modules", "names", "notes", "parts", "sizes")
+    __slots__ = ("_alive", "attributes", "ids", "kinds", "layout", "modules", "notes")
 
     def __init__(self, walked: Walked, forget: Any) -> None:
         modules, notes, parts = walked
         self.modules = [ref(module, forget) for module in modules]
-        self.parts = [None if entry is None else ref(entry, forget) for entry in parts.entries]
         self.kinds = list(map(type, modules))
-        self.names, self.counts = parts.names, list(map(len, parts.namespaces))
-        self.sizes, self.keys, self.ids = parts.sizes, parts.keys, list(map(id, parts.entries))
-        self.attributes = parts.attributes
-        self.notes = notes
+        self._alive = [ref(entry, forget) for entry in parts.entries if entry is not None]
+        self.ids = list(map(id, parts.entries))
+        self.layout, self.attributes, self.notes = parts.layout, parts.attributes, notes
 
     def again(self) -> Walked | None:
         """Return what a walk would find now, None if that is not known."""
         modules: list[Any] = [reference() for reference in self.modules]
         namespaces = list(map(vars, modules))
-        if list(map(len, namespaces)) != self.counts or list(map(type, modules)) != self.kinds:
+        found = self.layout.parts_of(namespaces)
+        if found is None or list(map(type, modules)) != self.kinds:
             return None
-        try:
-            parts = Parts(namespaces, self.names)
-        except KeyError:
+        attributes, entries = found
+        if list(map(id, entries)) != self.ids or not all(map(is_, attributes, self.attributes)):
             return None
-        is_current = (
-            list(map(id, parts.entries)) == self.ids
-            and all(map(is_, parts.attributes, self.attributes))
-            and parts.keys == self.keys
-            and parts.sizes == self.sizes
-            and not any(parts.hooks)
-            and all(note.is_at(note.noted) for note in self.notes)
-        )
-        return Walked(modules, self.notes, parts) if is_current else None
+        if any(chain.from_iterable(map(_HOOKS, namespaces))):
+            return None
+        for note in self.notes:
+            if not note.is_at(note.noted):
+                return None
+        return Walked(modules, self.notes, Parts(namespaces, self.layout, found))
 
 
 _trees: dict[int, _Tree] = {}  # by the id of the root
@@ -107,9 +103,13 @@ def _misses_of(root: Module) -> int:
     return count if reference is not None and reference() is root else 0
 
 
-def remember(root: Module, walked: Walked) -> None:
+def remember(root: Module, modules: list[Module], notes: Sequence[Note]) -> None:
     """Remember what a walk over the tree under `root` found, if that can be."""
-    if _misses_of(root) < _MOST_MISSES and not any(walked.parts.hooks) and _holds_nothing_else(walked):
+    namespaces = list(map(vars, modules))
+    if _misses_of(root) >= _MOST_MISSES or any(chain.from_iterable(map(_HOOKS, namespaces))):
+        return
+    walked = Walked(modules, notes, Parts(namespaces))
+    if _holds_nothing_else(walked):
         key = id(root)
         _trees[key] = _Tree(walked, lambda _: _forget(key))
 
