@@ -46,7 +46,7 @@ from reactivate._engine.skipped_sites import ReplayLog
 from reactivate._engine.stale import StaleReads
 from reactivate._state.contents import WeakTensor
 from reactivate._state.notes import RewoundNotes
-from reactivate._state.shadows import RewoundTensors, TensorStates, note_written, rewound_memory
+from reactivate._state.shadows import RewoundTensors, TensorStates, memory_of, note_written, rewound_memory
 from reactivate._state.tensor_hooks import KeptHooks
 from reactivate.errors import ReactivateError
 
@@ -393,9 +393,8 @@ class _Matching:
 
         Where autograd would read the present memory, this does; where it would refuse to, the bytes of the forward.
         """
-        if value.layout is not torch.strided or value.is_xla or value.is_meta:
-            return value, value._version
-        present = rewound_memory.get(value.untyped_storage()._cdata)
+        memory = memory_of(value)
+        present = None if memory is None else rewound_memory.get(memory)
         if present is None:
             return value, value._version
         if present == saved_version:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -310,22 +310,26 @@ class SlotsNote(Note):
         return ((f".{name}", item) for name, item in zip(self.names, self.noted) if item is not _EMPTY)
 
 
+_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
 class FunctionNote(Note):
     """A Python function: its code, its defaults and its attributes."""
 
     __slots__ = ()
 
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.noted = (*_of_function(target), dict(target.__dict__))
+
     def contents(self, weak: bool | None = True) -> Any:
-        fn = self.target
-        return fn.__code__, fn.__defaults__, fn.__kwdefaults__, dict(fn.__dict__)
+        return (*_of_function(self.target), dict(self.target.__dict__))
 
     def is_at(self, contents: Any) -> bool:
-        fn = self.target
-        code, defaults, keywords, attributes = contents
-        if fn.__code__ is not code or fn.__defaults__ is not defaults or fn.__kwdefaults__ is not keywords:
+        attributes, now = contents[3], self.target.__dict__
+        if not all(map(is_, _of_function(self.target), contents)) or len(now) != len(attributes):
             return False
-        now = fn.__dict__
-        return len(now) == len(attributes) and (not now or all(now.get(name, _EMPTY) is attributes[name] for name in now))
+        return not now or all(now.get(name, _EMPTY) is item for name, item in attributes.items())
 
     def put(self, contents: Any) -> None:
         fn = self.target
@@ -490,7 +494,9 @@ class ClassNote(Note):
 
     def is_at(self, contents: Any) -> bool:
         now = vars(self.target)
-        return len(now) == len(contents) and are_items(now.values(), contents.values()) and list(now) == list(contents)
+        if len(now) != len(contents) or list(now) != list(contents):
+            return False
+        return all(map(is_, now.values(), contents.values()))
 
     def put(self, contents: Any) -> None:
         now = dict(vars(self.target))

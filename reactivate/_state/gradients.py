@@ -49,14 +49,15 @@ class Gradients:
             self._find_moved(now, versions)
         self._leaves, self._before, self._versions, self._copies = [], [], [], {}
 
-    def _find_moved(self, now: list[Tensor | None], versions: list[Any]) -> None:
-        moved, unknown = [], []
+    def _find_moved(self, now: list[Tensor | None], versions: list[int | None]) -> None:
+        moved: list[tuple[Tensor, Tensor | None]] = []
+        unknown: list[tuple[Tensor, int]] = []
         rows = zip(self._leaves, now, self._before, versions, self._versions)
         for leaf, gradient, before, version, version_before in rows:
             if gradient is not before or version != version_before:
                 _note(leaf)
                 moved.append((leaf, self._copies.get(id(leaf))))
-                if before is not None and id(leaf) not in self._copies:
+                if before is not None and version_before is not None and id(leaf) not in self._copies:
                     unknown.append((before, version_before))
         self.moved, self.unknown = moved, unknown
 

@@ -21,7 +21,7 @@ from reactivate._state.contents import Note, are_items, held_all, put_dict
 from reactivate._state.gradients import Gradients
 from reactivate._state.notes import RewoundNotes
 from reactivate._state.parts import Parts
-from reactivate._state.shadows import RewoundTensors, TensorStates, version_of, written_before
+from reactivate._state.shadows import NO_TENSORS, RewoundTensors, TensorStates, version_of, written_before
 from reactivate._state.steps import is_stepped_since, steps_so_far
 from reactivate._state.tensor_hooks import KeptHooks
 from reactivate._state.turns import everybodys
@@ -66,9 +66,10 @@ class ModuleNotes:
         if parts is None:
             scripted = [module for module in modules if isinstance(module, ScriptModule)]  # those live in C++
             own = [module for module in modules if module not in scripted] if scripted else modules
-            parts = Parts(list(map(vars, own)))
+            parts = Parts([module.__dict__ for module in own])
             parts.attributes = held_all(parts.attributes)  # held strongly, graphs would chain the steps
-            self.states += [(module, module.replay_state()) for module in own if hasattr(type(module), "replay_state")]
+            stateful: list[Any] = [module for module in own if hasattr(type(module), "replay_state")]
+            self.states += [(module, module.replay_state()) for module in stateful]
         self.parts = parts
         members, state = parts.layout.parameters_in(parts.entries), parts.layout.buffers_in(parts.entries)
         for module in scripted:
@@ -85,7 +86,7 @@ class ModuleNotes:
             members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
             state = [tensor for tensor in state if not tensor.requires_grad]
         state += written_before(members)
-        self.tensors = TensorStates({id(tensor): tensor for tensor in state}.values())
+        self.tensors = TensorStates({id(tensor): tensor for tensor in state}.values()) if state else NO_TENSORS
         self.versions: list[int] = list(map(version_of, members))
         self.steps = steps_so_far()
         self.differentiable: list[bool] = list(map(_REQUIRES_GRAD, members))
@@ -160,12 +161,15 @@ class RewoundModules:
     def __init__(self, note: ModuleNotes, *, takes_turns: bool = True) -> None:
         self.note = note
         self._takes_turns = takes_turns
-        self._inner = (
-            RewoundNotes(note.notes),
-            RewoundTensors(note.tensors),
-            note.gradients,
-            KeptHooks(note.parameters),
-        )
+        self._inner: list[AbstractContextManager[None]] = []
+        if note.notes:
+            self._inner.append(RewoundNotes(note.notes))
+        if note.tensors.tensors:
+            self._inner.append(RewoundTensors(note.tensors))
+        if note.gradients.moved:
+            self._inner.append(note.gradients)
+        if note.parameters:
+            self._inner.append(KeptHooks(note.parameters))
 
     def __enter__(self) -> None:
         note = self.note
@@ -177,7 +181,7 @@ class RewoundModules:
         self._parts: Parts | None = None
         self._turn = everybodys.enter(self._differs) if self._takes_turns else None
         if self._parts is None:  # nobody had to ask
-            self._differs()
+            self._look()
         try:
             _set_all(note, note.kinds, note.differentiable, self._kinds, self._differentiable)
             if self._parts is not note.parts:
@@ -196,15 +200,19 @@ class RewoundModules:
 
     def _differs(self) -> bool:
         """Return whether anything is to be set back that other threads could see."""
+        self._look()
         note = self.note
-        self._parts = note.parts if note.parts.are_current() else Parts(note.parts.namespaces)
-        self._are_hooks_current = note.are_hooks_current(note.hook_copies)
         return (
             self._parts is not note.parts
             or not self._are_hooks_current
-            or note.is_written_unseen()
             or self._kinds != note.kinds
+            or note.is_written_unseen()
         )
+
+    def _look(self) -> None:
+        note = self.note
+        self._parts = note.parts if note.parts.are_current() else Parts(note.parts.namespaces)
+        self._are_hooks_current = note.are_hooks_current(note.hook_copies)
 
     def __exit__(self, *error: object) -> None:
         note = self.note

@@ -24,6 +24,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from reactivate._backends import fences
 from reactivate._compat import (
@@ -37,7 +38,8 @@ from reactivate._compat import (
 )
 from reactivate._state.small import Bytes, is_small
 
-version_of = attrgetter("_version")
+version_of, _is_of_xla = attrgetter("_version"), attrgetter("is_xla")
+_PLAIN = (Tensor, Parameter)
 _FEW_BYTES = 64  # up to which a copy costs no more than a look at the version
 
 
@@ -259,6 +261,8 @@ def _memory_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided(size, tensor.stride())
 
 
+NO_TENSORS = TensorStates(())
+
 # -- a recomputation -------------------------------------------------------------------------------------------------
 
 
@@ -278,39 +282,40 @@ class RewoundTensors:
         self._memory: list[tuple[int, int | None]] = []
         self._present = [run_unseen(_copy_group, group) for group in state.groups]
         self._small = None if state.small is None else Bytes(state.small.tensors)
-        changed = [
-            (tensor, shadow)
-            for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions)
-            if version != shadow.version or _address_of(tensor) != shadow.address
-        ]
-        for tensor in (*(tensor for tensor, _ in changed), *(tensor for tensor, _ in state.protected)):
+        changed: list[tuple[Tensor, Shadow]] = []
+        for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions):
+            if version != shadow.version or _address_of(tensor) != shadow.address:
+                changed.append((tensor, shadow))
+        written = [tensor for tensor, _ in (*changed, *state.protected)] if changed or state.protected else []
+        for tensor in written:
             self._writes.append((tensor, copy_unseen(tensor)))  # all of them first: they may share memory
-        self._mark_memory({id(tensor) for tensor, _ in changed})
-        is_small_current = self._small is None or self._small.are(state.small)
-        self._is_rewound = bool(changed or state.groups or state.protected or not is_small_current)
+        self._mark_memory(set(map(id, written)))
+        self._is_rewound = bool(written or state.groups)
         try:
             if self._is_rewound:
-                run_unseen(self._write, changed, is_small_current)
+                run_unseen(self._write, changed)
+            if self._small is not None and state.small is not None and not self._small.are(state.small):
+                state.small.put()
             self._set_versions(state.noted_versions())
         except BaseException:
             self.__exit__()
             raise
 
-    def _mark_memory(self, changed: set[int]) -> None:
+    def _mark_memory(self, written: set[int]) -> None:
         """Note that saved tensors in this memory are in what is rewound."""
-        state = self._state
-        count = len(state.shadows)
+        count = len(self._state.shadows)
         for index, (tensor, version) in enumerate(zip(self._tensors(), self._versions)):
-            if (index >= count or id(tensor) in changed) and _has_memory(tensor):
-                key = tensor.untyped_storage()._cdata
-                self._memory.append((key, rewound_memory.get(key)))
-                rewound_memory[key] = version
+            if index >= count or id(tensor) in written:
+                key = memory_of(tensor)
+                if key is not None:
+                    self._memory.append((key, rewound_memory.get(key)))
+                    rewound_memory[key] = version
 
     def _tensors(self) -> list[Tensor]:
         return [*self._state.tensors, *(tensor for tensor, _ in self._state.protected)]
 
     @torch.no_grad()
-    def _write(self, changed: Sequence[tuple[Tensor, Shadow]], is_small_current: bool) -> None:
+    def _write(self, changed: Sequence[tuple[Tensor, Shadow]]) -> None:
         state = self._state
         for tensor, shadow in changed:
             self._previous.append((tensor, _current.get(id(tensor))))
@@ -319,8 +324,6 @@ class RewoundTensors:
         for group, copies, present in zip(state.groups, state.copies, self._present):
             if not _are_equal(copies, present):
                 _write_group(group, copies)
-        if state.small is not None and not is_small_current:
-            state.small.put()
 
     def _set_versions(self, versions: Sequence[int]) -> None:
         tensors = self._tensors()
@@ -334,15 +337,17 @@ class RewoundTensors:
                 rewound_memory.pop(key, None)
             else:
                 rewound_memory[key] = before
-        small = None if self._small is None else Bytes(self._small.tensors)
-        is_small_current = small is None or small.are(self._small)
-        if self._is_rewound or not is_small_current or _versions_of(self._tensors()) != self._versions:
-            run_unseen(self._put_back, is_small_current)
+        count = len(self._state.shadows)
+        if self._is_rewound or _versions_of(self._state.tensors[:count]) != self._versions[:count]:
+            run_unseen(self._put_back)
+        if self._small is not None:
+            self._small.put()
+        self._set_versions(self._versions)
         self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
         self._small = None
 
     @torch.no_grad()
-    def _put_back(self, is_small_current: bool) -> None:
+    def _put_back(self) -> None:
         state = self._state
         for tensor, content in self._writes:
             _write(tensor, content)
@@ -356,13 +361,13 @@ class RewoundTensors:
                 _write(tensor, shadow.content)
         for group, present in zip(state.groups, self._present):
             _write_group(group, present)
-        if self._small is not None and not is_small_current:
-            self._small.put()
-        self._set_versions(self._versions)
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_xla or tensor.is_meta)
+def memory_of(tensor: Tensor) -> int | None:
+    """Return what tensors have in common that share memory, None where that cannot be told."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or _is_of_xla(tensor):
+        return None
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

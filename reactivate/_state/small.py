@@ -66,11 +66,15 @@ class Bytes:
         return self.shapes == others.shapes and equal_unseen(self.content, others.content)
 
     def put(self) -> None:
-        """Write the bytes to the tensors, wherever their memory is by now; gradients are off."""
+        """Write the bytes to the tensors, wherever their memory is by now."""
         if list(map(_shape_of, self.tensors)) == self.shapes and all(map(_is_contiguous, self.tensors)):
             for _ in map(memmove, map(_address_of, self.tensors), self._places(), self.sizes):
                 pass
-            return
+        else:
+            run_unseen(self._copy)
+
+    @torch.no_grad()
+    def _copy(self) -> None:
         offset = 0
         for tensor, size, shape in zip(self.tensors, self.sizes, self.shapes):
             copy = self.content[offset : offset + size].clone().view(tensor.dtype).view(shape)

@@ -45,7 +45,7 @@ class Walked(NamedTuple):
     """
 
     modules: list[Module]
-    notes: Sequence[Note]
+    notes: list[Note]
     parts: Parts
 
 
@@ -65,7 +65,7 @@ class _Tree:
     def again(self) -> Walked | None:
         """Return what a walk would find now, None if that is not known."""
         modules: list[Any] = [reference() for reference in self.modules]
-        namespaces = list(map(vars, modules))
+        namespaces = [module.__dict__ for module in modules]
         found = self.layout.parts_of(namespaces)
         if found is None or list(map(type, modules)) != self.kinds:
             return None
@@ -103,9 +103,9 @@ def _misses_of(root: Module) -> int:
     return count if reference is not None and reference() is root else 0
 
 
-def remember(root: Module, modules: list[Module], notes: Sequence[Note]) -> None:
+def remember(root: Module, modules: list[Module], notes: list[Note]) -> None:
     """Remember what a walk over the tree under `root` found, if that can be."""
-    namespaces = list(map(vars, modules))
+    namespaces = [module.__dict__ for module in modules]
     if _misses_of(root) >= _MOST_MISSES or any(chain.from_iterable(map(_HOOKS, namespaces))):
         return
     walked = Walked(modules, notes, Parts(namespaces))

@@ -98,7 +98,8 @@ class _RewoundStreams:
                 raise
 
     def _differs(self) -> bool:
-        return not all(map(is_, self._guard.before(_NO_CALL), self._snapshot))
+        present = self._guard.before(_NO_CALL)
+        return present is not self._snapshot and not all(map(is_, present, self._snapshot))
 
     def __exit__(self, *error: object) -> None:
         try:
