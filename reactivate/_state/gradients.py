@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
-from typing import Any
 from weakref import ref
 
 from torch import Tensor

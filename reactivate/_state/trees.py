@@ -8,7 +8,7 @@ These are remembered weakly: what nobody else has goes, and the tree is forgotte
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum
 from itertools import chain
 from operator import is_, itemgetter
