@@ -42,13 +42,14 @@ from reactivate._state.contents import (
     ListNote,
     NameNote,
     Note,
+    PartialNote,
     SetNote,
     SlotsNote,
     TensorsNote,
     WeakTensor,
     slots_of,
 )
-from reactivate._state.iterators import is_iterator
+from reactivate._state.iterators import holds_iterator, is_iterator
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
 from reactivate.errors import UnsupportedError
@@ -259,6 +260,8 @@ class Capture:
                 if isinstance(value, Tensor):
                     self._state_of_module(value)
                 else:
+                    if holds_iterator(value):
+                        self.notes.append(NameNote(attributes, name))
                     self._look(value, f".{name}", 1)
 
     def _state_of_module(self, tensor: Tensor) -> None:
@@ -281,7 +284,7 @@ class Capture:
             return self._specs[key]
         if isinstance(value, Tensor):
             return self._tensor_argument(value, place)
-        if isinstance(value, tuple) and self._is_hooked and any(isinstance(item, Tensor) for item in value):
+        if isinstance(value, tuple) and self._is_made_anew(value):
             items = [self._argument(item, f"{place}[{index}]") for index, item in enumerate(value)]
             spec = self._specs[key] = TupleInput(kind, items)
             return spec
@@ -295,6 +298,10 @@ class Capture:
             )
         self._look(value, place, _DEPTH_OF_ARGUMENTS)
         return value
+
+    def _is_made_anew(self, value: tuple[Any, ...]) -> bool:
+        """Return whether a recomputation needs another tuple: around copied iterators, or tensors that hooks move."""
+        return holds_iterator(value) or (self._is_hooked and any(isinstance(item, Tensor) for item in value))
 
     def _tensor_argument(self, tensor: Tensor, place: str) -> Any:
         spec: Any
@@ -414,6 +421,8 @@ class Capture:
             if isinstance(fn.__self__, Tensor):
                 self._look(fn.__self__, f"{place}.__self__", depth)
         elif issubclass(kind, functools.partial):
+            if holds_iterator(fn.args):
+                self.notes.append(PartialNote(fn))
             self._look(fn.func, f"{place}.func", depth)
             self._look(fn.args, f"{place}.args", depth)
             self._look(fn.keywords, f"{place}.keywords", depth)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from reactivate._compat import give_back, run_unseen
 from reactivate._standin import StandIn
-from reactivate._state.iterators import copied, is_iterator
+from reactivate._state.iterators import copied, holds_iterator, is_iterator
 from reactivate.errors import MutationError
 
 ATOMS = frozenset(
@@ -73,14 +73,14 @@ class WeakTensor:
 
 
 class Position(NamedTuple):
-    """An iterator as it stood: a function that goes on with it uses it up."""
+    """An iterator as it stood, or a tuple with one in it: a function that goes on with it uses it up."""
 
     iterator: Any
 
 
 @functools.cache
 def _is_held_otherwise(kind: Any) -> bool:
-    return issubclass(kind, Tensor) or is_iterator(kind)
+    return issubclass(kind, (Tensor, tuple)) or is_iterator(kind)
 
 
 def held(item: Any, weak: bool | None = True) -> Any:
@@ -92,8 +92,7 @@ def held(item: Any, weak: bool | None = True) -> Any:
     """
     if weak is None:
         return item
-    kind: Any = type(item)
-    if is_iterator(kind):
+    if holds_iterator(item):
         return Position(copied(item))
     return WeakTensor(item) if weak and isinstance(item, Tensor) and item.grad_fn is not None else item
 
@@ -158,6 +157,12 @@ def _hold_all(items: Iterable[Any], weak: bool | None) -> list[Any]:
     return [held(item, weak) for item in found]
 
 
+def _hold_values(items: dict[Any, Any], weak: bool | None) -> dict[Any, Any]:
+    if weak is None or not any(map(_is_held_otherwise, set(map(type, items.values())))):
+        return items
+    return {key: held(item, weak) for key, item in items.items()}
+
+
 class ListNote(Note):
     """A list, a deque, or an object of a subclass."""
 
@@ -188,10 +193,7 @@ class DictNote(Note):
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        copy = dict(self._kind().items(self.target))
-        if weak is not None and any(map(_is_held_otherwise, set(map(type, copy.values())))):
-            return {key: held(item, weak) for key, item in copy.items()}
-        return copy
+        return _hold_values(dict(self._kind().items(self.target)), weak)
 
     def _kind(self) -> Any:
         return OrderedDict if isinstance(self.target, OrderedDict) else dict
@@ -316,7 +318,7 @@ class FunctionNote(Note):
 
     def contents(self, weak: bool | None = True) -> Any:
         fn = self.target
-        return fn.__code__, fn.__defaults__, fn.__kwdefaults__, dict(fn.__dict__)
+        return fn.__code__, held(fn.__defaults__, weak), fn.__kwdefaults__, _hold_values(dict(fn.__dict__), weak)
 
     def is_at(self, contents: Any) -> bool:
         fn = self.target
@@ -326,13 +328,30 @@ class FunctionNote(Note):
             and fn.__defaults__ is defaults
             and fn.__kwdefaults__ is keywords
             and len(fn.__dict__) == len(attributes)
-            and all(fn.__dict__.get(name, _EMPTY) is value for name, value in attributes.items())
+            and all(is_item(fn.__dict__.get(name, _EMPTY), value) for name, value in attributes.items())
         )
 
     def put(self, contents: Any) -> None:
         fn = self.target
-        fn.__code__, fn.__defaults__, fn.__kwdefaults__, attributes = contents
+        fn.__code__, defaults, fn.__kwdefaults__, attributes = contents
+        fn.__defaults__ = given_back(defaults)
         put_dict(fn.__dict__, attributes)
+
+
+class PartialNote(Note):
+    """The positional arguments of a `functools.partial`."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool | None = True) -> Any:
+        return held(self.target.args, weak)
+
+    def is_at(self, contents: Any) -> bool:
+        return self.target.args is contents
+
+    def put(self, contents: Any) -> None:
+        target = self.target
+        target.__setstate__((target.func, given_back(contents), target.keywords, vars(target)))
 
 
 class TensorsNote(Note):
@@ -487,7 +506,7 @@ class ClassNote(Note):
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        return dict(vars(self.target))
+        return _hold_values(dict(vars(self.target)), weak)
 
     def is_at(self, contents: Any) -> bool:
         now = vars(self.target)
@@ -498,8 +517,8 @@ class ClassNote(Note):
         for name in now.keys() - contents.keys():
             delattr(self.target, name)
         for name, value in contents.items():
-            if now.get(name, _EMPTY) is not value:
-                setattr(self.target, name, value)
+            if not is_item(now.get(name, _EMPTY), value):
+                setattr(self.target, name, given_back(value))
 
 
 class NameNote(Note):
