@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
 from torch import Tensor, nn
 
+from reactivate import policies
+
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
 
@@ -274,6 +276,110 @@ def functional_embedding_with_max_norm(wrap: Wrap) -> Any:
 
     checkpointed = wrap(fn)
     return [train(lambda x: checkpointed(x, torch.randint(0, 50, (6,))), inputs()), table, table.grad]
+
+
+class Renormed(nn.Module):
+    """A table of which every forward renormalises rows that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return curve(x + self.table(torch.tensor([0, 2, 2])).sum(0), 2)
+
+
+@right
+def rows_are_renormalised_once_more_outside_of_the_region(wrap: Wrap) -> Any:
+    module = Renormed()
+    x = leaf(6, 4)
+    backward(module(wrap(module)(x)))
+    return [x.grad, state_of(module)]
+
+
+@right_with(replays=3)
+def rows_are_renormalised_in_interleaved_microbatches(wrap: Wrap) -> Any:
+    module = Renormed()
+    first, second = wrap(module)(leaf(6, 4)), wrap(module)(leaf(6, 4))
+    backward(first)
+    third = wrap(module)(leaf(6, 4))
+    backward(second, third)
+    return state_of(module)
+
+
+@right_with(replays=3)
+def rows_are_renormalised_and_stepped_by_a_fused_optimizer(wrap: Wrap) -> Any:
+    module = Renormed()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5, fused=True)
+    for _ in range(3):
+        backward(wrap(module)(leaf(6, 4)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(module)
+
+
+@right
+def rows_are_renormalised_where_values_are_compared(wrap: Wrap) -> Any:
+    module = Renormed()
+    return [train(wrap(module, determinism="values"), inputs()), state_of(module)]
+
+
+@right
+def weight_is_clamped_through_data_where_values_are_compared(wrap: Wrap) -> Any:
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        layer.weight.data = layer.weight.data.clamp(-0.2, 0.2)
+        return curve(layer(x), 2)
+
+    return [train(wrap(fn, determinism="values"), inputs()), state_of(layer)]
+
+
+def of_a_halved_argument(wrap: Wrap, finish: Callable[[Tensor], Tensor], **options: Any) -> Any:
+    """Halve an argument that requires a gradient, of which there is no copy, and add it."""
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor, given: Tensor) -> Tensor:
+        given.mul_(0.5)
+        return finish(layer(x).sin() + given)
+
+    def step(x: Tensor) -> Tensor:
+        return wrap(fn, **options)(x, x * 1.0)  # type: ignore[no-any-return]
+
+    return [train(step, inputs()), state_of(layer)]
+
+
+@right
+def halved_argument_is_only_added_to_the_output(wrap: Wrap) -> Any:
+    return of_a_halved_argument(wrap, lambda h: h)
+
+
+@right
+def halved_argument_is_only_added_to_the_output_where_values_are_compared(wrap: Wrap) -> Any:
+    return of_a_halved_argument(wrap, lambda h: h, determinism="values")
+
+
+@right
+def halved_argument_is_only_added_to_the_output_where_nothing_is_compared(wrap: Wrap) -> Any:
+    return of_a_halved_argument(wrap, lambda h: h, determinism="none")
+
+
+@loud
+def halved_argument_is_read_by_a_saved_call(wrap: Wrap) -> Any:
+    """The call's result is kept, so that the output does not show what the call has read."""
+    other = nn.Linear(4, 4)
+    return of_a_halved_argument(wrap, lambda h: other(h).tanh(), policy=policies.save_ops("linear"))
+
+
+@loud
+def argument_is_turned_around(wrap: Wrap) -> Any:
+    """What is saved has the same numbers in another order."""
+
+    def fn(x: Tensor, given: Tensor) -> Tensor:
+        given.copy_(given.detach().flip(0))
+        return given * given.detach() + x.sin()
+
+    return train(lambda x: wrap(fn)(x, x * 1.0), inputs())
 
 
 @right

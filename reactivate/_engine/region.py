@@ -149,8 +149,7 @@ class Region(Record):
             raise
         self.asked = [(unrestored, tokens[index]) for index, unrestored in options.asked]
         pack: Any = self.pack
-        determinism = options.determinism
-        if (determinism == "first" and is_due(fn, options.choice)) or (determinism != "none" and is_writer(fn)):
+        if is_due(fn, options.choice) or is_writer(fn) or options.determinism == "values":
             self.check = Check()
             pack = self.pack_checked
         if options.choice is not None and options.choice.interest.functions:
@@ -188,6 +187,8 @@ class Region(Record):
         if self.check is not None:
             self.check.note_outputs(result)
         self._look_for_writes(capture, result)
+        if self.proof is None and self.options.determinism in ("metadata", "none"):
+            self.check = None
         if last_script_graph() is not self.script_graph:
             refuse_watched(last_script_graph(), refusals.name_of(self))
         if self.forward_log is not None:
@@ -210,7 +211,11 @@ class Region(Record):
         self.saved_inputs = [spec for _, spec, _ in capture.saved]
         if written:
             self.proof = Proof(written, result)
+            self.states = self.states or TensorStates(())
+            self.states.note_writes(self.proof.tensors())
             note_writer(self.fn)
+            if self.forward_log is not None:  # what a saved call keeps would hide what its arguments have become
+                self.forward_log.rerun_all("the region writes to a tensor of which there is no copy")
 
     def _stand_behind_fence(self, result: Any, capture: Capture) -> Any:
         """If any tensor of the region is on a device with a fence: note what a replay needs of it, and make the exit."""

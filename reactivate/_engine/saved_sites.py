@@ -57,6 +57,7 @@ class Call:
 
     __slots__ = (
         "change",
+        "check",
         "decision",
         "entries",
         "noted",
@@ -75,6 +76,7 @@ class Call:
         self.decision = decision
         self.storage = storage
         self.entries = log.record.saved
+        self.check = log.record.check
         self.saved: list[tuple[SiteSlot, Tensor, int]] = []
         arguments = tensors_in(args, kwargs)
         self.versions = versions_of(arguments)
@@ -108,6 +110,8 @@ class Call:
         self.saved.append((slot, tensor, version))
         metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device, version)
         self.entries.append((ref(slot), metadata, *self.site.place))
+        if self.check is not None:
+            self.check.note(len(self.entries) - 1, tensor)
         return slot
 
     def let_go(self) -> None:

@@ -170,7 +170,7 @@ class ModuleNotes:
         """Return whether a recomputation has to write to more than attributes."""
         tensors = self.tensors
         return bool(tensors.groups or self.states or self.notes) or any(
-            tensor._version != shadow.version for tensor, shadow in zip(tensors.tensors, tensors.shadows)
+            not shadow.is_current(tensor, tensor._version) for tensor, shadow in zip(tensors.tensors, tensors.shadows)
         )
 
     def name_of(self, tensor: Tensor) -> str:

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -35,6 +35,7 @@ from reactivate._compat import (
     run_unseen,
     set_versions,
 )
+from reactivate._state.steps import last_step_of
 
 version_of = attrgetter("_version")
 
@@ -44,17 +45,23 @@ class Shadow:
 
     Attributes:
         tensor: the tensor, weakly.
-        version, address: of the tensor when it was copied; somebody may give it other memory (`tensor.data = new`).
+        version, address, step: of the tensor when it was copied; somebody may give it other memory (`tensor.data = new`), and
+            a fused optimizer steps it without a new version.
         content: the copy.
     """
 
-    __slots__ = ("address", "content", "tensor", "version")
+    __slots__ = ("address", "content", "step", "tensor", "version")
 
     def __init__(self, tensor: Tensor, reference: ref[Tensor]) -> None:
         self.tensor = reference
         self.version: int = tensor._version
         self.address = _address_of(tensor)
+        self.step = last_step_of(tensor)
         self.content = copy_unseen(tensor)
+
+    def is_current(self, tensor: Tensor, version: int) -> bool:
+        """Return whether `tensor`, which has this version, holds what was copied."""
+        return self.version == version and self.address == _address_of(tensor) and self.step == last_step_of(tensor)
 
 
 def _address_of(tensor: Tensor) -> int | None:
@@ -76,7 +83,7 @@ def current_shadow(tensor: Tensor) -> Shadow:
     key = id(tensor)
     shadow = _current.get(key)
     if shadow is not None and shadow.tensor() is tensor:
-        if shadow.version == tensor._version and shadow.address == _address_of(tensor):
+        if shadow.is_current(tensor, tensor._version):
             return shadow
         reference = shadow.tensor
     else:
@@ -109,17 +116,36 @@ def _compared_shadow(tensor: Tensor) -> Shadow:
     return shadow
 
 
+class Written(NamedTuple):
+    """A tensor that a forward wrote to without a copy being there: a recomputation starts from what the forward left.
+
+    Attributes:
+        tensor: the tensor.
+        version: its version when the region began.
+        left: what the forward left in a parameter; None of others, which are read where they are.
+    """
+
+    tensor: Tensor
+    version: int
+    left: Shadow | None
+
+    def is_left(self) -> bool:
+        """Return whether the tensor holds what the forward left."""
+        return self.left is None or self.left.is_current(self.tensor, self.tensor._version)
+
+
 class TensorStates:
     """The tensors that one region can read as state, as they were when it began.
 
     Attributes:
         tensors: those with a version that can be relied on, then the others.
         versions: theirs; 0 of inference tensors.
+        written: those of which there was no copy when the forward wrote to them.
         shadows: the current shadows of the first, when the region began.
         groups, copies: the others, and copies of them: one tensor for all of one kind.
     """
 
-    __slots__ = ("copies", "groups", "protected", "shadows", "tensors", "versions")
+    __slots__ = ("copies", "groups", "shadows", "tensors", "versions", "written")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         counted: list[Tensor] = []
@@ -141,15 +167,24 @@ class TensorStates:
         self.copies = [*map(_copy_group, groups), *([_compared_shadow(tensor).content] for tensor in compared)]
         self.tensors = [*counted, *chain.from_iterable(self.groups)]
         self.versions = _versions_of(self.tensors)
-        self.protected: Sequence[tuple[Tensor, int]] = ()
+        self.written: Sequence[Written] = ()
 
-    def protect(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """Let a recomputation write to tensors of which there is no copy without a trace.
+    def note_writes(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
+        """Let a recomputation write once more, without a trace, to what the forward wrote to.
+
+        Of a parameter a copy is made now, and at the beginning of every region from the next one on: who moves it once,
+        to normalise it, does so in every forward, perhaps in another one before this backward.
 
         Args:
             tensors: each with the version that it had when the region began.
         """
-        self.protected = tensors
+        self.written = [
+            Written(tensor, version, current_shadow(tensor) if tensor.requires_grad else None)
+            for tensor, version in tensors
+        ]
+        for tensor, _, left in self.written:
+            if left is not None:
+                note_written(tensor)
 
     def covers(self, tensor: Tensor) -> bool:
         """Return whether there is a copy of `tensor`."""
@@ -158,15 +193,18 @@ class TensorStates:
     def put_aside(self) -> Iterator[Tensor]:
         """Return the tensors whose present bytes a recomputation that began now would put aside."""
         yield from (tensor for group in self.groups for tensor in group)
-        yield from (tensor for tensor, _ in self.protected)
+        yield from (tensor for tensor, *_ in self.written)
         for tensor, shadow in zip(self.tensors, self.shadows):
-            if tensor._version != shadow.version:
+            if not shadow.is_current(tensor, tensor._version):
                 yield tensor
 
     def held(self) -> Iterable[Tensor]:
         """Return the copies."""
         for shadow in self.shadows:
             yield shadow.content
+        for *_, left in self.written:
+            if left is not None:
+                yield left.content
         for copies in self.copies:
             yield from copies
 
@@ -236,7 +274,7 @@ def _memory_of(tensor: Tensor) -> Tensor:
 class RewoundTensors:
     """Tensors with the bytes and versions that they had when a region began, for as long as the context lasts."""
 
-    __slots__ = ("_is_rewound", "_memory", "_present", "_previous", "_protected", "_state", "_versions", "_writes")
+    __slots__ = ("_is_rewound", "_memory", "_present", "_previous", "_state", "_versions", "_writes", "_written")
 
     def __init__(self, state: TensorStates) -> None:
         self._state = state
@@ -248,16 +286,16 @@ class RewoundTensors:
         self._previous: list[tuple[Tensor, Shadow | None]] = []
         self._memory: list[tuple[int, int | None]] = []
         self._present = [run_unseen(_copy_group, group) for group in state.groups]
-        self._protected = [(tensor, tensor._version) for tensor, _ in state.protected]
+        self._written = [(tensor, tensor._version) for tensor, *_ in state.written]
         changed = [
             (tensor, shadow, version)
             for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions)
-            if version != shadow.version or _address_of(tensor) != shadow.address
+            if not shadow.is_current(tensor, version)
         ]
-        for tensor, version in (*self._protected, *((tensor, version) for tensor, _, version in changed)):
+        for tensor, version in (*self._written, *((tensor, version) for tensor, _, version in changed)):
             self._writes.append((tensor, copy_unseen(tensor)))  # all of them first: they may share memory
             self._mark(tensor, version)
-        self._is_rewound = bool(changed or state.groups or state.protected)
+        self._is_rewound = bool(changed or state.groups or state.written)
         if self._is_rewound:
             try:
                 run_unseen(self._write, changed)
@@ -268,8 +306,12 @@ class RewoundTensors:
     @torch.no_grad()
     def _write(self, changed: Sequence[tuple[Tensor, Shadow, int]]) -> None:
         state = self._state
-        rewound = [tensor for tensor, _ in state.protected]
-        versions = [version for _, version in state.protected]
+        rewound = [tensor for tensor, *_ in state.written]
+        versions = [version for _, version, _ in state.written]
+        for written in state.written:
+            self._previous.append((written.tensor, _current.pop(id(written.tensor), None)))
+            if written.left is not None and not written.is_left():
+                _write(written.tensor, written.left.content)
         for tensor, shadow, _ in changed:
             self._previous.append((tensor, _current.get(id(tensor))))
             _write(tensor, shadow.content)
@@ -314,6 +356,8 @@ class RewoundTensors:
         for tensor, previous in self._previous:
             if previous is not None:
                 _current[id(tensor)] = previous
+            else:
+                _current.pop(id(tensor), None)
         written = {id(tensor) for tensor, _ in self._writes}
         now = _versions_of(state.tensors)
         for tensor, shadow, version, before in zip(state.tensors, state.shadows, now, self._versions):
@@ -323,7 +367,7 @@ class RewoundTensors:
                 _write(tensor, shadow.content)
         for group, present in zip(state.groups, self._present):
             _write_group(group, present)
-        counted = [*zip(state.tensors, self._versions), *self._protected]
+        counted = [*zip(state.tensors, self._versions), *self._written]
         counted = [(tensor, version) for tensor, version in counted if not tensor.is_inference()]
         if counted and _versions_of([tensor for tensor, _ in counted]) != [version for _, version in counted]:
             set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
