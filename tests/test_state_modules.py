@@ -371,6 +371,64 @@ def halved_argument_is_read_by_a_saved_call(wrap: Wrap) -> Any:
     return of_a_halved_argument(wrap, lambda h: other(h).tanh(), policy=policies.save_ops("linear"))
 
 
+@right_with(replays=2)
+def halved_default_is_recomputed_twice(wrap: Wrap) -> Any:
+    """A default is the caller's tensor, which each recomputation halves again and gives back as it was."""
+    layer, x = nn.Linear(4, 4), leaf(6, 4)
+    given = x * 1.0
+
+    def fn(y: Tensor = x, given: Tensor = given) -> Tensor:
+        given.mul_(0.5)
+        return layer(y).sin() + given
+
+    out = wrap(fn)()
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    backward(gradient)
+    return [gradient, x.grad, given, state_of(layer)]
+
+
+@right
+def zeroed_default_is_saved(wrap: Wrap) -> Any:
+    def step(x: Tensor) -> Tensor:
+        def fn(y: Tensor = x, given: Tensor = x * 1.0) -> Tensor:
+            given.zero_()
+            return y.sin() + given.sin()
+
+        return wrap(fn)()  # type: ignore[no-any-return]
+
+    return train(step, inputs())
+
+
+@right
+def rows_are_renormalised_by_two_regions_with_saved_calls_in_a_region(wrap: Wrap) -> Any:
+    module, layer = Renormed(), nn.Linear(4, 4)
+
+    def block(x: Tensor) -> Tensor:
+        return module(layer(x).sin())  # type: ignore[no-any-return]
+
+    def both(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = wrap(block, policy=policies.save_ops("linear"))(x)
+        return x
+
+    return [train(wrap(both), inputs()), state_of(module), state_of(layer)]
+
+
+@right
+def weight_was_cast_by_autocast_before_two_regions_in_each_other(wrap: Wrap) -> Any:
+    """The outer one casts anew, and the inner one keeps as much."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def both(x: Tensor) -> Tensor:
+        return wrap(module, policy=policies.save_modules("0"))(x)  # type: ignore[no-any-return]
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return wrap(both)(module(x)).float()  # type: ignore[no-any-return]
+
+    return [train(step, inputs()), state_of(module)]
+
+
 @loud
 def argument_is_turned_around(wrap: Wrap) -> Any:
     """What is saved has the same numbers in another order."""
@@ -588,6 +646,20 @@ def adaptation_inside(wrap: Wrap) -> Any:
         return curve(F.linear(x, layer.weight - 0.1 * grad), 2)
 
     return [train(wrap(fn), inputs()), gradients(layer)]
+
+
+@right
+def two_backwards_inside_of_which_the_second_recomputes_the_first(wrap: Wrap) -> Any:
+    scale, layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+    scale.grad = None
+
+    def fn(x: Tensor) -> Tensor:
+        h = layer(x).sin()
+        (scale.sin() * h.detach()).sum().backward()
+        (inner,) = torch.autograd.grad(h.sin().sum(), x, retain_graph=True)
+        return h + inner.detach()
+
+    return [train(wrap(fn), inputs()), scale.grad, state_of(layer)]
 
 
 # -- hooks on unusual inputs, deep nesting ------------------------------------------------------------------------------

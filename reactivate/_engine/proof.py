@@ -41,7 +41,9 @@ class Proof:
 
     def tensors(self) -> list[tuple[Tensor, int]]:
         """Return those that a recomputation may write to as well, with the versions that they had before the forward."""
-        return [(item.tensor, item.version) for item in self.written if isinstance(item.tensor, Tensor)]
+        found = [(item.tensor, item.version) for item in self.written if isinstance(item.tensor, Tensor)]
+        weak = [(item.tensor.alias, item.version) for item in self.written if isinstance(item.tensor, WeakTensor)]
+        return found + weak
 
     def version_after(self, tensor: Any) -> int | None:
         """Return the version that `tensor` had after the forward, None if that did not write to it."""

@@ -197,6 +197,7 @@ class Record:
             if item.tensor._version != item.version
         ]
         if self.gradients is not None:
+            self.gradients.look()
             found += [
                 Unrestored(item, "the gradient of an argument", version) for item, version in self.gradients.unknown
             ]

@@ -214,8 +214,8 @@ class Region(Record):
             self.states = self.states or TensorStates(())
             self.states.note_writes(self.proof.tensors())
             note_writer(self.fn)
-            if self.forward_log is not None:  # what a saved call keeps would hide what its arguments have become
-                self.forward_log.rerun_all("the region writes to a tensor of which there is no copy")
+            if self.forward_log is not None and self.check is None:
+                self.forward_log.distrust("the region writes to a tensor of which there is no copy")
 
     def _stand_behind_fence(self, result: Any, capture: Capture) -> Any:
         """If any tensor of the region is on a device with a fence: note what a replay needs of it, and make the exit."""

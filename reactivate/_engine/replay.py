@@ -202,7 +202,7 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
     proof = record.proof
     if record.states is not None:
         managers.append(RewoundTensors(record.states))
-    if record.gradients is not None and record.gradients.moved:
+    if record.gradients is not None:
         managers.append(record.gradients)
     tensors = [item for item in (*arguments[0], *arguments[1].values()) if isinstance(item, torch.Tensor)]
     if tensors:

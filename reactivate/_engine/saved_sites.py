@@ -284,7 +284,10 @@ class ForwardLog(Log):
                 continue
             if tensor._version == version:
                 slot.recipe = sources.recipe_for(tensor)
-            if slot.recipe is None:
+            if slot.recipe is None and sources.is_earlier_cast(tensor):
+                # Not for hooks around the region to see: one around this one would find it in one of its passes only.
+                slot.kept = There(tensor.detach(), version)
+            elif slot.recipe is None:
                 slot.kept = keep(tensor, version, storage, kept)
         site.outputs, site.requires, site.contents = [], [], None
         if isinstance(result, Tensor) and not has_attributes(result):
@@ -319,6 +322,15 @@ class ForwardLog(Log):
         for site in self.sites:
             site.reason = site.reason or reason
             self._let_go(site)
+
+    def distrust(self, reason: str) -> None:
+        """Let replays make every saved call again, although what it keeps is right: perhaps its arguments are not.
+
+        What is kept stays, since a region around this one has seen it.
+        """
+        self.finish_pending()
+        for site in self.sites:
+            site.reason = site.reason or reason
 
     def _let_go(self, site: SavedSite) -> None:
         """Keep nothing of a call that is made again."""

@@ -50,26 +50,31 @@ def slots_of(kind: Any) -> tuple[str, ...]:
 
 
 class WeakTensor:
-    """A tensor with a graph, held so that the graph can go: strong notes would chain the steps of a training run."""
+    """A tensor with a graph, held so that the graph can go: strong notes would chain the steps of a training run.
 
-    __slots__ = ("_alias", "reference")
+    Attributes:
+        reference: to the tensor.
+        alias: its values, with its version counter and without its graph.
+    """
+
+    __slots__ = ("alias", "reference")
 
     def __init__(self, tensor: Tensor) -> None:
         self.reference = ref(tensor)
-        self._alias = tensor.detach()
+        self.alias = tensor.detach()
 
     def get(self) -> Tensor:
         """Return the tensor, or its values if nobody else has it any more: of a graph that no backward goes through."""
         original = self.reference()
         if original is not None:
             return original
-        if not self._alias.requires_grad:  # a recomputation saves what the forward did
-            self._alias = run_unseen(give_back, self._alias)
-        return self._alias
+        if not self.alias.requires_grad:  # a recomputation saves what the forward did
+            self.alias = run_unseen(give_back, self.alias)
+        return self.alias
 
     @property
     def _version(self) -> int:
-        return self._alias._version
+        return self.alias._version
 
 
 class Position(NamedTuple):

@@ -152,6 +152,7 @@ class ModuleNotes:
 
     def unknown_gradients(self) -> Sequence[tuple[Tensor, int]]:
         """Return the gradients that the forward moved, and of which there is no copy, with their versions."""
+        self.gradients.look()
         return self.gradients.unknown
 
     def rewound(self, *, takes_turns: bool = True) -> AbstractContextManager[None]:

@@ -179,7 +179,7 @@ class TensorStates:
             tensors: each with the version that it had when the region began.
         """
         self.written = [
-            Written(tensor, version, current_shadow(tensor) if tensor.requires_grad else None)
+            Written(tensor, version, current_shadow(tensor) if tensor.requires_grad and tensor.is_leaf else None)
             for tensor, version in tensors
         ]
         for tensor, _, left in self.written:
