@@ -459,7 +459,9 @@ def scaled_by_all(x: Tensor, pairs: Any) -> Tensor:
 @right
 def iterator_in_a_default(wrap: Wrap) -> Any:
     def step(x: Tensor) -> Tensor:
-        def fn(y: Tensor, pairs: Any = zip([0.5, 1.5], [1.0, 2.0])) -> Tensor:
+        zipped = zip([0.5, 1.5], [1.0, 2.0])
+
+        def fn(y: Tensor, pairs: Any = zipped) -> Tensor:
             return scaled_by_all(y, pairs)
 
         return wrap(fn)(x)  # type: ignore[no-any-return]

@@ -429,6 +429,17 @@ def weight_was_cast_by_autocast_before_two_regions_in_each_other(wrap: Wrap) -> 
     return [train(step, inputs()), state_of(module)]
 
 
+@right
+def input_that_outer_hooks_copied_is_written_before_backward(wrap: Wrap) -> Any:
+    """The plain model reads the copy."""
+    layer, x = nn.Linear(4, 4), leaf(6, 4)
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda copy: copy):
+        out = wrap(lambda y: layer(y).sin(), policy=policies.save_ops("linear"))(x)
+    x.detach().mul_(2)
+    backward(out)
+    return [x.grad, state_of(layer)]
+
+
 @loud
 def argument_is_turned_around(wrap: Wrap) -> Any:
     """What is saved has the same numbers in another order."""

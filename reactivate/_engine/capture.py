@@ -88,6 +88,7 @@ class Capture:
         roots: the outermost modules found.
         users_modules: modules with attributes of the user's own.
         module_notes, module_tensors: as `notes` and `tensors`, of what attributes of modules lead to.
+        is_hooked: whether there are saved-tensor hooks around the region.
         is_lazy: whether a module has parameters that its first call makes.
         is_large: whether there are so many modules that they are noted as they are reached (see `_state/reaching.py`).
     """
@@ -115,7 +116,7 @@ class Capture:
         self._reached: dict[int, Module] = {}
         self._objects = 0
         self._weak = True
-        self._is_hooked = innermost_pack_hook() is not None
+        self.is_hooked = innermost_pack_hook() is not None
         specs = self._specs
         if isinstance(fn, Module):
             self.roots = (fn,)
@@ -133,7 +134,7 @@ class Capture:
         self._weak = False
         for index, item in enumerate(args):
             # As mostly; what `_argument` would do, without its calls.
-            if type(item) is Tensor and item.requires_grad and not self._is_hooked and id(item) not in specs:
+            if type(item) is Tensor and item.requires_grad and not self.is_hooked and id(item) not in specs:
                 spec = specs[id(item)] = save_tensor(item, False)
                 self.saved.append((item, spec, item._version))
                 captured.append(spec)
@@ -301,11 +302,11 @@ class Capture:
 
     def _is_made_anew(self, value: tuple[Any, ...]) -> bool:
         """Return whether a recomputation needs another tuple: around copied iterators, or tensors that hooks move."""
-        return holds_iterator(value) or (self._is_hooked and any(isinstance(item, Tensor) for item in value))
+        return holds_iterator(value) or (self.is_hooked and any(isinstance(item, Tensor) for item in value))
 
     def _tensor_argument(self, tensor: Tensor, place: str) -> Any:
         spec: Any
-        if self._is_hooked:
+        if self.is_hooked:
             spec = tensor if self._is_state(tensor) else SavedInput(tensor)
         elif tensor.requires_grad:
             spec = save_tensor(tensor, False)

@@ -32,6 +32,7 @@ from reactivate._compat import (
     push_saved_tensor_hooks,
     without_function_modes,
 )
+from reactivate._engine.aliases import base_of
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.contents import Contents, has_attributes
 from reactivate._engine.derive import Sources
@@ -147,6 +148,9 @@ class ForwardLog(Log):
         self.casts: dict[Any, int] = {}  # of leaves: {node: version of the leaf}
         self._must_rerun: str | None = None
         self._pack: Any = None  # the region's own hook, while the log is open
+        capture = record.capture
+        # Leaves that hooks around the region have moved: somebody may write to them before the backward reads the copies.
+        self._moved = {id(tensor) for tensor, *_ in capture.saved if tensor.is_leaf} if capture.is_hooked else ()
         self._hooks = {0: functools.partial(_went_through, ref(self))}
 
     def open(self) -> None:
@@ -279,7 +283,7 @@ class ForwardLog(Log):
         site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}
         for slot, tensor, version in call.saved:
-            if is_parameter(tensor):
+            if is_parameter(tensor) and id(base_of(tensor)) not in self._moved:
                 slot.kept = There(tensor, version)
                 continue
             if tensor._version == version:
