@@ -17,10 +17,13 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import (
+    _allowed_determinism_checks_to_fns as determinism_checks,
+    checkpoint as torch_checkpoint,
+)
 
 import reactivate
-from fuzz.snapshot import Freezer, Frozen, random_streams
+from fuzz.snapshot import Freezer, Frozen, bits_of, random_streams
 from reactivate import policies
 from reactivate._engine.record import observed_by
 
@@ -51,14 +54,26 @@ def _nothing(model: nn.Module, paths: Sequence[str], **options: Any) -> None:
     return None
 
 
-def _torch(fn: Wrap, **options: Any) -> Wrap:
-    return functools.partial(torch_checkpoint, fn, use_reentrant=False)
+def _bits(tensor: Tensor) -> dict[str, Any]:
+    """Return what torch compares of a saved tensor; an op may fill one without a graph after it had it saved."""
+    return {"bits": bits_of(tensor) if tensor.requires_grad else None}
 
 
-def _torch_modules(model: nn.Module, paths: Sequence[str], **options: Any) -> None:
-    for path in paths:
-        module = model.get_submodule(path)
-        module.forward = _torch(module.forward)
+determinism_checks["bits"] = _bits
+
+
+def torchs(determinism: str = "default") -> Arm:
+    """Return the arm of torch's checkpoint with one of its determinism checks; "bits" compares contents."""
+
+    def checkpoint(fn: Wrap, **options: Any) -> Wrap:
+        return functools.partial(torch_checkpoint, fn, use_reentrant=False, determinism_check=determinism)
+
+    def recompute(model: nn.Module, paths: Sequence[str], **options: Any) -> None:
+        for path in paths:
+            module = model.get_submodule(path)
+            module.forward = checkpoint(module.forward)
+
+    return Arm(checkpoint, recompute)
 
 
 def checked(**fixed: Any) -> Arm:
@@ -77,7 +92,7 @@ def checked(**fixed: Any) -> Arm:
 
 
 PLAIN = Arm(_plain, _nothing)
-TORCH = Arm(_torch, _torch_modules)
+TORCH, STRICT_TORCH = torchs(), torchs("bits")
 OURS = checked()
 
 

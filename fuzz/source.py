@@ -134,6 +134,10 @@ def is_applied(program: Program, call: Call) -> bool:
     return program.options.applied and call.form == "module" and program.blocks[call.block].home in REGISTERED
 
 
+def _is_applied_elsewhere(program: Program, call: Call) -> bool:
+    return any(other.block == call.block and is_applied(program, other) for other in program.calls())
+
+
 def _call(program: Program, name: str, call: Call) -> list[str]:
     more = _arguments(program, call.block)
     path = _path(program, call.block)
@@ -142,18 +146,22 @@ def _call(program: Program, name: str, call: Call) -> list[str]:
     values = "".join(f", {value}" for value in more.values())
     table = "{" + ", ".join(f'"{key}": {value}' for key, value in more.items()) + "}"
     form = "none" if is_applied(program, call) else call.form
+    policys_form = "" if _is_applied_elsewhere(program, call) else form  # in a region of `apply` no policy has a say
     fn = f"region{name}"
 
     def define(head: str, result: str, given: str) -> list[str]:
-        return [f"def {fn}({head}):", f"    return {result}", f"h = {_region(program, fn, form)}({given})"]
+        return [f"def {fn}({head}):", f"    return {result}", f"h = {_region(program, fn, policys_form)}({given})"]
 
     if form == "none":
         return [*lines, f"h = {path}(h{keywords})"]
     if form in MODULE_FORMS:
         suffix = {"method": ".forward", "work": ".work"}.get(form, "")
-        return [*lines, f"h = {_region(program, path + suffix, form)}(h{values if form == 'positional' else keywords})"]
+        return [
+            *lines,
+            f"h = {_region(program, path + suffix, policys_form)}(h{values if form == 'positional' else keywords})",
+        ]
     if form == "lambda":
-        return [*lines, f"h = {_region(program, f'lambda y: {path}(y{keywords})', form)}(h)"]
+        return [*lines, f"h = {_region(program, f'lambda y: {path}(y{keywords})', policys_form)}(h)"]
     if form == "closure":
         captured = [f"given{name} = h"]
         return [*lines, *captured, *define("", f"{path}(given{name}{keywords})", "")]
@@ -167,9 +175,9 @@ def _call(program: Program, name: str, call: Call) -> list[str]:
     if form == "dataclass":
         return [*lines, *define("box", f"{path}(box.x, **box.more)", f"Box(h, {table})")]
     if form == "stage":
-        return [*lines, f"h = {_region(program, 'self.stage', form)}({call.block}, h{keywords})"]
+        return [*lines, f"h = {_region(program, 'self.stage', policys_form)}({call.block}, h{keywords})"]
     if form == "partial":
-        return [*lines, f"h = {_region(program, f'functools.partial({path}{keywords})', form)}(h)"]
+        return [*lines, f"h = {_region(program, f'functools.partial({path}{keywords})', policys_form)}(h)"]
     return [*lines, *define("x, y", f"{path}(x{keywords}) + y.sin()", "h, h")]
 
 

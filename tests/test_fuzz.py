@@ -15,7 +15,7 @@ from fuzz.campaign import Limits, campaign, judge_seed
 from fuzz.construct import fill
 from fuzz.failures import Failures
 from fuzz.generate import generate
-from fuzz.judge import RIGHT, SILENT, Verdict, judge, words_of
+from fuzz.judge import BY_CHANCE, REFUSED, RIGHT, SILENT, Verdict, judge, torchs_verdict, words_of
 from fuzz.program import Between, Block, Call, Group, Program, Training, Use
 from fuzz.report import Summary
 from fuzz.run import PLAIN, TORCH, checked, compiled, run
@@ -93,6 +93,26 @@ def test_a_wrong_program_is_not_torchs_fault() -> None:
     assert run(compiled(source_of(program)), TORCH, 0).error is None
     assert judge(program, TORCH).outcome == SILENT, "torch counts twice"
     assert judge(program_of("calculate"), TORCH).outcome == RIGHT
+
+
+HALVED = """
+def train(note):
+    x, given = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True) * 1.0
+    def region(y, factor):
+        factor.mul_(0.5)
+        return y * factor * SCALED
+    out = checkpoint(region)(x, given)
+    out.sum().backward()
+    note("gradient", x.grad)
+"""
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [("0.0", BY_CHANCE), ("2.0", "wrong")])
+def test_torch_is_right_by_chance_where_it_computes_from_other_tensors(scale: str, verdict: str) -> None:
+    """Torch halves the factor again; where that is multiplied by zero, nobody sees it."""
+    code = compiled(HALVED.replace("SCALED", scale))
+    assert torchs_verdict(run(code, PLAIN, 0), code, 0) == verdict
+    assert not Verdict(REFUSED, torch=verdict).fails
 
 
 # -- vocabulary and source --------------------------------------------------------------------------------------------

@@ -354,6 +354,17 @@ def fused_optimizer_steps_between_forward_and_backward(wrap: Wrap) -> Any:
     return stepped_before_backward(wrap, fused=True)
 
 
+@right
+def fused_optimizer_without_gradients_steps_before_backward(wrap: Wrap) -> Any:
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
+    (x,) = inputs(1)
+    out = wrap(layer)(x)
+    optimizer.step()
+    backward(out)
+    return [x.grad, state_of(layer)]
+
+
 @loud
 def input_is_written_between_forward_and_backward(wrap: Wrap) -> Any:
     def fn(x: Tensor, shift: Tensor) -> Tensor:

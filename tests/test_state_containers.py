@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import itertools
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
@@ -447,6 +448,107 @@ def captured_iterator_advances(wrap: Wrap) -> Any:
         return curve(x, next(factors))
 
     return [train(wrap(fn), inputs(3)), next(factors)]
+
+
+def scaled_by_all(x: Tensor, pairs: Any) -> Tensor:
+    for factor, shift in pairs:
+        x = curve(x, factor) + shift
+    return x
+
+
+@right
+def iterator_in_a_default(wrap: Wrap) -> Any:
+    def step(x: Tensor) -> Tensor:
+        zipped = zip([0.5, 1.5], [1.0, 2.0])
+
+        def fn(y: Tensor, pairs: Any = zipped) -> Tensor:
+            return scaled_by_all(y, pairs)
+
+        return wrap(fn)(x)  # type: ignore[no-any-return]
+
+    return train(step, inputs())
+
+
+@right
+def iterator_bound_by_a_partial(wrap: Wrap) -> Any:
+    def step(x: Tensor) -> Tensor:
+        fn = functools.partial(lambda pairs, y: scaled_by_all(y, pairs), zip([0.5, 1.5], [1.0, 2.0]))
+        return wrap(fn)(x)  # type: ignore[no-any-return]
+
+    return train(step, inputs())
+
+
+@right
+def iterator_named_by_a_partial(wrap: Wrap) -> Any:
+    def step(x: Tensor) -> Tensor:
+        return wrap(functools.partial(scaled_by_all, pairs=zip([0.5, 1.5], [1.0, 2.0])))(x)  # type: ignore[no-any-return]
+
+    return train(step, inputs())
+
+
+@right
+def iterator_in_a_tuple(wrap: Wrap) -> Any:
+    def fn(given: Any) -> Tensor:
+        x, (pairs, _) = given
+        return scaled_by_all(x, pairs)
+
+    return train(lambda x: wrap(fn)((x, (zip([0.5, 1.5], [1.0, 2.0]), None))), inputs())
+
+
+@right
+def iterator_in_a_tuple_in_a_list(wrap: Wrap) -> Any:
+    def fn(x: Tensor, given: Any) -> Tensor:
+        return scaled_by_all(x, given[0][0])
+
+    return train(lambda x: wrap(fn)(x, [(zip([0.5, 1.5], [1.0, 2.0]), None)]), inputs())
+
+
+@right
+def iterator_in_an_attribute_of_a_module(wrap: Wrap) -> Any:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = iter([1.0, 2.0, 3.0, 4.0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return curve(x, next(self.factors))
+
+    block = Block()
+    return [train(wrap(block), inputs(3)), next(block.factors)]
+
+
+@right
+def iterator_in_a_tuple_of_a_module(wrap: Wrap) -> Any:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors = (iter([1.0, 2.0, 3.0, 4.0]), 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return curve(x, next(self.factors[0]))
+
+    block = Block()
+    return [train(wrap(block), inputs(3)), next(block.factors[0])]
+
+
+@right
+def iterator_in_an_attribute_of_a_class(wrap: Wrap) -> Any:
+    class Block(nn.Module):
+        factors = iter([1.0, 2.0, 3.0, 4.0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return curve(x, next(self.factors))
+
+    return [train(wrap(Block()), inputs(3)), next(Block.factors)]
+
+
+@right
+def iterator_in_an_attribute_of_a_function(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, next(fn.factors))  # type: ignore[attr-defined]
+
+    fn.factors = iter([1.0, 2.0, 3.0, 4.0])  # type: ignore[attr-defined]
+    return [train(wrap(fn), inputs(3)), next(fn.factors)]
 
 
 @loud

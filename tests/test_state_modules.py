@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
 from torch import Tensor, nn
 
+from reactivate import policies
+
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
 
@@ -276,6 +278,179 @@ def functional_embedding_with_max_norm(wrap: Wrap) -> Any:
     return [train(lambda x: checkpointed(x, torch.randint(0, 50, (6,))), inputs()), table, table.grad]
 
 
+class Renormed(nn.Module):
+    """A table of which every forward renormalises rows that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return curve(x + self.table(torch.tensor([0, 2, 2])).sum(0), 2)
+
+
+@right
+def rows_are_renormalised_once_more_outside_of_the_region(wrap: Wrap) -> Any:
+    module = Renormed()
+    x = leaf(6, 4)
+    backward(module(wrap(module)(x)))
+    return [x.grad, state_of(module)]
+
+
+@right_with(replays=3)
+def rows_are_renormalised_in_interleaved_microbatches(wrap: Wrap) -> Any:
+    module = Renormed()
+    first, second = wrap(module)(leaf(6, 4)), wrap(module)(leaf(6, 4))
+    backward(first)
+    third = wrap(module)(leaf(6, 4))
+    backward(second, third)
+    return state_of(module)
+
+
+@right_with(replays=3)
+def rows_are_renormalised_and_stepped_by_a_fused_optimizer(wrap: Wrap) -> Any:
+    module = Renormed()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5, fused=True)
+    for _ in range(3):
+        backward(wrap(module)(leaf(6, 4)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(module)
+
+
+@right
+def rows_are_renormalised_where_values_are_compared(wrap: Wrap) -> Any:
+    module = Renormed()
+    return [train(wrap(module, determinism="values"), inputs()), state_of(module)]
+
+
+@right
+def weight_is_clamped_through_data_where_values_are_compared(wrap: Wrap) -> Any:
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        layer.weight.data = layer.weight.data.clamp(-0.2, 0.2)
+        return curve(layer(x), 2)
+
+    return [train(wrap(fn, determinism="values"), inputs()), state_of(layer)]
+
+
+def of_a_halved_argument(wrap: Wrap, finish: Callable[[Tensor], Tensor], **options: Any) -> Any:
+    """Halve an argument that requires a gradient, of which there is no copy, and add it."""
+    layer = nn.Linear(4, 4)
+
+    def fn(x: Tensor, given: Tensor) -> Tensor:
+        given.mul_(0.5)
+        return finish(layer(x).sin() + given)
+
+    def step(x: Tensor) -> Tensor:
+        return wrap(fn, **options)(x, x * 1.0)  # type: ignore[no-any-return]
+
+    return [train(step, inputs()), state_of(layer)]
+
+
+@right
+def halved_argument_is_only_added_to_the_output(wrap: Wrap) -> Any:
+    return of_a_halved_argument(wrap, lambda h: h)
+
+
+@right
+def halved_argument_is_only_added_to_the_output_where_values_are_compared(wrap: Wrap) -> Any:
+    return of_a_halved_argument(wrap, lambda h: h, determinism="values")
+
+
+@right
+def halved_argument_is_only_added_to_the_output_where_nothing_is_compared(wrap: Wrap) -> Any:
+    return of_a_halved_argument(wrap, lambda h: h, determinism="none")
+
+
+@loud
+def halved_argument_is_read_by_a_saved_call(wrap: Wrap) -> Any:
+    """The call's result is kept, so that the output does not show what the call has read."""
+    other = nn.Linear(4, 4)
+    return of_a_halved_argument(wrap, lambda h: other(h).tanh(), policy=policies.save_ops("linear"))
+
+
+@right_with(replays=2)
+def halved_default_is_recomputed_twice(wrap: Wrap) -> Any:
+    """A default is the caller's tensor, which each recomputation halves again and gives back as it was."""
+    layer, x = nn.Linear(4, 4), leaf(6, 4)
+    given = x * 1.0
+
+    def fn(y: Tensor = x, given: Tensor = given) -> Tensor:
+        given.mul_(0.5)
+        return layer(y).sin() + given
+
+    out = wrap(fn)()
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    backward(gradient)
+    return [gradient, x.grad, given, state_of(layer)]
+
+
+@right
+def zeroed_default_is_saved(wrap: Wrap) -> Any:
+    def step(x: Tensor) -> Tensor:
+        def fn(y: Tensor = x, given: Tensor = x * 1.0) -> Tensor:
+            given.zero_()
+            return y.sin() + given.sin()
+
+        return wrap(fn)()  # type: ignore[no-any-return]
+
+    return train(step, inputs())
+
+
+@right
+def rows_are_renormalised_by_two_regions_with_saved_calls_in_a_region(wrap: Wrap) -> Any:
+    module, layer = Renormed(), nn.Linear(4, 4)
+
+    def block(x: Tensor) -> Tensor:
+        return module(layer(x).sin())  # type: ignore[no-any-return]
+
+    def both(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = wrap(block, policy=policies.save_ops("linear"))(x)
+        return x
+
+    return [train(wrap(both), inputs()), state_of(module), state_of(layer)]
+
+
+@right
+def weight_was_cast_by_autocast_before_two_regions_in_each_other(wrap: Wrap) -> Any:
+    """The outer one casts anew, and the inner one keeps as much."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def both(x: Tensor) -> Tensor:
+        return wrap(module, policy=policies.save_modules("0"))(x)  # type: ignore[no-any-return]
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return wrap(both)(module(x)).float()  # type: ignore[no-any-return]
+
+    return [train(step, inputs()), state_of(module)]
+
+
+@right
+def input_that_outer_hooks_copied_is_written_before_backward(wrap: Wrap) -> Any:
+    """The plain model reads the copy."""
+    layer, x = nn.Linear(4, 4), leaf(6, 4)
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda copy: copy):
+        out = wrap(lambda y: layer(y).sin(), policy=policies.save_ops("linear"))(x)
+    x.detach().mul_(2)
+    backward(out)
+    return [x.grad, state_of(layer)]
+
+
+@loud
+def argument_is_turned_around(wrap: Wrap) -> Any:
+    """What is saved has the same numbers in another order."""
+
+    def fn(x: Tensor, given: Tensor) -> Tensor:
+        given.copy_(given.detach().flip(0))
+        return given * given.detach() + x.sin()
+
+    return train(lambda x: wrap(fn)(x, x * 1.0), inputs())
+
+
 @right
 def hook_of_a_plain_module_counts_in_its_closure(wrap: Wrap) -> Any:
     model, calls = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [0]
@@ -482,6 +657,20 @@ def adaptation_inside(wrap: Wrap) -> Any:
         return curve(F.linear(x, layer.weight - 0.1 * grad), 2)
 
     return [train(wrap(fn), inputs()), gradients(layer)]
+
+
+@right
+def two_backwards_inside_of_which_the_second_recomputes_the_first(wrap: Wrap) -> Any:
+    scale, layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+    scale.grad = None
+
+    def fn(x: Tensor) -> Tensor:
+        h = layer(x).sin()
+        (scale.sin() * h.detach()).sum().backward()
+        (inner,) = torch.autograd.grad(h.sin().sum(), x, retain_graph=True)
+        return h + inner.detach()
+
+    return [train(wrap(fn), inputs()), scale.grad, state_of(layer)]
 
 
 # -- hooks on unusual inputs, deep nesting ------------------------------------------------------------------------------

@@ -42,13 +42,14 @@ from reactivate._state.contents import (
     ListNote,
     NameNote,
     Note,
+    PartialNote,
     SetNote,
     SlotsNote,
     TensorsNote,
     WeakTensor,
     slots_of,
 )
-from reactivate._state.iterators import is_iterator
+from reactivate._state.iterators import holds_iterator, is_iterator
 from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
@@ -92,6 +93,7 @@ class Capture:
         generators: the sources of randomness found, also in the attributes of modules.
         module_notes, module_tensors: as `notes` and `tensors`, of what attributes of modules lead to.
         parts: what `modules` are made of, if that has been looked at.
+        is_hooked: whether there are saved-tensor hooks around the region.
         is_lazy: whether a module has parameters that its first call makes.
         is_large: whether there are so many modules that they are noted as they are reached (see `_state/reaching.py`).
     """
@@ -117,7 +119,7 @@ class Capture:
         self._reached: dict[int, Module] = {}
         self._objects = 0
         self._weak = True
-        self._is_hooked = innermost_pack_hook() is not None
+        self.is_hooked = innermost_pack_hook() is not None
         specs = self._specs
         if isinstance(fn, Module):
             self.roots = (fn,)
@@ -135,7 +137,7 @@ class Capture:
         self._weak = False
         for index, item in enumerate(args):
             # As mostly; what `_argument` would do, without its calls.
-            if type(item) is Tensor and item.requires_grad and not self._is_hooked and id(item) not in specs:
+            if type(item) is Tensor and item.requires_grad and not self.is_hooked and id(item) not in specs:
                 spec = specs[id(item)] = save_tensor(item, False)
                 self.saved.append((item, spec, item._version))
                 captured.append(spec)
@@ -265,6 +267,8 @@ class Capture:
                 if isinstance(value, Tensor):
                     self._state_of_module(value)
                 else:
+                    if holds_iterator(value):
+                        self.notes.append(NameNote(attributes, name))
                     self._look(value, f".{name}", 1)
 
     def _state_of_module(self, tensor: Tensor) -> None:
@@ -287,7 +291,7 @@ class Capture:
             return self._specs[key]
         if isinstance(value, Tensor):
             return self._tensor_argument(value, place)
-        if isinstance(value, tuple) and self._is_hooked and any(isinstance(item, Tensor) for item in value):
+        if isinstance(value, tuple) and self._is_made_anew(value):
             items = [self._argument(item, f"{place}[{index}]") for index, item in enumerate(value)]
             spec = self._specs[key] = TupleInput(kind, items)
             return spec
@@ -302,9 +306,13 @@ class Capture:
         self._look(value, place, _DEPTH_OF_ARGUMENTS)
         return value
 
+    def _is_made_anew(self, value: tuple[Any, ...]) -> bool:
+        """Return whether a recomputation needs another tuple: around copied iterators, or tensors that hooks move."""
+        return holds_iterator(value) or (self.is_hooked and any(isinstance(item, Tensor) for item in value))
+
     def _tensor_argument(self, tensor: Tensor, place: str) -> Any:
         spec: Any
-        if self._is_hooked:
+        if self.is_hooked:
             spec = tensor if self._is_state(tensor) else SavedInput(tensor)
         elif tensor.requires_grad:
             spec = save_tensor(tensor, False)
@@ -420,6 +428,8 @@ class Capture:
             if isinstance(fn.__self__, Tensor):
                 self._look(fn.__self__, f"{place}.__self__", depth)
         elif issubclass(kind, functools.partial):
+            if holds_iterator(fn.args):
+                self.notes.append(PartialNote(fn))
             self._look(fn.func, f"{place}.func", depth)
             self._look(fn.args, f"{place}.args", depth)
             self._look(fn.keywords, f"{place}.keywords", depth)

@@ -4,13 +4,18 @@ What no rule foresaw, a write that no version counter sees or state in a place w
 recomputation computes. So in the first call of a region, and in its 2nd, 4th, 8th, ..., both passes take checksums of the
 tensors that autograd saves and of the outputs, on the device, and one comparison at the end reads them.
 
-A checksum is the sum of the bits as 64-bit integers: exact, without a temporary, at the speed of memory. Two floating-point
-sums beside it tell a difference of rounding size, from kernels that were chosen anew, from a missed state.
+A checksum is made of sums of the bits as 64-bit integers: exact, without a large temporary, at the speed of memory. Two
+floating-point sums beside it tell a difference of rounding size, from kernels that were chosen anew, from a missed state.
+
+The gradients depend on the saved tensors alone. So where all that a backward may still read is known to be the same, a
+difference of the outputs is none that matters.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -33,15 +38,12 @@ _writers: dict[int, ref[Any]] = {}  # owners of regions that wrote to what there
 
 
 def is_due(fn: Any, determinism: str, choice: Any) -> bool:
-    """Return whether this call of a region is compared.
+    """Return whether checksums are taken in this call of a region: for a comparison, or for a proof if one is needed.
 
-    With "first" these are the 1st, 2nd, 4th, 8th, ... And all of those that an earlier call needed a proof for, which sees
-    outputs alone; but for "none".
+    They are in the 1st, 2nd, 4th, 8th, ... call, and in every call if an earlier one needed a proof.
     """
-    if _writers and determinism != "none" and _is_writer(fn):
+    if determinism == "values" or (_writers and _is_writer(fn)):
         return True
-    if determinism != "first":
-        return False
     kind = type(fn)
     owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn  # see `_owner_of`
     entry = _calls.get(id(owner))
@@ -84,11 +86,14 @@ class Sums(NamedTuple):
 
     Attributes:
         bits: of its bits as integers.
+        is_sure: whether they are those of the tensor in the end; an op may fill one without a graph after it had it saved,
+            as rrelu does.
         values, squares: of its elements, None if these are no real floats.
         size, unit: how many elements there are, and the relative distance of two floats of the type.
     """
 
     bits: Tensor
+    is_sure: bool
     values: Tensor | None
     squares: Tensor | None
     size: int
@@ -101,16 +106,18 @@ class Check:
     Attributes:
         sums: by the number of the saved tensor, or of the output.
         versions: of the outputs, by their numbers.
+        has_same_results: whether a proof has found the outputs to be those of the forward.
         recomputed: those of the last recomputation that came to its end.
     """
 
     def __init__(self) -> None:
         self.sums: dict[int, Sums] = {}
         self.versions: dict[int, int] = {}
+        self.has_same_results = False
         self.recomputed: Check | None = None
 
     def note(self, number: int, tensor: Tensor) -> None:
-        """Take the checksum of a tensor, if it has bits to look at and an op computed it."""
+        """Take the checksum of a tensor, if it has bits to look at."""
         sums = run_unseen(_sums_of, tensor)
         if sums is not None:
             self.sums[number] = sums
@@ -118,10 +125,9 @@ class Check:
     def note_outputs(self, result: Any) -> None:
         """Take the checksums of the outputs."""
         for index, leaf in enumerate(flatten(result)[0]):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
                 self.note(OUTPUTS + index, leaf)
-                if leaf.requires_grad:
-                    self.versions[OUTPUTS + index] = leaf._version
+                self.versions[OUTPUTS + index] = leaf._version
 
     def difference(self, other: Check) -> int | None:
         """Return the number of the first tensor that differs in another pass, None if none does."""
@@ -130,6 +136,12 @@ class Check:
         if not numbers or run_unseen(_are_equal, ones, others):
             return None
         return next(number for number, one, two in zip(numbers, ones, others) if not run_unseen(torch.equal, one, two))
+
+    def proves(self, other: Check, numbers: Iterable[int]) -> bool:
+        """Return whether each of these tensors is known to be the same in another pass."""
+        pairs = [(self.sums.get(number), other.sums.get(number)) for number in numbers]
+        found = [(one.bits, two.bits) for one, two in pairs if one is not None and two is not None]
+        return len(found) == len(pairs) and (not found or bool(run_unseen(_are_equal, *map(list, zip(*found)))))
 
     def is_on_cpu(self) -> bool:
         """Return whether no accelerator computed any of the tensors."""
@@ -142,12 +154,15 @@ class Check:
     def _common(self, other: Check) -> list[int]:
         """Return the numbers of what both passes have, but for inputs given back that were written to in between."""
         found = self.sums.keys() & other.sums.keys()
-        return sorted(number for number in found if self.versions.get(number) == other.versions.get(number))
+        return sorted(
+            number
+            for number in found
+            if self.sums[number].is_sure and self.versions.get(number) == other.versions.get(number)
+        )
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
-    # An op may fill what has no gradient after it had it saved, as rrelu does.
-    if not tensor.requires_grad or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return False
     return tensor.device.type not in ("xla", "meta", "jax") and tensor.numel() > 0 and not tensor.is_quantized
 
@@ -162,15 +177,25 @@ def _sums_of(tensor: Tensor) -> Sums | None:
     count = len(flat)
     whole = count - count % (8 // flat.itemsize)
     can_be_cast = flat.storage_offset() * flat.itemsize % 8 == 0 and whole
-    bits = flat[:whole].view(torch.int64).sum() if can_be_cast else flat.new_zeros((), dtype=torch.int64)
+    bits = _mixed(flat[:whole].view(torch.int64)) if can_be_cast else flat.new_zeros((), dtype=torch.int64)
     rest = flat[whole:] if can_be_cast else flat
     if len(rest):
-        bits = bits + rest.contiguous().view(torch.uint8).sum(dtype=torch.int64)
+        bits = bits + _mixed(rest.contiguous().view(torch.uint8).long())
     if not flat.is_floating_point():
-        return Sums(bits, None, None, count, 0.0)
+        return Sums(bits, tensor.requires_grad, None, None, count, 0.0)
     is_wide = flat.dtype in (torch.float32, torch.float64)
     squares = torch.dot(flat, flat) if is_wide else None
-    return Sums(bits, flat.sum(dtype=None if is_wide else torch.float32), squares, count, torch.finfo(flat.dtype).eps)
+    values = flat.sum(dtype=None if is_wide else torch.float32)
+    return Sums(bits, tensor.requires_grad, values, squares, count, torch.finfo(flat.dtype).eps)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Return a number for these integers that depends on their order: of the sums of rows and columns of a square."""
+    width = math.isqrt(len(words))
+    square, rest = words[: width * width].view(width, width), words[width * width :]
+    sums = torch.cat([square.sum(0), square.sum(1), rest])
+    places = torch.arange(1, len(sums) + 1, device=sums.device)
+    return ((sums ^ (sums >> 29)) * (places * 0x2545F4914F6CDD1D)).sum()
 
 
 def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:

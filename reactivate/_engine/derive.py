@@ -95,6 +95,15 @@ class Sources:
         index = self.sharing_memory(tensor)
         return self._copy(tensor) if index < 0 else self._view(index, tensor)
 
+    def is_earlier_cast(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a copy of a leaf from before the call, as autocast keeps them of parameters."""
+        node: Any = tensor.grad_fn
+        is_earlier = False
+        while node is not None and node.name() in _COPIES:
+            is_earlier = node._sequence_nr() < self.first_node
+            node = node.next_functions[0][0]
+        return is_earlier and getattr(node, "variable", None) is not None
+
     def which(self, tensor: Tensor) -> int:
         """The number of the argument that `tensor` is, or -1."""
         for index, argument in enumerate(self.arguments):

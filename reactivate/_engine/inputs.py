@@ -96,7 +96,7 @@ class WrittenInput(InputSpec):
 
 
 class TupleInput(InputSpec):
-    """A tuple of tensors under saved-tensor hooks: held as it is, it would keep what the hooks have moved."""
+    """A tuple that holds an iterator, or tensors under saved-tensor hooks: as it is, it would keep what these have moved."""
 
     __slots__ = ("_items", "_kind")
 

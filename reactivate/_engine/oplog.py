@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._compat import dispatch_modes, replace_dispatch_modes
 from reactivate._engine.sites import Site, line_of, user_frame
+from reactivate._engine.stale import is_view
 
 # Their results are whatever was in memory.
 _UNINITIALIZED = frozenset(
@@ -79,7 +80,7 @@ class OpLog(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not self._is_paused and not _is_cast_of_parameter(func, args):
             frame = user_frame(sys._getframe(1))
-            results = _results_unseen(result, func.overloadpacket.__name__)
+            results = _results_unseen(result, func)
             self.ops.append(Op(str(func), results, (frame.f_code, frame.f_lasti)))
             if self._check is not None:
                 self._check(self.ops)
@@ -103,23 +104,25 @@ def difference(forward: list[Op], replay: list[Op]) -> str:
     return "\n".join(lines)
 
 
-def _results_unseen(result: Any, op: str) -> tuple[Any, ...]:
+def _results_unseen(result: Any, func: Any) -> tuple[Any, ...]:
     """What came out. A log around this one would write the ops of the checksum down, and take a checksum of each."""
     outer = dispatch_modes()
     replace_dispatch_modes(())
     try:
-        return tuple(_results(result, op))
+        name = func.overloadpacket.__name__
+        return tuple(_results(result, name, is_view(func) or name in _UNINITIALIZED))
     finally:
         replace_dispatch_modes(outer)
 
 
-def _results(result: Any, op: str) -> Iterator[tuple[torch.Size, torch.dtype, int]]:
+def _results(result: Any, op: str, has_no_values: bool) -> Iterator[tuple[torch.Size, torch.dtype, int]]:
+    # Of a view none are compared: it may be written to before anybody reads it, as a parameter is that is clamped.
     if isinstance(result, Tensor):
-        is_scratch = op in _UNINITIALIZED or (result.dtype is torch.uint8 and op in _WITH_WORKSPACE)
+        is_scratch = has_no_values or (result.dtype is torch.uint8 and op in _WITH_WORKSPACE)
         yield result.shape, result.dtype, 0 if is_scratch else checksum(result)
     elif isinstance(result, (tuple, list)):
         for item in result:
-            yield from _results(item, op)
+            yield from _results(item, op, has_no_values)
 
 
 def checksum(tensor: Tensor) -> int:

@@ -3,7 +3,8 @@ same outputs.
 
 A function may write to an argument or a parameter of which there is no copy: it logs into a slice, it renormalises rows
 that it reads afterwards. Whether a recomputation comes out the same cannot be told beforehand, so it is tried: the
-outputs of both passes are compared by checksum (Rule 24).
+outputs of both passes are compared by checksum, or where the forward took checksums of what autograd saved, these
+(Rule 24).
 """
 
 from __future__ import annotations
@@ -29,16 +30,20 @@ class Proof:
 
     Attributes:
         written: the tensors, each a `WeakTensor` or a `WrittenInput` in the place of one with a graph.
+        is_settled: whether a recomputation has shown it; later ones need not.
     """
 
     def __init__(self, written: list[Unrestored], result: Any) -> None:
         self.written = written
+        self.is_settled = False
         self._versions = [version_of(_tensor_of(item.tensor)) for item in written]
         self._checksums = _checksums(result)
 
     def tensors(self) -> list[tuple[Tensor, int]]:
         """Return those that a recomputation may write to as well, with the versions that they had before the forward."""
-        return [(item.tensor, item.version) for item in self.written if isinstance(item.tensor, Tensor)]
+        found = [(item.tensor, item.version) for item in self.written if isinstance(item.tensor, Tensor)]
+        weak = [(item.tensor.alias, item.version) for item in self.written if isinstance(item.tensor, WeakTensor)]
+        return found + weak
 
     def version_after(self, tensor: Any) -> int | None:
         """Return the version that `tensor` had after the forward, None if that did not write to it."""

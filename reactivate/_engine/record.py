@@ -114,7 +114,7 @@ class Record:
         asked: functions of guards that say what they do not bring back, with what these guards noted.
         gradients: those of the arguments, None if none is a leaf.
         proof: of a forward that wrote to what there is no copy of; otherwise None.
-        check: checksums of the forward, if this recomputation is to be compared with it.
+        check: checksums of the forward, if the next recomputation is to be compared with it.
         context: the context variables of the forward pass.
         log: the ops of the forward pass, with `determinism="values"`.
         sites: the calls that are saved, in order.
@@ -196,6 +196,7 @@ class Record:
             if item.tensor._version != item.version:
                 found.append(Unrestored(item.tensor, item.place, item.version))
         if self.gradients is not None:
+            self.gradients.look()
             for gradient, version in self.gradients.unknown:
                 found.append(Unrestored(gradient, "the gradient of an argument", version))
         for unrestored, token in self.asked:

@@ -192,6 +192,8 @@ class Region(Record):
         if self.check is not None:
             self.check.note_outputs(result)
         self._look_for_writes(capture, result)
+        if self.proof is None and self.options.determinism in ("metadata", "none"):
+            self.check = None
         if last_script_graph() is not self.script_graph:
             refuse_watched(last_script_graph(), refusals.name_of(self))
         if self.forward_log is not None:
@@ -214,7 +216,11 @@ class Region(Record):
         self.saved_inputs = [spec for _, spec, _ in capture.saved]
         if written:
             self.proof = Proof(written, result)
+            self.states = self.states or TensorStates(())
+            self.states.note_writes(self.proof.tensors())
             note_writer(self.fn)
+            if self.forward_log is not None and self.check is None:
+                self.forward_log.distrust("the region writes to a tensor of which there is no copy")
 
     def _stand_behind_fence(self, result: Any, capture: Capture) -> Any:
         """If any tensor of the region is on a device with a fence: note what a replay needs of it, and make the exit."""

@@ -35,7 +35,7 @@ from reactivate._compat import (
 )
 from reactivate._engine import refusals
 from reactivate._engine.capture import CellTensorNote
-from reactivate._engine.check import Check
+from reactivate._engine.check import OUTPUTS, Check
 from reactivate._engine.fencing import FencedReplay
 from reactivate._engine.inputs import Memo, rebuild
 from reactivate._engine.kept import SavedSite, last_needed
@@ -46,7 +46,7 @@ from reactivate._engine.skipped_sites import ReplayLog
 from reactivate._engine.stale import StaleReads
 from reactivate._state.contents import WeakTensor
 from reactivate._state.notes import RewoundNotes
-from reactivate._state.shadows import RewoundTensors, TensorStates, memory_of, note_written, rewound_memory
+from reactivate._state.shadows import RewoundTensors, memory_of, note_written, rewound_memory
 from reactivate._state.tensor_hooks import KeptHooks
 from reactivate.errors import ReactivateError
 
@@ -111,8 +111,16 @@ def _compare(record: Record, again: Callable[[], Any]) -> None:
     forward: Check = record.check
     record.check = None
     first, forward.recomputed = forward.recomputed, None
-    number = None if first is None else forward.difference(first)
-    if first is None or number is None:
+    if first is None:
+        return
+    number = forward.difference(first)
+    is_read_the_same = (number is None or number >= OUTPUTS) and forward.proves(first, _refilled(record))
+    if record.proof is not None:
+        if not is_read_the_same and (number is not None or not first.has_same_results):
+            raise _disproved(record)
+        record.proof.is_settled = True
+        return
+    if number is None or is_read_the_same:
         return
     is_deterministic = None
     if not is_distributed_run():  # other ranks would wait in the collectives of a second one
@@ -122,10 +130,14 @@ def _compare(record: Record, again: Callable[[], Any]) -> None:
         is_deterministic = second is not None and first.difference(second) is None
     # An op that adds up in any order may choose another expert on an accelerator; on the CPU there is none.
     if (is_deterministic or forward.is_on_cpu()) and not forward.is_rounding(first):
-        if record.proof is not None:
-            raise _disproved(record)
         raise record.options.exception(refusals.missed_state(record, number))
     warnings.warn(refusals.differs(record, number, is_deterministic), stacklevel=2)
+
+
+def _refilled(record: Record) -> list[int]:
+    """Return the numbers of the saved tensors that a recomputation has brought back."""
+    slots = [reference() for reference, *_ in record.saved]
+    return [index for index, slot in enumerate(slots) if slot is not None and getattr(slot, "kept", None) is None]
 
 
 def _replay(record: Record, behind: FencedReplay | None) -> None:
@@ -188,12 +200,9 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
     if record.notes:
         managers.append(RewoundNotes(record.notes))
     proof = record.proof
-    if proof is not None:
-        record.states = record.states or TensorStates(())
-        record.states.protect(proof.tensors())
     if record.states is not None:
         managers.append(RewoundTensors(record.states))
-    if record.gradients is not None and record.gradients.moved:
+    if record.gradients is not None and not record.gradients.is_quiet():
         managers.append(record.gradients)
     tensors = [item for item in (*arguments[0], *arguments[1].values()) if isinstance(item, Tensor)]
     if tensors:
@@ -209,10 +218,12 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
 def _stale(record: Record) -> list[tuple[Tensor, str]]:
     """Return what was modified since the forward ended, or in it without a copy and again afterwards."""
     proof = record.proof
+    copied = {id(item.tensor) for item in record.states.written if item.left is not None} if record.states else ()
     found = []
     for item, place, _ in record.unrestored():
         tensor = item.get() if isinstance(item, WeakTensor) else item
-        if record.tokens is not None or proof is None or proof.version_after(item) != tensor._version:
+        is_left = proof is not None and (id(tensor) in copied or proof.version_after(item) == tensor._version)
+        if record.tokens is not None or not is_left:
             found.append((tensor, place))
     return found
 
@@ -277,7 +288,7 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     push_saved_tensor_hooks(pack, _unpack if record.tokens is None else matching.unpack_in_forward)
     if sites is not None:
         sites.open()
-    is_proved = record.proof is None or record.tokens is not None
+    is_proved = record.proof is None or record.proof.is_settled or record.tokens is not None
     try:
         result = fn(*args, **kwargs)
         matching.finish()
@@ -285,6 +296,8 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
             matching.check.note_outputs(result)
             record.check.recomputed = matching.check
         is_proved = is_proved or record.proof.holds(result)
+        if matching.check is not None:  # which sees more than the outputs
+            matching.check.has_same_results, is_proved = is_proved, True
     except (Exception, ReplayComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         if matching.refused is not None:
@@ -323,7 +336,8 @@ class _Matching:
         self.record = record
         self.entries: Any = iter(saved)
         self.last, self.last_index = None, len(saved) - 1
-        is_needed_whole = record.tokens is None and (record.proof is not None or record.check is not None)
+        is_unproved = record.proof is not None and not record.proof.is_settled
+        is_needed_whole = record.tokens is None and (is_unproved or record.check is not None)
         self.check = None if record.check is None or record.tokens is not None else Check()
         self.stops = record.early_stop and not is_needed_whole
         if record.early_stop or record.tokens is not None:
@@ -424,6 +438,8 @@ class _Matching:
                 tensor = slot.recipe.follow(arguments)
                 if (tensor.shape, tensor.dtype, tensor.device) != saved[index][1][:3]:
                     self._check(saved[index], tensor)
+                if self.check is not None:
+                    self.check.note(index, tensor)
                 slot.version = tensor._version
                 slot.value = tensor
         self.entries.__setstate__(site.stop)
@@ -487,9 +503,8 @@ class _Matching:
                     return
             elif forward.ops[index].is_like(ops[index]):
                 return
-            if self.record.proof is not None:
-                self.refused = _disproved(self.record)
-                raise self.refused
+            if self.record.proof is not None:  # what counts is what autograd saves
+                return
             raise self._refuse(refusals.different_values(self.record, difference(forward.ops, ops)))
 
         self.log = OpLog(check)

@@ -32,6 +32,7 @@ from reactivate._compat import (
     push_saved_tensor_hooks,
     without_function_modes,
 )
+from reactivate._engine.aliases import base_of
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.contents import Contents, has_attributes
 from reactivate._engine.derive import Sources
@@ -57,6 +58,7 @@ class Call:
 
     __slots__ = (
         "change",
+        "check",
         "decision",
         "entries",
         "noted",
@@ -75,6 +77,7 @@ class Call:
         self.decision = decision
         self.storage = storage
         self.entries = log.record.saved
+        self.check = log.record.check
         self.saved: list[tuple[SiteSlot, Tensor, int]] = []
         arguments = tensors_in(args, kwargs)
         self.versions = versions_of(arguments)
@@ -108,6 +111,8 @@ class Call:
         self.saved.append((slot, tensor, version))
         metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device, version)
         self.entries.append((ref(slot), metadata, *self.site.place))
+        if self.check is not None:
+            self.check.note(len(self.entries) - 1, tensor)
         return slot
 
     def let_go(self) -> None:
@@ -143,6 +148,9 @@ class ForwardLog(Log):
         self.casts: dict[Any, int] = {}  # of leaves: {node: version of the leaf}
         self._must_rerun: str | None = None
         self._pack: Any = None  # the region's own hook, while the log is open
+        capture = record.capture
+        # Leaves that hooks around the region have moved: somebody may write to them before the backward reads the copies.
+        self._moved = {id(tensor) for tensor, *_ in capture.saved if tensor.is_leaf} if capture.is_hooked else ()
         self._hooks = {0: functools.partial(_went_through, ref(self))}
 
     def open(self) -> None:
@@ -275,12 +283,15 @@ class ForwardLog(Log):
         site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}
         for slot, tensor, version in call.saved:
-            if is_parameter(tensor):
+            if is_parameter(tensor) and id(base_of(tensor)) not in self._moved:
                 slot.kept = There(tensor, version)
                 continue
             if tensor._version == version:
                 slot.recipe = sources.recipe_for(tensor)
-            if slot.recipe is None:
+            if slot.recipe is None and sources.is_earlier_cast(tensor):
+                # Not for hooks around the region to see: one around this one would find it in one of its passes only.
+                slot.kept = There(tensor.detach(), version)
+            elif slot.recipe is None:
                 slot.kept = keep(tensor, version, storage, kept)
         site.outputs, site.requires, site.contents = [], [], None
         if isinstance(result, Tensor) and not has_attributes(result):
@@ -315,6 +326,15 @@ class ForwardLog(Log):
         for site in self.sites:
             site.reason = site.reason or reason
             self._let_go(site)
+
+    def distrust(self, reason: str) -> None:
+        """Let replays make every saved call again, although what it keeps is right: perhaps its arguments are not.
+
+        What is kept stays, since a region around this one has seen it.
+        """
+        self.finish_pending()
+        for site in self.sites:
+            site.reason = site.reason or reason
 
     def _let_go(self, site: SavedSite) -> None:
         """Keep nothing of a call that is made again."""

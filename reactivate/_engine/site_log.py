@@ -121,11 +121,11 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._ignored:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if self._log.is_inside or current_log() is not self._log:  # nor what a region inside of this one calls
+            return func(*args, **kwargs) if kwargs else func(*args)
         decision = self._decisions.get(func)
         if decision is None:
             decision = self._choice.look_at(func)
-        if self._log.is_inside or current_log() is not self._log:
-            return func(*args, **kwargs) if kwargs else func(*args)
         if decision.is_of_interest:
             return self._log.call(decision, func, args, kwargs or {})
         if decision.is_opened:

@@ -45,7 +45,7 @@ class StaleReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if func.is_view or name == "detach":  # looks at no element
+        if is_view(func):
             return func(*args, **kwargs)
         if name in _FILLS and args:
             self._look_at((args[1:], kwargs))
@@ -75,6 +75,11 @@ class StaleReads(TorchDispatchMode):
         super().__exit__(kind, error, traceback)
         if self._refused is not None and error is not self._refused:
             raise self._refused
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an op looks at no element."""
+    return bool(func.is_view or func.overloadpacket.__name__ == "detach")
 
 
 def memory_of(tensor: Tensor) -> Any:

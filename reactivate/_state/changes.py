@@ -25,7 +25,7 @@ from reactivate._state.contents import (
     TensorsNote,
     WeakTensor,
 )
-from reactivate._state.iterators import is_iterator, position_of
+from reactivate._state.iterators import holds_iterator, position_of
 from reactivate._state.shadows import TensorStates, version_of
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), object, torch.dtype, torch.device})
@@ -121,8 +121,7 @@ def _present(note: Note) -> Present:
         items = [length, *(item for pair in pairs for item in pair)]
     else:
         items = _items_of(note, note.contents(weak=None))
-    kinds: list[Any] = list(map(type, items))
-    return items, [position_of(item) for item, kind in zip(items, kinds) if is_iterator(kind)]
+    return items, [position_of(item) for item in items if holds_iterator(item)]
 
 
 def _are_same(one: Present, other: Present) -> bool:

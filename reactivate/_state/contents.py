@@ -20,7 +20,7 @@ from torch import Tensor
 
 from reactivate._compat import give_back, run_unseen
 from reactivate._standin import Placed
-from reactivate._state.iterators import copied, is_iterator
+from reactivate._state.iterators import copied, holds_iterator, is_iterator
 from reactivate.errors import MutationError
 
 ATOMS = frozenset(
@@ -50,37 +50,42 @@ def slots_of(kind: Any) -> tuple[str, ...]:
 
 
 class WeakTensor:
-    """A tensor with a graph, held so that the graph can go: strong notes would chain the steps of a training run."""
+    """A tensor with a graph, held so that the graph can go: strong notes would chain the steps of a training run.
 
-    __slots__ = ("_alias", "reference")
+    Attributes:
+        reference: to the tensor.
+        alias: its values, with its version counter and without its graph.
+    """
+
+    __slots__ = ("alias", "reference")
 
     def __init__(self, tensor: Tensor) -> None:
         self.reference = ref(tensor)
-        self._alias = tensor.detach()
+        self.alias = tensor.detach()
 
     def get(self) -> Tensor:
         """Return the tensor, or its values if nobody else has it any more: of a graph that no backward goes through."""
         original = self.reference()
         if original is not None:
             return original
-        if not self._alias.requires_grad:  # a recomputation saves what the forward did
-            self._alias = run_unseen(give_back, self._alias)
-        return self._alias
+        if not self.alias.requires_grad:  # a recomputation saves what the forward did
+            self.alias = run_unseen(give_back, self.alias)
+        return self.alias
 
     @property
     def _version(self) -> int:
-        return self._alias._version
+        return self.alias._version
 
 
 class Position(NamedTuple):
-    """An iterator as it stood: a function that goes on with it uses it up."""
+    """An iterator as it stood, or a tuple with one in it: a function that goes on with it uses it up."""
 
     iterator: Any
 
 
 @functools.cache
 def _is_held_otherwise(kind: Any) -> bool:
-    return issubclass(kind, Tensor) or is_iterator(kind)
+    return issubclass(kind, (Tensor, tuple)) or is_iterator(kind)
 
 
 def held(item: Any, weak: bool | None = True) -> Any:
@@ -92,8 +97,7 @@ def held(item: Any, weak: bool | None = True) -> Any:
     """
     if weak is None:
         return item
-    kind: Any = type(item)
-    if is_iterator(kind):
+    if holds_iterator(item):
         return Position(copied(item))
     return WeakTensor(item) if weak and isinstance(item, Tensor) and item.grad_fn is not None else item
 
@@ -159,6 +163,12 @@ def held_all(items: Iterable[Any], weak: bool | None = True) -> list[Any]:
     return [held(item, weak) for item in found]
 
 
+def _hold_values(items: dict[Any, Any], weak: bool | None) -> dict[Any, Any]:
+    if weak is None or not any(map(_is_held_otherwise, set(map(type, items.values())))):
+        return items
+    return {key: held(item, weak) for key, item in items.items()}
+
+
 class ListNote(Note):
     """A list, a deque, or an object of a subclass."""
 
@@ -189,10 +199,7 @@ class DictNote(Note):
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        copy = dict(self._kind().items(self.target))
-        if weak is not None and any(map(_is_held_otherwise, set(map(type, copy.values())))):
-            return {key: held(item, weak) for key, item in copy.items()}
-        return copy
+        return _hold_values(dict(self._kind().items(self.target)), weak)
 
     def _kind(self) -> Any:
         return OrderedDict if isinstance(self.target, OrderedDict) else dict
@@ -323,18 +330,36 @@ class FunctionNote(Note):
         self.noted = (*_of_function(target), dict(target.__dict__))
 
     def contents(self, weak: bool | None = True) -> Any:
-        return (*_of_function(self.target), dict(self.target.__dict__))
+        code, defaults, keywords = _of_function(self.target)
+        return code, held(defaults, weak), keywords, _hold_values(dict(self.target.__dict__), weak)
 
     def is_at(self, contents: Any) -> bool:
         attributes, now = contents[3], self.target.__dict__
         if not all(map(is_, _of_function(self.target), contents)) or len(now) != len(attributes):
             return False
-        return not now or all(now.get(name, _EMPTY) is item for name, item in attributes.items())
+        return not now or all(is_item(now.get(name, _EMPTY), item) for name, item in attributes.items())
 
     def put(self, contents: Any) -> None:
         fn = self.target
-        fn.__code__, fn.__defaults__, fn.__kwdefaults__, attributes = contents
+        fn.__code__, defaults, fn.__kwdefaults__, attributes = contents
+        fn.__defaults__ = given_back(defaults)
         put_dict(fn.__dict__, attributes)
+
+
+class PartialNote(Note):
+    """The positional arguments of a `functools.partial`."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool | None = True) -> Any:
+        return held(self.target.args, weak)
+
+    def is_at(self, contents: Any) -> bool:
+        return self.target.args is contents
+
+    def put(self, contents: Any) -> None:
+        target = self.target
+        target.__setstate__((target.func, given_back(contents), target.keywords, vars(target)))
 
 
 class TensorsNote(Note):
@@ -490,7 +515,7 @@ class ClassNote(Note):
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        return dict(vars(self.target))
+        return _hold_values(dict(vars(self.target)), weak)
 
     def is_at(self, contents: Any) -> bool:
         now = vars(self.target)
@@ -503,8 +528,8 @@ class ClassNote(Note):
         for name in now.keys() - contents.keys():
             delattr(self.target, name)
         for name, value in contents.items():
-            if now.get(name, _EMPTY) is not value:
-                setattr(self.target, name, value)
+            if not is_item(now.get(name, _EMPTY), value):
+                setattr(self.target, name, given_back(value))
 
 
 class NameNote(Note):

@@ -16,12 +16,12 @@ _known: dict[int, ref[Tensor]] = {}  # leaves that some forward accumulated a gr
 
 
 class Gradients:
-    """The `.grad` of leaves when a forward began; later, those that a backward inside of it moved.
+    """The `.grad` of leaves when a forward began; of those, the ones that a backward inside of it has moved.
 
     A gradient is copied if an earlier forward is known to have moved that of the same leaf.
 
     Attributes:
-        moved: (leaf, its gradient before the forward) where the forward itself changed the gradient.
+        moved: (leaf, a copy of its gradient before the forward) where the forward itself changed the gradient.
         unknown: those gradients of which there is no copy, with their versions.
     """
 
@@ -42,11 +42,19 @@ class Gradients:
 
     def finish(self) -> None:
         """Find what moved, and let go of the rest: the forward is over."""
+        self.look()
+        self._leaves, self._before, self._versions, self._copies = [], [], [], {}
+
+    def is_quiet(self) -> bool:
+        """Return whether the forward is over and has moved none."""
+        return not (self._leaves or self.moved)
+
+    def look(self) -> None:
+        """Find what has moved by now, as long as the forward runs: a backward inside may need a recomputation."""
         now = list(map(_GRADIENT, self._leaves))
         versions = [None if item is None else item._version for item in now]
         if not all(map(is_, now, self._before)) or versions != self._versions:
             self._find_moved(now, versions)
-        self._leaves, self._before, self._versions, self._copies = [], [], [], {}
 
     def _find_moved(self, now: list[Tensor | None], versions: list[int | None]) -> None:
         moved: list[tuple[Tensor, Tensor | None]] = []
@@ -61,6 +69,7 @@ class Gradients:
         self.moved, self.unknown = moved, unknown
 
     def __enter__(self) -> None:
+        self.look()
         self._present = [leaf.grad for leaf, _ in self.moved]
         for leaf, before in self.moved:
             leaf.grad = None if before is None else copy_unseen(before)

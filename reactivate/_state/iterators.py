@@ -15,21 +15,30 @@ def is_iterator(kind: Any) -> bool:
     return is_known and hasattr(kind, "__next__")
 
 
-def _is_copied(item: Any) -> bool:
+def holds_iterator(item: Any) -> bool:
+    """Return whether this is an iterator, or a tuple with one in it: neither can be rewound in place."""
     kind: Any = type(item)
-    return is_iterator(kind)
+    return any(map(holds_iterator, item)) if issubclass(kind, tuple) else is_iterator(kind)
 
 
 def copied(iterator: Any) -> Any:
-    """Return an iterator that goes on from where this one is. One made of others (`zip`) is copied with these."""
+    """Return an iterator that goes on from where this one is, or a tuple with such.
+
+    One made of others (`zip`) is copied with these.
+    """
+    if isinstance(iterator, tuple):
+        items = [copied(item) if holds_iterator(item) else item for item in iterator]
+        return getattr(type(iterator), "_make", type(iterator))(items)
     if not isinstance(iterator, (zip, map, enumerate, filter)):
         return copy.copy(iterator)
     made, arguments, *_ = cast("tuple[Any, ...]", iterator.__reduce__())
-    return made(*[copied(item) if _is_copied(item) else item for item in arguments])
+    return made(*[copied(item) if holds_iterator(item) else item for item in arguments])
 
 
 def position_of(iterator: Any) -> Any:
-    """Return something that compares equal as long as nobody goes on with the iterator."""
+    """Return something that compares equal as long as nobody goes on with the iterator, or with those in a tuple."""
+    if isinstance(iterator, tuple):
+        return _part_of(tuple(iterator))
     try:
         _, *parts = cast("tuple[Any, ...]", iterator.__reduce__())
     except Exception:  # it does not say
@@ -40,6 +49,6 @@ def position_of(iterator: Any) -> Any:
 def _part_of(part: Any) -> Any:
     if type(part) is tuple:
         return [_part_of(item) for item in part]
-    if _is_copied(part):
+    if holds_iterator(part):
         return position_of(part)
     return part if type(part) is int else id(part)

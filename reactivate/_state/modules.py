@@ -120,6 +120,7 @@ class ModuleNotes:
 
     def unknown_gradients(self) -> Sequence[tuple[Tensor, int]]:
         """Return the gradients that the forward moved, and of which there is no copy, with their versions."""
+        self.gradients.look()
         return self.gradients.unknown
 
     def rewound(self, *, takes_turns: bool = True) -> AbstractContextManager[None]:
@@ -166,7 +167,7 @@ class RewoundModules:
             self._inner.append(RewoundNotes(note.notes))
         if note.tensors.tensors:
             self._inner.append(RewoundTensors(note.tensors))
-        if note.gradients.moved:
+        if not note.gradients.is_quiet():
             self._inner.append(note.gradients)
         if note.parameters:
             self._inner.append(KeptHooks(note.parameters))

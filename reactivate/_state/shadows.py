@@ -19,7 +19,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -37,6 +37,7 @@ from reactivate._compat import (
     set_versions,
 )
 from reactivate._state.small import Bytes, is_small
+from reactivate._state.steps import last_step_of
 
 version_of, _is_of_xla = attrgetter("_version"), attrgetter("is_xla")
 _PLAIN = (Tensor, Parameter)
@@ -48,17 +49,23 @@ class Shadow:
 
     Attributes:
         tensor: the tensor, weakly.
-        version, address: of the tensor when it was copied; somebody may give it other memory (`tensor.data = new`).
+        version, address, step: of the tensor when it was copied; somebody may give it other memory (`tensor.data = new`), and
+            a fused optimizer steps it without a new version.
         content: the copy.
     """
 
-    __slots__ = ("address", "content", "tensor", "version")
+    __slots__ = ("address", "content", "step", "tensor", "version")
 
     def __init__(self, tensor: Tensor, reference: ref[Tensor]) -> None:
         self.tensor = reference
         self.version: int = tensor._version
         self.address = _address_of(tensor)
+        self.step = last_step_of(tensor)
         self.content = copy_unseen(tensor)
+
+    def is_current(self, tensor: Tensor, version: int) -> bool:
+        """Return whether `tensor`, which has this version, holds what was copied."""
+        return self.version == version and self.address == _address_of(tensor) and self.step == last_step_of(tensor)
 
 
 def _address_of(tensor: Tensor) -> int | None:
@@ -80,7 +87,7 @@ def current_shadow(tensor: Tensor) -> Shadow:
     key = id(tensor)
     shadow = _current.get(key)
     if shadow is not None and shadow.tensor() is tensor:
-        if shadow.version == tensor._version and shadow.address == _address_of(tensor):
+        if shadow.is_current(tensor, tensor._version):
             return shadow
         reference = shadow.tensor
     else:
@@ -118,18 +125,37 @@ def _compared_shadow(tensor: Tensor) -> Shadow:
     return shadow
 
 
+class Written(NamedTuple):
+    """A tensor that a forward wrote to without a copy being there: a recomputation starts from what the forward left.
+
+    Attributes:
+        tensor: the tensor.
+        version: its version when the region began.
+        left: what the forward left in a parameter; None of others, which are read where they are.
+    """
+
+    tensor: Tensor
+    version: int
+    left: Shadow | None
+
+    def is_left(self) -> bool:
+        """Return whether the tensor holds what the forward left."""
+        return self.left is None or self.left.is_current(self.tensor, self.tensor._version)
+
+
 class TensorStates:
     """The tensors that one region can read as state, as they were when it began.
 
     Attributes:
         tensors: those with a version that can be relied on, then the others, then the small ones.
         versions: theirs; 0 of inference tensors.
+        written: those of which there was no copy when the forward wrote to them.
         shadows: the current shadows of the first, when the region began.
         groups, copies: the others, and copies of them: one tensor for all of one kind.
         small: what the small ones held, None if there are none.
     """
 
-    __slots__ = ("copies", "groups", "protected", "shadows", "small", "tensors", "versions")
+    __slots__ = ("copies", "groups", "shadows", "small", "tensors", "versions", "written")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         counted: list[Tensor] = []
@@ -155,15 +181,24 @@ class TensorStates:
         self.small = Bytes(small) if small else None
         self.tensors = [*counted, *chain.from_iterable(self.groups), *small]
         self.versions = _versions_of(self.tensors)
-        self.protected: Sequence[tuple[Tensor, int]] = ()
+        self.written: Sequence[Written] = ()
 
-    def protect(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """Let a recomputation write to tensors of which there is no copy without a trace.
+    def note_writes(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
+        """Let a recomputation write once more, without a trace, to what the forward wrote to.
+
+        Of a parameter a copy is made now, and at the beginning of every region from the next one on: who moves it once,
+        to normalise it, does so in every forward, perhaps in another one before this backward.
 
         Args:
             tensors: each with the version that it had when the region began.
         """
-        self.protected = tensors
+        self.written = [
+            Written(tensor, version, current_shadow(tensor) if tensor.requires_grad and tensor.is_leaf else None)
+            for tensor, version in tensors
+        ]
+        for tensor, _, left in self.written:
+            if left is not None:
+                note_written(tensor)
 
     def covers(self, tensor: Tensor) -> bool:
         """Return whether there is a copy of `tensor`."""
@@ -172,26 +207,29 @@ class TensorStates:
     def put_aside(self) -> Iterator[Tensor]:
         """Return the tensors whose present bytes a recomputation that began now would put aside."""
         yield from (tensor for group in self.groups for tensor in group)
-        yield from (tensor for tensor, _ in self.protected)
+        yield from (tensor for tensor, *_ in self.written)
         yield from () if self.small is None else self.small.tensors
         for tensor, shadow in zip(self.tensors, self.shadows):
-            if tensor._version != shadow.version:
+            if not shadow.is_current(tensor, tensor._version):
                 yield tensor
 
     def is_current(self) -> bool:
         """Return whether the tensors are known to hold what they held."""
         if self.groups or (self.small is not None and not Bytes(self.small.tensors).are(self.small)):
             return False
-        return not any(tensor._version != shadow.version for tensor, shadow in zip(self.tensors, self.shadows))
+        return all(shadow.is_current(tensor, tensor._version) for tensor, shadow in zip(self.tensors, self.shadows))
 
     def noted_versions(self) -> list[int]:
-        """Return the versions of `tensors`, and behind them those of the protected ones, as the region found them."""
-        return [*self.versions, *(version for _, version in self.protected)]
+        """Return the versions of `tensors`, and behind them those of `written`, as the region found them."""
+        return [*self.versions, *(item.version for item in self.written)]
 
     def held(self) -> Iterable[Tensor]:
         """Return the copies."""
         for shadow in self.shadows:
             yield shadow.content
+        for *_, left in self.written:
+            if left is not None:
+                yield left.content
         for copies in self.copies:
             yield from copies
         if self.small is not None:
@@ -276,7 +314,7 @@ class RewoundTensors:
 
     def __enter__(self) -> None:
         state = self._state
-        self._versions = _versions_of([*state.tensors, *(tensor for tensor, _ in state.protected)])
+        self._versions = _versions_of(self._tensors())
         self._writes: list[tuple[Tensor, Tensor]] = []  # (tensor, what it holds outside)
         self._previous: list[tuple[Tensor, Shadow | None]] = []
         self._memory: list[tuple[int, int | None]] = []
@@ -284,9 +322,9 @@ class RewoundTensors:
         self._small = None if state.small is None else Bytes(state.small.tensors)
         changed: list[tuple[Tensor, Shadow]] = []
         for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions):
-            if version != shadow.version or _address_of(tensor) != shadow.address:
+            if not shadow.is_current(tensor, version):
                 changed.append((tensor, shadow))
-        written = [tensor for tensor, _ in (*changed, *state.protected)] if changed or state.protected else []
+        written = [*(tensor for tensor, _ in changed), *(item.tensor for item in state.written)]
         for tensor in written:
             self._writes.append((tensor, copy_unseen(tensor)))  # all of them first: they may share memory
         self._mark_memory(set(map(id, written)))
@@ -312,11 +350,15 @@ class RewoundTensors:
                     rewound_memory[key] = version
 
     def _tensors(self) -> list[Tensor]:
-        return [*self._state.tensors, *(tensor for tensor, _ in self._state.protected)]
+        return [*self._state.tensors, *(item.tensor for item in self._state.written)]
 
     @torch.no_grad()
     def _write(self, changed: Sequence[tuple[Tensor, Shadow]]) -> None:
         state = self._state
+        for written in state.written:
+            self._previous.append((written.tensor, _current.pop(id(written.tensor), None)))
+            if written.left is not None and not written.is_left():
+                _write(written.tensor, written.left.content)
         for tensor, shadow in changed:
             self._previous.append((tensor, _current.get(id(tensor))))
             _write(tensor, shadow.content)
@@ -354,6 +396,8 @@ class RewoundTensors:
         for tensor, previous in self._previous:
             if previous is not None:
                 _current[id(tensor)] = previous
+            else:
+                _current.pop(id(tensor), None)
         written = {id(tensor) for tensor, _ in self._writes}
         now = _versions_of(state.tensors)
         for tensor, shadow, version, before in zip(state.tensors, state.shadows, now, self._versions):

@@ -24,10 +24,15 @@ def steps_so_far() -> int:
     return _count[0]
 
 
+def last_step_of(tensor: Tensor) -> int:
+    """Return the number of the last fused step of `tensor`, 0 if there was none."""
+    found = _stepped.get(id(tensor)) if _stepped else None
+    return found[1] if found is not None and found[0]() is tensor else 0
+
+
 def is_stepped_since(tensor: Tensor, number: int) -> bool:
     """Return whether a fused optimizer stepped `tensor` after its step `number`."""
-    found = _stepped.get(id(tensor))
-    return found is not None and found[0]() is tensor and found[1] > number
+    return last_step_of(tensor) > number
 
 
 @functools.cache
@@ -41,5 +46,6 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _count[0] += 1
         for group in groups:
             for tensor in group["params"]:
-                key = id(tensor)
-                _stepped[key] = ref(tensor, functools.partial(_stepped.pop, key)), _count[0]
+                if tensor.grad is not None:  # the others are left as they are
+                    key = id(tensor)
+                    _stepped[key] = ref(tensor, functools.partial(_stepped.pop, key)), _count[0]
