@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from oracle import Case, Watched, assert_same, check, run, tensors_in
 from torch import Tensor, nn
 
@@ -398,6 +400,82 @@ def test_an_input_without_a_graph_that_is_read_and_written_to(shape: Shape) -> N
 @SHAPES
 def test_an_input_without_a_graph_that_is_saved_and_written_to(shape: Shape) -> None:
     counted(shape, torch.mul)
+
+
+class Teacher(nn.Module):
+    """A parameter that each call writes to from another, and reads before or after that."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], Any], *, needs_grad: bool, reads: str) -> None:
+        super().__init__()
+        self.teacher = nn.Parameter(torch.randn(100, 100), requires_grad=needs_grad)
+        self.student = nn.Parameter(torch.randn(100, 100))
+        self.write, self.reads = write, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = (x @ self.teacher).sin() if self.reads == "before" else 1
+        with torch.no_grad():
+            self.write(self.teacher, self.student)
+        after = (x @ self.teacher).sin() if self.reads == "after" else 1
+        return ((x @ self.student).sin() * before * after).exp()
+
+
+def average(teacher: Tensor, student: Tensor) -> None:
+    teacher.mul_(0.9).add_(student, alpha=0.1)
+
+
+WRITES = {
+    "copy": lambda teacher, student: teacher.copy_(student),
+    "clamp": lambda teacher, student: teacher.clamp_(-1, 1),
+    "average": average,
+}
+
+
+def steps_of(wrap: Any, write: str, microbatches: int, **options: Any) -> list[Any]:
+    """Return the gradients of the student in each of three steps, None where the backward was refused."""
+    torch.manual_seed(0)
+    model = Teacher(WRITES[write], **options)
+    call = wrap(model)
+    found: list[Any] = []
+    for _ in range(3):
+        outputs = [call(torch.randn(4, 100)).sum() for _ in range(microbatches)]
+        try:
+            found.append(torch.autograd.grad(sum(outputs), model.student)[0])  # type: ignore[arg-type]
+        except MutationError:
+            found.append(None)
+        with torch.no_grad():
+            model.student.mul_(0.9)
+    return found
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("reads", ["nowhere", "after", "before"])
+def test_a_parameter_that_each_call_writes_to(reads: str, write: str, needs_grad: bool, microbatches: int) -> None:
+    """It is right wherever torch's checkpoint is; elsewhere the first step is refused, and then there is a copy."""
+    found = {
+        name: steps_of(wrap, write, microbatches, needs_grad=needs_grad, reads=reads)
+        for name, wrap in {
+            "plain": lambda model: model,
+            "ours": reactivate.checkpoint,
+            "torch": lambda model: partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False),
+        }.items()
+    }
+    for step, (plain, ours) in enumerate(zip(found["plain"], found["ours"])):
+        if ours is None:
+            assert step == 0 and not torch.equal(plain, found["torch"][0])
+        else:
+            assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_an_idempotent_write_of_two_microbatches_is_proved_for_each_backward(backwards: int) -> None:
+    model, x = Teacher(WRITES["clamp"], needs_grad=False, reads="after"), torch.randn(4, 100)
+    outputs = [reactivate.checkpoint(model)(x).sum() for _ in range(2)]
+    expected = torch.autograd.grad(model(x).sum(), model.student)[0]
+    for _ in range(backwards):
+        for out in outputs:
+            assert torch.equal(torch.autograd.grad(out, model.student, retain_graph=True)[0], expected)
 
 
 def test_a_large_input_that_is_only_written_to_is_right() -> None:

@@ -46,7 +46,7 @@ from reactivate._engine.skipped_sites import ReplayLog
 from reactivate._engine.stale import StaleReads
 from reactivate._state.contents import WeakTensor
 from reactivate._state.notes import RewoundNotes
-from reactivate._state.shadows import RewoundTensors, TensorStates, note_written, rewound_memory
+from reactivate._state.shadows import RewoundTensors, TensorStates, rewound_memory
 from reactivate._state.tensor_hooks import KeptHooks
 from reactivate.errors import ReactivateError
 
@@ -99,6 +99,8 @@ def replay(record: Record, behind: FencedReplay | None = None) -> None:
         context.copy().run(run, record, behind)
         if record.check is not None and record.tokens is None:
             _compare(record, lambda: context.copy().run(run, record, behind))
+            if record.proof is not None:
+                record.proof.holds_now()
     except BaseException:
         record.forget()  # what it had filled in by then
         raise
@@ -207,18 +209,23 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
 
 
 def _stale(record: Record) -> list[tuple[Tensor, str]]:
-    """Return what was modified since the forward ended, or in it without a copy and again afterwards."""
+    """Return what was modified since the forward ended, and what shows by no comparison that it does not matter."""
     proof = record.proof
     found = []
     for item, place, _ in record.unrestored():
         tensor = item.get() if isinstance(item, WeakTensor) else item
-        if record.tokens is not None or proof is None or proof.version_after(item) != tensor._version:
+        is_proved = (
+            record.tokens is None and proof is not None and proof.covers(item, is_checked=record.check is not None)
+        )
+        if not is_proved:
             found.append((tensor, place))
     return found
 
 
 def _refusal(record: Record, stale: list[tuple[Tensor, str]], tensor: Tensor) -> Any:
     place = next((place for item, place in stale if item is tensor), "an input")
+    if record.proof is not None:
+        record.proof.ask_for_copies()
     return record.options.exception(refusals.modified_input(record, place, tensor))
 
 
@@ -305,8 +312,7 @@ _REPLAY_CODE = _refill.__code__
 
 def _disproved(record: Record) -> BaseException:
     """Return the error for a forward that wrote to what it reads; from the next call on there is a copy of it."""
-    for tensor, _ in record.proof.tensors():
-        note_written(tensor)
+    record.proof.ask_for_copies()
     return record.options.exception(refusals.disproved(record))
 
 
