@@ -12,6 +12,7 @@ The rules cited here and in the tests are those of `docs/semantics.md`.
 from __future__ import annotations
 
 import functools
+import warnings
 from _thread import RLock, get_ident
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -112,8 +113,8 @@ class Region(Record):
 
         Returns a function that makes the call where there can be no region yet: mostly None.
         """
-        if current_transform() is not None:
-            _refuse_transform()
+        if current_transform() is not None and _is_plain_under_transform():
+            return _call
         prefer_version_used_last(False)
         self.options = options
         self.early_stop = options.early_stop
@@ -404,13 +405,18 @@ def _refuse_forward_mode(device_type: str) -> None:
     )
 
 
-def _refuse_transform() -> None:
+def _is_plain_under_transform() -> bool:
+    """Return whether the call is the plain one: under transforms of `torch.func` that need nothing to be saved."""
     transform = name_of_transform()
+    if transform in ("torch.func.vmap", "torch.func.jvp"):
+        warnings.warn(refusals.keeps_activations_under(transform), stacklevel=4)
+        return True
     if transform is not None:
         raise UnsupportedError(
             f"A checkpointed region was called under {transform}, which saved-tensor hooks do not work with. Call the "
             "function without checkpointing there, or put the checkpoint around the transformed function."
         )
+    return False
 
 
 # -- a module that is the region ------------------------------------------------------------------------------------
