@@ -17,6 +17,7 @@ from oracle import Case, Watched, assert_same, check, run, tensors_in
 from torch import Tensor, nn
 
 import reactivate
+from reactivate import policies
 from reactivate._engine.record import observed_by, without_regions
 from reactivate.errors import MutationError
 
@@ -295,6 +296,81 @@ def test_parameters_that_a_region_reaches_and_does_not_read_may_be_written_to() 
         model.second.weight.add_(1)
     h.sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(model.first(x).sin().sum(), x)[0])
+
+
+class Reader(nn.Module):
+    """Reads a parameter in a way that is given."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.read(x, self.weight)
+        return x.sin().exp().cos(), found
+
+
+def stepped(read: Callable[[Tensor, Tensor], Any], policy: Any = None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the plain module and of a region, whose parameter is stepped before the backward."""
+    grads = []
+    for wrap in (lambda model: model, partial(reactivate.checkpoint, policy=policy)):
+        torch.manual_seed(0)
+        model, x = Reader(read), leaf(4, 4)
+        out, found = wrap(model)(x)
+        with torch.no_grad():
+            model.weight.mul_(2)
+        grads.append(torch.autograd.grad(out.sum() + found.sum(), x)[0])
+    return grads[0], grads[1]
+
+
+def into_place(x: Tensor, weight: Tensor) -> Tensor:
+    y = torch.zeros(4, 4)
+    with torch.no_grad():
+        y += weight
+        y.zero_()
+    return y
+
+
+HARMLESS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a sum that nothing saves": lambda x, weight: x + weight,
+    "a view": lambda x, weight: (x + weight)[0].t(),
+    "a product without a gradient": lambda x, weight: weight.detach() * 2 + x,
+    "filled afterwards": into_place,
+}
+HARMFUL: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "saved": lambda x, weight: (x + weight).exp(),
+    "a view is saved": lambda x, weight: (x + weight)[0].t().exp(),
+    "written to a tensor that is saved": lambda x, weight: torch.zeros(4, 4).add_(weight.detach()).mul(x),
+    "decides": lambda x, weight: x.sin() if weight.sum() > 0 else x,
+    "item": lambda x, weight: x * weight.sum().item(),
+    "list": lambda x, weight: x * (weight + 1).tolist()[0][0],
+    "numpy": lambda x, weight: x * float((weight + 1).detach().numpy()[0, 0]),
+    "a shape": lambda x, weight: x.flatten()[(weight > 1).nonzero().flatten()].exp(),
+    "in a region inside": lambda x, weight: reactivate.checkpoint(lambda x: (x + weight).exp())(x),
+    "in torch's checkpoint inside": lambda x, weight: torch.utils.checkpoint.checkpoint(
+        lambda x: (x + weight).exp(), x, use_reentrant=False
+    ),
+}
+
+
+@pytest.mark.parametrize("read", HARMLESS)
+def test_what_no_saved_tensor_comes_from_may_be_modified(read: str) -> None:
+    assert torch.equal(*stepped(HARMLESS[read]))
+
+
+@pytest.mark.parametrize("read", HARMFUL)
+def test_what_a_saved_tensor_comes_from_may_not_be_modified(read: str) -> None:
+    with pytest.raises(MutationError, match="weight"):
+        stepped(HARMFUL[read])
+
+
+def test_what_a_saved_call_is_given_may_not_be_modified() -> None:
+    def read(x: Tensor, weight: Tensor) -> Tensor:
+        return reactivate.site(torch.mul, name="product")(x + weight, x)
+
+    with pytest.raises(MutationError, match="weight"):
+        stepped(read, policies.save_names("product"))
 
 
 # -- writes of the region itself --------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ from reactivate._engine.scripts import call_watched, is_being_watched, refuse_wa
 from reactivate._engine.sharing import current_group, groups
 from reactivate._engine.site_log import is_at_work, open_logs, set_aside, tensors_in
 from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
+from reactivate._engine.stale import refuse_stale, watches
 from reactivate._standin import StandIn
 from reactivate._state.gradients import Gradients
 from reactivate._state.shadows import TensorStates
@@ -263,6 +264,8 @@ class Region(Record):
         if is_function_mode_active():
             with without_function_modes():
                 return self.pack(tensor, frame)
+        if watches:  # in the recomputation of a region around this one
+            refuse_stale(tensor)
         code = frame.f_code
         slot = Slot() if code is not FUNCTION_APPLY_CODE and code is not KEPT_CODE else FunctionSlot()
         slot.value = None

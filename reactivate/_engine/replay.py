@@ -43,7 +43,7 @@ from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.proof import RenormsOnce
 from reactivate._engine.record import Record, Saved, observers, tell
 from reactivate._engine.skipped_sites import ReplayLog
-from reactivate._engine.stale import StaleReads
+from reactivate._engine.stale import StaleReads, refuse_stale, watches
 from reactivate._state.contents import WeakTensor
 from reactivate._state.notes import RewoundNotes
 from reactivate._state.shadows import RewoundTensors, TensorStates, rewound_memory
@@ -359,6 +359,8 @@ class _Matching:
         value = self.detach(tensor) if tensor.requires_grad else tensor  # a slot must not hold the replay's graph
         slot = saved[0]()
         if slot is not None:
+            if watches:
+                refuse_stale(tensor)
             if rewound_memory:
                 value, version = self._outlasting(value, saved[1][3])
             slot.version = version  # first, as another thread may take the value at once
@@ -431,6 +433,8 @@ class _Matching:
                 tensor = slot.recipe.follow(arguments)
                 if (tensor.shape, tensor.dtype, tensor.device) != saved[index][1][:3]:
                     self._check(saved[index], tensor)
+                if watches:
+                    refuse_stale(tensor)
                 slot.version = tensor._version
                 slot.value = tensor
         self.entries.__setstate__(site.stop)

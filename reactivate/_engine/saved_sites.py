@@ -42,6 +42,7 @@ from reactivate._engine.record import Metadata, Saved, observers, tell
 from reactivate._engine.side_effects import Reached, versions_of
 from reactivate._engine.site_log import Log, objects_in, tensors_in, unseen
 from reactivate._engine.sites import user_frame
+from reactivate._engine.stale import refuse_stale, watches
 from reactivate._engine.unseen_writes import UnseenWrites, may_write_unseen
 from reactivate._state.changes import Noted
 from reactivate._types import Save, Storage
@@ -104,6 +105,8 @@ class Call:
         if is_function_mode_active():
             with without_function_modes():
                 return self.pack(tensor)
+        if watches:
+            refuse_stale(tensor)
         slot = SiteSlot()
         slot.value = slot.kept = slot.recipe = None
         version = tensor._version
