@@ -27,8 +27,8 @@ demo: $(VENV)/.demo  ## train a byte-level GPT plain and checkpointed, and compa
 test: $(VENV)/.test $(VENV)/.models  ## every test that needs no accelerator; those that need one run where there is one
 	$(BIN)/python -m pytest -n $(JOBS)
 
-ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng exceptions ambient memory visibility \
-	saved_functions architectures dropin_torch property))
+ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng mutation exceptions ambient memory visibility \
+	saved_sites saved_functions nested_sites architectures dropin_torch property))
 
 test-fenced: $(VENV)/.test $(VENV)/.models  ## the engine's tests, as if the CPU were a device whose compiler needs a fence
 	$(BIN)/python -m pytest -n $(JOBS) --fenced $(ENGINE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from journal import Journal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as upstream
@@ -221,6 +222,19 @@ def test_a_context_for_torchs_own(fence: Fence) -> None:
     block(x).square().sum().backward()
     for one, leaf in zip(ours, (x, *block.parameters())):
         assert torch.equal(one, leaf.grad)
+
+
+def test_tensors_of_a_recomputation_have_no_attributes_of_ours(fence: Fence) -> None:
+    """The user's code may look, as a saved call of a region inside does: results with attributes are not kept."""
+    seen = Journal()
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        seen.append((dict(vars(x)), dict(vars(y))))
+        return y.exp()
+
+    reactivate.checkpoint(fn)(torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen == [({}, {})] * 2
 
 
 def test_no_grad_needs_no_fence(fence: Fence) -> None:

@@ -559,9 +559,17 @@ def test_a_dict_that_is_written_to_and_a_set_and_an_iterator() -> None:
         assert_bitwise(one, other, "dict")
 
 
-def test_a_generator_is_refused_by_name() -> None:
+def test_a_generator_that_the_forward_goes_through_is_refused_by_name() -> None:
+    out = reactivate.checkpoint(lambda x, items: (x * next(items)).exp())(leaf(4), (item for item in [1.0]))
     with pytest.raises(UnsupportedError, match="generator.*Pass a list"):
-        reactivate.checkpoint(lambda x, items: x * next(items))(leaf(4), (item for item in [1.0]))
+        out.sum().backward()
+
+
+def test_a_generator_that_nobody_goes_through_is_passed_on() -> None:
+    x, items = leaf(4), (item for item in [1.0])
+    reactivate.checkpoint(lambda x, items: x.sin().exp())(x, items).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    assert next(items) == 1.0
 
 
 def test_counters_in_a_closure_count_each_call_once() -> None:

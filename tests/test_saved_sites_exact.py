@@ -53,7 +53,7 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*(shape or (4, 4)), requires_grad=True)
 
 
-def compare(fn: Fn, call: Fn, runs: int, policy: Any = SAVED) -> None:
+def compare(fn: Fn, call: Fn, runs: int, policy: Any = SAVED, **options: Any) -> None:
     """`fn(saved call, x, w)` is bitwise the plain function, once and twice; the call runs so often in all."""
     for backwards in (1, 2):
 
@@ -67,7 +67,7 @@ def compare(fn: Fn, call: Fn, runs: int, policy: Any = SAVED) -> None:
 
         calls = Calls()
         plain = run(partial(make, Calls()), None, backward)
-        ours = run(partial(make, calls), lambda inner: reactivate.checkpoint(inner, policy=policy), backward)
+        ours = run(partial(make, calls), lambda inner: reactivate.checkpoint(inner, policy=policy, **options), backward)
         assert_same(plain, ours)
         assert ours.regions >= 1, "there was a region"
         assert calls.count == (1 if runs == 1 else 1 + backwards)
@@ -408,6 +408,104 @@ def test_an_argument_that_is_given_other_memory() -> None:
         return (call(y, w) * y.cos()).exp()
 
     compare(fn, call, runs=2)
+
+
+def through_data(y: Tensor) -> None:
+    y.data.mul_(2)
+
+
+def through_numpy(y: Tensor) -> None:
+    y.detach().numpy()[...] *= 2
+
+
+def through_an_array_of_data(y: Tensor) -> None:
+    numpy.asarray(y.data)[...] *= 2
+
+
+class Writer(nn.Module):
+    def forward(self, y: Tensor) -> None:
+        through_data(y[:2])
+
+
+class CallableWriter:
+    def __call__(self, y: Tensor) -> None:
+        through_data(y)
+
+
+class WriterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, w: Tensor) -> Tensor:
+        through_data(y)
+        ctx.save_for_backward(w)
+        return y * w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (w,) = ctx.saved_tensors
+        return gradient * w, gradient
+
+
+UNSEEN = {
+    "data": through_data,
+    "numpy": through_numpy,
+    "array of data": through_an_array_of_data,
+    "module": Writer(),
+    "partial": partial(through_data),
+    "no_grad": torch.no_grad()(through_data),
+    "closure": lambda y: (lambda write: write(y))(through_data),
+    "object": CallableWriter(),
+}
+
+
+def unseen_writer(name: str) -> Fn:
+    write = UNSEEN[name]
+
+    def call(y: Tensor, w: Tensor) -> Tensor:
+        found = y.exp() * w
+        write(y)
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_write_to_an_argument_that_moves_no_version_is_made_again(name: str) -> None:
+    def fn(call: Fn, x: Tensor, w: Tensor) -> Tensor:
+        y = x.sin()
+        return (call(y, w) * y.cos()).exp()
+
+    compare(fn, unseen_writer(name), runs=2, policy=SAVED)
+    compare(fn, unseen_writer(name), runs=2, policy=SAVED, determinism="metadata")
+
+
+def test_a_write_to_a_closed_over_tensor_that_moves_no_version_is_made_again() -> None:
+    def fn(call: Fn, x: Tensor, w: Tensor) -> Tensor:
+        y = x.sin()
+        return (saved(lambda w: call(y, w))(w) * y.cos()).exp()
+
+    plain, ours = (
+        run(lambda: Case(partial(fn, unseen_writer("data"), w=(w := leaf())), (leaf(),), leaves={"w": w}), wrap)
+        for wrap in (None, partial(reactivate.checkpoint, policy=SAVED, determinism="metadata"))
+    )
+    assert_same(plain, ours)
+
+
+def test_a_custom_function_whose_write_moves_no_version_is_made_again() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        y = x.sin()
+        return (WriterFunction.apply(y, w) * y.cos()).exp()
+
+    policy = policies.save_ops(WriterFunction)
+    plain, ours = (
+        run(lambda: Case(partial(fn, w=(w := leaf())), (leaf(),), leaves={"w": w}), wrap)
+        for wrap in (None, partial(reactivate.checkpoint, policy=policy, determinism="metadata"))
+    )
+    assert_same(plain, ours)
+
+
+@pytest.mark.parametrize("read", [lambda y: y.data.exp(), lambda y: torch.from_numpy(y.detach().numpy().copy())])
+def test_a_call_that_only_reads_past_versions_is_skipped(read: Fn) -> None:
+    compare(lambda call, x, w: call(x.sin(), w).exp(), lambda y, w: y * w * read(y), runs=1)
 
 
 def test_what_a_call_leaves_in_a_closure_is_left_again() -> None:

@@ -254,6 +254,51 @@ def test_a_written_argument_is_refused() -> None:
         out.sum().backward()
 
 
+def test_a_write_that_does_not_matter_is_right() -> None:
+    """A large input that is only written to: no copy is there, and the outputs prove that none is needed."""
+    log, x = torch.zeros(2, 200, 200, device=DEVICE), torch.randn(200, 200).to(DEVICE).requires_grad_()
+
+    def block(x: Tensor, index: int) -> Tensor:
+        y = x.relu()
+        log[index].copy_(y.detach())
+        return y * y * 0.5
+
+    out = x
+    for index in range(2):
+        out = reactivate.checkpoint(block)(out, index)
+    out.sum().backward()
+    expected = x.detach().clone().requires_grad_()
+    y = expected.relu()
+    z = (y * y * 0.5).relu()
+    (z * z * 0.5).sum().backward()
+    assert torch.equal(x.grad.cpu(), expected.grad.cpu())
+    assert torch.equal(log[1].cpu(), z.detach().cpu())
+
+
+def test_a_write_that_matters_is_refused_until_there_is_a_copy() -> None:
+    table, x = torch.ones(200, 200, device=DEVICE), torch.randn(200, 200).to(DEVICE).requires_grad_()
+
+    def block(x: Tensor, table: Tensor) -> Tensor:
+        y = x + table
+        table.add_(1)
+        return y * y
+
+    with pytest.raises(MutationError, match=r"`args\[1\]`"):
+        reactivate.checkpoint(block)(x, table).sum().backward()
+    reactivate.checkpoint(block)(x, table).sum().backward()
+    assert torch.equal(x.grad.cpu(), 2 * (x.detach() + 2).cpu())
+    assert torch.equal(table.cpu(), torch.full((200, 200), 3.0))
+
+
+def test_an_argument_that_the_region_itself_writes_to() -> None:
+    x = torch.randn(8, 8).to(DEVICE).requires_grad_()
+    reactivate.checkpoint(lambda h: h.relu_() * h)(x * 1).sum().backward()
+    assert torch.equal(x.grad.cpu(), 2 * x.detach().relu().cpu())
+    out = reactivate.checkpoint(lambda h: (h.mul_(2) * h).exp())(x * 1)
+    with pytest.raises(MutationError, match=r"wrote in place to `args\[0\]`"):
+        out.sum().backward()
+
+
 def test_forward_mode_is_refused() -> None:
     from torch.autograd import forward_ad
 
@@ -290,6 +335,32 @@ def test_saved_modules_of_a_model(op_by_op: None) -> None:
     after = traced(make)
     assert after.regions == 4
     assert_same(traced(MODELS["batch norm, dropout"]), after)
+
+
+class Level(nn.Module):
+    """Blocks with a product each, in a module of their own."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.product, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.inner = Level(depth - 1) if depth else nn.Identity()
+
+    def forward(self, x: Tensor, wrap: Wrap = plain) -> Tensor:
+        x = self.norm(self.product(x.sin()).tanh()).exp().tanh()
+        out: Tensor = self.inner(x).sin().exp()
+        return out
+
+
+def test_saved_calls_in_nested_regions(op_by_op: None) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(Level())
+        policy = policies.first_match(policies.save_modules("product"), policies.recompute_modules(Level))
+        assert len(reactivate.apply(model, policy).regions) == 3
+        return model[0]
+
+    after = traced(make)
+    assert after.replays == 3
+    assert_same(traced(Level), after)
 
 
 def test_saved_products_are_computed_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ from reactivate._engine.site_log import tensors_in
 class Aliases(TorchFunctionMode):
     """A context that gives every call of torch's functions aliases of the tensors that were there before.
 
-    What is made inside bears a mark. Anything else is looked up, and put behind the fence when it comes as a surprise: a
-    tensor in an attribute of some object, what a saved call kept.
+    What is made inside is known, beside the tensors: an attribute would be the user's to see, and a saved call's result
+    with attributes is not kept. Anything else is looked up, and put behind the fence when it comes as a surprise: a tensor
+    in an attribute of some object, what a saved call kept.
 
     Args:
         known: {device type: its fence}.
@@ -39,7 +41,7 @@ class Aliases(TorchFunctionMode):
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the original, which has to stay alive
         self._left: set[int] = set()
         self.token: Tensor | None = None  # the gradient behind the last fence: a surprise waits for it as well
-        self._mark = object()
+        self._made: dict[int, ref[Tensor]] = {}  # by the id of what is made inside
         self.are_versions_kept = False
 
     def __enter__(self) -> Aliases:
@@ -49,7 +51,7 @@ class Aliases(TorchFunctionMode):
     def __exit__(self, *details: object) -> None:
         pop_function_mode()
         # Hold nothing: what is still there when the device cuts off its graph becomes an output of it.
-        self._aliases = {}
+        self._aliases, self._made = {}, {}
         self.token = None
 
     def put(self, tensor: Tensor, alias: Tensor) -> None:
@@ -64,7 +66,7 @@ class Aliases(TorchFunctionMode):
         """These are as if made inside."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                tensor._reactivate_replay = self._mark  # type: ignore[attr-defined]
+                self._made[id(tensor)] = ref(tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +92,8 @@ class Aliases(TorchFunctionMode):
         return value
 
     def _is_concerned(self, tensor: Tensor) -> bool:
-        is_own = getattr(tensor, "_reactivate_replay", None) is self._mark
+        made = self._made.get(id(tensor))
+        is_own = made is not None and made() is tensor
         return tensor.device.type in self._fences and not is_own and id(tensor) not in self._left
 
     def _alias_of(self, tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn import Module
 
 from reactivate._backends import fences
 from reactivate._compat import innermost_pack_hook, save_tensor
-from reactivate._engine.inputs import IteratorInput, SavedInput, TupleInput, rebuild
+from reactivate._engine.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._engine.namespaces import facts_of_class, facts_of_code, find_facts
 from reactivate._state.contents import (
     ATOMS,
@@ -54,7 +54,6 @@ from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
 from reactivate._state.trees import remember, walked_before
-from reactivate.errors import UnsupportedError
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
 # of layers of tensors. A closure or a bound `self` leads to half the program.
@@ -299,10 +298,8 @@ class Capture:
             spec = self._specs[key] = IteratorInput(value)
             return spec
         if kind is GeneratorType:
-            raise UnsupportedError(
-                f"A generator ({value.__qualname__}) was passed to a checkpointed function as {place}. The forward uses "
-                "it up, so the recomputation would find it empty. Pass a list of its items instead."
-            )
+            spec = self._specs[key] = GeneratorInput(value, place)
+            return spec
         self._look(value, place, _DEPTH_OF_ARGUMENTS)
         return value
 

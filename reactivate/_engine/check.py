@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from reactivate._compat import flatten, run_unseen
+from reactivate._engine.stale import comes_from_stale, watches
 
 _PLAIN = (Tensor, Parameter)
 _ROUNDINGS = 64
@@ -117,7 +118,9 @@ class Check:
         self.recomputed: Check | None = None
 
     def note(self, number: int, tensor: Tensor) -> None:
-        """Take the checksum of a tensor, if it has bits to look at."""
+        """Take the checksum of a tensor, if it has bits to look at that come from what the forward had."""
+        if watches and comes_from_stale(tensor):
+            return
         sums = run_unseen(_sums_of, tensor)
         if sums is not None:
             self.sums[number] = sums

@@ -57,7 +57,8 @@ class FencedReplay:
         Raises:
             RuntimeError: autograd's own, where one of them was written to since.
         """
-        self._given = {id(form): rebuild(form, {}) for form in record.entries}
+        replaced = record.replaced
+        self._given = {id(form): rebuild(replaced.get(id(form), form), {}) for form in record.entries}
 
     @contextmanager
     def standing(self, record: Any) -> Iterator[Memo]:

@@ -8,6 +8,8 @@ it (Rules 7, 9) and autograd checks its version. What has a class here is made a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import GEN_CLOSED, GEN_CREATED, getgeneratorstate
+from types import GeneratorType
 from typing import Any
 from weakref import ref
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from reactivate._compat import SavedTensor, give_back, save_tensor
 from reactivate._state.iterators import copied
+from reactivate.errors import UnsupportedError
 
 Memo = dict[int, Any]
 
@@ -111,6 +114,28 @@ class TupleInput(InputSpec):
     def children(self) -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(self._items):
             yield f"[{index}]", item
+
+
+class GeneratorInput(InputSpec):
+    """A generator. It cannot be copied, so it is passed on if nobody has begun to go through it.
+
+    Of one that somebody has begun with before, it cannot be told whether he has gone on since.
+    """
+
+    __slots__ = ("_generator", "_place", "_state")
+
+    def __init__(self, generator: GeneratorType[Any, Any, Any], place: str) -> None:
+        self._generator = generator
+        self._place = place
+        self._state = getgeneratorstate(generator)
+
+    def rebuild(self, memo: Memo) -> Any:
+        if self._state not in (GEN_CREATED, GEN_CLOSED) or getgeneratorstate(self._generator) != self._state:
+            raise UnsupportedError(
+                f"A generator ({self._generator.__qualname__}) was passed to a checkpointed function as {self._place}. The "
+                "forward goes through it, so the recomputation would find it used up. Pass a list of its items instead."
+            )
+        return self._generator
 
 
 class IteratorInput(InputSpec):

@@ -29,12 +29,14 @@ class Facts(NamedTuple):
         code: kept, so that its id stays its own.
         names: (namespace, name) of everything at module level that it reads and that may hold state.
         scripts: the scripted functions that it names.
+        attributes: the names that its code and that of the functions it names asks objects for.
         overwritten: the closed-over variables that it assigns and never reads.
     """
 
     code: CodeType
     names: Names
     scripts: tuple[Any, ...]
+    attributes: frozenset[str]
     overwritten: frozenset[str]
 
 
@@ -44,8 +46,11 @@ facts_of_code: dict[int, Facts] = {}  # by the id of the code object
 def find_facts(fn: FunctionType) -> Facts:
     """The facts of `fn`, from now on in `facts_of_code`."""
     code = fn.__code__
-    names, scripts = tuple(_find(fn.__globals__, [code])), tuple(_find_scripts(fn, set()))
-    facts = facts_of_code[id(code)] = Facts(code, names, scripts, _overwritten(code))
+    functions = list(_named_functions(fn, set()))
+    scripts = tuple(value for named in functions for value in _named_values(named) if isinstance(value, ScriptFunction))
+    attributes = frozenset[str]().union(*(_attribute_names(named.__code__) for named in functions))
+    names = tuple(_find(fn.__globals__, [code]))
+    facts = facts_of_code[id(code)] = Facts(code, names, scripts, attributes, _overwritten(code))
     return facts
 
 
@@ -83,18 +88,19 @@ class ClassFacts(NamedTuple):
 @functools.cache
 def facts_of_class(kind: type) -> ClassFacts:
     """The facts of a module's class."""
-    facts = [facts_of_code.get(id(fn.__code__)) or find_facts(fn) for fn in _methods(kind)]
+    facts = [facts_of_code.get(id(fn.__code__)) or find_facts(fn) for fn in methods_of(kind)]
     names = tuple(name for item in facts for name in item.names)
     scripts = tuple(script for item in facts for script in item.scripts)
     is_users = not kind.__module__.startswith("torch.nn.modules.")
     is_scripted = issubclass(kind, ScriptModule)
     is_lazy = issubclass(kind, LazyModuleMixin)
     is_plain = not (names or scripts or is_users or is_scripted or is_lazy)
-    attributes = frozenset(Module().__dict__).union(*(fn.__code__.co_names for fn in _methods(kind)))
+    attributes = frozenset(Module().__dict__).union(*(fn.__code__.co_names for fn in methods_of(kind)))
     return ClassFacts(names, scripts, is_users, is_scripted, is_lazy, is_plain, attributes)
 
 
-def _methods(kind: type) -> Iterator[FunctionType]:
+def methods_of(kind: type) -> Iterator[FunctionType]:
+    """The functions in a class and in those it is derived from."""
     for base in kind.__mro__:
         if base is Module:
             return
@@ -119,24 +125,28 @@ def _find(namespace: dict[str, Any], todo: list[CodeType]) -> Iterator[tuple[dic
                 yield namespace, name
 
 
-def _find_scripts(fn: FunctionType, seen: set[int]) -> Iterator[Any]:
-    """The scripted functions that `fn` names, itself or through others."""
-    namespace = fn.__globals__
-    if id(fn.__code__) in seen or _is_librarys(namespace):
+def _named_functions(fn: FunctionType, seen: set[int]) -> Iterator[FunctionType]:
+    """`fn` and the functions that it names, itself or through others, but for libraries' own."""
+    if id(fn.__code__) in seen or _is_librarys(fn.__globals__):
         return
     seen.add(id(fn.__code__))
+    yield fn
+    for value in _named_values(fn):
+        if isinstance(value, FunctionType):
+            yield from _named_functions(value, seen)
+        elif isinstance(value, type) and issubclass(value, Function):
+            for method in methods_of(value):
+                yield from _named_functions(method, seen)
+
+
+def _named_values(fn: FunctionType) -> list[Any]:
+    """What `fn` names at module level, also as a name in a module of the user's."""
+    namespace = fn.__globals__
     names, attributes = _global_names(fn.__code__), set(fn.__code__.co_names)
     values = [namespace[name] for name in names if name in namespace]
     for module in [value for value in values if isinstance(value, ModuleType) and not _is_librarys(vars(value))]:
         values += [value for name, value in vars(module).items() if name in attributes]
-    for value in values:
-        if isinstance(value, ScriptFunction):
-            yield value
-        elif isinstance(value, FunctionType):
-            yield from _find_scripts(value, seen)
-        elif isinstance(value, type) and issubclass(value, Function):
-            for method in _methods(value):
-                yield from _find_scripts(method, seen)
+    return values
 
 
 _FIXED = (FunctionType, BuiltinFunctionType, ModuleType)
@@ -159,3 +169,9 @@ def _global_names(code: CodeType) -> frozenset[str]:
         if isinstance(inner, CodeType):
             names |= _global_names(inner)
     return frozenset(names)
+
+
+@functools.cache
+def _attribute_names(code: CodeType) -> frozenset[str]:
+    inner = (_attribute_names(item) for item in code.co_consts if isinstance(item, CodeType))
+    return frozenset(code.co_names).union(*inner)

@@ -21,7 +21,7 @@ from reactivate._engine.inputs import WrittenInput
 from reactivate._engine.oplog import checksum
 from reactivate._engine.stale import memory_of
 from reactivate._state.contents import WeakTensor
-from reactivate._state.shadows import version_of
+from reactivate._state.shadows import note_written, version_of
 from reactivate._types import Unrestored
 
 
@@ -36,8 +36,11 @@ class Proof:
     def __init__(self, written: list[Unrestored], result: Any) -> None:
         self.written = written
         self.is_settled = False
-        self._versions = [version_of(_tensor_of(item.tensor)) for item in written]
+        self._versions = self._present_versions()
         self._checksums = _checksums(result)
+
+    def _present_versions(self) -> list[int]:
+        return [version_of(_tensor_of(item.tensor)) for item in self.written]
 
     def tensors(self) -> list[tuple[Tensor, int]]:
         """Return those that a recomputation may write to as well, with the versions that they had before the forward."""
@@ -45,10 +48,26 @@ class Proof:
         weak = [(item.tensor.alias, item.version) for item in self.written if isinstance(item.tensor, WeakTensor)]
         return found + weak
 
-    def version_after(self, tensor: Any) -> int | None:
-        """Return the version that `tensor` had after the forward, None if that did not write to it."""
+    def covers(self, tensor: Any, *, is_checked: bool) -> bool:
+        """Return whether comparing what is computed shows if it matters what `tensor` holds now.
+
+        Args:
+            tensor: one of those that were modified since the forward began.
+            is_checked: whether saved tensors are compared too. Then it may have been modified again: by the same region in
+                the next microbatch, say.
+        """
         versions = zip(self.written, self._versions)
-        return next((version for item, version in versions if item.tensor is tensor), None)
+        after = next((version for item, version in versions if item.tensor is tensor), None)
+        return after is not None and (is_checked or after == tensor._version)
+
+    def holds_now(self) -> None:
+        """Note that a comparison has shown what the tensors hold now not to matter."""
+        self._versions = self._present_versions()
+
+    def ask_for_copies(self) -> None:
+        """Keep copies of the tensors from the next region on."""
+        for tensor, _ in self.tensors():
+            note_written(tensor)
 
     def holds(self, result: Any) -> bool:
         """Return whether a recomputation's outputs are those of the forward."""

@@ -52,6 +52,14 @@ def written_before_replay(record: Record, reason: Exception) -> MutationError:
     )
 
 
+def keeps_activations_under(transform: str) -> str:
+    """The region is not one in this call."""
+    return (
+        f"A checkpointed region that is called under {transform} keeps its activations, since saved-tensor hooks do not work "
+        "there. Put the checkpoint around the transformed function."
+    )
+
+
 def modified_input(record: Record, place: str, tensor: Tensor) -> MutationError:
     """The recomputation reads a tensor that was modified since the forward."""
     return MutationError(

@@ -12,6 +12,7 @@ The rules cited here and in the tests are those of `docs/semantics.md`.
 from __future__ import annotations
 
 import functools
+import warnings
 from _thread import RLock, get_ident
 from contextlib import ExitStack
 from contextvars import copy_context
@@ -71,6 +72,7 @@ from reactivate._engine.scripts import call_watched, is_being_watched, refuse_wa
 from reactivate._engine.sharing import current_group, groups
 from reactivate._engine.site_log import is_at_work, open_logs, set_aside, tensors_in
 from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
+from reactivate._engine.stale import refuse_stale, watches
 from reactivate._standin import StandIn
 from reactivate._state.gradients import Gradients
 from reactivate._state.shadows import TensorStates
@@ -114,8 +116,8 @@ class Region(Record):
 
         Returns a function that makes the call where there can be no region yet: mostly None.
         """
-        if current_transform() is not None:
-            _refuse_transform()
+        if current_transform() is not None and _is_plain_under_transform():
+            return _call
         prefer_version_used_last(False)
         self.options = options
         self.early_stop = options.early_stop
@@ -268,6 +270,8 @@ class Region(Record):
         if is_function_mode_active():
             with without_function_modes():
                 return self.pack(tensor, frame)
+        if watches:  # in the recomputation of a region around this one
+            refuse_stale(tensor)
         code = frame.f_code
         slot = Slot() if code is not FUNCTION_APPLY_CODE and code is not KEPT_CODE else FunctionSlot()
         slot.value = None
@@ -410,13 +414,18 @@ def _refuse_forward_mode(device_type: str) -> None:
     )
 
 
-def _refuse_transform() -> None:
+def _is_plain_under_transform() -> bool:
+    """Return whether the call is the plain one: under transforms of `torch.func` that need nothing to be saved."""
     transform = name_of_transform()
+    if transform in ("torch.func.vmap", "torch.func.jvp"):
+        warnings.warn(refusals.keeps_activations_under(transform), stacklevel=4)
+        return True
     if transform is not None:
         raise UnsupportedError(
             f"A checkpointed region was called under {transform}, which saved-tensor hooks do not work with. Call the "
             "function without checkpointing there, or put the checkpoint around the transformed function."
         )
+    return False
 
 
 # -- a module that is the region ------------------------------------------------------------------------------------

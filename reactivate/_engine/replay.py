@@ -43,10 +43,10 @@ from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.proof import RenormsOnce
 from reactivate._engine.record import Record, Saved, observers, tell
 from reactivate._engine.skipped_sites import ReplayLog
-from reactivate._engine.stale import StaleReads
+from reactivate._engine.stale import StaleReads, refuse_stale, watches
 from reactivate._state.contents import WeakTensor
 from reactivate._state.notes import RewoundNotes
-from reactivate._state.shadows import RewoundTensors, memory_of, note_written, rewound_memory
+from reactivate._state.shadows import RewoundTensors, memory_of, rewound_memory
 from reactivate._state.tensor_hooks import KeptHooks
 from reactivate.errors import ReactivateError
 
@@ -99,6 +99,8 @@ def replay(record: Record, behind: FencedReplay | None = None) -> None:
         context.copy().run(run, record, behind)
         if record.check is not None and record.tokens is None:
             _compare(record, lambda: context.copy().run(run, record, behind))
+            if record.proof is not None:
+                record.proof.holds_now()
     except BaseException:
         record.forget()  # what it had filled in by then
         raise
@@ -216,20 +218,26 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
 
 
 def _stale(record: Record) -> list[tuple[Tensor, str]]:
-    """Return what was modified since the forward ended, or in it without a copy and again afterwards."""
+    """Return what was modified since the forward ended, and what shows by no comparison that it does not matter."""
     proof = record.proof
     copied = {id(item.tensor) for item in record.states.written if item.left is not None} if record.states else ()
     found = []
     for item, place, _ in record.unrestored():
         tensor = item.get() if isinstance(item, WeakTensor) else item
-        is_left = proof is not None and (id(tensor) in copied or proof.version_after(item) == tensor._version)
-        if record.tokens is not None or not is_left:
+        is_proved = (
+            record.tokens is None
+            and proof is not None
+            and (id(tensor) in copied or proof.covers(item, is_checked=record.check is not None))
+        )
+        if not is_proved:
             found.append((tensor, place))
     return found
 
 
 def _refusal(record: Record, stale: list[tuple[Tensor, str]], tensor: Tensor) -> Any:
     place = next((place for item, place in stale if item is tensor), "an input")
+    if record.proof is not None:
+        record.proof.ask_for_copies()
     return record.options.exception(refusals.modified_input(record, place, tensor))
 
 
@@ -318,8 +326,7 @@ _REPLAY_CODE = _refill.__code__
 
 def _disproved(record: Record) -> BaseException:
     """Return the error for a forward that wrote to what it reads; from the next call on there is a copy of it."""
-    for tensor, _ in record.proof.tensors():
-        note_written(tensor)
+    record.proof.ask_for_copies()
     return record.options.exception(refusals.disproved(record))
 
 
@@ -367,6 +374,8 @@ class _Matching:
         value = self.detach(tensor) if tensor.requires_grad else tensor  # a slot must not hold the replay's graph
         slot = saved[0]()
         if slot is not None:
+            if watches:
+                refuse_stale(tensor)
             if rewound_memory:
                 value, version = self._outlasting(value, saved[1][3])
             slot.version = version  # first, as another thread may take the value at once
@@ -438,6 +447,8 @@ class _Matching:
                 tensor = slot.recipe.follow(arguments)
                 if (tensor.shape, tensor.dtype, tensor.device) != saved[index][1][:3]:
                     self._check(saved[index], tensor)
+                if watches:
+                    refuse_stale(tensor)
                 if self.check is not None:
                     self.check.note(index, tensor)
                 slot.version = tensor._version

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from sys import _getframe
 from types import FrameType
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ from reactivate._engine.record import Metadata, Saved, observers, tell
 from reactivate._engine.side_effects import Reached, versions_of
 from reactivate._engine.site_log import Log, objects_in, tensors_in, unseen
 from reactivate._engine.sites import user_frame
+from reactivate._engine.stale import refuse_stale, watches
+from reactivate._engine.unseen_writes import UnseenWrites, may_write_unseen
 from reactivate._state.changes import Noted
 from reactivate._types import Save, Storage
 
@@ -105,6 +108,8 @@ class Call:
         if is_function_mode_active():
             with without_function_modes():
                 return self.pack(tensor)
+        if watches:
+            refuse_stale(tensor)
         slot = SiteSlot()
         slot.value = slot.kept = slot.recipe = None
         version = tensor._version
@@ -203,10 +208,14 @@ class ForwardLog(Log):
         """Make a call that is saved: what is saved inside of it is its own."""
         if call.site.reason is not None:
             return self.run_again(fn, args, kwargs)
+        writes = None
+        if call.reached is not None and may_write_unseen(fn):
+            writes = UnseenWrites(call.reached.tensors(), self.noted().tensors())
         push_saved_tensor_hooks(call.pack, self.record.unpack)
         self.is_inside = True
         try:
-            result = fn(*args, **kwargs)
+            with writes or nullcontext():
+                result = fn(*args, **kwargs)
         except BaseException:
             call.let_go()
             raise
@@ -219,6 +228,8 @@ class ForwardLog(Log):
                 with without_function_modes():
                     call.change, more = call.noted.changes()
                 call.site.changes += more
+        if writes is not None:
+            call.change = call.change or writes.change()
         return result
 
     def finish_pending(self) -> None:

@@ -51,8 +51,8 @@ class Reached:
         self._fn = fn
         self._closed_over = _Walk(fn)
         self._given = _Walk(given)
-        self._versions = versions_of(self._tensors())
-        self._memory = list(map(_memory_of, self._tensors()))
+        self._versions = versions_of(self.tensors())
+        self._memory = list(map(_memory_of, self.tensors()))
 
     def change(self) -> str | None:
         """What the call may have done to any of it, in words."""
@@ -60,9 +60,9 @@ class Reached:
             return self._given.unclear
         if self._closed_over.is_too_large:
             return f"it closes over {_TOO_MUCH}"
-        if self._versions is None or self._versions != versions_of(self._tensors()):
+        if self._versions is None or self._versions != versions_of(self.tensors()):
             return "it writes into its arguments or into what it closes over"
-        if self._memory != list(map(_memory_of, self._tensors())):
+        if self._memory != list(map(_memory_of, self.tensors())):
             return "it gives a tensor other memory (`.data = ...`)"
         changed = next(self._given.changed(), None)
         if changed is not None:
@@ -79,7 +79,8 @@ class Reached:
             return "it leaves a tensor in what it closes over"
         return None
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor that the call can reach, but for those of modules."""
         return self._closed_over.tensors + self._given.tensors
 
 

@@ -71,6 +71,10 @@ class Noted:
             found.append(SilentTensors(self._states).bring)
         return None, found
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the region reads."""
+        return [item.get() if type(item) is WeakTensor else item for item in self._tensors]
+
     def targets(self) -> set[int]:
         """Return the ids of the objects of which there are notes."""
         found = set()

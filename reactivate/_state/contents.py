@@ -21,7 +21,6 @@ from torch import Tensor
 from reactivate._compat import give_back, run_unseen
 from reactivate._standin import Placed
 from reactivate._state.iterators import copied, holds_iterator, is_iterator
-from reactivate.errors import MutationError
 
 ATOMS = frozenset(
     {
@@ -253,7 +252,7 @@ class SetNote(Note):
 class LengthNote(Note):
     """A container of more than `LARGEST` items: what was appended since is taken off again.
 
-    Items that were replaced in place stay as they are.
+    Items that were replaced or taken away stay so: the function sees what torch's checkpoint would show it.
     """
 
     __slots__ = ()
@@ -268,12 +267,6 @@ class LengthNote(Note):
     def put(self, contents: Any) -> None:
         length, tail = contents
         target = self.target
-        if len(target) < length:
-            raise MutationError(
-                f"A {type(target).__name__} of {length} items, of which {length - len(target)} were taken away since, is "
-                f"read by a checkpointed function. Containers of more than {LARGEST} items are not copied; pass a copy, "
-                "or take nothing away between forward and backward."
-            )
         if isinstance(target, list):
             del target[length:]
             target += tail
@@ -283,9 +276,9 @@ class LengthNote(Note):
             target.update(tail)
 
     def appended(self) -> Any:
-        """Return the present contents: the noted length, and what came behind it."""
-        length = self.noted[0]
+        """Return the present contents: the noted length and what came behind it, or all items if some were taken away."""
         target = self.target
+        length = self.noted[0] if len(target) >= self.noted[0] else 0
         if isinstance(target, dict):
             return length, [(key, target[key]) for key in list(target)[length:]]
         return length, target[length:] if isinstance(target, list) else ()

@@ -1,0 +1,551 @@
+"""docs/limits.md: a test that shows each entry, and where torch's checkpoint runs the same program, that it is not right."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from journal import Journal
+from memory import allocated_by
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+
+import reactivate
+from reactivate import policies
+from reactivate.errors import MutationError, ReplayMismatchError, UnsupportedError
+from reactivate.guards import DEFAULT, ContextPair
+
+ENTRIES = re.findall(r"^\*\*(.+?)\.\*\*", (Path(__file__).parent.parent / "docs/limits.md").read_text(), re.MULTILINE)
+shown: dict[str, Any] = {"XLA": "tests_xla"}
+
+Fn = Callable[..., Any]
+
+
+def shows(entry: str) -> Callable[[Fn], Fn]:
+    """The test shows the entry of docs/limits.md that begins with these words."""
+
+    def note(test: Fn) -> Fn:
+        shown[entry] = test
+        return test
+
+    return note
+
+
+def test_each_entry_is_shown() -> None:
+    assert sorted(shown) == sorted(ENTRIES)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (4, 4)), requires_grad=True)
+
+
+def plain(fn: Fn) -> Fn:
+    return fn
+
+
+def torchs(fn: Fn) -> Fn:
+    return lambda *args: torchs_checkpoint(fn, *args, use_reentrant=False)
+
+
+def ours(**options: Any) -> Callable[[Fn], Fn]:
+    return lambda fn: reactivate.checkpoint(fn, **options)
+
+
+def gradients(wrap: Callable[[Fn], Fn], make: Callable[[], tuple[Any, ...]], steps: int = 3) -> list[Any]:
+    """Return the gradient in each of some calls of what `make` returns with its arguments, or the kind of its error."""
+    torch.manual_seed(0)
+    fn, *args = make()
+    call = wrap(fn)
+    found: list[Any] = []
+    for _ in range(steps):
+        x = leaf()
+        try:
+            call(x, *args).sum().backward()
+            found.append(x.grad)
+        except (RuntimeError, NotImplementedError) as error:
+            found.append(type(error))
+    return found
+
+
+def is_right(wrap: Callable[[Fn], Fn], make: Callable[[], tuple[Any, ...]]) -> list[Any]:
+    """Return for each call whether its gradient is that of the plain function, or the kind of its error."""
+    pairs = zip(gradients(plain, make), gradients(wrap, make))
+    return [torch.equal(expected, got) if isinstance(got, Tensor) else got for expected, got in pairs]
+
+
+NEVER = [False] * 3
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def written_unseen() -> tuple[Any, ...]:
+    table = torch.ones(100, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin() * table[:4]
+        table.data.add_(1)
+        return y.exp()
+
+    return (fn,)
+
+
+def long_statistics() -> tuple[Any, ...]:
+    mean, variance = torch.zeros(1 << 17), torch.ones(1 << 17)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin() + mean[:4]
+        F.batch_norm(torch.ones(2, 1 << 17), mean, variance, training=True)
+        return y.exp()
+
+    return (fn,)
+
+
+@shows("Writes that no version counter sees")
+def test_writes_that_no_version_counter_sees() -> None:
+    assert is_right(torchs, written_unseen) == NEVER
+    assert is_right(ours(determinism="metadata"), written_unseen) == NEVER
+    assert is_right(ours(), written_unseen) == [ReplayMismatchError, ReplayMismatchError, False]
+    assert is_right(ours(determinism="values"), written_unseen) == [ReplayMismatchError] * 3
+    assert is_right(torchs, long_statistics) == NEVER
+    assert is_right(ours(), long_statistics)[0] is ReplayMismatchError
+
+
+class Link:
+    """A chain of objects; the last one counts."""
+
+    def __init__(self, length: int) -> None:
+        self.count = 1.0
+        self.next = Link(length - 1) if length else None
+
+    @property
+    def last(self) -> Link:
+        return self if self.next is None else self.next.last
+
+
+def counts(holder: Any, find: Fn) -> tuple[Any, ...]:
+    def fn(x: Tensor, holder: Any) -> Tensor:
+        found = find(holder)
+        y = (x.sin() * found.count).exp()
+        found.count += 1
+        return y
+
+    return fn, holder
+
+
+def counts_in_a_list(items: Any) -> tuple[Any, ...]:
+    def fn(x: Tensor, items: Any) -> Tensor:
+        y = (x.sin() * float(items[0])).exp()
+        items[0] += 1
+        return y
+
+    return fn, items
+
+
+FAR: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "deep": lambda: counts(Link(6), lambda link: link.last),
+    "many": lambda: counts([Link(0) for _ in range(400)], lambda links: links[-1]),
+    "item of a large list": lambda: counts_in_a_list([1.0] * 5_000),
+    "large array": lambda: counts_in_a_list(numpy.ones(5_000)),
+}
+
+
+@shows("How far objects are looked into")
+def test_how_far_objects_are_looked_into() -> None:
+    for make in FAR.values():
+        assert is_right(torchs, make) == NEVER
+        assert is_right(ours(determinism="metadata"), make) == NEVER
+        assert ReplayMismatchError in is_right(ours(), make)
+    assert is_right(ours(), lambda: counts(Link(2), lambda link: link.last)) == [True] * 3
+
+
+def test_what_is_taken_from_a_large_list_is_taken_once() -> None:
+    def fn(x: Tensor, items: list[float]) -> Tensor:
+        items.pop()
+        return x.sin().exp()
+
+    items = [1.0] * 5_000
+    assert is_right(ours(), lambda: (fn, items)) == [True] * 3
+    assert len(items) == 5_000 - 2 * 3, "three calls of the plain function, and three of ours"
+
+
+def adds_to(table: Tensor) -> tuple[Any, ...]:
+    def fn(x: Tensor, table: Tensor) -> Tensor:
+        y = x.sin() + table[:4]
+        table.add_(1)
+        return y.exp()
+
+    return fn, table
+
+
+@shows("Tensors without a copy")
+def test_tensors_without_a_copy() -> None:
+    assert True not in is_right(torchs, lambda: adds_to(torch.ones(2_000, 4)))
+    assert is_right(ours(), lambda: adds_to(torch.ones(2_000, 4))) == [MutationError, True, True]
+    assert is_right(ours(), lambda: adds_to(torch.ones(1_000, 4))) == [True] * 3
+
+    def writes_to_its_input(wrap: Callable[[Fn], Fn]) -> Callable[[Fn], Fn]:
+        return lambda fn: lambda x: wrap(fn)(x * 1)
+
+    def make() -> tuple[Any, ...]:
+        return (lambda h: h.mul_(2).sin().exp(),)
+
+    expected = gradients(writes_to_its_input(plain), make)
+    for wrap in (torchs, ours()):
+        assert gradients(writes_to_its_input(wrap), make) == [MutationError if wrap is not torchs else RuntimeError] * 3
+    assert all(isinstance(gradient, Tensor) for gradient in expected)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+
+class LargeTree(nn.Module):
+    """Takes a module from `_modules`, and changes it without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Any = self._modules["blocks"]._modules["3"]  # type: ignore[union-attr]
+        y = (x.sin() * found.scale).exp()
+        found.scale += 1
+        return y
+
+
+@shows("Trees of more than 64 modules")
+def test_trees_of_more_than_64_modules() -> None:
+    assert is_right(torchs, lambda: (LargeTree(),)) == NEVER
+    assert is_right(ours(determinism="metadata"), lambda: (LargeTree(),)) == [
+        True,
+        False,
+        False,
+    ]  # at first all are noted
+    assert is_right(ours(), lambda: (LargeTree(),))[1] is ReplayMismatchError
+
+
+@shows("Generators")
+def test_generators() -> None:
+    def make() -> tuple[Any, ...]:
+        return lambda x, items: (x.sin() * next(items)).exp(), (float(number) for number in range(1, 100))
+
+    assert is_right(torchs, make) == NEVER
+    assert is_right(ours(), make) == [UnsupportedError] * 3
+    assert is_right(ours(), lambda: (make()[0], iter([1.0, 2.0, 3.0]))) == [True] * 3
+
+
+@shows("Side effects happen again")
+def test_side_effects_happen_again(capsys: pytest.CaptureFixture[str]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        print("here")
+        return x.sin().exp()
+
+    for wrap in (torchs, ours()):
+        wrap(fn)(leaf()).sum().backward()
+        assert capsys.readouterr().out == "here\n" * 2
+
+
+# -- early stop -------------------------------------------------------------------------------------------------------
+
+
+@shows("A function that swallows exceptions")
+def test_a_function_that_swallows_exceptions() -> None:
+    seen = Journal()
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        try:
+            y = y.cos()
+        except:  # noqa: E722
+            seen.append("swallowed")
+        return y * 2
+
+    assert is_right(ours(), lambda: (fn,)) == [True] * 3
+    assert len(seen) == 1, "the first two recomputations run to their ends, to be compared"
+    seen.clear()
+    assert is_right(ours(early_stop=False), lambda: (fn,)) == [True] * 3
+    assert not len(seen)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@shows("Collectives and early stop")
+def test_collectives_and_early_stop(early_stop: bool) -> None:
+    """What stands for the collective runs in a recomputation or not, as the output that is differentiated is."""
+    reached = Journal()
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        first = x.sin().exp()
+        reached.append("collective")
+        return first, first.detach().requires_grad_().cos() * x
+
+    def runs(output: int) -> int:
+        out = reactivate.checkpoint(fn, early_stop=early_stop, determinism="metadata")(leaf())[output]
+        reached.clear()
+        out.sum().backward()
+        return len(reached)
+
+    assert (runs(0), runs(1)) == ((0, 1) if early_stop else (1, 1))
+
+
+@shows("More tensors than before")
+def test_more_tensors_than_before() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        return y.cos() if reactivate.is_recomputing() else y
+
+    x = leaf()
+    reactivate.checkpoint(fn, determinism="metadata")(x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    with pytest.raises(ReplayMismatchError, match="more"):
+        reactivate.checkpoint(fn, determinism="metadata", early_stop=False)(leaf()).sum().backward()
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+@shows("Threads that share state")
+def test_threads_that_share_state() -> None:
+    items: list[str] = []
+    hidden = MappingProxyType({"recomputing": threading.Event(), "appended": threading.Event()})
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        if not items:
+            items.append("mine")
+        if reactivate.is_recomputing():
+            hidden["recomputing"].set()
+            hidden["appended"].wait(10)
+        return y.exp()
+
+    def append() -> None:
+        hidden["recomputing"].wait(10)
+        items.append("from another thread")
+        hidden["appended"].set()
+
+    thread = threading.Thread(target=append)
+    thread.start()
+    reactivate.checkpoint(fn)(leaf()).sum().backward()
+    thread.join()
+    assert items == ["mine"], "the recomputation's own items are taken off again, and these with them"
+
+
+# -- where there are no regions ---------------------------------------------------------------------------------------
+
+
+@shows("`torch.func`")
+def test_torch_func() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    for wrap, error in ((torchs, RuntimeError), (ours(), UnsupportedError)):
+        with pytest.raises(error):
+            torch.func.grad(lambda x: wrap(fn)(x).sum())(leaf())
+    with pytest.warns(UserWarning, match="keeps its activations"):
+        out = torch.func.vmap(ours()(fn))(leaf())
+    assert out.shape == (4, 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@shows("CUDA graphs")
+def test_cuda_graphs() -> None:
+    x = torch.randn(4, 4, device="cuda", requires_grad=True)
+    reactivate.checkpoint(torch.sin)(x).sum().backward()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(UnsupportedError, match="captur"), torch.cuda.graph(graph):
+        reactivate.checkpoint(torch.sin)(x)
+
+
+@shows("Jagged nested tensors")
+def test_jagged_nested_tensors() -> None:
+    def fn(x: Tensor, offsets: Tensor) -> Tensor:
+        found: Tensor = torch.nested.nested_tensor_from_jagged(x, offsets).sin().exp().values()
+        return found
+
+    def inside(x: Tensor) -> Tensor:
+        return fn(x, torch.tensor([0, 2, 4]))
+
+    for wrap, error in ((torchs, RuntimeError), (ours(), ReplayMismatchError)):
+        with pytest.raises(error):
+            wrap(inside)(leaf()).sum().backward()
+    assert is_right(ours(), lambda: (fn, torch.tensor([0, 2, 4]))) == [True] * 3
+
+
+def first_scripted(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(x * 0.7 + bias) * x
+
+
+def second_scripted(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(x * 0.7 + bias) * x
+
+
+@pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning")
+@shows("TorchScript")
+def test_torchscript() -> None:
+    found = torch.jit.script(first_scripted)
+    with pytest.warns(UserWarning, match="keeps its activations"):
+        reactivate.checkpoint(lambda x, bias: found(x.sin(), bias))(leaf(), leaf())
+    hidden: SimpleQueue[Any] = SimpleQueue()
+    hidden.put(torch.jit.script(second_scripted))
+
+    def fn(x: Tensor, bias: Tensor) -> Tensor:
+        last = hidden.get()
+        hidden.put(last)
+        out: Tensor = last(x.sin(), bias)
+        return out
+
+    with pytest.raises(UnsupportedError, match="Call the scripted function"):
+        reactivate.checkpoint(fn)(leaf(), leaf())
+
+
+# -- policies, hooks, parameters --------------------------------------------------------------------------------------
+
+
+@shows("Saved calls")
+def test_saved_calls() -> None:
+    entered = Journal()
+
+    class Context:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            entered.append(self.name)
+
+        def __exit__(self, *details: object) -> None:
+            pass
+
+    inner = ours(guards=DEFAULT.adding(ContextPair(lambda: (Context("forward"), Context("recomputation")))))(torch.sin)
+
+    def fn(x: Tensor) -> Tensor:
+        out: Tensor = reactivate.site(inner, name="saved")(x.cos()).exp()
+        return out
+
+    reactivate.checkpoint(fn, policy=policies.save_names("saved"))(leaf()).sum().backward()
+    assert entered == ["forward", "recomputation"], "for the backward of the saved call, and for no recomputation of fn"
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    reactivate.apply(model, policies.recompute_modules("0"))
+    replica: Any = model[0]._replicate_for_data_parallel()
+    replica.weight, replica.bias = torch.zeros(4, 4), torch.zeros(4)
+    assert replica(leaf()).any(), "it ran with the parameters of the original"
+
+
+@shows("Hooks that keep a tensor as it is")
+def test_hooks_that_keep_a_tensor_as_it_is() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        with save_on_cpu():
+            y = y.tanh().exp()
+        return y.cos().sin()
+
+    def leaked(wrap: Callable[[Fn], Fn]) -> int:
+        def step() -> None:
+            x = leaf(64, 64)
+            torch.autograd.grad(wrap(fn)(x).sum(), x)
+
+        step()
+        gc.collect()
+        gc.disable()
+        try:
+            return allocated_by(step).left_bytes
+        finally:
+            gc.enable()
+
+    assert leaked(plain) == 0
+    assert 0 < leaked(ours()) <= leaked(torchs)
+
+
+class Steps(nn.Module):
+    def __init__(self, read: Fn) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Any:
+        return self.read(x, self.weight)
+
+
+def stepped_before_backward(wrap: Callable[[Fn], Fn], read: Fn) -> Any:
+    torch.manual_seed(0)
+    model, x = Steps(read), leaf()
+    out = wrap(model)(x)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    return torch.autograd.grad(out.sum(), x)[0]
+
+
+@shows("Parameters that change between forward and backward")
+def test_parameters_that_change_between_forward_and_backward() -> None:
+    def saves(x: Tensor, weight: Tensor) -> Tensor:
+        return (x + weight).exp()
+
+    def saves_not(x: Tensor, weight: Tensor) -> Tensor:
+        return x.sin().exp() + (x + weight)
+
+    def decides(x: Tensor, weight: Tensor) -> Tensor:
+        return x.sin().exp() if weight.sum().item() < 20 else x.cos().tanh()
+
+    expected = stepped_before_backward(plain, saves)
+    assert not torch.equal(stepped_before_backward(torchs, saves), expected)
+    for read in (saves, decides):
+        with pytest.raises(MutationError, match="weight"):
+            stepped_before_backward(ours(), read)
+    assert not torch.equal(stepped_before_backward(torchs, decides), stepped_before_backward(plain, decides))
+    assert torch.equal(stepped_before_backward(ours(), saves_not), stepped_before_backward(plain, saves_not))
+
+
+@shows("Hooks that turn the version check off")
+def test_hooks_that_turn_the_version_check_off() -> None:
+    def gradient(wrap: Callable[[Fn], Fn]) -> Tensor:
+        torch.manual_seed(0)
+        x = leaf()
+        with save_on_cpu():
+            y = wrap(lambda x: x.sin().exp())(x)
+        with torch.no_grad():
+            y.mul_(2)
+        return torch.autograd.grad(y, x, torch.ones(4, 4))[0]
+
+    expected, found = gradient(plain), gradient(ours())
+    assert torch.equal(expected, 2 * found), "the plain model reads the result that was written to"
+    assert torch.equal(found, gradient(torchs))
+
+
+@shows("torch 2.9 and `torch.compile` inside a region")
+def test_torch_2_9_and_compile_inside_a_region() -> None:
+    """Between forward and backward another version is compiled, which fits as well."""
+    runs: list[int] = []
+    hidden = MappingProxyType({"runs": runs})
+
+    def count(module: Any, inputs: Any) -> Fn:
+        number = len(runs)
+        runs.append(0)
+
+        def run(*args: Any) -> Any:
+            hidden["runs"][number] += 1
+            return module(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x.sin().cos(), backend=count)
+    out = reactivate.checkpoint(lambda x: compiled(x.tanh()).exp())(leaf())
+    for rows in (5, 6):
+        compiled(leaf(rows, 4).tanh())
+    assert runs == [1, 2]
+    out.sum().backward()
+    assert runs == ([1, 3] if torch.__version__.startswith("2.9.") else [2, 2])
+    torch._dynamo.reset()
