@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reactivate._engine.counted import call_counted
 from reactivate.errors import MutationError
 
 _FILLS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "set_"})
@@ -53,7 +54,7 @@ class StaleReads(TorchDispatchMode):
             self._filled.add(_place_of(args[0]))
             return result
         self._look_at((args, kwargs))
-        return func(*args, **kwargs)
+        return call_counted(func, args, kwargs)
 
     def _look_at(self, value: Any) -> None:
         if isinstance(value, Tensor):
