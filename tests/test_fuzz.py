@@ -97,20 +97,20 @@ def test_a_wrong_program_is_not_torchs_fault() -> None:
 
 HALVED = """
 def train(note):
-    x, given = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True) * 1.0
-    def region(y, factor):
-        factor.mul_(0.5)
-        return y * factor * SCALED
-    out = checkpoint(region)(x, given)
-    out.sum().backward()
+    x, weight = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    def region(y):
+        with torch.no_grad():
+            weight.mul_(0.5)
+        return y * weight * FACTOR
+    checkpoint(region)(x).sum().backward()
     note("gradient", x.grad)
 """
 
 
-@pytest.mark.parametrize(("scale", "verdict"), [("0.0", BY_CHANCE), ("2.0", "wrong")])
-def test_torch_is_right_by_chance_where_it_computes_from_other_tensors(scale: str, verdict: str) -> None:
-    """Torch halves the factor again; where that is multiplied by zero, nobody sees it."""
-    code = compiled(HALVED.replace("SCALED", scale))
+@pytest.mark.parametrize(("factor", "verdict"), [("0.0", BY_CHANCE), ("2.0", "wrong")])
+def test_torch_is_right_by_chance_where_it_computes_from_other_tensors(factor: str, verdict: str) -> None:
+    """Torch halves the weight again; where that is multiplied by zero, nobody sees it."""
+    code = compiled(HALVED.replace("FACTOR", factor))
     assert torchs_verdict(run(code, PLAIN, 0), code, 0) == verdict
     assert not Verdict(REFUSED, torch=verdict).fails
 

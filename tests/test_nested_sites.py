@@ -298,6 +298,13 @@ def test_a_policy_that_names_only_calls_of_a_region_inside_matches_nothing() -> 
         region(leaf())
 
 
+def test_a_policy_that_matches_nothing_is_told_of_no_op_of_a_region_inside() -> None:
+    inside = reactivate.checkpoint(lambda x: x.sin().exp())
+    region = reactivate.checkpoint(lambda x: inside(x.tanh()), policy=policies.save_ops("sin"))
+    with pytest.raises(UsageError, match=r"save_ops\('sin'\) matches nothing. What there was to match: tanh\."):
+        region(leaf())
+
+
 def test_microbatches_in_any_order() -> None:
     """Forward A, forward B, forward C, and their backwards in another order."""
 

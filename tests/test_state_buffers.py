@@ -528,6 +528,20 @@ def buffers_are_written_by_foreach(wrap: Wrap) -> Any:
 
 
 @right
+def buffer_is_written_by_foreach_where_values_are_compared(wrap: Wrap) -> Any:
+    """Under a dispatch mode, as the comparison is one, such an op moves no version."""
+    module = Scale()
+
+    def fn(x: Tensor) -> Tensor:
+        out = curve(x, module.amax.clone())
+        with torch.no_grad():
+            torch._foreach_add_([module.amax], 0.5)
+        return out
+
+    return [train(wrap(fn, determinism="values"), inputs()), module.amax]
+
+
+@right
 def state_made_under_inference_mode(wrap: Wrap) -> Any:
     with torch.inference_mode():
         module = Scale()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._compat import dispatch_modes, replace_dispatch_modes
+from reactivate._engine.counted import call_counted
 from reactivate._engine.sites import Site, line_of, user_frame
 from reactivate._engine.stale import is_view
 
@@ -77,7 +78,7 @@ class OpLog(TorchDispatchMode):
         return unlogged
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = call_counted(func, args, kwargs)
         if not self._is_paused and not _is_cast_of_parameter(func, args):
             frame = user_frame(sys._getframe(1))
             results = _results_unseen(result, func)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._compat import flatten
+from reactivate._engine.counted import call_counted
 from reactivate._engine.inputs import WrittenInput
 from reactivate._engine.oplog import checksum
 from reactivate._engine.stale import memory_of
@@ -98,4 +99,4 @@ class RenormsOnce(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.embedding_renorm_.default and memory_of(args[0]) in self._done:
             return args[0]
-        return func(*args, **(kwargs or {}))
+        return call_counted(func, args, kwargs)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._compat import innermost_pack_hook, written_arguments
+from reactivate._engine.counted import call_counted
 from reactivate.errors import MutationError
 
 _FILLS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "set_"})
@@ -76,14 +77,14 @@ class StaleReads(TorchDispatchMode):
         is_fill = name in _FILLS and bool(args)
         source = self._source_of((args[1:] if is_fill else args, kwargs))
         if source is None:
-            result = func(*args, **kwargs)
+            result = call_counted(func, args, kwargs)
             if is_fill:
                 self._filled.add(_place_of(args[0]))
             return result
         looks_at_none = is_view(func)
         if not looks_at_none and not (_is_saved_by_us() and torch.Tag.dynamic_output_shape not in func.tags):
             self.refuse(source)
-        result = func(*args, **kwargs)
+        result = call_counted(func, args, kwargs)
         written = [args[place] if place < len(args) else kwargs.get(key) for place, key, _ in written_arguments(func)]
         if any(memory_of(item) is None for item in _leaves(written)):
             self.refuse(source)  # nobody can tell what else looks at it
