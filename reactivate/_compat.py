@@ -46,8 +46,15 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # The number of the backward running on this thread, -1 for none: whether a replay has a backward to live as long as.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-# Python frames of `torch.autograd.Function.apply`: what it saves may be read more than once in a backward.
-FUNCTION_APPLY_CODE: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# The node whose backward runs on this thread, None if no backward does. That of a custom `torch.autograd.Function` is of
+# this type, and may read what it saved more than once.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+FunctionNode: type = torch.autograd.function.BackwardCFunction
+
+# Whether forward-mode AD may take part. Autograd turns it off for the `forward` of a custom function, and on again before
+# it saves what that function asked for; `torch.enable_grad` does not turn it on. So it says whether such a `forward` runs,
+# also where `Function.apply` is written in C and leaves no frame.
+is_outside_of_functions: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 
 
 def has_setup_context(kind: type[torch.autograd.Function]) -> bool:
@@ -470,6 +477,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 if hasattr(torch._C._autograd, "_make_saved_tensor"):
     SavedTensor: Any = torch._C._autograd.SavedTensor
     save_tensor: Callable[[torch.Tensor, bool], Any] = torch._C._autograd._make_saved_tensor
+    SAVING_CODE: CodeType | None = None  # of the Python frame that it saves in, if it has one
 
 else:
 
@@ -516,6 +524,7 @@ else:
             return self._output.grad_fn.saved_tensors[0]
 
     save_tensor = SavedTensor
+    SAVING_CODE = _KeepInput.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 # -- the CPU's generator ----------------------------------------------------------------------------------------------
@@ -686,7 +695,7 @@ next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 def current_node_number() -> int | None:
     """The number of the node whose backward runs on this thread; -1 if it has none; None if no backward runs."""
-    node = torch._C._current_autograd_node()
+    node = current_node()
     if node is None:
         return None
     number = int(node._sequence_nr())

@@ -82,19 +82,41 @@ def a_backward_has_a_number_and_an_end() -> None:
     assert seen[1] == "end"
 
 
-@needs("FUNCTION_APPLY_CODE")
-def custom_functions_save_under_apply() -> None:
-    codes: list[Any] = []
+@needs("current_node", "FunctionNode", "is_outside_of_functions")
+def a_custom_function_is_known_while_it_runs() -> None:
+    outside: list[bool] = []
+    numbers: list[int] = []
+    kinds: list[bool] = []
 
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                outside.append(_compat.is_outside_of_functions())
             ctx.save_for_backward(x)
+            numbers.append(_compat.next_node_number())
             return x * 2
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: codes.append(sys._getframe(1).f_code) or t, lambda t: t):
-        Double.apply(torch.ones(2, requires_grad=True))
-    assert codes == [_compat.FUNCTION_APPLY_CODE]
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return ctx.saved_tensors[0] * grad
+
+    def pack(tensor: Tensor) -> Tensor:
+        outside.append(_compat.is_outside_of_functions())
+        numbers.append(_compat.next_node_number())
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        kinds.append(isinstance(_compat.current_node(), _compat.FunctionNode))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = Double.apply(torch.ones(2, requires_grad=True)).exp()
+    assert outside == [False, True, True]  # in its forward, as it saves, and in another op
+    assert numbers[0] == numbers[1] < numbers[2]  # its node is there before its forward; that of an op before it saves
+    y.sum().backward()
+    assert kinds == [False, True]
+    assert _compat.current_node() is None
 
 
 @needs("registered_containers", "leaves_with_paths")
@@ -296,7 +318,7 @@ class _NoOps(TorchDispatchMode):
         raise AssertionError(func)
 
 
-@needs("SavedTensor", "save_tensor")
+@needs("SavedTensor", "save_tensor", "SAVING_CODE")
 def a_saved_tensor_knows_its_version() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     saved = _compat.save_tensor(x, False)
@@ -307,6 +329,10 @@ def a_saved_tensor_knows_its_version() -> None:
         saved.unpack()
     with _NoOps():
         assert _compat.save_tensor(x, False).unpack().shape == x.shape
+    codes: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: codes.append(sys._getframe(1).f_code) or t, lambda t: t):
+        _compat.save_tensor(x, False)
+    assert codes == [_compat.SAVING_CODE or sys._getframe().f_code]
 
 
 @needs("cpu_generator_memory")

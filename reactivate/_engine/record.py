@@ -84,8 +84,8 @@ class Slot:
     is_read_again = False
 
 
-class FunctionSlot(Slot):
-    """One of a custom `autograd.Function`, which may read its saved tensors several times in one backward."""
+class SharedSlot(Slot):
+    """A slot that is read several times in one backward."""
 
     __slots__ = ()
     is_read_again = True

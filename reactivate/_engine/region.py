@@ -26,9 +26,10 @@ from torch.nn import Module
 
 from reactivate._backends import fences
 from reactivate._compat import (
-    FUNCTION_APPLY_CODE,
     MODULE_CALL_CODE,
+    FunctionNode,
     current_backward,
+    current_node,
     current_transform,
     has_hooks,
     is_forward_mode_active,
@@ -38,6 +39,7 @@ from reactivate._compat import (
     leave_to_eager,
     module_call,
     name_of_transform,
+    next_node_number,
     on_backward_end,
     pop_saved_tensor_hooks,
     prefer_version_used_last,
@@ -51,13 +53,13 @@ from reactivate._engine.check import Check, is_due, is_writer, note_writer
 from reactivate._engine.exits import through_exit
 from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
 from reactivate._engine.inputs import WrittenInput
-from reactivate._engine.kept import KEPT_CODE, SiteSlot
+from reactivate._engine.kept import KEPT_CODES, SiteSlot
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.proof import Proof
 from reactivate._engine.record import (
-    FunctionSlot,
     Options,
     Record,
+    SharedSlot,
     Slot,
     are_regions_off,
     observers,
@@ -263,12 +265,14 @@ class Region(Record):
             with without_function_modes():
                 return self.pack(tensor, frame)
         code = frame.f_code
-        slot = Slot() if code is not FUNCTION_APPLY_CODE and code is not KEPT_CODE else FunctionSlot()
-        slot.value = None
         known = known_code.get(id(code)) or look_at(code)
-        if known is not USERS:
+        if known is USERS:
+            slot = Slot()
+        else:
+            slot = Slot() if code not in KEPT_CODES else SharedSlot()
             frame = self._users_frame(known, frame)
             code = frame.f_code
+        slot.value = None
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
         self.saved.append((ref(slot), metadata, code, frame.f_lasti))
         return slot
@@ -282,12 +286,11 @@ class Region(Record):
     def pack_beside_sites(self, tensor: Tensor) -> Slot:
         """As `pack`, but a custom function whose call is saved has not saved yet when its forward returns."""
         log = self.forward_log
-        frame = _getframe(1)
         if log is not None and log.pending is not None:
-            if frame is log.pending.frame:
-                return log.pending.call.pack(tensor)
+            if log.pending.number == next_node_number():
+                return log.pending.pack(tensor)
             log.finish_pending()
-        slot = self.pack(tensor, frame)
+        slot = self.pack(tensor, _getframe(1))
         if self.check is not None:
             self.check.note(len(self.saved) - 1, tensor)
         return slot
@@ -322,7 +325,7 @@ class Region(Record):
                 self._limit_lifetime()
         if value._version != slot.version:
             raise self.options.exception(refusals.written_after_saved(self, slot))
-        if not slot.is_read_again:
+        if not slot.is_read_again and not isinstance(current_node(), FunctionNode):
             slot.value = None
         return value
 

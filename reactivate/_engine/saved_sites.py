@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from sys import _getframe
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -27,6 +26,7 @@ from reactivate._compat import (
     innermost_pack_hook,
     is_any_autocast_enabled,
     is_function_mode_active,
+    is_outside_of_functions,
     next_node_number,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
@@ -91,7 +91,8 @@ class Call:
         self.sources = Sources(arguments, next_node_number(), decision.is_quiet, leaves, log.casts)
         site = self.site = SavedSite()
         site.number, site.label, site.path = number, decision.label, decision.path
-        site.is_function, site.reason, site.changes = False, None, ()
+        site.is_function = site.is_nested = False
+        site.reason, site.changes = None, ()
         site.start = len(self.entries)
         site.count = len(arguments)
         frame = user_frame(_getframe(4))  # above `call`, and who called that
@@ -123,13 +124,18 @@ class Pending(NamedTuple):
     Attributes:
         result: what its forward returned.
         versions: of the tensors in it, by their ids.
-        frame: that of `Function.apply`, under which it will save.
+        number: of the next node of autograd's. The function's own is there by now; any other op makes one, then saves.
     """
 
     call: Call
     result: Any
     versions: dict[int, int]
-    frame: FrameType | None
+    number: int
+
+    def pack(self, tensor: Tensor) -> SiteSlot:
+        """Autograd saves `tensor` for the backward of the function."""
+        self.call.site.is_nested = not is_outside_of_functions()
+        return self.call.pack(tensor)
 
 
 class ForwardLog(Log):

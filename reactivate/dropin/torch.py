@@ -44,6 +44,7 @@ from reactivate._compat import NotTraced, checkpoint_in_graph, runs_as_traced, w
 from reactivate._engine.record import Options
 from reactivate._engine.region import Region, module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_replay
+from reactivate._engine.site_log import set_aside
 from reactivate._in_jax import is_traced, run_traced
 from reactivate.errors import ReactivateError, ReplayMismatchError, UsageError
 from reactivate.guards import DEFAULT, ContextPair, Guards
@@ -326,7 +327,9 @@ def checkpoint_without_reentrant_generator(
         return
     options = _options_of_call(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
     region = Region()
-    if region.begin(fn, args, kwargs, options):
+    with set_aside():
+        plainly = region.begin(fn, args, kwargs, options)
+    if plainly is not None:
         yield
         return
     try:
