@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -38,6 +38,35 @@ def innermost_pack_hook() -> Any:
     """The pack hook that autograd would call now, or None."""
     hooks = _top_saved_tensor_hooks(True)
     return None if hooks is None else hooks[0]
+
+
+# torch's selective checkpointing (>= 2.14) may pass what it keeps through the saved-tensor hooks of the user's around it.
+# It asks the innermost pack hook which these are, by two attributes; a hook without them it takes for one of the user's.
+_find_users_hooks: Callable[[], Any] | None
+_find_users_hooks = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", None)
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def not_a_users_hook(pack: _Hook) -> _Hook:
+    """Mark a pack hook: what selective checkpointing keeps is not for it."""
+    pack._checkpoint_internal, pack._user_hooks = True, None
+    return pack
+
+
+def beside_users_hooks(pack: Any) -> Any:
+    """Return a marked pack hook that also says which hooks of the user's are around it."""
+    if _find_users_hooks is None or _top_saved_tensor_hooks(True) is None:
+        return pack
+    hook: Any = not_a_users_hook(functools.partial(pack))  # which has no Python frame of its own
+    hook._user_hooks = _find_users_hooks()
+    return hook
+
+
+def forget_users_hooks() -> None:
+    """Let the innermost hook forget the user's: it is done, but graphs hold it, and no collector sees cycles through it."""
+    hook: Any = None if _find_users_hooks is None else innermost_pack_hook()
+    if getattr(hook, "_user_hooks", None) is not None:
+        hook._user_hooks = None
 
 
 # `torch.enable_grad()` and back: without an object in between.

@@ -57,6 +57,33 @@ def the_innermost_pack_hook_is_the_one_that_was_pushed() -> None:
     _compat.pop_saved_tensor_hooks()
 
 
+@needs("not_a_users_hook", "beside_users_hooks", "forget_users_hooks")
+def a_hook_says_which_hooks_are_the_users() -> None:
+    """Behaviour: `test_dropin_torch.test_hooks_around_selective_checkpointing`."""
+    users, unpack = (lambda tensor: tensor), (lambda tensor: tensor)
+    found: list[Any] = []
+
+    @_compat.not_a_users_hook
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def look() -> None:
+        hook = _compat.innermost_pack_hook()
+        found.append(hook._user_hooks if hook._checkpoint_internal else "the user's")
+
+    with torch.autograd.graph.saved_tensors_hooks(users, unpack):
+        for _ in range(2):
+            _compat.push_saved_tensor_hooks(_compat.beside_users_hooks(pack), unpack)
+            look()
+        _compat.forget_users_hooks()
+        look()
+        _compat.pop_saved_tensor_hooks()
+        _compat.pop_saved_tensor_hooks()
+    has_it = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")  # torch < 2.14 does not ask
+    assert found == [*([(users, unpack)] * 2 if has_it else [None] * 2), None]
+    assert _compat.beside_users_hooks(pack) is pack
+
+
 @needs("set_grad_enabled")
 def grad_mode_is_set() -> None:
     _compat.set_grad_enabled(False)

@@ -28,9 +28,11 @@ from reactivate._backends import fences
 from reactivate._compat import (
     MODULE_CALL_CODE,
     FunctionNode,
+    beside_users_hooks,
     current_backward,
     current_node,
     current_transform,
+    forget_users_hooks,
     has_hooks,
     is_forward_mode_active,
     is_function_mode_active,
@@ -40,6 +42,7 @@ from reactivate._compat import (
     module_call,
     name_of_transform,
     next_node_number,
+    not_a_users_hook,
     on_backward_end,
     pop_saved_tensor_hooks,
     prefer_version_used_last,
@@ -157,7 +160,7 @@ class Region(Record):
             pack = self.pack_checked
         if options.choice is not None and options.choice.interest.functions:
             pack = self.pack_beside_sites
-        push_saved_tensor_hooks(pack, self.unpack)
+        push_saved_tensor_hooks(beside_users_hooks(pack), self.unpack)
         if self.log is not None:
             self.log.__enter__()
         self.forward_log = None
@@ -175,7 +178,7 @@ class Region(Record):
         self._close_log()
         if self.log is not None:
             self.log.__exit__(None, None, None)
-        pop_saved_tensor_hooks()
+        self._pop_hooks()
         try:
             self.snapshots = self.take_snapshots()
         finally:
@@ -234,10 +237,15 @@ class Region(Record):
             self.forward_log = None
         if self.log is not None:
             self.log.__exit__(None, None, None)
-        pop_saved_tensor_hooks()
+        self._pop_hooks()
         self._finish()
         self._leave(error)
         note_shortage(error)
+
+    @staticmethod
+    def _pop_hooks() -> None:
+        forget_users_hooks()
+        pop_saved_tensor_hooks()
 
     def _close_log(self) -> None:
         if self.forward_log is not None:
@@ -257,6 +265,7 @@ class Region(Record):
                 for guard, token in zip(self.options.guards, tokens):
                     stack.callback(guard.leave, token, error)
 
+    @not_a_users_hook
     def pack(self, tensor: Tensor, frame: FrameType | None = None) -> Slot:
         """Autograd saves `tensor`: it gets an empty slot."""
         if frame is None:
@@ -277,12 +286,14 @@ class Region(Record):
         self.saved.append((ref(slot), metadata, code, frame.f_lasti))
         return slot
 
+    @not_a_users_hook
     def pack_checked(self, tensor: Tensor) -> Slot:
         """Do as `pack`, and take a checksum."""
         slot = self.pack(tensor, _getframe(1))
         self.check.note(len(self.saved) - 1, tensor)
         return slot
 
+    @not_a_users_hook
     def pack_beside_sites(self, tensor: Tensor) -> Slot:
         """As `pack`, but a custom function whose call is saved has not saved yet when its forward returns."""
         log = self.forward_log

@@ -27,6 +27,7 @@ from reactivate._compat import (
     is_profiling,
     leave_to_eager,
     next_node_number,
+    not_a_users_hook,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     set_grad_enabled,
@@ -332,6 +333,7 @@ class _Matching:
         self.without_graph = -1  # the number of the next node, when a tensor without a graph was saved last
         self.refused: BaseException | None = None
 
+    @not_a_users_hook
     def pack(self, tensor: Tensor) -> Tensor:
         """Autograd saves `tensor`. What is returned goes into the replay's own graph.
 
@@ -362,6 +364,7 @@ class _Matching:
             self.without_graph = next_node_number()
         return value
 
+    @not_a_users_hook
     def pack_checked(self, tensor: Tensor) -> Tensor:
         """Do as `pack`, and take a checksum of what a backward may still read."""
         saved = self.record.saved

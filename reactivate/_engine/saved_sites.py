@@ -28,6 +28,7 @@ from reactivate._compat import (
     is_function_mode_active,
     is_outside_of_functions,
     next_node_number,
+    not_a_users_hook,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     without_function_modes,
@@ -98,6 +99,7 @@ class Call:
         frame = user_frame(_getframe(4))  # above `call`, and who called that
         site.place = (frame.f_code, frame.f_lasti)
 
+    @not_a_users_hook
     def pack(self, tensor: Tensor) -> SiteSlot:
         """Autograd saves `tensor` for the backward of the call."""
         if is_function_mode_active():
