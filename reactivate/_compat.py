@@ -1,7 +1,7 @@
 """The only importer of private torch names.
 
 Every name below says why no public name serves. `tests/test_compat.py` lists them with what each is relied on for, and
-runs against every supported torch (2.9 to 2.13).
+runs against every supported torch (2.9 to 2.14).
 """
 
 from __future__ import annotations
