@@ -42,8 +42,8 @@ def innermost_pack_hook() -> Any:
 
 # torch's selective checkpointing (>= 2.14) may pass what it keeps through the saved-tensor hooks of the user's around it.
 # It asks the innermost pack hook which these are, by two attributes; a hook without them it takes for one of the user's.
-_find_users_hooks: Callable[[], Any] | None
-_find_users_hooks = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", None)
+_find_users_hooks: Any = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", None)
+asks_for_users_hooks: bool = _find_users_hooks is not None
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
@@ -55,7 +55,7 @@ def not_a_users_hook(pack: _Hook) -> _Hook:
 
 def beside_users_hooks(pack: Any) -> Any:
     """Return a marked pack hook that also says which hooks of the user's are around it."""
-    if _find_users_hooks is None or _top_saved_tensor_hooks(True) is None:
+    if _top_saved_tensor_hooks(True) is None:
         return pack
     hook: Any = not_a_users_hook(functools.partial(pack))  # which has no Python frame of its own
     hook._user_hooks = _find_users_hooks()
@@ -64,7 +64,7 @@ def beside_users_hooks(pack: Any) -> Any:
 
 def forget_users_hooks() -> None:
     """Let the innermost hook forget the user's: it is done, but graphs hold it, and no collector sees cycles through it."""
-    hook: Any = None if _find_users_hooks is None else innermost_pack_hook()
+    hook = innermost_pack_hook()
     if getattr(hook, "_user_hooks", None) is not None:
         hook._user_hooks = None
 
@@ -75,10 +75,19 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # The number of the backward running on this thread, -1 for none: whether a replay has a backward to live as long as.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-# The node whose backward runs on this thread, None if no backward does. That of a custom `torch.autograd.Function` is of
-# this type, and may read what it saved more than once.
+# Python frames of `torch.autograd.Function.apply`: what it saves may be read more than once in a backward. None where that
+# is written in C (torch >= 2.14).
+FUNCTION_APPLY_CODE: CodeType | None
+FUNCTION_APPLY_CODE = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+
+# The node whose backward runs on this thread, None if no backward does.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-FunctionNode: type = torch.autograd.function.BackwardCFunction
+
+
+def is_function_running() -> bool:
+    """Return whether the backward of a custom `torch.autograd.Function` runs on this thread."""
+    return isinstance(current_node(), torch.autograd.function.BackwardCFunction)
+
 
 # Whether forward-mode AD may take part. Autograd turns it off for the `forward` of a custom function, and on again before
 # it saves what that function asked for; `torch.enable_grad` does not turn it on. So it says whether such a `forward` runs,
@@ -506,7 +515,6 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 if hasattr(torch._C._autograd, "_make_saved_tensor"):
     SavedTensor: Any = torch._C._autograd.SavedTensor
     save_tensor: Callable[[torch.Tensor, bool], Any] = torch._C._autograd._make_saved_tensor
-    SAVING_CODE: CodeType | None = None  # of the Python frame that it saves in, if it has one
 
 else:
 
@@ -553,7 +561,6 @@ else:
             return self._output.grad_fn.saved_tensors[0]
 
     save_tensor = SavedTensor
-    SAVING_CODE = _KeepInput.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 # -- the CPU's generator ----------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def the_innermost_pack_hook_is_the_one_that_was_pushed() -> None:
     _compat.pop_saved_tensor_hooks()
 
 
-@needs("not_a_users_hook", "beside_users_hooks", "forget_users_hooks")
+@needs("asks_for_users_hooks", "not_a_users_hook", "beside_users_hooks", "forget_users_hooks")
 def a_hook_says_which_hooks_are_the_users() -> None:
     """Behaviour: `test_dropin_torch.test_hooks_around_selective_checkpointing`."""
     users, unpack = (lambda tensor: tensor), (lambda tensor: tensor)
@@ -71,6 +71,9 @@ def a_hook_says_which_hooks_are_the_users() -> None:
         hook = _compat.innermost_pack_hook()
         found.append(hook._user_hooks if hook._checkpoint_internal else "the user's")
 
+    assert _compat.beside_users_hooks(pack) is pack
+    if not _compat.asks_for_users_hooks:  # torch < 2.14
+        return
     with torch.autograd.graph.saved_tensors_hooks(users, unpack):
         for _ in range(2):
             _compat.push_saved_tensor_hooks(_compat.beside_users_hooks(pack), unpack)
@@ -79,9 +82,7 @@ def a_hook_says_which_hooks_are_the_users() -> None:
         look()
         _compat.pop_saved_tensor_hooks()
         _compat.pop_saved_tensor_hooks()
-    has_it = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")  # torch < 2.14 does not ask
-    assert found == [*([(users, unpack)] * 2 if has_it else [None] * 2), None]
-    assert _compat.beside_users_hooks(pack) is pack
+    assert found == [(users, unpack), (users, unpack), None]
 
 
 @needs("set_grad_enabled")
@@ -109,11 +110,12 @@ def a_backward_has_a_number_and_an_end() -> None:
     assert seen[1] == "end"
 
 
-@needs("current_node", "FunctionNode", "is_outside_of_functions")
+@needs("FUNCTION_APPLY_CODE", "current_node", "is_function_running", "is_outside_of_functions")
 def a_custom_function_is_known_while_it_runs() -> None:
     outside: list[bool] = []
     numbers: list[int] = []
     kinds: list[bool] = []
+    codes: list[Any] = []
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -129,16 +131,18 @@ def a_custom_function_is_known_while_it_runs() -> None:
             return ctx.saved_tensors[0] * grad
 
     def pack(tensor: Tensor) -> Tensor:
+        codes.append(sys._getframe(1).f_code)
         outside.append(_compat.is_outside_of_functions())
         numbers.append(_compat.next_node_number())
         return tensor
 
     def unpack(tensor: Tensor) -> Tensor:
-        kinds.append(isinstance(_compat.current_node(), _compat.FunctionNode))
+        kinds.append(_compat.is_function_running())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = Double.apply(torch.ones(2, requires_grad=True)).exp()
+    assert codes == [_compat.FUNCTION_APPLY_CODE or sys._getframe().f_code, sys._getframe().f_code]
     assert outside == [False, True, True]  # in its forward, as it saves, and in another op
     assert numbers[0] == numbers[1] < numbers[2]  # its node is there before its forward; that of an op before it saves
     y.sum().backward()
@@ -345,7 +349,7 @@ class _NoOps(TorchDispatchMode):
         raise AssertionError(func)
 
 
-@needs("SavedTensor", "save_tensor", "SAVING_CODE")
+@needs("SavedTensor", "save_tensor")
 def a_saved_tensor_knows_its_version() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     saved = _compat.save_tensor(x, False)
@@ -356,10 +360,6 @@ def a_saved_tensor_knows_its_version() -> None:
         saved.unpack()
     with _NoOps():
         assert _compat.save_tensor(x, False).unpack().shape == x.shape
-    codes: list[Any] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: codes.append(sys._getframe(1).f_code) or t, lambda t: t):
-        _compat.save_tensor(x, False)
-    assert codes == [_compat.SAVING_CODE or sys._getframe().f_code]
 
 
 @needs("cpu_generator_memory")

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import reactivate
-from reactivate._compat import FunctionNode, current_backward, current_node
+from reactivate._compat import current_backward, is_function_running
 from reactivate._engine.record import observed_by
 from reactivate.errors import MutationError
 
@@ -214,7 +214,7 @@ class Copies:
         for region in packed.regions:
             self.read[region].add(now)
         self.own[packed.regions[-1]].add(now)
-        if not isinstance(current_node(), FunctionNode):
+        if not is_function_running():
             self.reads_again |= now in packed.reads
             packed.reads.add(now)
         return packed.copy

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import SAVING_CODE, SavedTensor, save_tensor
+from reactivate._compat import FUNCTION_APPLY_CODE, SavedTensor, save_tensor
 from reactivate._engine.aside import aside
 from reactivate._engine.contents import Contents
 from reactivate._engine.derive import Recipe
@@ -81,8 +81,9 @@ class There(Kept):
         return found
 
 
-# A region around this one has to have what is kept more than once: for a replay, and for the backward.
-KEPT_CODES = (Kept.settle.__code__, SAVING_CODE)
+# What is read more than once is saved in these frames: a region around this one has to have what is kept for a replay and
+# for the backward, and a custom function may read as often as it wants.
+SHARED_CODES = (Kept.settle.__code__, FUNCTION_APPLY_CODE)
 
 
 class SavedSite:

@@ -27,10 +27,9 @@ from torch.nn import Module
 from reactivate._backends import fences
 from reactivate._compat import (
     MODULE_CALL_CODE,
-    FunctionNode,
+    asks_for_users_hooks,
     beside_users_hooks,
     current_backward,
-    current_node,
     current_transform,
     forget_users_hooks,
     has_hooks,
@@ -56,7 +55,7 @@ from reactivate._engine.check import Check, is_due, is_writer, note_writer
 from reactivate._engine.exits import through_exit
 from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
 from reactivate._engine.inputs import WrittenInput
-from reactivate._engine.kept import KEPT_CODES, SiteSlot
+from reactivate._engine.kept import SHARED_CODES, SiteSlot
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.proof import Proof
 from reactivate._engine.record import (
@@ -160,7 +159,9 @@ class Region(Record):
             pack = self.pack_checked
         if options.choice is not None and options.choice.interest.functions:
             pack = self.pack_beside_sites
-        push_saved_tensor_hooks(beside_users_hooks(pack), self.unpack)
+        if asks_for_users_hooks:
+            pack = beside_users_hooks(pack)
+        push_saved_tensor_hooks(pack, self.unpack)
         if self.log is not None:
             self.log.__enter__()
         self.forward_log = None
@@ -244,7 +245,8 @@ class Region(Record):
 
     @staticmethod
     def _pop_hooks() -> None:
-        forget_users_hooks()
+        if asks_for_users_hooks:
+            forget_users_hooks()
         pop_saved_tensor_hooks()
 
     def _close_log(self) -> None:
@@ -278,7 +280,7 @@ class Region(Record):
         if known is USERS:
             slot = Slot()
         else:
-            slot = Slot() if code not in KEPT_CODES else SharedSlot()
+            slot = Slot() if code not in SHARED_CODES else SharedSlot()
             frame = self._users_frame(known, frame)
             code = frame.f_code
         slot.value = None
@@ -336,7 +338,7 @@ class Region(Record):
                 self._limit_lifetime()
         if value._version != slot.version:
             raise self.options.exception(refusals.written_after_saved(self, slot))
-        if not slot.is_read_again and not isinstance(current_node(), FunctionNode):
+        if not slot.is_read_again:
             slot.value = None
         return value
 
