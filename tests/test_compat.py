@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import random
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
 from reactivate import _compat
+from reactivate._names import first_of, is_missing, names_of
+from reactivate.errors import UnsupportedError
 
 PACKAGE = Path(reactivate.__file__).parent
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -657,9 +660,54 @@ def private_names_of_torch(path: Path) -> list[str]:
             while isinstance(root, ast.Attribute):
                 path.append(root.attr)
                 root = root.value
-            if isinstance(root, ast.Name) and root.id == "torch" and "ops" not in path:  # ops have such names
+            if (
+                isinstance(root, ast.Name) and root.id in ("torch", "_torch") and "ops" not in path
+            ):  # ops have such names
                 found.append(node.attr)
     return found
+
+
+def names_looked_up() -> list[str]:
+    """The names of torch that `_compat` looks up when it is imported."""
+    found = {
+        ast.unparse(node).removeprefix("_torch.")
+        for node in ast.walk(ast.parse(Path(_compat.__file__).read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("_torch.")
+    }
+    return sorted(found - {"_C"})  # without that there is no torch
+
+
+WITHOUT = """
+import sys, torch
+from operator import attrgetter
+for path in sys.argv[1:]:
+    parent, _, name = path.rpartition(".")
+    owner = attrgetter(parent)(torch) if parent else torch
+    if hasattr(owner, name):
+        delattr(owner, name)
+import reactivate
+"""
+
+
+def test_missing_names_stop_no_import() -> None:
+    """Not even all of them at once, but for those that torch itself does not do without."""
+    looked_up = names_looked_up()
+    names = [name for name in looked_up if not any(other.startswith(f"{name}.") for other in looked_up)]
+    own = ("_ops", "_subclasses", "_C._accelerator_getAccelerator")
+    names = [name for name in names if not name.startswith(own)]
+    assert len(names) > 50
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *names], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_missing_name_is_named_where_it_is_used() -> None:
+    names = names_of("torch")
+    assert names._C._autograd.SavedTensor is torch._C._autograd.SavedTensor
+    missing = names._C._autograd._no_such_name
+    assert is_missing(missing) and is_missing(names_of("torch._no_such_module").name)
+    assert not isinstance(3, missing) and first_of(missing, abs) is abs
+    with pytest.raises(UnsupportedError, match=r"torch\._C\._autograd\._no_such_name"):
+        missing(1)
 
 
 # Public in all but name: the module in which torch documents how to write a mode.
