@@ -10,7 +10,11 @@ XLA_PINS := requirements-xla.txt requirements-xla-tests.txt
 XLA := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/reactivate/xla-$(shell cat $(XLA_PINS) | cksum | cut -d ' ' -f 1)
 IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
 
-.PHONY: demo test test-fenced test-xla test-oldest lint types docs fuzz bench bench-xla test-upstream clean
+# The newest torch, in an environment of its own as well. `make test-newest TORCH=` takes what pip offers that day.
+TORCH ?= 2.14.1
+NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
+
+.PHONY: demo test test-fenced test-xla test-oldest test-newest refresh lint types docs fuzz bench bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -45,6 +49,17 @@ test-xla: $(XLA)/.installed  ## regions on XLA's CPU device, and in JAX
 
 test-oldest: $(XLA)/.installed  ## the tests of `make test` on the oldest torch that is supported
 	$(IN_XLA) -m pytest -n $(JOBS) --ignore tests/test_recipe.py  # torchtitan needs a newer torch
+
+$(NEWEST)/.installed: $(if $(TORCH),,refresh)
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade torch$(TORCH:%===%) \
+		--constraint $(NEWEST)/constraints.txt '.[test,models]'
+	$(NEWEST)/bin/pip uninstall --quiet --yes reactivate  # what runs is the package of this directory
+	touch $@
+
+test-newest: $(NEWEST)/.installed  ## the tests of `make test` on the newest torch, or on another one: TORCH=2.11.0
+	PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest -n $(JOBS)
 
 fuzz: $(VENV)/.test  ## random training programs, plain and checkpointed: make fuzz SECONDS=600, COUNT=2000, SEED=7
 	$(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) --workers $(JOBS)

@@ -1,7 +1,8 @@
 """The only importer of private torch names.
 
 Every name below says why no public name serves. `tests/test_compat.py` lists them with what each is relied on for, and
-runs against every supported torch (2.9 to 2.13).
+runs against every supported torch (2.9 to 2.14). What is looked up here when the package is imported is looked up in
+`_torch`: what a torch does not have raises where it is used, if there is no other way.
 """
 
 from __future__ import annotations
@@ -16,22 +17,27 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch._higher_order_ops import wrap as _wrap
 from torch.nn import Module
 from torch.nn.modules import module as _module
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from reactivate._names import Missing, first_of, is_missing, names_of
+
+_torch = names_of("torch")
+_WRAP = "torch._higher_order_ops.wrap"
+_wrap = names_of(_WRAP)
+
 # Saved-tensor hooks: `torch.autograd.graph.saved_tensors_hooks` builds an object a region and costs 1 us more.
-push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+push_saved_tensor_hooks = _torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensor_hooks = _torch._C._autograd._pop_saved_tensors_default_hooks
 
 # The innermost saved-tensor hooks, (pack, unpack), or None: whether somebody else's are around a call.
-_top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_top_saved_tensor_hooks = _torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def innermost_pack_hook() -> Any:
@@ -40,14 +46,59 @@ def innermost_pack_hook() -> Any:
     return None if hooks is None else hooks[0]
 
 
+# torch's selective checkpointing (>= 2.14) may pass what it keeps through the saved-tensor hooks of the user's around it.
+# It asks the innermost pack hook which these are, by two attributes; a hook without them it takes for one of the user's.
+_find_users_hooks: Any = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", None)
+asks_for_users_hooks: bool = _find_users_hooks is not None
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def not_a_users_hook(pack: _Hook) -> _Hook:
+    """Mark a pack hook: what selective checkpointing keeps is not for it."""
+    pack._checkpoint_internal, pack._user_hooks = True, None
+    return pack
+
+
+def beside_users_hooks(pack: Any) -> Any:
+    """Return a marked pack hook that also says which hooks of the user's are around it."""
+    if _top_saved_tensor_hooks(True) is None:
+        return pack
+    hook: Any = not_a_users_hook(functools.partial(pack))  # which has no Python frame of its own
+    hook._user_hooks = _find_users_hooks()
+    return hook
+
+
+def forget_users_hooks() -> None:
+    """Let the innermost hook forget the user's: it is done, but graphs hold it, and no collector sees cycles through it."""
+    hook = innermost_pack_hook()
+    if getattr(hook, "_user_hooks", None) is not None:
+        hook._user_hooks = None
+
+
 # `torch.enable_grad()` and back: without an object in between.
-set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+set_grad_enabled: Callable[[bool], None] = first_of(_torch._C._set_grad_enabled, torch.set_grad_enabled)
 
 # The number of the backward running on this thread, -1 for none: whether a replay has a backward to live as long as.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
+current_backward: Callable[[], int] = _torch._C._current_graph_task_id
 
-# Python frames of `torch.autograd.Function.apply`: what it saves may be read more than once in a backward.
-FUNCTION_APPLY_CODE: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# Python frames of `torch.autograd.Function.apply`: what it saves may be read more than once in a backward. None where that
+# is written in C (torch >= 2.14).
+FUNCTION_APPLY_CODE: CodeType | None
+FUNCTION_APPLY_CODE = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+
+# The node whose backward runs on this thread, None if no backward does.
+current_node: Callable[[], Any] = _torch._C._current_autograd_node
+
+
+def is_function_running() -> bool:
+    """Return whether the backward of a custom `torch.autograd.Function` runs on this thread."""
+    return isinstance(current_node(), torch.autograd.function.BackwardCFunction)
+
+
+# Whether forward-mode AD may take part. Autograd turns it off for the `forward` of a custom function, and on again before
+# it saves what that function asked for; `torch.enable_grad` does not turn it on. So it says whether such a `forward` runs,
+# also where `Function.apply` is written in C and leaves no frame.
+is_outside_of_functions: Callable[[], bool] = _torch._C._is_fwd_grad_enabled
 
 
 def has_setup_context(kind: type[torch.autograd.Function]) -> bool:
@@ -77,12 +128,16 @@ def unflatten(leaves: list[Any], structure: Any) -> Any:
 
 
 _NO_WAY_BACK = "A backward inside of a checkpointed region went through a call that its replay skips."
-_without_way_back = torch._C._functions.DelayedError(_NO_WAY_BACK, 1)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _without_way_back() -> Any:
+    return torch._C._functions.DelayedError(_NO_WAY_BACK, 1)
 
 
 def give_back(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as the result of an op that cannot be differentiated: no leaf and no view, on the same memory."""
-    return _without_way_back(tensor.requires_grad_())  # type: ignore[no-any-return]
+    return _without_way_back()(tensor.requires_grad_())  # type: ignore[no-any-return]
 
 
 def hook_backward(result: Any, alias: Any, hooks: dict[int, Any]) -> None:
@@ -96,12 +151,12 @@ def hook_backward(result: Any, alias: Any, hooks: dict[int, Any]) -> None:
 
 
 # Whether a profiler is on: `record_function` costs 5 us even when nobody listens.
-is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+is_profiling: Callable[[], bool] = first_of(_torch.autograd._profiler_enabled, lambda: True)
 
 # Values that autograd carries over to the threads that a backward runs on; a context variable stays behind.
-_thread_state_has = torch._C._is_key_in_tls
-_thread_state_get = torch._C._get_obj_in_tls
-_thread_state_put: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+_thread_state_has = _torch._C._is_key_in_tls
+_thread_state_get = _torch._C._get_obj_in_tls
+_thread_state_put: Callable[[str, Any], None] = _torch._C._stash_obj_in_tls
 _own = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
 
 
@@ -112,6 +167,8 @@ def _put_and_own(key: str, value: Any) -> None:
 
 def _find_put() -> Callable[[str, Any], None]:
     """torch gives a reference back when the next value comes, and before 2.12 takes none: Python would crash."""
+    if is_missing(_thread_state_put):
+        return _thread_state_put
     key, probe = "reactivate.probe", object()
     count = sys.getrefcount(probe)
     _thread_state_put(key, probe)
@@ -132,26 +189,28 @@ def read_thread_state(key: str) -> Any:
 
 
 # Calls a function when the backward that runs on this thread has finished without an error.
-on_backward_end: Callable[[Callable[[], None]], None]
-on_backward_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+_engine: Any = getattr(
+    torch.autograd.Variable, "_execution_engine", Missing("torch.autograd.Variable._execution_engine")
+)
+on_backward_end: Callable[[Callable[[], None]], None] = _engine.queue_callback
 
 
 # -- modes ------------------------------------------------------------------------------------------------------------
 
-_count_function_modes = torch._C._len_torch_function_stack
-_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+_count_function_modes = _torch._C._len_torch_function_stack
+_count_dispatch_modes = _torch._C._len_torch_dispatch_stack
 is_dispatch_mode_active: Callable[[], int] = _count_dispatch_modes
-is_function_mode_active: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+is_function_mode_active: Callable[[], bool] = _torch._C._is_torch_function_mode_enabled
 # The engine's own looks at tensors are not the user's ops.
-without_function_modes = torch._C.DisableTorchFunction
+without_function_modes = _torch._C.DisableTorchFunction
 
 
-push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
-pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+push_function_mode: Callable[[Any], None] = _torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], Any] = _torch._C._pop_torch_function_stack
 # Functions that `torch.nn.functional` re-exports, and the ops of `torch.ops`.
-builtin_functions: Any = torch._C._nn
-OpOverload, OpOverloadPacket = torch._ops.OpOverload, torch._ops.OpOverloadPacket
-HigherOrderOperator = torch._ops.HigherOrderOperator
+builtin_functions: Any = getattr(torch._C, "_nn", None)
+OpOverload, OpOverloadPacket = _torch._ops.OpOverload, _torch._ops.OpOverloadPacket
+HigherOrderOperator = _torch._ops.HigherOrderOperator
 
 
 # How many `forward_ad.dual_level` contexts there are, less one.
@@ -213,7 +272,7 @@ def replace_dispatch_modes(modes: tuple[Any, ...]) -> None:
 # `module.__call__` runs the hooks around `forward`; a region that is a module goes inside of them.
 module_call = Module.__call__
 # Python frames that stand between a module's caller and its `forward`.
-MODULE_CALL_CODE: CodeType = Module._call_impl.__code__
+MODULE_CALL_CODE: CodeType | None = getattr(getattr(Module, "_call_impl", None), "__code__", None)
 
 
 def has_hooks(module: Module) -> bool:
@@ -269,7 +328,7 @@ def equal_unseen(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 preserve_versions: Callable[[tuple[torch.Tensor, ...]], contextlib.AbstractContextManager[Any]]
-preserve_versions = torch.autograd._unsafe_preserve_version_counter
+preserve_versions = _torch.autograd._unsafe_preserve_version_counter
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
@@ -278,14 +337,16 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
 
 # Many tensors copied into others with one call; `torch.Tensor.copy_` costs a call of Python's for each.
-copy_all: Callable[..., None] = torch._foreach_copy_
+copy_all: Callable[..., None] = first_of(
+    _torch._foreach_copy_, lambda targets, sources: [target.copy_(source) for target, source in zip(targets, sources)]
+)
 
 # -- TorchScript ------------------------------------------------------------------------------------------------------
 
 # The graph that TorchScript's interpreter ran last on this thread, None if it never did: 0.05 us.
-last_script_graph: Callable[[], Any] = torch._C._last_executed_optimized_graph
+last_script_graph: Callable[[], Any] = first_of(_torch._C._last_executed_optimized_graph, lambda: None)
 # How many calls TorchScript watches before it compiles.
-count_of_profiled_runs: Callable[[], int] = torch._C._jit_get_num_profiled_runs
+count_of_profiled_runs: Callable[[], int] = _torch._C._jit_get_num_profiled_runs
 
 
 def is_profiling_graph(graph: Any) -> bool:
@@ -305,20 +366,20 @@ def is_compiled_script(script: Any) -> bool:
 # -- transforms and compilers -----------------------------------------------------------------------------------------
 
 # The innermost torch.func transform around the call, or None.
-current_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+current_transform: Callable[[], Any] = _torch._C._functorch.peek_interpreter_stack
 _TRANSFORMS = {
-    torch._C._functorch.TransformType.Grad: "torch.func.grad or vjp",
-    torch._C._functorch.TransformType.Jvp: "torch.func.jvp",
-    torch._C._functorch.TransformType.Vmap: "torch.func.vmap",
+    "Grad": "torch.func.grad or vjp",
+    "Jvp": "torch.func.jvp",
+    "Vmap": "torch.func.vmap",
 }
 
 
 def name_of_transform() -> str | None:
     """What the innermost transform is called; None for functionalization, which is not the user's."""
-    return _TRANSFORMS.get(current_transform().key())
+    return _TRANSFORMS.get(current_transform().key().name)
 
 
-_eval_frame = torch._C._dynamo.eval_frame
+_eval_frame = _torch._C._dynamo.eval_frame
 
 
 def leave_to_eager(code: CodeType) -> None:
@@ -327,8 +388,20 @@ def leave_to_eager(code: CodeType) -> None:
     A region that a graph break left to eager would otherwise have a forward pass made of compiled pieces and a replay
     that is not. (`torch._dynamo.disable` wraps, and costs 10 us a call.)
     """
+    if is_missing(_eval_frame.set_code_exec_strategy):
+        _warn_of_compiled_regions()
+        return
     action = _eval_frame._FrameAction.SKIP
     _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(action, action))
+
+
+@functools.cache
+def _warn_of_compiled_regions() -> None:
+    warnings.warn(
+        "With this torch, reactivate cannot keep torch.compile from compiling parts of a region that it left to eager. "
+        "Compile nothing that has checkpointed regions in it, or install a newer reactivate.",
+        stacklevel=2,
+    )
 
 
 def leave_out_of_graphs(function: Any) -> None:
@@ -347,7 +420,7 @@ def _nothing(is_on: bool) -> None:
 
 # With `False`: of the compiled versions of a function that fit a call, take the oldest, not the one used last. So a replay
 # takes the version that its forward pass took, also if others were compiled or used in between.
-prefer_version_used_last: Callable[[bool], None] = getattr(_eval_frame, "_set_lru_cache", _nothing)
+prefer_version_used_last: Callable[[bool], None] = first_of(_eval_frame._set_lru_cache, _nothing)
 
 
 class NotTraced(Exception):
@@ -402,7 +475,7 @@ def node_being_traced() -> Any:
 # Where the traced graph is not compiled further but run as it is (`backend="eager"`), torch checkpoints it with its own
 # engine and without random states: gradients would be wrong. There the region keeps its activations. (torch < 2.12 does
 # that by itself.)
-_recompute_everything: Any = getattr(_wrap, "_always_prefer_recompute", None)
+_recompute_everything: Any = first_of(_wrap._always_prefer_recompute, None)
 
 
 def _is_tracing() -> bool:
@@ -412,7 +485,7 @@ def _is_tracing() -> bool:
 
 def runs_as_traced(function: Callable[..., Any]) -> bool:
     """Whether `function` is the inside of a traced region, which torch is running as it was traced."""
-    return function.__module__ == _wrap.__name__ and not _is_tracing()
+    return function.__module__ == _WRAP and not _is_tracing()
 
 
 def warn_of_running_as_traced() -> None:
@@ -444,7 +517,7 @@ _contexts_by_default.cache_hash = "reactivate: recompute everything"  # type: ig
 
 if _recompute_everything is not None:
     # torch warns of contexts that the user passed. Here it is this package that did.
-    logging.getLogger(_wrap.__name__).addFilter(lambda entry: "context_fn is passed" not in str(entry.msg))
+    logging.getLogger(_WRAP).addFilter(lambda entry: "context_fn is passed" not in str(entry.msg))
 
 
 class _KeepEverything(contextlib.AbstractContextManager[None]):
@@ -467,9 +540,9 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 # A saved tensor of autograd's own outside of any node (torch >= 2.12): region inputs are kept in these, so that outer
 # hooks (an offloader) see them and autograd checks their version. `save_tensor(tensor, False)`: not an op's output.
-if hasattr(torch._C._autograd, "_make_saved_tensor"):
-    SavedTensor: Any = torch._C._autograd.SavedTensor
-    save_tensor: Callable[[torch.Tensor, bool], Any] = torch._C._autograd._make_saved_tensor
+if not is_missing(_torch._C._autograd._make_saved_tensor):
+    SavedTensor: Any = _torch._C._autograd.SavedTensor
+    save_tensor: Callable[[torch.Tensor, bool], Any] = _torch._C._autograd._make_saved_tensor
 
 else:
 
@@ -568,7 +641,9 @@ def cpu_generator_memory() -> tuple[tuple[int, int], tuple[int, int], tuple[int,
 
 
 # `torch.accelerator.current_accelerator()` without a microsecond of Python.
-accelerator_device: Callable[[], torch.device | None] = torch._C._accelerator_getAccelerator
+accelerator_device: Callable[[], torch.device | None] = first_of(
+    _torch._C._accelerator_getAccelerator, torch.accelerator.current_accelerator
+)
 
 
 class Flag(NamedTuple):
@@ -584,30 +659,30 @@ ask = getattr(operator, "call", None) or (lambda function: function())  # Python
 
 
 def _fp32_precision(backend: str, op: str) -> Flag:
-    read = functools.partial(torch._C._get_fp32_precision_getter, backend, op)
-    write = functools.partial(torch._C._set_fp32_precision_setter, backend, op)
-    return Flag(f"{backend} {op} fp32_precision", read, write)
+    get, put = _torch._C._get_fp32_precision_getter, _torch._C._set_fp32_precision_setter
+    read = get if is_missing(get) else functools.partial(get, backend, op)
+    return Flag(f"{backend} {op} fp32_precision", read, functools.partial(put, backend, op))
 
 
 def _reduced_precision(dtype: str) -> Flag:
-    read = getattr(torch._C, f"_get_cublas_allow_{dtype}_reduced_precision_reduction")
-    write = getattr(torch._C, f"_set_cublas_allow_{dtype}_reduced_precision_reduction")
+    read = getattr(_torch._C, f"_get_cublas_allow_{dtype}_reduced_precision_reduction")
+    write = getattr(_torch._C, f"_set_cublas_allow_{dtype}_reduced_precision_reduction")
     # A pair (allowed, with split-K) in newer torch, one bool in older.
     return Flag(f"{dtype} reduction", read, lambda value: write(*value) if isinstance(value, tuple) else write(value))
 
 
 _CPU_FLAGS = (
     Flag("default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Flag("deterministic", torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
+    Flag("deterministic", _torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
     Flag(
         "deterministic, warn only",
-        torch._C._get_deterministic_algorithms_warn_only,
+        _torch._C._get_deterministic_algorithms_warn_only,
         lambda value: torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=value),
     ),
     _fp32_precision("mkldnn", "matmul"),
-    Flag("mkldnn", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    Flag("flash sdp", torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    Flag("math sdp", torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    Flag("mkldnn", _torch._C._get_mkldnn_enabled, _torch._C._set_mkldnn_enabled),
+    Flag("flash sdp", _torch._C._get_flash_sdp_enabled, _torch._C._set_sdp_use_flash),
+    Flag("math sdp", _torch._C._get_math_sdp_enabled, _torch._C._set_sdp_use_math),
     Flag("threads", torch.get_num_threads, torch.set_num_threads),
 )
 
@@ -632,16 +707,20 @@ _CUDA_FLAGS = (
     Flag("float32 matmul", _read_float32_matmul, _write_float32_matmul),
     _reduced_precision("fp16"),
     _reduced_precision("bf16"),
-    Flag("cudnn", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    Flag("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    Flag("cudnn deterministic", torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    Flag("efficient sdp", torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    Flag("cudnn sdp", torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    Flag("overrideable sdp", torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
-    Flag("sdp priority", torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    Flag("cudnn", _torch._C._get_cudnn_enabled, _torch._C._set_cudnn_enabled),
+    Flag("cudnn benchmark", _torch._C._get_cudnn_benchmark, _torch._C._set_cudnn_benchmark),
+    Flag("cudnn deterministic", _torch._C._get_cudnn_deterministic, _torch._C._set_cudnn_deterministic),
+    Flag("efficient sdp", _torch._C._get_mem_efficient_sdp_enabled, _torch._C._set_sdp_use_mem_efficient),
+    Flag("cudnn sdp", _torch._C._get_cudnn_sdp_enabled, _torch._C._set_sdp_use_cudnn),
+    Flag("overrideable sdp", _torch._C._get_overrideable_sdp_enabled, _torch._C._set_sdp_use_overrideable),
+    Flag("sdp priority", _torch._C._get_sdp_priority_order, _torch._C._set_sdp_priority_order),
 )
 # A build without an accelerator has no use for the second half.
-FLAGS: tuple[Flag, ...] = _CPU_FLAGS if accelerator_device() is None else _CPU_FLAGS + _CUDA_FLAGS
+FLAGS: tuple[Flag, ...] = tuple(
+    flag
+    for flag in (_CPU_FLAGS if accelerator_device() is None else _CPU_FLAGS + _CUDA_FLAGS)
+    if not is_missing(flag.read) and not is_missing(flag.write)
+)
 if accelerator_device() is not None:
     with (
         warnings.catch_warnings()
@@ -649,10 +728,13 @@ if accelerator_device() is not None:
         warnings.simplefilter("ignore")
         _read_float32_matmul()
 
-is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+is_any_autocast_enabled: Callable[[], bool] = first_of(
+    _torch._C._is_any_autocast_enabled,
+    lambda: any(map(torch.is_autocast_enabled, {"cpu", getattr(accelerator_device(), "type", "cpu")})),
+)
 
 # What `torch.<device type>` is, for a device type that came without a module of its own.
-register_device_module: Callable[[str, Any], None] = torch._register_device_module
+register_device_module: Callable[[str, Any], None] = _torch._register_device_module
 
 
 def xla_runtime() -> Any:
@@ -666,7 +748,7 @@ def xla_runtime() -> Any:
 # -- accounts of what is kept -----------------------------------------------------------------------------------------
 
 # Tensors without memory (`explain(fake=True)`): torch has no public name for them.
-FakeTensor, FakeTensorMode = torch._subclasses.FakeTensor, torch._subclasses.FakeTensorMode
+FakeTensor, FakeTensorMode = _torch._subclasses.FakeTensor, _torch._subclasses.FakeTensorMode
 
 
 def data_of(saved: Any) -> Any:
@@ -675,18 +757,18 @@ def data_of(saved: Any) -> Any:
 
 
 # What runs with no fake tensor among its arguments can run for real: the fake mode is put aside for the time.
-unset_fake_temporarily = torch._subclasses.fake_tensor.unset_fake_temporarily
+unset_fake_temporarily = _torch._subclasses.fake_tensor.unset_fake_temporarily
 
 # The op that asks a tensor for its device: fake tensors are asked it several times an op, through every dispatch mode.
 DEVICE_QUERY: Any = torch.ops.prim.device.default
 
 # Autograd numbers its nodes in the order in which they are made: that tells where in the forward pass a node belongs.
-next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
+next_node_number: Callable[[], int] = _torch.autograd._get_sequence_nr
 
 
 def current_node_number() -> int | None:
     """The number of the node whose backward runs on this thread; -1 if it has none; None if no backward runs."""
-    node = torch._C._current_autograd_node()
+    node = current_node()
     if node is None:
         return None
     number = int(node._sequence_nr())
@@ -694,4 +776,4 @@ def current_node_number() -> int | None:
 
 
 # What a fake tensor raises that is asked for its value.
-DataDependentError: type[Exception] = torch._subclasses.fake_tensor.DataDependentOutputException
+DataDependentError: type[Exception] = _torch._subclasses.fake_tensor.DataDependentOutputException

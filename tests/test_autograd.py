@@ -78,7 +78,6 @@ BACKWARDS: list[tuple[Backward, int]] = [
     (backward_three_times, 3),
     (one_output_after_the_other, 2),
     (double_backward, 2),
-    (triple_backward, 3),
 ]
 
 
@@ -87,6 +86,18 @@ BACKWARDS: list[tuple[Backward, int]] = [
 @pytest.mark.parametrize("make", [two_outputs, random_block])
 def test_backwards(make: Callable[[], Case], backward: Backward, replays: int, early_stop: bool) -> None:
     check(make, backward=backward, replays=replays, early_stop=early_stop)
+
+
+def smooth_block() -> Case:
+    """As `random_block`, without batch norm: torch >= 2.14 differentiates that twice, and refuses a third time."""
+    block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16), nn.LayerNorm(16))
+    return Case(lambda x: (block(x), block[0](x).sin()), (leaf(8, 16),), modules=[block])
+
+
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early_stop", "whole"])
+@pytest.mark.parametrize("make", [two_outputs, smooth_block])
+def test_triple_backward(make: Callable[[], Case], early_stop: bool) -> None:
+    check(make, backward=triple_backward, replays=3, early_stop=early_stop)
 
 
 def test_backward_inside_the_forward() -> None:

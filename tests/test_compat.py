@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import random
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
 from reactivate import _compat
+from reactivate._names import first_of, is_missing, names_of
+from reactivate.errors import UnsupportedError
 
 PACKAGE = Path(reactivate.__file__).parent
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -57,6 +60,34 @@ def the_innermost_pack_hook_is_the_one_that_was_pushed() -> None:
     _compat.pop_saved_tensor_hooks()
 
 
+@needs("asks_for_users_hooks", "not_a_users_hook", "beside_users_hooks", "forget_users_hooks")
+def a_hook_says_which_hooks_are_the_users() -> None:
+    """Behaviour: `test_dropin_torch.test_hooks_around_selective_checkpointing`."""
+    users, unpack = (lambda tensor: tensor), (lambda tensor: tensor)
+    found: list[Any] = []
+
+    @_compat.not_a_users_hook
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def look() -> None:
+        hook = _compat.innermost_pack_hook()
+        found.append(hook._user_hooks if hook._checkpoint_internal else "the user's")
+
+    assert _compat.beside_users_hooks(pack) is pack
+    if not _compat.asks_for_users_hooks:  # torch < 2.14
+        return
+    with torch.autograd.graph.saved_tensors_hooks(users, unpack):
+        for _ in range(2):
+            _compat.push_saved_tensor_hooks(_compat.beside_users_hooks(pack), unpack)
+            look()
+        _compat.forget_users_hooks()
+        look()
+        _compat.pop_saved_tensor_hooks()
+        _compat.pop_saved_tensor_hooks()
+    assert found == [(users, unpack), (users, unpack), None]
+
+
 @needs("set_grad_enabled")
 def grad_mode_is_set() -> None:
     _compat.set_grad_enabled(False)
@@ -82,19 +113,44 @@ def a_backward_has_a_number_and_an_end() -> None:
     assert seen[1] == "end"
 
 
-@needs("FUNCTION_APPLY_CODE")
-def custom_functions_save_under_apply() -> None:
+@needs("FUNCTION_APPLY_CODE", "current_node", "is_function_running", "is_outside_of_functions")
+def a_custom_function_is_known_while_it_runs() -> None:
+    outside: list[bool] = []
+    numbers: list[int] = []
+    kinds: list[bool] = []
     codes: list[Any] = []
 
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                outside.append(_compat.is_outside_of_functions())
             ctx.save_for_backward(x)
+            numbers.append(_compat.next_node_number())
             return x * 2
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: codes.append(sys._getframe(1).f_code) or t, lambda t: t):
-        Double.apply(torch.ones(2, requires_grad=True))
-    assert codes == [_compat.FUNCTION_APPLY_CODE]
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return ctx.saved_tensors[0] * grad
+
+    def pack(tensor: Tensor) -> Tensor:
+        codes.append(sys._getframe(1).f_code)
+        outside.append(_compat.is_outside_of_functions())
+        numbers.append(_compat.next_node_number())
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        kinds.append(_compat.is_function_running())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = Double.apply(torch.ones(2, requires_grad=True)).exp()
+    assert codes == [_compat.FUNCTION_APPLY_CODE or sys._getframe().f_code, sys._getframe().f_code]
+    assert outside == [False, True, True]  # in its forward, as it saves, and in another op
+    assert numbers[0] == numbers[1] < numbers[2]  # its node is there before its forward; that of an op before it saves
+    y.sum().backward()
+    assert kinds == [False, True]
+    assert _compat.current_node() is None
 
 
 @needs("registered_containers", "leaves_with_paths")
@@ -604,9 +660,54 @@ def private_names_of_torch(path: Path) -> list[str]:
             while isinstance(root, ast.Attribute):
                 path.append(root.attr)
                 root = root.value
-            if isinstance(root, ast.Name) and root.id == "torch" and "ops" not in path:  # ops have such names
+            if (
+                isinstance(root, ast.Name) and root.id in ("torch", "_torch") and "ops" not in path
+            ):  # ops have such names
                 found.append(node.attr)
     return found
+
+
+def names_looked_up() -> list[str]:
+    """The names of torch that `_compat` looks up when it is imported."""
+    found = {
+        ast.unparse(node).removeprefix("_torch.")
+        for node in ast.walk(ast.parse(Path(_compat.__file__).read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("_torch.")
+    }
+    return sorted(found - {"_C"})  # without that there is no torch
+
+
+WITHOUT = """
+import sys, torch
+from operator import attrgetter
+for path in sys.argv[1:]:
+    parent, _, name = path.rpartition(".")
+    owner = attrgetter(parent)(torch) if parent else torch
+    if hasattr(owner, name):
+        delattr(owner, name)
+import reactivate
+"""
+
+
+def test_missing_names_stop_no_import() -> None:
+    """Not even all of them at once, but for those that torch itself does not do without."""
+    looked_up = names_looked_up()
+    names = [name for name in looked_up if not any(other.startswith(f"{name}.") for other in looked_up)]
+    own = ("_ops", "_subclasses", "_C._accelerator_getAccelerator")
+    names = [name for name in names if not name.startswith(own)]
+    assert len(names) > 50
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *names], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_missing_name_is_named_where_it_is_used() -> None:
+    names = names_of("torch")
+    assert names._C._autograd.SavedTensor is torch._C._autograd.SavedTensor
+    missing = names._C._autograd._no_such_name
+    assert is_missing(missing) and is_missing(names_of("torch._no_such_module").name)
+    assert not isinstance(3, missing) and first_of(missing, abs) is abs
+    with pytest.raises(UnsupportedError, match=r"torch\._C\._autograd\._no_such_name"):
+        missing(1)
 
 
 # Public in all but name: the module in which torch documents how to write a mode.

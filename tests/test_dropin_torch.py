@@ -72,10 +72,18 @@ FUNCTIONS = [name for name in upstream.__all__ if inspect.isfunction(getattr(ups
 GROUPS = ["GraphExecGroup"] if hasattr(upstream, "GraphExecGroup") else []  # torch 2.9 has none
 
 
+# What `checkpoint` has since torch 2.14; `preserve_rng_state` was one of `kwargs` before.
+ADDED = {"preserve_rng_state", "respect_saved_tensors_hooks"}
+
+
 @pytest.mark.parametrize("name", [*FUNCTIONS, *GROUPS, "DefaultDeviceType", "SelectiveCheckpointContext"])
 def test_signature(name: str) -> None:
-    """Names, kinds and defaults of the parameters."""
-    assert parameters(getattr(ours, name)) == parameters(getattr(upstream, name))
+    """Names, kinds and defaults of the parameters; those of `checkpoint` are the newest torch's, on every torch."""
+    new, theirs = parameters(getattr(ours, name)), parameters(getattr(upstream, name))
+    if name == "checkpoint" and not {parameter[0] for parameter in theirs} >= ADDED:
+        (_, *new), (_, *theirs) = new, theirs  # `function` has a default since then
+        new = [parameter for parameter in new if parameter[0] not in ADDED]
+    assert new == theirs
 
 
 def test_signature_of_checkpoint_function() -> None:
@@ -135,12 +143,13 @@ def test_without_use_reentrant_there_is_torchs_warning(name: str) -> None:
 )
 @pytest.mark.parametrize("grad", [True, False])
 def test_options_that_torch_refuses(options: dict[str, Any], grad: bool) -> None:
-    """In the same words, and also where nothing is differentiated."""
+    """In the same words, and also where nothing is differentiated; since torch 2.14 there is one option more."""
     messages = []
     for engine in (upstream, ours):
         with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"\w") as caught:
             wrapped(engine, **options)(torch.sin)(leaf(3))
-        messages.append(str(caught.value).replace("'", "").rstrip("."))
+        words = str(caught.value).replace("`debug`, or `respect_saved_tensors_hooks`", "or `debug`")
+        messages.append(words.replace("`, or", "` or").replace("'", "").rstrip("."))
     assert messages[0] == messages[1]
 
 
@@ -497,6 +506,59 @@ def test_checkpoint_function() -> None:
     assert_same(run(make, wrap(upstream, False)), run(make, wrap(ours, False)))
 
 
+# -- decorators ------------------------------------------------------------------------------------------------------
+
+
+def test_decorator() -> None:
+    """Without a function `checkpoint` returns a decorator, with the options that it was given."""
+
+    def make() -> Case:
+        dropout = nn.Dropout(0.5)
+
+        @ours.checkpoint(use_reentrant=False, early_stop=False)
+        def fn(x: Tensor, *, early_stop: float) -> Tensor:
+            """With an argument of its own that is called as an option is."""
+            return dropout(x.sin() * early_stop).exp()
+
+        assert fn.__name__ == "fn" and "of its own" in fn.__doc__
+        return Case(fn, (leaf(8, 16),), {"early_stop": 2.0})
+
+    def plain() -> Case:
+        case = make()
+        case.fn = case.fn.__wrapped__
+        return case
+
+    assert_same(run(plain), found := run(make))
+    assert (found.regions, found.replays) == (1, 1)
+
+
+def test_decorated_method() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        @ours.checkpoint(use_reentrant=False)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).sin().exp()
+
+    def make() -> Case:
+        return Case(Block(), (leaf(4, 8),))
+
+    def plain() -> Case:
+        case = make()
+        case.fn.forward = functools.partial(Block.forward.__wrapped__, case.fn)
+        return case
+
+    assert_same(run(plain), found := run(make))
+    assert (found.regions, found.replays) == (1, 1)
+
+
+def test_a_decorator_takes_options_and_no_arguments() -> None:
+    with pytest.raises(ValueError, match="Unexpected keyword arguments: scale"):
+        ours.checkpoint(use_reentrant=False, scale=2)
+
+
 # -- selective checkpointing -----------------------------------------------------------------------------------------
 
 runs: list[str] = []  # of the op below: each time that it is computed
@@ -526,8 +588,8 @@ def counted() -> Case:
     return Case(fn, (leaf(64, 32),), leaves={"weight": weight})
 
 
-def selecting(policy: Any) -> Wrap:
-    return wrapped(context_fn=functools.partial(upstream.create_selective_checkpoint_contexts, policy))
+def selecting(policy: Any, **options: Any) -> Wrap:
+    return wrapped(context_fn=functools.partial(upstream.create_selective_checkpoint_contexts, policy), **options)
 
 
 def policy_of(action: Any, label: str | None = None) -> Any:
@@ -638,3 +700,34 @@ def test_a_second_backward_of_what_was_saved_is_refused() -> None:
     y.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward an extra time"):
         y.sum().backward()
+
+
+def hooked(respects: bool | None, is_nested: bool) -> tuple[int, bool]:
+    """How many tensors hooks around a region with selective checkpointing see, and whether it warns."""
+    packed: list[Tensor] = []
+    fn = selecting([COUNTED], respect_saved_tensors_hooks=respects)(counted_twice)
+    x = leaf(4, 4)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor),
+    ):
+        warnings.simplefilter("always")
+        y = wrapped()(fn)(x) if is_nested else fn(x)
+    count = len(packed)
+    y.sum().backward()
+    assert_bitwise(x.grad, torch.autograd.grad(counted_twice(x).sum(), x)[0], "gradient")
+    return count, any("saved_tensors_hooks" in str(entry.message) for entry in caught)
+
+
+def counted_twice(x: Tensor) -> Tensor:
+    return counted_exp(counted_exp(x.sin(), "first").sin(), "second").sin()
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_hooks_around_selective_checkpointing(is_nested: bool) -> None:
+    """They see what it keeps if they are to; torch < 2.14 does not have that, and there the option does nothing."""
+    has_it = "respect_saved_tensors_hooks" in inspect.signature(upstream.checkpoint).parameters
+    (usual, warns), (without, _), (with_them, _) = (hooked(value, is_nested) for value in (None, False, True))
+    assert usual == without == with_them - (2 if has_it else 0)
+    assert warns == has_it
+    assert not hooked(False, is_nested)[1] and not hooked(True, is_nested)[1]

@@ -398,6 +398,17 @@ def test_wrappers_change_their_engine() -> None:
     assert [regions_of(before, x), regions_of(meanwhile, x)] == [0, 0]
 
 
+@pytest.mark.skipif(not hasattr(upstream, "_checkpoint_impl"), reason="torch < 2.14 has no such decorator")
+def test_decorated_functions_change_their_engine() -> None:
+    """One that was decorated before runs here while it is installed, and one decorated then on torch afterwards."""
+    before = checkpoint(use_reentrant=False)(torch.sin)
+    x = torch.ones(2, requires_grad=True)
+    with dropin.install():
+        meanwhile = checkpoint(use_reentrant=False)(torch.sin)
+        assert [regions_of(before, x), regions_of(meanwhile, x)] == [1, 1]
+    assert [regions_of(before, x), regions_of(meanwhile, x)] == [0, 0]
+
+
 def test_composable() -> None:
     with dropin.install():
         check_runs_here(composable)

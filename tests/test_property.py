@@ -18,7 +18,6 @@ being read, and no byte is kept but the inputs'. With `determinism="first"` ever
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import reactivate
-from reactivate._compat import FUNCTION_APPLY_CODE, current_backward
+from reactivate._compat import current_backward, is_function_running
 from reactivate._engine.record import observed_by
 from reactivate.errors import MutationError
 
@@ -167,7 +166,7 @@ def _copied(value: Any) -> Any:
 class _Packed(NamedTuple):
     copy: Tensor
     regions: tuple[int, ...]  # that were open when it was saved
-    reads: set[int] | None  # the backward calls that have read it
+    reads: set[int]  # the backward calls that have read it, but for a custom function's own
 
 
 class Copies:
@@ -204,19 +203,18 @@ class Copies:
         return watched
 
     def _pack(self, tensor: Tensor) -> _Packed:
-        reads = set[int]() if sys._getframe(1).f_code is not FUNCTION_APPLY_CODE else None
         copy = tensor.detach()
         memory = torch.empty(0, dtype=tensor.dtype).set_(
             tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )
-        return _Packed(memory if copy.layout is torch.strided else copy.clone(), tuple(self._open), reads)
+        return _Packed(memory if copy.layout is torch.strided else copy.clone(), tuple(self._open), set())
 
     def _unpack(self, packed: _Packed) -> Tensor:
         now = current_backward()
         for region in packed.regions:
             self.read[region].add(now)
         self.own[packed.regions[-1]].add(now)
-        if packed.reads is not None:
+        if not is_function_running():
             self.reads_again |= now in packed.reads
             packed.reads.add(now)
         return packed.copy

@@ -284,3 +284,36 @@ def test_a_forward_that_fails_after_a_function_leaves_nothing() -> None:
         assert gone[0]() is None
     finally:
         gc.enable()
+
+
+def test_a_region_right_after_a_saved_function() -> None:
+    """What the region keeps of its arguments is not what the function saves."""
+
+    def fn(x: Tensor, weight: Tensor) -> Tensor:
+        found = Random.apply(x.sin())
+        return reactivate.checkpoint(lambda value: (value.exp() * weight).sin().exp())(found).tanh()
+
+    oracle.check(make(fn), policy=policies.save_ops(Random), regions=3, replays=2)  # one in the other's replay
+    assert calls == ["Random"]
+
+
+def test_a_saved_function_inside_of_another_ones_forward() -> None:
+    """Early stop does not cut the other one short (Rule 8), also where the saved one is the last thing that is needed."""
+    reached = Journal()
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            with torch.enable_grad():
+                ctx.inputs = [item.detach().requires_grad_() for item in (x, weight)]
+                ctx.output = New.apply(ctx.inputs[0].sin().exp(), ctx.inputs[1])[0]
+            reached.append("end of the outer forward")
+            return ctx.output.detach().clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(ctx.output, ctx.inputs, gradient)
+
+    case = make(lambda x, weight: Outer.apply(x, weight) * 1)
+    oracle.check(case, policy=policies.save_ops(New), determinism="metadata", saves_memory=False)
+    assert reached == ["end of the outer forward"] * 3

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import SavedTensor, save_tensor
+from reactivate._compat import FUNCTION_APPLY_CODE, SavedTensor, save_tensor
 from reactivate._engine.aside import aside
 from reactivate._engine.contents import Contents
 from reactivate._engine.derive import Recipe
-from reactivate._engine.record import FunctionSlot, Saved
+from reactivate._engine.record import Saved, SharedSlot
 from reactivate._types import DEVICE, Storage
 
 
-class SiteSlot(FunctionSlot):
+class SiteSlot(SharedSlot):
     """A slot of a saved call: its tensor is kept, or made from an argument."""
 
     __slots__ = ("kept", "recipe")
@@ -81,8 +81,9 @@ class There(Kept):
         return found
 
 
-# A region around this one has to have what is kept more than once: for a replay, and for the backward.
-KEPT_CODE = Kept.settle.__code__
+# What is read more than once is saved in these frames: a region around this one has to have what is kept for a replay and
+# for the backward, and a custom function may read as often as it wants.
+SHARED_CODES = (Kept.settle.__code__, FUNCTION_APPLY_CODE)
 
 
 class SavedSite:
@@ -98,6 +99,8 @@ class SavedSite:
         contents: what it returned around them.
         changes: what brings guarded state to where the call left it.
         reason: why it runs again in replays, None if it does not.
+        is_function: whether it is a custom `autograd.Function`.
+        is_nested: whether it is one that another one's `forward` calls.
         place: the code and the instruction that made the call.
     """
 
@@ -106,6 +109,7 @@ class SavedSite:
             "changes",
             "count",
             "is_function",
+            "is_nested",
             "label",
             "number",
             "outputs",
@@ -118,7 +122,8 @@ class SavedSite:
     )
     number: int
     label: str
-    is_function: bool  # a custom `autograd.Function`
+    is_function: bool
+    is_nested: bool
     path: str | None
     start: int
     stop: int

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._backends import Fence
+from reactivate._compat import FUNCTION_APPLY_CODE, is_function_running
 from reactivate._engine.capture import Input
 from reactivate._engine.choice import Choice
 from reactivate._engine.oplog import OpLog
@@ -81,11 +82,12 @@ class Slot:
     __slots__ = ("__weakref__", "value", "version")
     value: Tensor | None
     version: int  # of the value, when it was put in
-    is_read_again = False
+    # Where no frame tells that a custom function saves, its node tells that it reads: it may do so several times.
+    is_read_again: Any = False if FUNCTION_APPLY_CODE is not None else property(lambda slot: is_function_running())
 
 
-class FunctionSlot(Slot):
-    """One of a custom `autograd.Function`, which may read its saved tensors several times in one backward."""
+class SharedSlot(Slot):
+    """A slot that is read several times in one backward."""
 
     __slots__ = ()
     is_read_again = True

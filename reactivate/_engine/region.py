@@ -28,10 +28,12 @@ from torch.nn import Module
 
 from reactivate._backends import fences
 from reactivate._compat import (
-    FUNCTION_APPLY_CODE,
     MODULE_CALL_CODE,
+    asks_for_users_hooks,
+    beside_users_hooks,
     current_backward,
     current_transform,
+    forget_users_hooks,
     has_hooks,
     is_forward_mode_active,
     is_function_mode_active,
@@ -40,6 +42,8 @@ from reactivate._compat import (
     leave_to_eager,
     module_call,
     name_of_transform,
+    next_node_number,
+    not_a_users_hook,
     on_backward_end,
     pop_saved_tensor_hooks,
     prefer_version_used_last,
@@ -53,13 +57,13 @@ from reactivate._engine.check import Check, is_due, note_writer
 from reactivate._engine.exits import through_exit
 from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
 from reactivate._engine.inputs import WrittenInput
-from reactivate._engine.kept import KEPT_CODE, SiteSlot
+from reactivate._engine.kept import SHARED_CODES, SiteSlot
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.proof import Proof
 from reactivate._engine.record import (
-    FunctionSlot,
     Options,
     Record,
+    SharedSlot,
     Slot,
     are_regions_off,
     observers,
@@ -160,6 +164,8 @@ class Region(Record):
             pack = self.pack_checked
         if options.choice is not None and options.choice.interest.functions:
             pack = self.pack_beside_sites
+        if asks_for_users_hooks:
+            pack = beside_users_hooks(pack)
         push_saved_tensor_hooks(pack, self.unpack)
         if self.log is not None:
             self.log.__enter__()
@@ -179,7 +185,7 @@ class Region(Record):
             self.forward_log.close()
         if self.log is not None:
             self.log.__exit__(None, None, None)
-        pop_saved_tensor_hooks()
+        self._pop_hooks()
         try:
             self.snapshots = self.take_snapshots()
         finally:
@@ -244,10 +250,16 @@ class Region(Record):
             self.forward_log = None
         if self.log is not None:
             self.log.__exit__(None, None, None)
-        pop_saved_tensor_hooks()
+        self._pop_hooks()
         self._finish()
         self._leave(error)
         note_shortage(error)
+
+    @staticmethod
+    def _pop_hooks() -> None:
+        if asks_for_users_hooks:
+            forget_users_hooks()
+        pop_saved_tensor_hooks()
 
     def _finish(self) -> None:
         tokens = self.tokens
@@ -263,6 +275,7 @@ class Region(Record):
                 for guard, token in zip(self.options.guards, tokens):
                     stack.callback(guard.leave, token, error)
 
+    @not_a_users_hook
     def pack(self, tensor: Tensor, frame: FrameType | None = None) -> Slot:
         """Autograd saves `tensor`: it gets an empty slot."""
         if frame is None:
@@ -273,31 +286,34 @@ class Region(Record):
         if watches:  # in the recomputation of a region around this one
             refuse_stale(tensor)
         code = frame.f_code
-        slot = Slot() if code is not FUNCTION_APPLY_CODE and code is not KEPT_CODE else FunctionSlot()
-        slot.value = None
         known = known_code.get(id(code)) or look_at(code)
-        if known is not USERS:
+        if known is USERS:
+            slot = Slot()
+        else:
+            slot = Slot() if code not in SHARED_CODES else SharedSlot()
             frame = self._users_frame(known, frame)
             code = frame.f_code
+        slot.value = None
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
         self.saved.append((ref(slot), metadata, code, frame.f_lasti))
         return slot
 
+    @not_a_users_hook
     def pack_checked(self, tensor: Tensor) -> Slot:
         """Do as `pack`, and take a checksum."""
         slot = self.pack(tensor, _getframe(1))
         self.check.note(len(self.saved) - 1, tensor)
         return slot
 
+    @not_a_users_hook
     def pack_beside_sites(self, tensor: Tensor) -> Slot:
         """As `pack`, but a custom function whose call is saved has not saved yet when its forward returns."""
         log = self.forward_log
-        frame = _getframe(1)
         if log is not None and log.pending is not None:
-            if frame is log.pending.frame:
-                return log.pending.call.pack(tensor)
+            if log.pending.number == next_node_number():
+                return log.pending.pack(tensor)
             log.finish_pending()
-        slot = self.pack(tensor, frame)
+        slot = self.pack(tensor, _getframe(1))
         if self.check is not None:
             self.check.note(len(self.saved) - 1, tensor)
         return slot

@@ -14,20 +14,20 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from operator import length_hint
 from sys import _getframe
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from reactivate._compat import (
-    FUNCTION_APPLY_CODE,
     copy_unseen,
     is_distributed_run,
     is_function_mode_active,
+    is_outside_of_functions,
     is_profiling,
     leave_to_eager,
     next_node_number,
+    not_a_users_hook,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     set_grad_enabled,
@@ -321,9 +321,6 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         raise _disproved(record)
 
 
-_REPLAY_CODE = _refill.__code__
-
-
 def _disproved(record: Record) -> BaseException:
     """Return the error for a forward that wrote to what it reads; from the next call on there is a copy of it."""
     record.proof.ask_for_copies()
@@ -357,6 +354,7 @@ class _Matching:
         self.without_graph = -1  # the number of the next node, when a tensor without a graph was saved last
         self.refused: BaseException | None = None
 
+    @not_a_users_hook
     def pack(self, tensor: Tensor) -> Tensor:
         """Autograd saves `tensor`. What is returned goes into the replay's own graph.
 
@@ -384,11 +382,12 @@ class _Matching:
             self.is_complete = True
             self.entries = iter(())  # nothing more is expected
             if not self._may_be_filling(tensor):
-                self._stop_if_possible(_getframe(1))
+                self._stop_if_possible()
         elif not tensor.requires_grad:
             self.without_graph = next_node_number()
         return value
 
+    @not_a_users_hook
     def pack_checked(self, tensor: Tensor) -> Tensor:
         """Do as `pack`, and take a checksum of what a backward may still read."""
         saved = self.record.saved
@@ -457,9 +456,10 @@ class _Matching:
         if self.last is not None and self.last_index < site.stop:
             self.is_complete = True
             self.entries = iter(())
-            frame = _getframe(2)
-            # Its own forward has not begun: it may be left out.
-            self._stop_if_possible(frame if not site.is_function else _outside_of_apply(frame))
+            if not site.is_function:
+                self._stop_if_possible()
+            elif self.stops and not site.is_nested:  # its own forward has not begun: it may be left out
+                raise ReplayComplete
 
     def go_back_to(self, site: SavedSite) -> None:
         """The call is made after all: it saves what it saved."""
@@ -470,11 +470,8 @@ class _Matching:
         """The error for a call that is not the one that was saved."""
         return self._refuse(refusals.different_site(self.record, site, label))
 
-    def _stop_if_possible(self, frame: FrameType) -> None:
-        # Mostly that is `fn` itself; only otherwise it is worth looking further.
-        outer = frame.f_back
-        is_called_at_once = outer is not None and outer.f_code is _REPLAY_CODE
-        if self.stops and (is_called_at_once or not _is_inside_function(frame)):
+    def _stop_if_possible(self) -> None:
+        if self.stops and is_outside_of_functions():  # the forward of a custom function is not cut short (Rule 8)
             raise ReplayComplete
 
     def unpack_in_forward(self, tensor: Tensor) -> Tensor:
@@ -541,7 +538,7 @@ class _Matching:
         # And a function that swallows `ReplayComplete` goes on, with nothing that is needed.
         if self.is_complete:
             if not self._may_be_filling(tensor):
-                self._stop_if_possible(_getframe(2))
+                self._stop_if_possible()
         elif self.record.tokens is None:
             raise self._refuse(refusals.more_tensors(self.record, tensor, _getframe(2)))
         return tensor.detach()
@@ -556,22 +553,3 @@ def _unpack(tensor: Tensor) -> Tensor:
 
 
 leave_to_eager(_unpack.__code__)
-
-
-def _outside_of_apply(frame: FrameType) -> FrameType:
-    while frame.f_code is not FUNCTION_APPLY_CODE and frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_back or frame
-
-
-def _is_inside_function(frame: FrameType) -> bool:
-    """Whether the forward of a custom `autograd.Function` is running: it may not be cut short (Rule 8).
-
-    What such a function saves is saved after its forward, directly under `Function.apply`: that is not inside.
-    """
-    found: FrameType | None = frame.f_back if frame.f_code is FUNCTION_APPLY_CODE else frame
-    while found is not None and found.f_code is not _REPLAY_CODE:
-        if found.f_code is FUNCTION_APPLY_CODE:
-            return True
-        found = found.f_back
-    return False

@@ -2,22 +2,20 @@
 
 `Function.apply` is bound early (`swish = Swish.apply`), so there is no place to stand in for it. It looks up `forward` on
 the class at every call, though: there a wrapper stands, for as long as a policy names the class. What the function saves
-is saved after its `forward` has returned, directly under `apply`; the log of the forward pass waits for it.
+is saved after its `forward` has returned, before `apply` does; the log of the forward pass waits for it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from sys import _getframe
 from threading import RLock
-from types import FrameType
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
-from reactivate._compat import FUNCTION_APPLY_CODE, flatten, has_setup_context
+from reactivate._compat import flatten, has_setup_context, next_node_number
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.saved_sites import ForwardLog, Pending
 from reactivate._engine.site_log import current_log
@@ -98,16 +96,13 @@ def _wrap(kind: Any) -> None:
 
 
 def _keep(log: ForwardLog, decision: Decision, forward: Any, inputs: Any) -> Any:
-    frame: FrameType | None = _getframe(2)
-    while frame is not None and frame.f_code is not FUNCTION_APPLY_CODE:
-        frame = frame.f_back
     call = log.begin(decision, None, inputs, {})
     if call is None:
         return forward()
     result = log.unlogged(log.run)(call, forward, (), {})
     call.site.is_function = True
     versions = {id(leaf): leaf._version for leaf in flatten(result)[0] if isinstance(leaf, Tensor)}
-    log.pending = Pending(call, result, versions, frame)
+    log.pending = Pending(call, result, versions, next_node_number())
     return result
 
 

@@ -17,7 +17,6 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from sys import _getframe
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -28,7 +27,9 @@ from reactivate._compat import (
     innermost_pack_hook,
     is_any_autocast_enabled,
     is_function_mode_active,
+    is_outside_of_functions,
     next_node_number,
+    not_a_users_hook,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     without_function_modes,
@@ -97,12 +98,14 @@ class Call:
         self.sources = Sources(arguments, next_node_number(), decision.is_quiet, leaves, log.casts)
         site = self.site = SavedSite()
         site.number, site.label, site.path = number, decision.label, decision.path
-        site.is_function, site.reason, site.changes = False, None, ()
+        site.is_function = site.is_nested = False
+        site.reason, site.changes = None, ()
         site.start = len(self.entries)
         site.count = len(arguments)
         frame = user_frame(_getframe(4))  # above `call`, and who called that
         site.place = (frame.f_code, frame.f_lasti)
 
+    @not_a_users_hook
     def pack(self, tensor: Tensor) -> SiteSlot:
         """Autograd saves `tensor` for the backward of the call."""
         if is_function_mode_active():
@@ -133,13 +136,18 @@ class Pending(NamedTuple):
     Attributes:
         result: what its forward returned.
         versions: of the tensors in it, by their ids.
-        frame: that of `Function.apply`, under which it will save.
+        number: of the next node of autograd's. The function's own is there by now; any other op makes one, then saves.
     """
 
     call: Call
     result: Any
     versions: dict[int, int]
-    frame: FrameType | None
+    number: int
+
+    def pack(self, tensor: Tensor) -> SiteSlot:
+        """Autograd saves `tensor` for the backward of the function."""
+        self.call.site.is_nested = not is_outside_of_functions()
+        return self.call.pack(tensor)
 
 
 class ForwardLog(Log):

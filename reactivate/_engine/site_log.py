@@ -44,6 +44,9 @@ def is_at_work() -> bool:
 @contextmanager
 def set_aside() -> Iterator[None]:
     """No log is at work on this thread for the time of the context."""
+    log = _current.get()
+    if log is not None:
+        log.finish_pending()
     token = _current.set(None)
     try:
         yield
@@ -90,6 +93,9 @@ class Log:
     def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """`fn(*args, **kwargs)`, a call that the policy has a say in."""
         raise NotImplementedError
+
+    def finish_pending(self) -> None:
+        """Nothing that is saved from here on belongs to the call that was the last one."""
 
     @property
     def values(self) -> OpLog | None:

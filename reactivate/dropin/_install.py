@@ -20,7 +20,9 @@ _NAMES = {
     "set_checkpoint_debug_enabled": "set_checkpoint_debug_enabled",
     "GraphExecGroup": "GraphExecGroup",
     "CheckpointFunction": "CheckpointFunction",
+    "_checkpoint_impl": "checkpoint_impl",
     "_checkpoint_without_reentrant_generator": "checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl": "checkpoint_generator_impl",
 }
 
 _active: list[Installation] = []

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -44,6 +44,7 @@ from reactivate._compat import NotTraced, checkpoint_in_graph, runs_as_traced, w
 from reactivate._engine.record import Options
 from reactivate._engine.region import Region, module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_replay
+from reactivate._engine.site_log import set_aside
 from reactivate._in_jax import is_traced, run_traced
 from reactivate.errors import ReactivateError, ReplayMismatchError, UsageError
 from reactivate.guards import DEFAULT, ContextPair, Guards
@@ -115,52 +116,76 @@ def _options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determi
     return _Options(tuple(guards), early_stop, determinism)
 
 
-_USUAL = (True, noop_context_fn, "default", False, True, None, None, DEFAULT)  # as mostly: found by identities
+class Asked(NamedTuple):
+    """What a call asks of its region."""
+
+    preserve_rng_state: bool = True
+    context_fn: Callable[[], Any] = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+    respect_saved_tensors_hooks: bool | None = None
+
+
+_USUAL = (*Asked(), None, None, DEFAULT)  # as mostly: found by identities
 _USUAL_OPTIONS = _Options(tuple(DEFAULT))
 
 
-def _options_of_call(
-    preserve_rng_state: bool, context_fn: Any, determinism_check: str, debug: bool, early_stop: bool
-) -> Options:
+def _options_of_call(asked: Asked) -> Options:
     is_debugging, stops = _debug.get(), _early_stop.get()
-    asked = (preserve_rng_state, context_fn, determinism_check, debug, early_stop, is_debugging, stops, guards)
-    if all(map(is_, asked, _USUAL)):
+    if all(map(is_, (*asked, is_debugging, stops, guards), _USUAL)):
         return _USUAL_OPTIONS
-    is_debugging = debug if is_debugging is None else is_debugging
-    if is_debugging and context_fn is not noop_context_fn:
+    is_debugging = asked.debug if is_debugging is None else is_debugging
+    if is_debugging and asked.context_fn is not noop_context_fn:
         raise UsageError("debug=True is incompatible with non-default context_fn.")
-    if determinism_check not in ("default", "none"):
-        raise UsageError(f"determinism_check should be one of ['default', 'none'], but got {determinism_check!r}.")
-    determinism = "values" if is_debugging else "first" if determinism_check == "default" else "none"
-    options = _options(guards, preserve_rng_state, early_stop if stops is None else stops, determinism)
-    if context_fn is noop_context_fn:
+    check = asked.determinism_check
+    if check not in ("default", "none"):
+        raise UsageError(f"determinism_check should be one of ['default', 'none'], but got {check!r}.")
+    determinism = "values" if is_debugging else "first" if check == "default" else "none"
+    keeps = asked.preserve_rng_state
+    options = _options(guards, keeps, asked.early_stop if stops is None else stops, determinism)
+    if asked.context_fn is noop_context_fn:
         return options
-    pair = ContextPair(context_fn, keeps_random_numbers=preserve_rng_state)
+    pair = ContextPair(functools.partial(_contexts, asked), keeps_random_numbers=keeps)
     return _Options((*options.guards, pair), options.early_stop, options.determinism)
 
 
+def _contexts(asked: Asked) -> Any:
+    forward, recompute = asked.context_fn()
+    if hasattr(
+        forward, "respect_saved_tensors_hooks"
+    ):  # torch's selective checkpointing, which torch tells it so as well
+        forward.respect_saved_tensors_hooks = asked.respect_saved_tensors_hooks
+    return forward, recompute
+
+
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
     context_fn: Callable[[], Any] = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`torch.utils.checkpoint.checkpoint` on this engine: the same arguments and meanings.
+    """`torch.utils.checkpoint.checkpoint` on this engine: the arguments and meanings of the newest torch, on every torch.
 
     Args:
-        function: what to checkpoint; called with `args` and what is left of `kwargs`.
+        function: what to checkpoint; called with `args` and `kwargs`. Without it, `checkpoint` returns a decorator with
+            these options.
         use_reentrant: both variants run on this engine; True and False differ in nothing but the options that torch
             refuses for the reentrant one. A warning asks for it if it is not given, as torch's does.
+        preserve_rng_state: False leaves random numbers out.
         context_fn: () -> (context for the forward pass, context for a recomputation).
         determinism_check: "default" compares shape, dtype and device of what is recomputed, and in some calls (the 1st,
             2nd, 4th, 8th, ...) a checksum, unless `preserve_rng_state=False`; "none" compares nothing.
         debug: name the first op that differs, with the ops of both passes around it.
         early_stop: end a recomputation when nothing more is needed.
-        kwargs: `preserve_rng_state=False` leaves random numbers out; everything else goes to `function`.
+        respect_saved_tensors_hooks: whether saved-tensor hooks around the region get what torch's selective checkpointing
+            keeps inside of it (torch >= 2.14). None: they do not, and a warning says so where there are such hooks.
 
     Raises:
         CheckpointError: a recomputation differs from the forward pass. It is a `ReplayMismatchError` too.
@@ -172,40 +197,72 @@ def checkpoint(
         >>> from reactivate.dropin.torch import checkpoint
         >>> x = torch.randn(4, requires_grad=True)
         >>> checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False).sum().backward()
+        >>> @checkpoint(use_reentrant=False)
+        ... def block(x):
+        ...     return x.sin().exp()
+        >>> block(x).sum().backward()
     """
+    asked = Asked(preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks)
+    if function is not None or args:
+        return _checkpoint(function, args, kwargs, use_reentrant, asked)
+    if kwargs:
+        raise UsageError(f"Unexpected keyword arguments: {','.join(kwargs)}")
+    return functools.partial(_decorated, use_reentrant, asked)
+
+
+def checkpoint_impl(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, use_reentrant: bool | None = None, **options: Any
+) -> Any:
+    """`checkpoint(function, *args, **options, **kwargs)`: what torch's decorated functions call."""
+    return _checkpoint(function, args, kwargs, use_reentrant, Asked(**options))
+
+
+def _decorated(use_reentrant: bool | None, asked: Asked, function: Callable[..., Any]) -> Callable[..., Any]:
+    options = {"use_reentrant": use_reentrant, **asked._asdict()}
+
+    @functools.wraps(function, updated=())
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint_impl(function, args, kwargs, **options)  # by its name: `uninstall` makes it torch's
+
+    return checkpointed
+
+
+def _checkpoint(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], use_reentrant: bool | None, asked: Asked
+) -> Any:
     if use_reentrant is None:
-        _warn_reentrant("torch.utils.checkpoint")
+        _warn_reentrant("torch.utils.checkpoint", stacklevel=4)
         use_reentrant = True
-    if use_reentrant and (context_fn is not noop_context_fn or debug):
-        raise UsageError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
-    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+    has_contexts = asked.context_fn is not noop_context_fn
+    if use_reentrant and (has_contexts or asked.debug or asked.respect_saved_tensors_hooks is not None):
+        raise UsageError(
+            "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when use_reentrant=False."
+        )
     if is_compiling():
         if replaced and not is_dynamo_compiling():  # Dynamo knows the installed function, and does not look inside
-            return replaced["checkpoint"](
-                function,
-                *args,
-                use_reentrant=False,
-                context_fn=context_fn,
-                determinism_check=determinism_check,
-                debug=debug,
-                early_stop=early_stop,
-                preserve_rng_state=preserve_rng_state,
-                **kwargs,
-            )
+            return _checkpoint_of_torch(function, args, kwargs, asked)
         try:
-            return checkpoint_in_graph(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
+            return checkpoint_in_graph(function, args, kwargs, asked.context_fn if has_contexts else None)
         except NotTraced:
             pass
-    if context_fn is not noop_context_fn and runs_as_traced(function):
+    if has_contexts and runs_as_traced(function):
         warn_of_running_as_traced()
         return function(*args, **kwargs)
-    options = _options_of_call(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+    options = _options_of_call(asked)
     if "torchax" in sys.modules and is_traced(function, args, kwargs):
         return run_traced(function, args, kwargs, options)
     module = module_called_by(function)
     if module is None:
         return run(function, args, kwargs, options)
     return run_module(module, args, kwargs, options)
+
+
+def _checkpoint_of_torch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Any:
+    options = asked._asdict()
+    if "_checkpoint_impl" in replaced:  # which torch's `checkpoint` calls
+        return replaced["_checkpoint_impl"](function, args, kwargs, use_reentrant=False, **options)
+    del options["respect_saved_tensors_hooks"]
+    return replaced["checkpoint"](function, *args, use_reentrant=False, **options, **kwargs)
 
 
 def checkpoint_sequential(
@@ -228,7 +285,7 @@ def checkpoint_sequential(
         ValueError: `segments` is not a number from 1 to the number of functions; or an unknown keyword argument.
     """
     if use_reentrant is None:
-        _warn_reentrant("torch.utils.checkpoint.checkpoint_sequential")
+        _warn_reentrant("torch.utils.checkpoint.checkpoint_sequential", stacklevel=3)
         use_reentrant = True
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
@@ -252,11 +309,11 @@ def _run_chain(chain: Sequence[Callable[..., Any]], value: Any) -> Any:
     return value
 
 
-def _warn_reentrant(name: str) -> None:
+def _warn_reentrant(name: str, stacklevel: int) -> None:
     warnings.warn(
         f"{name}: the use_reentrant parameter should be passed explicitly. torch will raise without it. With "
         "reactivate both variants run on the same engine, so pass use_reentrant=False.",
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 
@@ -309,24 +366,33 @@ def checkpoint_without_reentrant_generator(
     debug: bool = False,
     early_stop: bool = True,
     *args: Any,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
+) -> Iterator[None]:
+    """`checkpoint_generator_impl(fn, args, kwargs)`, with these options."""
+    asked = Asked(preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks)
+    return checkpoint_generator_impl(fn, args, kwargs, **asked._asdict())
+
+
+def checkpoint_generator_impl(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> Iterator[None]:
     """A region around whatever runs between the two steps of this generator.
 
     torch's composable `checkpoint` (`torch.distributed._composable`) is made of it: it steps in a module's forward
     hooks.
     """
+    asked = Asked(**options)
     if replaced and is_compiling():
-        yield from replaced["_checkpoint_without_reentrant_generator"](
-            fn, preserve_rng_state, context_fn, determinism_check, debug, early_stop, *args, **kwargs
-        )
+        yield from _generator_of_torch(fn, args, kwargs, asked)
         return
     if not is_grad_enabled():
         yield
         return
-    options = _options_of_call(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
     region = Region()
-    if region.begin(fn, args, kwargs, options):
+    with set_aside():
+        plainly = region.begin(fn, args, kwargs, _options_of_call(asked))
+    if plainly is not None:
         yield
         return
     try:
@@ -335,3 +401,10 @@ def checkpoint_without_reentrant_generator(
         region.fail(error)
         raise
     region.end(None)
+
+
+def _generator_of_torch(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Iterator[None]:
+    name = "_checkpoint_without_reentrant_generator"
+    if f"{name}_impl" in replaced:  # which the other one calls
+        return replaced[f"{name}_impl"](fn, args, kwargs, **asked._asdict())  # type: ignore[no-any-return]
+    return replaced[name](fn, *asked[:-1], *args, **kwargs)  # type: ignore[no-any-return]

@@ -90,27 +90,30 @@ def _recurrent_backward(*args: Any) -> int:
     return 2 * _recurrent(*args)
 
 
-_aten = torch.ops.aten
 # What torch has no formula for; and attention, where that of older releases refuses heads that are shared.
+_NAMED: dict[str, Callable[..., int]] = {
+    "_scaled_dot_product_flash_attention": _attention,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_scaled_dot_product_efficient_attention": _attention,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward,
+    "_scaled_dot_product_cudnn_attention": _attention,
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward,
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+    "_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
+    "_grouped_mm": _grouped_product,
+    "_scaled_grouped_mm": _grouped_product,
+    "mkldnn_rnn_layer": _recurrent,
+    "mkldnn_rnn_layer_backward": _recurrent_backward,
+    "_cudnn_rnn": _recurrent,
+    "_cudnn_rnn_backward": _recurrent_backward,
+    "miopen_rnn": _recurrent,
+    "miopen_rnn_backward": _recurrent_backward,
+}
+# Not every torch has all of these.
 _FORMULAS: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention: _attention,
-    _aten._scaled_dot_product_flash_attention_backward: _attention_backward,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    _aten._scaled_dot_product_efficient_attention: _attention,
-    _aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
-    _aten._scaled_dot_product_cudnn_attention: _attention,
-    _aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
-    _aten._scaled_dot_product_fused_attention_overrideable: _attention,
-    _aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
-    _aten._grouped_mm: _grouped_product,
-    _aten._scaled_grouped_mm: _grouped_product,
-    _aten.mkldnn_rnn_layer: _recurrent,
-    _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
-    _aten._cudnn_rnn: _recurrent,
-    _aten._cudnn_rnn_backward: _recurrent_backward,
-    _aten.miopen_rnn: _recurrent,
-    _aten.miopen_rnn_backward: _recurrent_backward,
+    getattr(torch.ops.aten, name): formula for name, formula in _NAMED.items() if hasattr(torch.ops.aten, name)
 }
 
 
