@@ -318,10 +318,6 @@ class FunctionNote(Note):
 
     __slots__ = ()
 
-    def __init__(self, target: Any) -> None:
-        self.target = target
-        self.noted = (*_of_function(target), dict(target.__dict__))
-
     def contents(self, weak: bool | None = True) -> Any:
         code, defaults, keywords = _of_function(self.target)
         return code, held(defaults, weak), keywords, _hold_values(dict(self.target.__dict__), weak)
