@@ -34,7 +34,8 @@ _ROUNDINGS = 64
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
 
-_calls: dict[int, list[Any]] = {}  # by the id of the region's owner: a reference to it, its policy, how many calls
+# By the kind of check and the id of the region's owner: a reference to that, its policy, how many calls there were.
+_calls: dict[str, dict[int, list[Any]]] = {"first": {}, "metadata": {}, "none": {}}
 _writers: dict[int, ref[Any]] = {}  # owners of regions that wrote to what there is no copy of, by their ids
 
 
@@ -47,9 +48,10 @@ def is_due(fn: Any, determinism: str, choice: Any) -> bool:
         return True
     kind = type(fn)
     owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn  # see `_owner_of`
-    entry = _calls.get(id(owner))
+    calls = _calls[determinism]
+    entry = calls.get(id(owner))
     if entry is None or entry[0]() is not owner or entry[1] is not choice:
-        entry = _first_call(owner, choice)
+        entry = _first_call(calls, owner, choice)
     entry[2] = count = entry[2] + 1
     return not count & (count - 1)
 
@@ -72,13 +74,13 @@ def _owner_of(fn: Any) -> Any:
     return fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
 
 
-def _first_call(owner: Any, choice: Any) -> list[Any]:
+def _first_call(calls: dict[int, list[Any]], owner: Any, choice: Any) -> list[Any]:
     key = id(owner)
     try:
-        reference: Any = ref(owner, functools.partial(_calls.pop, key))
+        reference: Any = ref(owner, functools.partial(calls.pop, key))
     except TypeError:  # an object in C, which nobody can wait for: it is compared each time
         return [None, choice, 0]
-    entry = _calls[key] = [reference, choice, 0]
+    entry = calls[key] = [reference, choice, 0]
     return entry
 
 
