@@ -195,7 +195,7 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
         record.states.protect(proof.tensors())
     if record.states is not None:
         managers.append(RewoundTensors(record.states))
-    if record.gradients is not None and record.gradients.moved:
+    if record.gradients is not None and record.gradients.may_have_moved:
         managers.append(record.gradients)
     tensors = [item for item in (*arguments[0], *arguments[1].values()) if isinstance(item, torch.Tensor)]
     if tensors:

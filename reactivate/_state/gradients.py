@@ -49,6 +49,11 @@ class Gradients:
             self._find_moved(now, versions)
         self._leaves, self._before, self._versions, self._copies = [], [], [], {}
 
+    @property
+    def may_have_moved(self) -> bool:
+        """Return whether a recomputation has anything to put back."""
+        return bool(self._leaves or self.moved)
+
     def _find_moved(self, now: list[Tensor | None], versions: list[Any]) -> None:
         moved, unknown = [], []
         rows = zip(self._leaves, now, self._before, versions, self._versions)
@@ -60,13 +65,26 @@ class Gradients:
                     unknown.append((before, version_before))
         self.moved, self.unknown = moved, unknown
 
+    def _moved_so_far(self) -> Sequence[tuple[Tensor, Tensor | None]]:
+        """Return what the forward, which still runs, has moved: a backward inside of it recomputes those before it.
+
+        Of a gradient without a copy the present contents are given to what is accumulated for nothing.
+        """
+        rows = zip(self._leaves, self._before, self._versions)
+        return [
+            (leaf, None if before is None else self._copies.get(id(leaf), before))
+            for leaf, before, version in rows
+            if leaf.grad is not before or (before is not None and before._version != version)
+        ]
+
     def __enter__(self) -> None:
-        self._present = [leaf.grad for leaf, _ in self.moved]
-        for leaf, before in self.moved:
+        moved = self._moved_so_far() if self._leaves else self.moved
+        self._present = [(leaf, leaf.grad) for leaf, _ in moved]
+        for leaf, before in moved:
             leaf.grad = None if before is None else copy_unseen(before)
 
     def __exit__(self, *error: object) -> None:
-        for (leaf, _), gradient in zip(self.moved, self._present):
+        for leaf, gradient in self._present:
             leaf.grad = gradient
         self._present = []
 
