@@ -445,6 +445,32 @@ def test_an_output_without_grad_in_a_region_with_grad() -> None:
     out.sum().backward()
 
 
+@pytest.mark.parametrize("had_gradient", [False, True])
+@pytest.mark.parametrize("owner", ["module", "argument"])
+@pytest.mark.parametrize("backwards", [2, 3])
+def test_several_backwards_inside_of_a_forward_accumulate_once(backwards: int, owner: str, had_gradient: bool) -> None:
+    """Each of them recomputes what was before it, with the backwards before it."""
+    found = []
+    for wrap in (lambda fn: fn, reactivate.checkpoint):
+        torch.manual_seed(0)
+        x, linear, holder = leaf(3, 4), torch.nn.Linear(4, 4), torch.nn.ParameterList([leaf(4)])
+        inner = holder[0]
+        inner.grad = torch.ones(4) if had_gradient else None
+
+        def fn(x: Tensor, weight: Tensor | None = None) -> Tensor:
+            for _ in range(backwards):
+                x = linear(x).sin()
+                given = holder[0] if weight is None else weight
+                (given.sin() * x.detach()).sum().backward()
+            return x
+
+        for _ in range(2):
+            wrap(fn)(x, *([inner] if owner == "argument" else [])).sum().backward()
+        found.append([inner.grad, linear.weight.grad, x.grad])
+    for one, other in zip(*found):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.jacrev(f)])
 def test_function_transforms_are_refused_by_name(transform: Any) -> None:
     fn = reactivate.checkpoint(lambda x: x.sin().exp().sum())

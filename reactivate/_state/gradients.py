@@ -70,12 +70,12 @@ class Gradients:
 
     def __enter__(self) -> None:
         self.look()
-        self._present = [leaf.grad for leaf, _ in self.moved]
+        self._present = [(leaf, leaf.grad) for leaf, _ in self.moved]
         for leaf, before in self.moved:
             leaf.grad = None if before is None else copy_unseen(before)
 
     def __exit__(self, *error: object) -> None:
-        for (leaf, _), gradient in zip(self.moved, self._present):
+        for leaf, gradient in self._present:
             leaf.grad = gradient
         self._present = []
 
