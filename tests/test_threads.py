@@ -509,7 +509,7 @@ def test_a_module_with_hooks_called_by_several_threads(count: int) -> None:
     def once(wrap: Callable[..., Any], rans: list[Ran]) -> list[Any]:
         seed_everything()
         module = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        calls: list[str] = []
+        calls = Journal()  # a list would be shared state that changes between forward and backward
         module.register_forward_pre_hook(lambda *_: meetings[threading.get_ident()]())
         module.register_forward_hook(lambda *_: calls.append("hook"))
         inputs = [torch.randn(4, 8, requires_grad=True) for _ in rans]
@@ -527,7 +527,7 @@ def test_a_module_with_hooks_called_by_several_threads(count: int) -> None:
 
         gradients = together(*map(job, range(count)))
         assert_unchanged(before, surroundings(module))
-        return [*gradients, calls]
+        return [*gradients, list(calls)]
 
     rans = [Ran() for _ in range(count)]
     assert_equal(once(lambda fn: fn, [Ran() for _ in rans]), once(reactivate.checkpoint, rans), "training")

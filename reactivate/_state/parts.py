@@ -55,9 +55,10 @@ def _unplaced(names: tuple[str, ...], namespace: Namespace) -> tuple[Any, ...]:
 
 def names_in(namespace: Namespace) -> Names:
     """Return the names of attributes in a module's `__dict__`, as if nothing stood in for its `forward`."""
-    if isinstance(placed := namespace.get(NAME), Placed) and _below(placed) is None:
-        return _sorted_out(tuple(name for name in namespace if name != NAME))
-    return _sorted_out(tuple(namespace))
+    items = namespace.copy()  # at once: another thread may put something in the place of its `forward` meanwhile
+    if isinstance(placed := items.get(NAME), Placed) and _below(placed) is None:
+        del items[NAME]
+    return _sorted_out(tuple(items))
 
 
 def _below(item: Any) -> Any:
