@@ -149,7 +149,9 @@ class Region(Record):
             raise
         self.asked = [(unrestored, tokens[index]) for index, unrestored in options.asked]
         pack: Any = self.pack
-        if is_due(fn, options.choice) or is_writer(fn) or options.determinism == "values":
+        determinism = options.determinism
+        is_compared = determinism == "values" or (determinism == "first" and is_due(fn, options.choice))
+        if is_compared or (determinism != "none" and is_writer(fn)):
             self.check = Check()
             pack = self.pack_checked
         if options.choice is not None and options.choice.interest.functions:
@@ -187,7 +189,7 @@ class Region(Record):
         if self.check is not None:
             self.check.note_outputs(result)
         self._look_for_writes(capture, result)
-        if self.proof is None and self.options.determinism in ("metadata", "none"):
+        if self.proof is None and self.options.determinism == "metadata":
             self.check = None
         if last_script_graph() is not self.script_graph:
             refuse_watched(last_script_graph(), refusals.name_of(self))
