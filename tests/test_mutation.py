@@ -593,6 +593,14 @@ def test_a_saved_tensor_that_the_region_overwrites_is_refused_as_without_a_regio
             out.backward()
 
 
+@pytest.mark.parametrize("determinism", ["metadata", "none"])
+def test_a_write_that_only_outputs_see_is_refused_without_checksums_of_saved_tensors(determinism: str) -> None:
+    """A limit: without these, only the outputs show whether a write matters."""
+    out = reactivate.checkpoint(lambda x, h: x.sin() + h.mul_(2), determinism=determinism)(leaf(4), leaf(4) * 1)
+    with pytest.raises(MutationError, match=r"`args\[1\]`"):
+        out.sum().backward()
+
+
 def test_a_write_that_only_gradients_see_is_refused_in_every_compared_call() -> None:
     """The outputs are all zero: the second call is compared by what it saves, whatever `determinism` says."""
 

@@ -359,11 +359,6 @@ def halved_argument_is_only_added_to_the_output_where_values_are_compared(wrap: 
     return of_a_halved_argument(wrap, lambda h: h, determinism="values")
 
 
-@right
-def halved_argument_is_only_added_to_the_output_where_nothing_is_compared(wrap: Wrap) -> Any:
-    return of_a_halved_argument(wrap, lambda h: h, determinism="none")
-
-
 @loud
 def halved_argument_is_read_by_a_saved_call(wrap: Wrap) -> Any:
     """The call's result is kept, so that the output does not show what the call has read."""

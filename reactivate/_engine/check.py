@@ -34,24 +34,25 @@ _ROUNDINGS = 64
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
 
-# By the kind of check and the id of the region's owner: a reference to that, its policy, how many calls there were.
-_calls: dict[str, dict[int, list[Any]]] = {"first": {}, "metadata": {}, "none": {}}
+_calls: dict[int, list[Any]] = {}  # by the id of the region's owner: a reference to it, its policy, how many calls
 _writers: dict[int, ref[Any]] = {}  # owners of regions that wrote to what there is no copy of, by their ids
 
 
 def is_due(fn: Any, determinism: str, choice: Any) -> bool:
     """Return whether checksums are taken in this call of a region: for a comparison, or for a proof if one is needed.
 
-    They are in the 1st, 2nd, 4th, 8th, ... call, and in every call if an earlier one needed a proof.
+    With "first" they are in the 1st, 2nd, 4th, 8th, ... call, and but for "none" in every call if an earlier one needed a
+    proof.
     """
-    if determinism == "values" or (_writers and _is_writer(fn)):
+    if determinism == "values" or (_writers and determinism != "none" and _is_writer(fn)):
         return True
+    if determinism != "first":
+        return False
     kind = type(fn)
     owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn  # see `_owner_of`
-    calls = _calls[determinism]
-    entry = calls.get(id(owner))
+    entry = _calls.get(id(owner))
     if entry is None or entry[0]() is not owner or entry[1] is not choice:
-        entry = _first_call(calls, owner, choice)
+        entry = _first_call(owner, choice)
     entry[2] = count = entry[2] + 1
     return not count & (count - 1)
 
@@ -74,13 +75,13 @@ def _owner_of(fn: Any) -> Any:
     return fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
 
 
-def _first_call(calls: dict[int, list[Any]], owner: Any, choice: Any) -> list[Any]:
+def _first_call(owner: Any, choice: Any) -> list[Any]:
     key = id(owner)
     try:
-        reference: Any = ref(owner, functools.partial(calls.pop, key))
+        reference: Any = ref(owner, functools.partial(_calls.pop, key))
     except TypeError:  # an object in C, which nobody can wait for: it is compared each time
         return [None, choice, 0]
-    entry = calls[key] = [reference, choice, 0]
+    entry = _calls[key] = [reference, choice, 0]
     return entry
 
 

@@ -200,7 +200,7 @@ class Region(Record):
         if self.check is not None:
             self.check.note_outputs(result)
         self._look_for_writes(capture, result)
-        if self.proof is None and self.options.determinism in ("metadata", "none"):
+        if self.proof is None and self.options.determinism == "metadata":
             self.check = None
         if last_script_graph() is not self.script_graph:
             refuse_watched(last_script_graph(), refusals.name_of(self))
