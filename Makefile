@@ -76,6 +76,7 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: overhead, choosing, planning-measured
 	$(BIN)/python benchmarks/overhead.py --out benchmarks/results
+	$(BIN)/python benchmarks/self_check.py --out benchmarks/results
 	$(BIN)/python benchmarks/selective.py --out benchmarks/results
 	$(BIN)/python benchmarks/frontier.py --compile gpt --out benchmarks/results --page docs/planning-measured.md
 
