@@ -20,8 +20,8 @@ from reactivate._compat import flatten
 from reactivate._engine.counted import call_counted
 from reactivate._engine.inputs import WrittenInput
 from reactivate._engine.oplog import checksum
-from reactivate._engine.stale import memory_of
 from reactivate._state.contents import WeakTensor
+from reactivate._state.memory import memory_of
 from reactivate._state.shadows import note_written, version_of
 from reactivate._types import Unrestored
 

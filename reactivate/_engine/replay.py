@@ -45,8 +45,9 @@ from reactivate._engine.record import Record, Saved, observers, tell
 from reactivate._engine.skipped_sites import ReplayLog
 from reactivate._engine.stale import StaleReads, refuse_stale, watches
 from reactivate._state.contents import WeakTensor
+from reactivate._state.memory import memory_of
 from reactivate._state.notes import RewoundNotes
-from reactivate._state.shadows import RewoundTensors, memory_of, rewound_memory
+from reactivate._state.shadows import RewoundTensors, rewound_memory
 from reactivate._state.tensor_hooks import KeptHooks
 from reactivate.errors import ReactivateError
 

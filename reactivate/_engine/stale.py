@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._compat import innermost_pack_hook, written_arguments
 from reactivate._engine.counted import call_counted
+from reactivate._state.memory import memory_of
 from reactivate.errors import MutationError
 
 _FILLS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "set_"})
@@ -154,13 +155,6 @@ def _is_saved_by_us() -> bool:
 def is_view(func: Any) -> bool:
     """Return whether an op looks at no element."""
     return bool(func.is_view or func.overloadpacket.__name__ == "detach")
-
-
-def memory_of(tensor: Tensor) -> Any:
-    """Return what tensors have in common that share memory, None where that cannot be told."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.layout is not torch.strided:
-        return None
-    return None if tensor.device.type in ("xla", "meta") else tensor.untyped_storage()._cdata
 
 
 def _key_of(tensor: Tensor) -> Any:

@@ -24,7 +24,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from reactivate._backends import fences
 from reactivate._compat import (
@@ -36,11 +35,11 @@ from reactivate._compat import (
     run_unseen,
     set_versions,
 )
+from reactivate._state.memory import memory_of
 from reactivate._state.small import Bytes, is_small
 from reactivate._state.steps import last_step_of
 
-version_of, _is_of_xla = attrgetter("_version"), attrgetter("is_xla")
-_PLAIN = (Tensor, Parameter)
+version_of = attrgetter("_version")
 _FEW_BYTES = 64  # up to which a copy costs no more than a look at the version
 
 
@@ -405,13 +404,6 @@ class RewoundTensors:
                 _write(tensor, shadow.content)
         for group, present in zip(state.groups, self._present):
             _write_group(group, present)
-
-
-def memory_of(tensor: Tensor) -> int | None:
-    """Return what tensors have in common that share memory, None where that cannot be told."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_meta or _is_of_xla(tensor):
-        return None
-    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
