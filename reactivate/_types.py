@@ -129,8 +129,8 @@ class Call(Protocol):
     def is_large(self) -> bool:
         """Whether modules are noted as the forward reaches them, being too many; `modules` is empty then."""
 
-    def reach(self, module: Module) -> Sequence[tuple[Module, Call]]:
-        """Return (module, what its attributes lead to) of `module` and others, of each that was not reached before."""
+    def reach(self, module: Module) -> Sequence[Any]:
+        """Return what is found of `module` and of others that it leads to, of each that was not reached before."""
 
     @property
     def parts(self) -> Any:

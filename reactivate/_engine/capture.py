@@ -13,7 +13,7 @@ import inspect
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ from reactivate._state.iterators import holds_iterator, is_iterator
 from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
-from reactivate._state.trees import remember, walked_before
+from reactivate._state.trees import single_modules, whole_trees
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
 # of layers of tensors. A closure or a bound `self` leads to half the program.
@@ -75,6 +75,22 @@ class Input(NamedTuple):
     tensor: Any
     version: int
     place: str
+
+
+class Found(NamedTuple):
+    """What was found of one module of a large tree.
+
+    Attributes:
+        module: the module.
+        notes, tensors, generators: what its attributes lead to.
+        parts: what it is made of, if that has been looked at.
+    """
+
+    module: Module
+    notes: Sequence[Note]
+    tensors: Sequence[Tensor] = ()
+    generators: Sequence[Any] = ()
+    parts: Parts | None = None
 
 
 class Capture:
@@ -163,23 +179,21 @@ class Capture:
     # -- modules -------------------------------------------------------------------------------------------------
 
     def _found(self) -> Sequence[Module]:
-        walked = walked_before(self.roots[0]) if len(self.roots) == 1 else None
+        walked = whole_trees.again(self.roots[0]) if len(self.roots) == 1 else None
         if walked is not None:
             modules, self.module_notes, self.parts = walked
             return modules
         roots = self.roots
         modules = self._walk()
-        has_more = (
-            self.scripts
-            or self.generators
-            or self.module_tensors
-            or self.is_lazy
-            or fences()
-            or any(hasattr(type(module), "replay_state") for module in modules)
-        )
-        if len(roots) == 1 and self.roots is roots and not has_more:
-            remember(roots[0], modules, self.module_notes)
+        if len(roots) == 1 and self.roots is roots and not self._has_found_more(modules):
+            whole_trees.remember(roots[0], modules, self.module_notes)
         return modules
+
+    def _has_found_more(self, modules: Iterable[Module]) -> bool:
+        """Return whether there is more to say of these modules than their parts and notes do."""
+        if self.scripts or self.generators or self.module_tensors or self.is_lazy or fences():
+            return True
+        return any(hasattr(type(module), "replay_state") for module in modules)
 
     def _walk(self) -> list[Module]:
         found: dict[Module, None] = {}
@@ -221,11 +235,11 @@ class Capture:
             if type(hook) is FunctionType:
                 self._look(hook, "a hook", 1)
 
-    def reach(self, module: Module) -> list[tuple[Module, Any]]:
+    def reach(self, module: Module) -> list[Found]:
         """Look at one module of a large tree, and at those that its attributes lead to.
 
         Returns:
-            (module, the capture of its attributes) of each that was not reached before.
+            what was found of each that was not reached before.
         """
         reached = []
         todo = [module]
@@ -233,10 +247,16 @@ class Capture:
             inner = todo.pop()
             if id(inner) not in self._reached:
                 self._reached[id(inner)] = inner
-                found = Capture(_nothing, (), {})
-                found.look_at(inner)
-                reached.append((inner, found))
-                todo += found.roots
+                walked = single_modules.again(inner)
+                if walked is not None:
+                    reached.append(Found(inner, walked.notes, parts=walked.parts))
+                else:
+                    found = Capture(_nothing, (), {})
+                    found.look_at(inner)
+                    reached.append(Found(inner, found.module_notes, found.module_tensors, found.generators))
+                    todo += found.roots
+                    if not (found.roots or found._has_found_more((inner,))):
+                        single_modules.remember(inner, (inner,), found.module_notes)
                 if getattr(inner, "_compiled_call_impl", None) is not None or "_orig_mod" in inner._modules:
                     todo += tree_of(inner)  # compiled code reads what is inside past all functions
         return reached

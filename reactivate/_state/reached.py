@@ -33,9 +33,8 @@ class ReachedNotes:
 
     def _reach(self, module: Module) -> None:
         if self._call is not None:
-            for inner, found in self._call.reach(module):
-                note = ModuleNotes((inner,), found.module_notes, found.module_tensors)
-                self.parts.append(note)
+            for found in self._call.reach(module):
+                self.parts.append(ModuleNotes((found.module,), found.notes, found.tensors, found.parts))
                 self.generators += [(item, state_of_generator(item)) for item in found.generators]
 
     def finish(self) -> None:

@@ -8,7 +8,7 @@ These are remembered weakly: what nobody else has goes, and the tree is forgotte
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import chain
 from operator import is_, itemgetter
@@ -44,7 +44,7 @@ class Walked(NamedTuple):
         parts: what the modules are made of.
     """
 
-    modules: list[Module]
+    modules: Sequence[Module]
     notes: list[Note]
     parts: Parts
 
@@ -80,42 +80,45 @@ class _Tree:
         return Walked(modules, self.notes, Parts(namespaces, self.layout, found))
 
 
-_trees: dict[int, _Tree] = {}  # by the id of the root
-_misses: dict[int, tuple[ref[Module], int]] = {}  # by the id of the root: how many there were in a row
+class Trees:
+    """Remembered trees, by the ids of their roots."""
 
+    def __init__(self) -> None:
+        self._trees: dict[int, _Tree] = {}
+        self._misses: dict[int, tuple[ref[Module], int]] = {}  # how many there were in a row
 
-def walked_before(root: Module) -> Walked | None:
-    """Return what a walk over the tree under `root` would find now, None if that is not known."""
-    tree = _trees.get(id(root))
-    if tree is None:
-        return None
-    walked = tree.again()
-    if walked is None:
-        _forget(id(root))
-        _misses[id(root)] = ref(root, functools.partial(_misses.pop, id(root))), _misses_of(root) + 1
-    elif _misses:
-        _misses.pop(id(root), None)
-    return walked
-
-
-def _misses_of(root: Module) -> int:
-    reference, count = _misses.get(id(root), (None, 0))
-    return count if reference is not None and reference() is root else 0
-
-
-def remember(root: Module, modules: list[Module], notes: list[Note]) -> None:
-    """Remember what a walk over the tree under `root` found, if that can be."""
-    namespaces = [module.__dict__ for module in modules]
-    if _misses_of(root) >= _MOST_MISSES or any(chain.from_iterable(map(_HOOKS, namespaces))):
-        return
-    walked = Walked(modules, notes, Parts(namespaces))
-    if _holds_nothing_else(walked):
+    def again(self, root: Module) -> Walked | None:
+        """Return what a walk over the tree under `root` would find now, None if that is not known."""
         key = id(root)
-        _trees[key] = _Tree(walked, lambda _: _forget(key))
+        tree = self._trees.get(key)
+        if tree is None:
+            return None
+        walked = tree.again()
+        if walked is None:
+            del self._trees[key]
+            self._misses[key] = ref(root, functools.partial(self._misses.pop, key)), self._misses_of(root) + 1
+        elif self._misses:
+            self._misses.pop(key, None)
+        return walked
+
+    def _misses_of(self, root: Module) -> int:
+        reference, count = self._misses.get(id(root), (None, 0))
+        return count if reference is not None and reference() is root else 0
+
+    def remember(self, root: Module, modules: Sequence[Module], notes: list[Note]) -> None:
+        """Remember what a walk over the tree under `root` found, if that can be."""
+        namespaces = [module.__dict__ for module in modules]
+        if self._misses_of(root) >= _MOST_MISSES or any(chain.from_iterable(map(_HOOKS, namespaces))):
+            return
+        walked = Walked(modules, notes, Parts(namespaces))
+        if _holds_nothing_else(walked):
+            key, trees = id(root), self._trees
+            trees[key] = _Tree(walked, lambda _: trees.pop(key, None))
 
 
-def _forget(key: int) -> None:
-    _trees.pop(key, None)
+whole_trees = Trees()
+single_modules = Trees()
+"""Modules without what is inside of them: those of large trees (see `reaching`)."""
 
 
 # -- what can be held -------------------------------------------------------------------------------------------------
