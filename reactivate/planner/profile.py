@@ -142,9 +142,14 @@ def _watched(device: torch.device) -> Iterator[Callable[[], dict[int, int]]]:
     if device.type != "cpu":
         yield dict
         return
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler = _profiler()
     with profiler:
         yield lambda: _tops(_events(profiler))
+
+
+def _profiler() -> Any:
+    """Return a profiler of one cycle. torch 2.11 warns, unless it is asked for the events of every cycle."""
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
 
 def _events(profiler: Any) -> list[dict[str, Any]]:
@@ -197,7 +202,7 @@ def measured_peak(step: Callable[[], object], device: torch.device) -> int:
         step()
         torch.accelerator.synchronize()
         return int(torch.accelerator.max_memory_allocated() - before)
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler = _profiler()
     with profiler:
         step()
     changes = [event for event in _events(profiler) if event["name"] == "[memory]"]
