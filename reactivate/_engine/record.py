@@ -198,7 +198,8 @@ class Record:
             if item.tensor._version != item.version:
                 found.append(Unrestored(item.tensor, item.place, item.version))
         if self.gradients is not None:
-            self.gradients.look()
+            if self.tokens is not None:
+                self.gradients.look()
             for gradient, version in self.gradients.unknown:
                 found.append(Unrestored(gradient, "the gradient of an argument", version))
         for unrestored, token in self.asked:

@@ -212,7 +212,11 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
         managers.append(KeptHooks(tensors))
     if proof is not None:
         managers.append(RenormsOnce(tensor for tensor, _ in proof.tensors()))
-    stale = _stale(record) if record.inputs or record.asked or record.gradients is not None else None
+    gradients = record.gradients
+    if record.inputs or record.asked or (gradients is not None and not gradients.is_quiet()):
+        stale = _stale(record)
+    else:
+        stale = []
     if stale:
         managers.append(StaleReads([tensor for tensor, _ in stale], functools.partial(_refusal, record, stale)))
     return managers

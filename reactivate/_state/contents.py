@@ -320,7 +320,13 @@ class FunctionNote(Note):
 
     def contents(self, weak: bool | None = True) -> Any:
         code, defaults, keywords = _of_function(self.target)
-        return code, held(defaults, weak), keywords, _hold_values(dict(self.target.__dict__), weak)
+        attributes = self.target.__dict__
+        return (
+            code,
+            defaults if defaults is None else held(defaults, weak),
+            keywords,
+            _hold_values(dict(attributes), weak) if attributes else {},
+        )
 
     def is_at(self, contents: Any) -> bool:
         attributes, now = contents[3], self.target.__dict__
