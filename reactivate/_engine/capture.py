@@ -519,11 +519,10 @@ class Capture:
 
     def _names(self, names: tuple[tuple[dict[str, Any], str], ...]) -> None:
         for namespace, name in names:
-            if name in namespace:
-                value = namespace[name]
-                self.notes.append(NameNote(namespace, name))
-                if type(value) not in ATOMS:
-                    self._look(value, name, 1)
+            self.notes.append(NameNote(namespace, name))
+            value = namespace.get(name)
+            if type(value) not in ATOMS:
+                self._look(value, name, 1)
 
 
 class CellTensorNote(CellNote):

@@ -7,6 +7,7 @@ helper functions of other modules and the attributes of those.
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import sys
@@ -121,7 +122,10 @@ def _find(namespace: dict[str, Any], todo: list[CodeType]) -> Iterator[tuple[dic
             value = namespace.get(name)
             if isinstance(value, FunctionType) and value.__globals__ is namespace:
                 todo.append(value.__code__)
-            elif name in namespace and not isinstance(value, _FIXED) and not _is_librarys_class(value):
+            elif name in namespace:
+                if not isinstance(value, _FIXED) and not _is_librarys_class(value):
+                    yield namespace, name
+            elif not hasattr(builtins, name):  # nothing yet
                 yield namespace, name
 
 

@@ -95,7 +95,7 @@ class Trees:
             return None
         walked = tree.again()
         if walked is None:
-            del self._trees[key]
+            self._trees.pop(key, None)
             self._misses[key] = ref(root, functools.partial(self._misses.pop, key)), self._misses_of(root) + 1
         elif self._misses:
             self._misses.pop(key, None)

@@ -1,0 +1,218 @@
+"""Trees of modules that are not walked again: what changes is seen all the same, and nothing is kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_bitwise
+from torch import Tensor, nn
+
+import reactivate
+from reactivate._engine.capture import Capture
+from reactivate._state.trees import single_modules, whole_trees
+
+scale = 1.0
+counted: int
+
+
+class Scaled(nn.Module):
+    """Reads what may change: an attribute, a name of this file, an attribute of its class, a child, a plain list."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.power = 1
+        self.offsets = [0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) * scale * self.factor + self.offsets[0]).sin() ** self.power
+
+
+class Counting(nn.Module):
+    """Counts in a name of this file that its first call makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        global counted
+        try:
+            counted += 1
+        except NameError:
+            counted = 1
+        return (x * counted).sin()
+
+
+def another_power(module: Scaled) -> None:
+    module.power = 3
+
+
+def another_child(module: Scaled) -> None:
+    module.inner = nn.Linear(4, 4)
+
+
+def one_child_more(module: Scaled) -> None:
+    module.inner = nn.Sequential(module.inner, nn.Linear(4, 4))
+
+
+def another_parameter(module: Scaled) -> None:
+    module.inner.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def no_bias(module: Scaled) -> None:
+    module.inner.bias = None
+
+
+def another_item(module: Scaled) -> None:
+    module.offsets[0] = 2.0
+
+
+def another_name(module: Scaled) -> None:
+    global scale
+    scale = 3.0
+
+
+def another_attribute_of_the_class(module: Scaled) -> None:
+    Scaled.factor = 3.0
+
+
+def a_hook(module: Scaled) -> None:
+    module.inner.register_forward_hook(lambda _, inputs, output: output * 2)
+
+
+def an_attribute_that_hides_that_of_the_class(module: Scaled) -> None:
+    module.factor = 5.0
+
+
+CHANGES = (
+    another_power,
+    another_child,
+    one_child_more,
+    another_parameter,
+    no_bias,
+    another_item,
+    another_name,
+    another_attribute_of_the_class,
+    a_hook,
+    an_attribute_that_hides_that_of_the_class,
+)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Any:
+    global scale
+    yield
+    scale, Scaled.factor = 1.0, 1.0
+    globals().pop("counted", None)
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    walk = Capture._walk
+
+    def counting(self: Capture) -> Any:
+        found.append(self.roots)
+        return walk(self)
+
+    monkeypatch.setattr(Capture, "_walk", counting)
+    return found
+
+
+def steps(wrap: Callable[[nn.Module], Any], change: Callable[[Scaled], None], *, is_between: bool) -> list[Any]:
+    """Three steps, and the change before the third: in between two of them, or between forward and backward."""
+    torch.manual_seed(0)
+    module = Scaled()
+    fn = wrap(module)
+    x = torch.randn(4, 4, requires_grad=True)
+    found: list[Any] = []
+    for number in range(3):
+        if number == 2 and is_between:
+            change(module)
+        out = fn(x)
+        parameters = list(module.parameters())
+        if number == 2 and not is_between:
+            change(module)
+        found += [out, *torch.autograd.grad(out.sum(), [x, *parameters], allow_unused=True)]
+    return found
+
+
+@pytest.mark.parametrize("is_between", [True, False], ids=["between steps", "before the backward"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_changes_is_seen(
+    change: Callable[[Scaled], None], is_between: bool, walks: list[Any], request: pytest.FixtureRequest
+) -> None:
+    global scale
+    expected = steps(lambda module: module, change, is_between=is_between)
+    scale, Scaled.factor = 1.0, 1.0
+    found = steps(reactivate.checkpoint, change, is_between=is_between)
+    for one, other in zip(expected, found, strict=True):
+        assert_bitwise(one, other, change.__name__)
+    assert len(walks) == (2 if is_between else 1)  # the second step needs none
+
+
+def test_a_name_that_the_first_call_makes() -> None:
+    def run(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+        globals().pop("counted", None)
+        fn = wrap(Counting())
+        x = torch.randn(4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        found = []
+        for _ in range(3):
+            out = fn(x)
+            found += [out, *torch.autograd.grad(out.sum(), x)]
+        assert counted == 3
+        return found
+
+    for one, other in zip(run(lambda module: module), run(reactivate.checkpoint), strict=True):
+        assert_bitwise(one, other, "a counter")
+
+
+def test_attributes_that_change_with_every_call_are_not_remembered_for_ever(walks: list[Any]) -> None:
+    module = Scaled()
+    fn = reactivate.checkpoint(module)
+    x = torch.randn(4, 4, requires_grad=True)
+    for number in range(12):
+        module.power = 10**6 + number
+        fn(x).sum().backward()
+    assert len(walks) == 12
+    assert id(module) not in whole_trees._trees
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_nothing_is_kept_alive(is_large: bool) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Scaled() for _ in range(70 if is_large else 2))
+
+        def step(self, x: Tensor, index: int) -> Tensor:
+            return self.blocks[index](x)
+
+    holder = Holder()
+    x = torch.randn(4, 4, requires_grad=True)
+    for _ in range(3):
+        y = x
+        for index in range(2):
+            y = reactivate.checkpoint(holder.step)(y, index)
+        y.sum().backward()
+    del y
+    gc.collect()
+    trees = single_modules if is_large else whole_trees
+    assert trees._trees
+    gc.disable()
+    try:
+        weight = weakref.ref(holder.blocks[0].inner.weight)
+        holder.blocks[0].inner = nn.Linear(4, 4)
+        assert weight() is None
+        block = weakref.ref(holder.blocks[1])
+        del holder.blocks[1]
+        assert block() is None
+        everything = weakref.ref(holder)
+        del holder
+        assert everything() is None
+    finally:
+        gc.enable()
