@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,14 +59,25 @@ def _bits(tensor: Tensor) -> dict[str, Any]:
     return {"bits": bits_of(tensor) if tensor.requires_grad else None}
 
 
-determinism_checks["bits"] = _bits
+@contextmanager
+def _knowing_bits() -> Iterator[None]:
+    """Let torch's checkpoint know the determinism check "bits": it looks checks up when it is called."""
+    determinism_checks["bits"] = _bits
+    try:
+        yield
+    finally:
+        determinism_checks.pop("bits", None)
 
 
 def torchs(determinism: str = "default") -> Arm:
     """Return the arm of torch's checkpoint with one of its determinism checks; "bits" compares contents."""
 
     def checkpoint(fn: Wrap, **options: Any) -> Wrap:
-        return functools.partial(torch_checkpoint, fn, use_reentrant=False, determinism_check=determinism)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            with _knowing_bits():
+                return torch_checkpoint(fn, *args, use_reentrant=False, determinism_check=determinism, **kwargs)
+
+        return checkpointed
 
     def recompute(model: nn.Module, paths: Sequence[str], **options: Any) -> None:
         for path in paths:

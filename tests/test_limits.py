@@ -524,6 +524,35 @@ def test_hooks_that_turn_the_version_check_off() -> None:
     assert torch.equal(found, gradient(torchs))
 
 
+class DifferentiatesInside(torch.autograd.Function):
+    """Differentiates in its backward what its forward recorded."""
+
+    ended: Journal
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = ctx.x.sin()
+        DifferentiatesInside.ended.append("forward")
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return torch.autograd.grad(ctx.y, ctx.x, gradient)
+
+
+@shows("`torch.inference_mode(False)` inside the forward of a custom Function")
+def test_inference_mode_inside_the_forward_of_a_custom_function() -> None:
+    for early_stop, count in ((True, 1), (False, 2)):
+        DifferentiatesInside.ended = Journal()
+        x = leaf()
+        wrap = reactivate.checkpoint(determinism="metadata", early_stop=early_stop)
+        wrap(lambda x: DifferentiatesInside.apply(x))(x).sum().backward()
+        assert torch.equal(x.grad, x.detach().cos())
+        assert len(DifferentiatesInside.ended) == count
+
+
 @shows("torch 2.9 and `torch.compile` inside a region")
 def test_torch_2_9_and_compile_inside_a_region() -> None:
     """Between forward and backward another version is compiled, which fits as well."""

@@ -612,3 +612,21 @@ def test_a_write_that_only_gradients_see_is_refused_in_every_compared_call() -> 
     for call in (first, again, again):
         with pytest.raises(reactivate.ReactivateError):
             call(leaf(4).abs(), torch.zeros(4, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("determinism", ["first", "metadata", "values", "none"])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_kept_output_proves_nothing_of_a_write(determinism: str, early_stop: bool) -> None:
+    """The result of the last call is kept, and so the same in any case; its weight's gradient depends on the write."""
+    linear = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        alias = x.detach()
+        alias.mul_(alias.sin())
+        return linear(alias.sin())
+
+    wrap = reactivate.checkpoint(policy=policies.save_ops("linear"), early_stop=early_stop, determinism=determinism)
+    for _ in range(3):
+        out = wrap(fn)(leaf(4, 4) * 1)
+        with pytest.raises(MutationError):
+            out.sum().backward()

@@ -213,10 +213,8 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
     if proof is not None:
         managers.append(RenormsOnce(tensor for tensor, _ in proof.tensors()))
     gradients = record.gradients
-    if record.inputs or record.asked or (gradients is not None and not gradients.is_quiet()):
-        stale = _stale(record)
-    else:
-        stale = []
+    has_more = record.inputs or record.asked or (gradients is not None and not gradients.is_quiet())
+    stale = _stale(record) if has_more else []
     if stale:
         managers.append(StaleReads([tensor for tensor, _ in stale], functools.partial(_refusal, record, stale)))
     return managers
@@ -309,8 +307,9 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
             matching.check.note_outputs(result)
             record.check.recomputed = matching.check
         is_proved = is_proved or record.proof.holds(result)
-        if matching.check is not None:  # which sees more than the outputs
-            matching.check.has_same_results, is_proved = is_proved, True
+        if matching.check is not None:  # which sees more than the outputs; and what was kept proves nothing
+            is_computed = all(site.reason is not None for site in record.sites)
+            matching.check.has_same_results, is_proved = is_proved and is_computed, True
     except (Exception, ReplayComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         if matching.refused is not None:
@@ -516,7 +515,7 @@ class _Matching:
                     return
             elif forward.ops[index].is_like(ops[index]):
                 return
-            if self.record.proof is not None:  # what counts is what autograd saves
+            if self.record.proof is not None or watches:  # what counts is what autograd saves
                 return
             raise self._refuse(refusals.different_values(self.record, difference(forward.ops, ops)))
 
