@@ -517,6 +517,24 @@ def loss_in_an_attribute_has_its_own_backward(wrap: Wrap) -> Any:
 
 
 @right
+def loss_in_an_attribute_is_dropped_before_the_backwards(wrap: Wrap) -> Any:
+    """The second forward found the loss of the first, which is gone by then: nothing is not what is gone."""
+    module = Experts()
+    checkpointed = wrap(module)
+    xs = inputs(2)
+    totals = []
+    for x in xs:
+        out = checkpointed(x)
+        totals.append(out.square().sum() + module.aux)
+    module.aux = None
+    found: list[Any] = []
+    while totals:
+        totals.pop().backward()
+        found.append(module.aux)
+    return [found, [x.grad for x in xs], gradients(module)]
+
+
+@right
 def losses_are_appended_to_a_list(wrap: Wrap) -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:

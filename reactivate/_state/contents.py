@@ -110,7 +110,9 @@ def given_back(item: Any) -> Any:
 
 def is_item(item: Any, noted: Any) -> bool:
     """Return whether `noted` stands for this very `item`."""
-    return item is noted or (type(noted) is WeakTensor and noted.reference() is item)
+    if item is None or type(noted) is not WeakTensor:  # a reference to what is gone gives None
+        return item is noted
+    return noted.reference() is item
 
 
 def are_items(items: Iterable[Any], noted: Sequence[Any]) -> bool:
