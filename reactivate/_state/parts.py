@@ -80,7 +80,7 @@ class Layout:
         keys: the names of all entries.
     """
 
-    __slots__ = ("_buffers", "_filled", "_parameters", "counts", "getters", "keys", "names", "sizes")
+    __slots__ = ("_buffers", "_children", "_filled", "_parameters", "counts", "getters", "keys", "names", "sizes")
 
     def __init__(self, namespaces: Sequence[Namespace]) -> None:
         self.names = list(map(names_in, namespaces))
@@ -95,6 +95,7 @@ class Layout:
         filled = [(index, kind) for index, kind in enumerate(kinds) if entries[index] is not None]
         self._parameters = _picking([index for index, kind in filled if kind == 0])
         self._buffers = _picking([index for index, kind in filled if kind == 1])
+        self._children = _picking([index for index, kind in filled if kind == 2])
 
     def parts_of(self, namespaces: Sequence[Namespace]) -> tuple[list[Any], list[Any]] | None:
         """Return (attributes, entries) of the modules, None if they are laid out in another way."""
@@ -115,6 +116,10 @@ class Layout:
     def parameters_in(self, entries: Sequence[Any]) -> list[Any]:
         """Return those of the entries that are parameters."""
         return list(self._parameters(entries))
+
+    def children_in(self, entries: Sequence[Any]) -> Sequence[Any]:
+        """Return those of the entries that are modules."""
+        return self._children(entries)
 
     def buffers_in(self, entries: Sequence[Any]) -> list[Any]:
         """Return those of the entries that are buffers."""

@@ -68,7 +68,9 @@ class Shadow:
 
 
 def _address_of(tensor: Tensor) -> int | None:
-    return tensor.data_ptr() if type(tensor) is Tensor and (tensor.is_cpu or tensor.is_cuda) else None
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
+        return None
+    return tensor.data_ptr()
 
 
 MOST_CHANNELS = 1 << 16
@@ -169,7 +171,7 @@ class TensorStates:
                 silent.append(tensor)
             elif not _is_vector(tensor) or tensor.numel() > MOST_CHANNELS:
                 counted.append(tensor)
-            elif tensor.numel() > _FEW_CHANNELS and tensor.is_cpu and type(tensor) is Tensor:
+            elif tensor.numel() > _FEW_CHANNELS and tensor.is_cpu and _has_bits(tensor):
                 compared.append(tensor)
             else:
                 silent.append(tensor)
@@ -255,7 +257,7 @@ def _grouped(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         return []
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        is_plain = type(tensor) is Tensor and tensor.ndim == 1 and not tensor.is_inference()
+        is_plain = tensor.ndim == 1 and _has_bits(tensor) and not tensor.is_inference()
         key = (tensor.dtype, tensor.device) if is_plain else id(tensor)
         groups.setdefault(key, []).append(tensor)
     return list(groups.values())
@@ -403,14 +405,26 @@ class RewoundTensors:
             if version != before and id(tensor) not in written:  # unchanged since the forward, written to by this one
                 _write(tensor, shadow.content)
         for group, present in zip(state.groups, self._present):
-            _write_group(group, present)
+            # Memory for reading only is left alone; on an accelerator to ask would be to wait.
+            if not (group[0].is_cpu and _are_equal(_copy_group(group), present)):
+                _write_group(group, present)
 
 
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether the bytes are known to be equal; on an accelerator to ask would be to wait."""
     return all(
-        one.is_cpu and type(one) is Tensor and equal_unseen(_bits(one), _bits(other))
+        one.is_cpu and _has_bits(one) and _has_bits(other) and equal_unseen(_bits(one), _bits(other))
         for one, other in zip(some, others)
+    )
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    """Return whether a tensor is elements behind each other, which can be seen as bytes."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
     )
 
 

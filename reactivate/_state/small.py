@@ -7,7 +7,7 @@ whoever wrote to them, and however, they are compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from ctypes import memmove
+from ctypes import memmove, string_at
 from itertools import accumulate
 from operator import attrgetter
 
@@ -20,7 +20,7 @@ from reactivate._compat import equal_unseen, run_unseen
 LARGEST_BYTES = 1 << 14
 """The number of bytes up to which a tensor is small."""
 
-_size_of, _shape_of = attrgetter("nbytes"), attrgetter("shape")
+_size_of, _shape_of, _kind_of = attrgetter("nbytes"), attrgetter("shape"), attrgetter("dtype")
 _address_of, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 
 
@@ -31,6 +31,7 @@ def is_small(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
         and tensor.nbytes <= LARGEST_BYTES
         and bool(tensor.data_ptr())
     )
@@ -43,18 +44,26 @@ class Bytes:
         tensors: the tensors.
 
     Attributes:
-        content: their bytes behind each other.
-        sizes, shapes: of each tensor, its bytes and its shape.
+        content: their elements behind each other.
+        sizes, shapes, kinds: of each tensor, its bytes, its shape and its dtype. Who gives a tensor other memory may change
+            all of these.
     """
 
-    __slots__ = ("content", "shapes", "sizes", "tensors")
+    __slots__ = ("content", "kinds", "shapes", "sizes", "tensors")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.sizes: list[int] = list(map(_size_of, tensors))
         self.shapes: list[torch.Size] = list(map(_shape_of, tensors))
+        self.kinds: list[torch.dtype] = list(map(_kind_of, tensors))
+        sources, addresses = tensors, list(map(_address_of, tensors))
+        if not all(map(_is_contiguous, tensors)):
+            sources = run_unseen(_contiguous, tensors)
+            addresses = list(map(_address_of, sources))
+        self.sizes: list[int] = list(map(_size_of, sources))
+        if not all(addresses):  # its memory was given back
+            self.sizes = [size if address else 0 for size, address in zip(self.sizes, addresses)]
         self.content = run_unseen(_memory, sum(self.sizes))
-        for _ in map(memmove, self._places(), map(_address_of, tensors), self.sizes):
+        for _ in map(memmove, self._places(), addresses, self.sizes):
             pass
 
     def _places(self) -> Iterable[int]:
@@ -63,24 +72,39 @@ class Bytes:
 
     def are(self, others: Bytes) -> bool:
         """Return whether this is what the same tensors hold in `others`."""
-        return self.shapes == others.shapes and equal_unseen(self.content, others.content)
+        return (
+            self.shapes == others.shapes
+            and self.kinds == others.kinds
+            and self.sizes == others.sizes
+            and equal_unseen(self.content, others.content)
+        )
 
     def put(self) -> None:
-        """Write the bytes to the tensors, wherever their memory is by now."""
-        if list(map(_shape_of, self.tensors)) == self.shapes and all(map(_is_contiguous, self.tensors)):
-            for _ in map(memmove, map(_address_of, self.tensors), self._places(), self.sizes):
-                pass
-        else:
-            run_unseen(self._copy)
+        """Write to the tensors that hold something else by now, and to no other: it may be in memory for reading only."""
+        now = Bytes(self.tensors)
+        if not self.are(now):
+            rows = zip(self.tensors, self.sizes, self._places(), now.sizes, now._places())
+            for index, (tensor, size, place, size_now, place_now) in enumerate(rows):
+                is_alike = self.shapes[index] == now.shapes[index] and self.kinds[index] == now.kinds[index]
+                if is_alike and size == size_now and string_at(place, size) == string_at(place_now, size):
+                    continue
+                if is_alike and size == size_now and tensor.is_contiguous():
+                    memmove(tensor.data_ptr(), place, size)
+                elif size and tensor.data_ptr():
+                    run_unseen(self._copy, index)
 
     @torch.no_grad()
-    def _copy(self) -> None:
-        offset = 0
-        for tensor, size, shape in zip(self.tensors, self.sizes, self.shapes):
-            copy = self.content[offset : offset + size].clone().view(tensor.dtype).view(shape)
-            (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(copy)
-            offset += size
+    def _copy(self, index: int) -> None:
+        """Write the elements of one tensor to memory of another form."""
+        tensor, shape, start = self.tensors[index], self.shapes[index], sum(self.sizes[:index])
+        copy = self.content[start : start + self.sizes[index]].clone().view(self.kinds[index]).view(shape)
+        (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(copy)
 
 
 def _memory(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
+
+
+@torch.no_grad()
+def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors]

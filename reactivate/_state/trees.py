@@ -52,14 +52,16 @@ class Walked(NamedTuple):
 class _Tree:
     """One remembered tree."""
 
-    __slots__ = ("_alive", "attributes", "ids", "kinds", "layout", "modules", "notes")
+    __slots__ = ("are_empty", "attributes", "children", "kinds", "layout", "modules", "notes")
 
     def __init__(self, walked: Walked, forget: Any) -> None:
         modules, notes, parts = walked
         self.modules = [ref(module, forget) for module in modules]
         self.kinds = list(map(type, modules))
-        self._alive = [ref(entry, forget) for entry in parts.entries if entry is not None]
-        self.ids = list(map(id, parts.entries))
+        self.are_empty = [entry is None for entry in parts.entries]
+        self.children = list(
+            map(id, parts.layout.children_in(parts.entries))
+        )  # of modules: they live, or it is forgotten
         self.layout, self.attributes, self.notes = parts.layout, parts.attributes, notes
 
     def again(self) -> Walked | None:
@@ -70,7 +72,9 @@ class _Tree:
         if found is None or list(map(type, modules)) != self.kinds:
             return None
         attributes, entries = found
-        if list(map(id, entries)) != self.ids or not all(map(is_, attributes, self.attributes)):
+        if list(map(id, self.layout.children_in(entries))) != self.children:
+            return None
+        if [entry is None for entry in entries] != self.are_empty or not all(map(is_, attributes, self.attributes)):
             return None
         if any(chain.from_iterable(map(_HOOKS, namespaces))):
             return None

@@ -1,0 +1,142 @@
+"""Buffers in memory of every kind, and in other memory by the time of the backward: right, and never written to for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from oracle import assert_bitwise
+from torch import Tensor, nn
+
+import reactivate
+
+Op = Callable[[Tensor, Tensor], Tensor]
+
+
+class WithBuffer(nn.Module):
+    """Combines its input with a buffer."""
+
+    def __init__(self, buffer: Tensor, op: Op) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("buffer", buffer)
+        self.op = op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.norm(self.linear(x)), self.buffer).sin()
+
+
+def steps(
+    wrap: Any, make: Callable[[], Tensor], op: Op, change: Callable[[WithBuffer], Any] | None = None
+) -> list[Any]:
+    """Three steps, the change between forward and backward of the third."""
+    torch.manual_seed(0)
+    module = WithBuffer(make(), op)
+    fn = wrap(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    found: list[Any] = []
+    for number in range(3):
+        x = torch.randn(4, 8, requires_grad=True)
+        out = fn(x)
+        if number == 2 and change is not None:
+            change(module)
+        out.sum().backward()
+        found += [
+            out,
+            x.grad,
+            *[parameter.grad.clone() for parameter in module.parameters()],
+            *map(dense, module.buffers()),
+        ]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def dense(tensor: Tensor) -> Tensor:
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).clone()
+
+
+def assert_right(*program: Any) -> None:
+    expected = steps(lambda module: module, *program)
+    found = steps(reactivate.checkpoint, *program)
+    for one, other in zip(expected, found, strict=True):
+        assert_bitwise(one, other, "a step")
+
+
+@pytest.mark.parametrize("size", [8, 5_000])
+def test_memory_for_reading_only(size: int, tmp_path: Path) -> None:
+    numpy.arange(size, dtype=numpy.float32).tofile(tmp_path / "file")
+
+    def make() -> Tensor:
+        return torch.from_numpy(numpy.memmap(tmp_path / "file", numpy.float32, "r", shape=(size,)))
+
+    assert_right(make, lambda x, buffer: x * buffer[:8])
+
+
+KINDS: dict[str, tuple[Callable[[], Tensor], Op]] = {
+    "strided": (lambda: torch.arange(10_000.0)[::2], lambda x, buffer: x * buffer[:8]),
+    "expanded": (lambda: torch.ones(1).expand(5_000), lambda x, buffer: x * buffer[:8]),
+    "small and expanded": (lambda: torch.ones(1).expand(8), lambda x, buffer: x * buffer),
+    "negated": (lambda: torch.randn(5_000, dtype=torch.cfloat).conj().imag, lambda x, buffer: x * buffer[:8]),
+    "sparse": (lambda: torch.tensor([0.0, 1, 0, 2, 0, 3, 0, 4]).to_sparse(), lambda x, buffer: x * buffer.to_dense()),
+    "sparse matrix": (lambda: torch.eye(8).to_sparse(), lambda x, buffer: torch.sparse.mm(buffer, x.t()).t()),
+    "compressed": (lambda: torch.eye(8).to_sparse_csr(), lambda x, buffer: (buffer @ x.t()).t()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_of_every_kind(kind: str) -> None:
+    assert_right(*KINDS[kind])
+
+
+def give(make: Callable[[Tensor], Tensor]) -> Callable[[WithBuffer], None]:
+    def change(module: WithBuffer) -> None:
+        module.buffer.data = make(module.buffer.data)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[WithBuffer], Any]] = {
+    "strided": give(lambda _: torch.arange(16.0)[::2]),
+    "other memory": give(lambda data: data + 1),
+    "set": lambda module: module.buffer.set_(torch.arange(16.0)[::2]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_memory_before_the_backward(change: str) -> None:
+    assert_right(lambda: torch.arange(8.0), torch.add, CHANGES[change])
+
+
+@pytest.mark.parametrize("size", [8, 4_096])
+def test_a_narrower_type_before_the_backward_breaks_no_memory(size: int) -> None:
+    program = (lambda: torch.arange(float(size)), lambda x, buffer: x + buffer[:8], give(Tensor.half))
+    with suppress(reactivate.ReactivateError):
+        assert_right(*program)
+
+
+def test_memory_that_was_given_back() -> None:
+    def change(module: WithBuffer) -> None:
+        module.buffer.untyped_storage().resize_(0)
+
+    torch.manual_seed(0)
+    module = WithBuffer(torch.arange(8.0), lambda x, buffer: x + buffer.sum() if buffer.data_ptr() else x)
+    out = reactivate.checkpoint(module)(torch.randn(4, 8, requires_grad=True))
+    change(module)
+    with pytest.raises(reactivate.ReactivateError):
+        out.sum().backward()
+
+
+def test_parameters_can_be_swapped_afterwards() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    for _ in range(2):
+        reactivate.checkpoint(module)(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    module.zero_grad()
+    torch.utils.swap_tensors(module[0].weight, nn.Parameter(torch.ones(8, 8)))
+    assert torch.equal(module[0].weight, torch.ones(8, 8))
