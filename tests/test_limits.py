@@ -189,6 +189,47 @@ def adds_to(table: Tensor) -> tuple[Any, ...]:
     return fn, table
 
 
+class Base(nn.Module):
+    scale = 1.0
+
+
+class Derived(Base):
+    steps: dict[str, float] = {"size": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale * self.steps["size"] * helper()).sin()
+
+
+def helper(factor: float = 1.0) -> float:
+    return factor
+
+
+def another_base() -> None:
+    Base.scale = 5.0
+
+
+def another_item_of_the_class() -> None:
+    Derived.steps["size"] = 5.0
+
+
+def another_default() -> None:
+    helper.__defaults__ = (5.0,)
+
+
+@shows("Code that changes between forward and backward")
+@pytest.mark.parametrize("change", [another_base, another_item_of_the_class, another_default])
+@pytest.mark.parametrize("wrap", [torchs, reactivate.checkpoint(determinism="metadata")], ids=["torch", "ours"])
+def test_code_that_changes_between_forward_and_backward(change: Callable[[], None], wrap: Any) -> None:
+    x = leaf()
+    out = wrap(Derived())(x)
+    try:
+        change()
+        out.sum().backward()
+    finally:
+        Base.scale, Derived.steps["size"], helper.__defaults__ = 1.0, 1.0, (1.0,)
+    assert not torch.equal(x.grad, x.detach().cos())
+
+
 @shows("Tensors without a copy")
 def test_tensors_without_a_copy() -> None:
     assert True not in is_right(torchs, lambda: adds_to(torch.ones(2_000, 4)))

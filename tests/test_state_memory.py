@@ -1,4 +1,4 @@
-"""Buffers in memory of every kind, and in other memory by the time of the backward: right, and never written to for nothing."""
+"""Buffers in memory of every kind, and in other memory when the backward comes: right, and not written to for nothing."""
 
 from __future__ import annotations
 
