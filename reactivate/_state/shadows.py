@@ -36,7 +36,7 @@ from reactivate._compat import (
     set_versions,
 )
 from reactivate._state.memory import memory_of
-from reactivate._state.small import Bytes, is_small
+from reactivate._state.small import Bytes, has_bits, is_small
 from reactivate._state.steps import last_step_of
 
 version_of = attrgetter("_version")
@@ -171,7 +171,7 @@ class TensorStates:
                 silent.append(tensor)
             elif not _is_vector(tensor) or tensor.numel() > MOST_CHANNELS:
                 counted.append(tensor)
-            elif tensor.numel() > _FEW_CHANNELS and tensor.is_cpu and _has_bits(tensor):
+            elif tensor.numel() > _FEW_CHANNELS and tensor.is_cpu and _is_plain(tensor):
                 compared.append(tensor)
             else:
                 silent.append(tensor)
@@ -257,7 +257,7 @@ def _grouped(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         return []
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
-        is_plain = tensor.ndim == 1 and _has_bits(tensor) and not tensor.is_inference()
+        is_plain = tensor.ndim == 1 and _is_plain(tensor) and not tensor.is_inference()
         key = (tensor.dtype, tensor.device) if is_plain else id(tensor)
         groups.setdefault(key, []).append(tensor)
     return list(groups.values())
@@ -413,19 +413,13 @@ class RewoundTensors:
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether the bytes are known to be equal; on an accelerator to ask would be to wait."""
     return all(
-        one.is_cpu and _has_bits(one) and _has_bits(other) and equal_unseen(_bits(one), _bits(other))
+        one.is_cpu and _is_plain(one) and _is_plain(other) and equal_unseen(_bits(one), _bits(other))
         for one, other in zip(some, others)
     )
 
 
-def _has_bits(tensor: Tensor) -> bool:
-    """Return whether a tensor is elements behind each other, which can be seen as bytes."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and has_bits(tensor)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -24,14 +24,17 @@ _size_of, _shape_of, _kind_of = attrgetter("nbytes"), attrgetter("shape"), attrg
 _address_of, _is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 
 
+def has_bits(tensor: Tensor) -> bool:
+    """Return whether a tensor is elements behind each other, which can be seen as bytes."""
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def is_small(tensor: Tensor) -> bool:
     """Return whether a tensor is nothing but a few bytes in the memory of the CPU, one behind the other."""
     return (
         (type(tensor) is Tensor or type(tensor) is Parameter)
         and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg())
+        and has_bits(tensor)
         and tensor.nbytes <= LARGEST_BYTES
         and bool(tensor.data_ptr())
     )
