@@ -31,7 +31,7 @@ from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_
 from reactivate._engine.capture import Capture
 from reactivate._engine.kept import Kept, SavedSite
 from reactivate._engine.record import Record, observed_by
-from reactivate._engine.refusals import name_of
+from reactivate._engine.refusals import name_of, saved_at
 from reactivate._engine.region import Region, run
 from reactivate._engine.replay import is_recomputing
 from reactivate._engine.sites import line_of, user_frame
@@ -328,11 +328,12 @@ class _Trace(Step):
     def _count_recomputed(self, record: Record, draft: _Draft) -> None:
         draft.add("recomputed_bytes", 0)
         lines: dict[str | None, _Draft] = {}
-        for reference, _, code, instruction in record.saved:
+        for number, (reference, *_) in enumerate(record.saved):
             slot = reference()
             size = 0 if slot is None or slot.value is None else self._ledger.enter(slot.value)
             if size:
-                source = None if code in self._around else line_of((code, instruction))
+                site = saved_at(record, number)
+                source = None if site[0] in self._around else line_of(site)
                 place = draft.place[0], source
                 line = lines.setdefault(source, _Draft("recomputed", place, action="recompute"))
                 for item in (draft, line):

@@ -49,7 +49,7 @@ def is_due(fn: Any, determinism: str, choice: Any) -> bool:
     if determinism != "first":
         return False
     kind = type(fn)
-    owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn  # see `_owner_of`
+    owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn  # `owner_of`, inlined
     entry = _calls.get(id(owner))
     if entry is None or entry[0]() is not owner or entry[1] is not choice:
         entry = _first_call(owner, choice)
@@ -58,19 +58,20 @@ def is_due(fn: Any, determinism: str, choice: Any) -> bool:
 
 
 def _is_writer(fn: Any) -> bool:
-    reference = _writers.get(id(_owner_of(fn)))
-    return reference is not None and reference() is _owner_of(fn)
+    reference = _writers.get(id(owner_of(fn)))
+    return reference is not None and reference() is owner_of(fn)
 
 
 def note_writer(fn: Any) -> None:
     """Compare every call of this region from the next one on."""
-    owner = _owner_of(fn)
+    owner = owner_of(fn)
     key = id(owner)
     if key not in _writers:
         _writers[key] = ref(owner, lambda _: _writers.pop(key, None))
 
 
-def _owner_of(fn: Any) -> Any:
+def owner_of(fn: Any) -> Any:
+    """Return what stands for a region in all of its calls: wrappers and closures may be made anew for each."""
     kind = type(fn)
     return fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
 

@@ -81,9 +81,9 @@ class There(Kept):
         return found
 
 
-# What is read more than once is saved in these frames: a region around this one has to have what is kept for a replay and
-# for the backward, and a custom function may read as often as it wants.
-SHARED_CODES = (Kept.settle.__code__, FUNCTION_APPLY_CODE)
+# What is read more than once is saved in frames of these codes, known by their ids: a region around this one has to have what
+# is kept for a replay and for the backward, and a custom function may read as often as it wants.
+SHARED_CODES = frozenset({id(Kept.settle.__code__), id(FUNCTION_APPLY_CODE)})
 
 
 class SavedSite:

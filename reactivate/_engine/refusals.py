@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._compat import SavedTensor
-from reactivate._engine.check import OUTPUTS
+from reactivate._engine.check import OUTPUTS, owner_of
 from reactivate._engine.inputs import InputSpec, rebuild
+from reactivate._engine.places import users_site
 from reactivate._engine.record import Record
 from reactivate._engine.sites import Site, called_module, line_of, user_frame
 from reactivate.errors import MutationError, ReplayMismatchError
@@ -83,7 +84,7 @@ def written_before_saved(record: Record, index: int, tensor: Tensor) -> Mutation
     """A tensor from outside that the region's ops save was written to."""
     return MutationError(
         f"The region `{name_of(record)}` cannot be replayed: {_registered_name(record, tensor)}, {_describe(tensor)}, has "
-        f"been modified by an inplace operation since the forward pass read it at {line_of(record.saved[index][2:])}. "
+        f"been modified by an inplace operation since the forward pass read it at {line_of(saved_at(record, index))}. "
         "Do not write to it between forward and backward, or give the region a `.clone()` of it."
     )
 
@@ -93,18 +94,18 @@ def written_after_saved(record: Record, slot: Any) -> MutationError:
     index = next(i for i, entry in enumerate(record.saved) if entry[0]() is slot)
     return MutationError(
         f"One of the variables needed for gradient computation has been modified by an inplace operation: the region "
-        f"`{name_of(record)}` wrote to a tensor that it had saved at {line_of(record.saved[index][2:])}. Without "
+        f"`{name_of(record)}` wrote to a tensor that it had saved at {line_of(saved_at(record, index))}. Without "
         "checkpointing autograd refuses this too. Use the out-of-place op, or write to a clone."
     )
 
 
 def different_tensor(record: Record, index: int, tensor: Tensor, frame: FrameType) -> ReplayMismatchError:
     """Save number `index` of the replay is another kind of tensor."""
-    _, (shape, dtype, device, _), code, instruction = record.saved[index]
+    shape, dtype, device, _ = record.saved[index][1]
     return ReplayMismatchError(
         f"The replay of the region `{name_of(record)}` differs from its forward pass: save {index + 1} of "
         f"{len(record.saved)} has different metadata.\n"
-        f"  forward: {_metadata(shape, dtype, device)}, saved at {_site(record, (code, instruction))}\n"
+        f"  forward: {_metadata(shape, dtype, device)}, saved at {_site(record, saved_at(record, index))}\n"
         f"  replay:  {_metadata(tensor.shape, tensor.dtype, tensor.device)}, saved at {_site_now(record, frame)}\n"
         f"{_SAME}",
         kind="metadata",
@@ -124,11 +125,11 @@ def different_site(record: Record, site: Any, label: str | None = None) -> Repla
 
 def fewer_tensors(record: Record, count: int, details: str = "") -> ReplayMismatchError:
     """The replay came to its end too early."""
-    _, metadata, code, instruction = record.saved[count]
+    metadata = record.saved[count][1]
     return ReplayMismatchError(
         f"The replay of the region `{name_of(record)}` differs from its forward pass: a different number of tensors "
         f"was saved, {len(record.saved)} in the forward pass and {count} in the replay. The first that is missing is "
-        f"{_metadata(*metadata[:3])}, saved by the forward pass at {_site(record, (code, instruction))}.\n"
+        f"{_metadata(*metadata[:3])}, saved by the forward pass at {_site(record, saved_at(record, count))}.\n"
         f"{details or _SAME}",
         kind="fewer",
     )
@@ -183,11 +184,16 @@ def differs(record: Record, number: int, is_deterministic: bool | None) -> str:
 def _numbered(record: Record, number: int) -> str:
     if number >= OUTPUTS:
         return f"its output {number - OUTPUTS}"
-    _, (shape, dtype, device, _), code, instruction = record.saved[number]
-    return f"the {_metadata(shape, dtype, device)} that is saved at {_site(record, (code, instruction))}"
+    shape, dtype, device, _ = record.saved[number][1]
+    return f"the {_metadata(shape, dtype, device)} that is saved at {_site(record, saved_at(record, number))}"
 
 
 # -- places ---------------------------------------------------------------------------------------------------------
+
+
+def saved_at(record: Record, number: int) -> Site:
+    """Return where the forward saved a tensor, in the user's code as far as that is known."""
+    return users_site(owner_of(record.fn), number, record.saved[number][2:])
 
 
 def place_of(record: Record, spec: Any) -> str:

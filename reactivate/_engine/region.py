@@ -28,7 +28,6 @@ from torch.nn import Module
 
 from reactivate._backends import fences
 from reactivate._compat import (
-    MODULE_CALL_CODE,
     asks_for_users_hooks,
     beside_users_hooks,
     current_backward,
@@ -53,12 +52,13 @@ from reactivate._compat import (
 from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
-from reactivate._engine.check import Check, is_due, note_writer
+from reactivate._engine.check import Check, is_due, note_writer, owner_of
 from reactivate._engine.exits import through_exit
 from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
 from reactivate._engine.inputs import WrittenInput
 from reactivate._engine.kept import SHARED_CODES, SiteSlot
 from reactivate._engine.oplog import OpLog
+from reactivate._engine.places import Place, Places, are_known, remember
 from reactivate._engine.proof import Proof
 from reactivate._engine.record import (
     Options,
@@ -75,7 +75,7 @@ from reactivate._engine.saved_sites import ForwardLog
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
 from reactivate._engine.site_log import is_at_work, open_logs, set_aside, tensors_in
-from reactivate._engine.sites import USERS, KnownCode, known_code, look_at
+from reactivate._engine.sites import user_frame
 from reactivate._engine.stale import refuse_stale, watches
 from reactivate._standin import StandIn
 from reactivate._state.gradients import Gradients
@@ -110,9 +110,10 @@ _IS_LEAF = attrgetter("is_leaf")
 class Region(Record):
     """One call of a checkpointed function."""
 
-    __slots__ = ("capture", "forward_log", "script_graph")
+    __slots__ = ("capture", "forward_log", "places", "script_graph")
     capture: Capture | None
     forward_log: ForwardLog | None  # of the calls that the policy saves
+    places: Places | None  # where the user's code saves, if that is noted in this call
     script_graph: Any  # what TorchScript ran last before the region
 
     def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -130,7 +131,7 @@ class Region(Record):
         self.context = copy_context()
         self.log = None if options.determinism != "values" else OpLog()
         self.sites = ()
-        self.proof = self.check = self.fence = None
+        self.proof = self.check = self.fence = self.places = None
         self.replaced = {}
         capture = self.capture = Capture(fn, args, kwargs, may_be_large=True)
         scripts = capture.scripts
@@ -160,8 +161,11 @@ class Region(Record):
                 self.asked.append((unrestored, tokens[index]))
         pack: Any = self.pack
         if is_due(fn, options.determinism, options.choice):
-            self.check = Check()
-            pack = self.pack_checked
+            self.check, self.places = Check(), {}
+            pack = self.pack_noted
+        elif observers or (options.determinism != "first" and not are_known(owner_of(fn))):
+            self.places = {}
+            pack = self.pack_noted
         if options.choice is not None and options.choice.interest.functions:
             pack = self.pack_beside_sites
         if asks_for_users_hooks:
@@ -197,6 +201,8 @@ class Region(Record):
         assert capture is not None
         if self.gradients is not None:
             self.gradients.finish()
+        if self.places is not None:
+            remember(owner_of(self.fn), self.places)
         if self.check is not None:
             self.check.note_outputs(result)
         self._look_for_writes(capture, result)
@@ -286,23 +292,24 @@ class Region(Record):
         if watches:  # in the recomputation of a region around this one
             refuse_stale(tensor)
         code = frame.f_code
-        known = known_code.get(id(code)) or look_at(code)
-        if known is USERS:
-            slot = Slot()
-        else:
-            slot = Slot() if code not in SHARED_CODES else SharedSlot()
-            frame = self._users_frame(known, frame)
-            code = frame.f_code
+        slot = SharedSlot() if id(code) in SHARED_CODES else Slot()
         slot.value = None
         metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
         self.saved.append((ref(slot), metadata, code, frame.f_lasti))
         return slot
 
     @not_a_users_hook
-    def pack_checked(self, tensor: Tensor) -> Slot:
-        """Do as `pack`, and take a checksum."""
-        slot = self.pack(tensor, _getframe(1))
-        self.check.note(len(self.saved) - 1, tensor)
+    def pack_noted(self, tensor: Tensor) -> Slot:
+        """Do as `pack`, and take down what messages and comparisons need."""
+        return self._note(self.pack(tensor, _getframe(1)), tensor, _getframe(1))
+
+    def _note(self, slot: Slot, tensor: Tensor, frame: FrameType) -> Slot:
+        number = len(self.saved) - 1
+        if self.places is not None:
+            users = user_frame(frame)
+            self.places[number] = Place((frame.f_code, frame.f_lasti), (users.f_code, users.f_lasti))
+        if self.check is not None:
+            self.check.note(number, tensor)
         return slot
 
     @not_a_users_hook
@@ -313,24 +320,7 @@ class Region(Record):
             if log.pending.number == next_node_number():
                 return log.pending.pack(tensor)
             log.finish_pending()
-        slot = self.pack(tensor, _getframe(1))
-        if self.check is not None:
-            self.check.note(len(self.saved) - 1, tensor)
-        return slot
-
-    @staticmethod
-    def _users_frame(known: KnownCode, frame: FrameType) -> FrameType:
-        """The innermost frame of the user's around `pack`, or the outermost if there is none."""
-        depth = 2
-        try:
-            while known.is_library:
-                # Frames in between are not looked at: each has to be made first.
-                depth += 3 if known.is_forward and _getframe(depth + 1).f_code is MODULE_CALL_CODE else 1
-                frame = _getframe(depth)
-                known = known_code.get(id(frame.f_code)) or look_at(frame.f_code)
-        except ValueError:
-            pass
-        return frame
+        return self._note(self.pack(tensor, _getframe(1)), tensor, _getframe(1))
 
     def unpack(self, slot: Slot) -> Tensor:
         """The backward wants what `slot` stands for."""
@@ -408,7 +398,7 @@ def _call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 leave_to_eager(Region.pack.__code__)
-leave_to_eager(Region.pack_checked.__code__)
+leave_to_eager(Region.pack_noted.__code__)
 leave_out_of_graphs(Region.unpack)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from types import CodeType, FrameType
-from typing import NamedTuple
 
 import torch
 from torch.nn import Module
@@ -17,20 +16,7 @@ Site = tuple[CodeType, int]
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
-class KnownCode(NamedTuple):
-    """What is known of a code object.
-
-    Attributes:
-        is_library: whether it is torch's or ours.
-        is_forward: whether it is the `forward` of one of torch's modules, which `Module.__call__` calls.
-    """
-
-    is_library: bool
-    is_forward: bool
-
-
-USERS = KnownCode(False, False)  # as mostly: one object for all, to be known by its identity
-known_code: dict[int, KnownCode] = {}  # by the id of the code object
+_known: dict[int, bool] = {}  # whether code is torch's or ours, by the id of the code object
 _kept: list[CodeType] = []  # so that their ids stay their own
 
 
@@ -39,18 +25,18 @@ def user_frame(frame: FrameType) -> FrameType:
     found: FrameType | None = frame
     while found is not None:
         code = found.f_code
-        if not (known_code.get(id(code)) or look_at(code)).is_library:
+        if not _is_library(code):
             return found
         found = found.f_back
     return frame
 
 
-def look_at(code: CodeType) -> KnownCode:
-    """What is to be known of `code`, from now on in `known_code`."""
-    is_library = code.co_filename.startswith(_LIBRARIES)
-    known = KnownCode(is_library, is_library and code.co_name == "forward")
-    _kept.append(code)
-    return known_code.setdefault(id(code), USERS if known == USERS else known)
+def _is_library(code: CodeType) -> bool:
+    known = _known.get(id(code))
+    if known is None:
+        _kept.append(code)
+        known = _known[id(code)] = code.co_filename.startswith(_LIBRARIES)
+    return known
 
 
 def line_of(site: Site) -> str:
