@@ -373,7 +373,8 @@ class _Matching:
         version = tensor._version
         if (tensor.shape, tensor.dtype, tensor.device, version) != saved[1]:
             self._check(saved, tensor)
-        value = self.detach(tensor) if tensor.requires_grad else tensor  # a slot must not hold the replay's graph
+        # A slot must not hold the replay's graph.
+        value = self.detach(tensor) if tensor.requires_grad and not tensor.is_leaf else tensor
         slot = saved[0]()
         if slot is not None:
             if watches:
