@@ -233,6 +233,11 @@ class AppliedForward:
         module = self.module()
         return MethodType(type(module).forward, module)
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """`original`, for who looks at what is called."""
+        return self.original()
+
     def in_graph(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the module's own `forward`, for torch.compile to trace."""
         # Dynamo knows no bound methods that are made while it traces.

@@ -51,6 +51,11 @@ class StandIn(Placed):
         call = self.leave()
         return self._forward(*args, **kwargs) if call is None else call(self._forward, args, kwargs)
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own `forward`, for who looks at what is called."""
+        return self._forward
+
     def leave(self) -> Callable[..., Any] | None:
         """Forget what this thread has asked for, and return it. The last one to leave clears the place."""
         with changing:

@@ -228,3 +228,41 @@ def test_not_a_model_and_not_a_policy() -> None:
         reactivate.apply(torch.sin, policies.full())  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a function of a site"):
         reactivate.apply(Model(), "full")  # type: ignore[arg-type]
+
+
+class Cached(nn.Module):
+    """A block that keeps its last rows in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.rows = torch.zeros(1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        self.rows = torch.cat([self.rows, h.detach()])[-5:]
+        return h + self.rows.mean(0)
+
+
+@pytest.mark.parametrize("held", ["forward", "weakly"])
+def test_a_region_finds_the_module_behind_what_it_calls(held: str) -> None:
+    def run(checkpoint: Callable[[Any], Any], is_applied: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model, x, calls = Cached(), torch.randn(3, WIDTH, requires_grad=True), Journal()
+        if is_applied:
+            reactivate.apply(nn.Sequential(model), policies.recompute_modules("0"))
+        weak = weakref.ref(model)
+        inner = model.forward if held == "forward" else lambda h: weak()(h)  # type: ignore[misc]
+
+        def outer(h: Tensor) -> Tensor:
+            calls.append(None)
+            return checkpoint(inner)(h * 2)  # type: ignore[no-any-return]
+
+        out = model(checkpoint(outer)(x))
+        out.square().mean().backward()
+        return [out.detach(), model.rows, x.grad, *(p.grad for p in model.parameters())], len(calls)  # type: ignore[list-item]
+
+    plain, _ = run(lambda fn: fn, False)
+    ours, calls = run(reactivate.checkpoint, True)
+    assert calls > 1, "it was recomputed"
+    assert all(map(torch.equal, plain, ours))

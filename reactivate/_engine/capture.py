@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet
 
 import torch
 from torch import Tensor
@@ -452,8 +452,12 @@ class Capture:
             self._look(fn.keywords, f"{place}.keywords", depth)
         elif kind is ScriptFunction:
             self.scripts += (fn,)
+        elif isinstance(fn, ReferenceType):
+            self._look(fn(), place, depth)
         else:
             self._object(fn, kind, place, depth)
+            if inspect.getattr_static(kind, "__wrapped__", None) is not None:  # ours, which are not looked into
+                self._look(fn.__wrapped__, place, depth)
             call = inspect.getattr_static(kind, "__call__")
             if type(call) is FunctionType:
                 self._look(call, place, depth)
