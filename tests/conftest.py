@@ -31,6 +31,7 @@ def fresh_state() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fast_ways(reason): what it looks at costs more with public names of torch only")
     config.addinivalue_line("markers", "unfenced(reason): what it looks at is different behind a fence, and may be")
 
 
