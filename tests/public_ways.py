@@ -42,9 +42,9 @@ def prefer_public_ways(module: Any) -> None:
     """Have `fastest` and `layout` find that a private name does something else, where there is a public way."""
     fastest = module.fastest
 
-    def choose(what: str, *names: str, probe: Callable[..., bool], public: Any = None, without: Any = None) -> Any:
+    def choose(*names: str, probe: Callable[..., bool], public: Any = None, **others: Any) -> Any:
         found = probe if public is None else lambda *names: False
-        return fastest(what, *names, probe=found, public=public, without=without)
+        return fastest(*names, probe=found, public=public, **others)
 
     module.fastest = choose
     module.layout = lambda what, find_it: None

@@ -69,6 +69,7 @@ _top_saved_tensor_hooks = fastest(
     "whether there are saved-tensor hooks around a call",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     probe=_is_innermost,
+    lost="every region",
 )
 
 
@@ -148,7 +149,10 @@ is_profiling: Callable[[], bool] = fastest(
 
 # The number of the backward running on this thread, -1 for none: whether a replay has a backward to live as long as.
 current_backward: Callable[[], int] = fastest(
-    "whether a backward runs", "torch._C._current_graph_task_id", probe=lambda ask: ask() == -1
+    "whether a backward runs",
+    "torch._C._current_graph_task_id",
+    probe=lambda ask: ask() == -1,
+    lost="every backward through a region",
 )
 
 
@@ -162,12 +166,18 @@ def _is_for_backwards(queue: Any) -> bool:
 
 # Calls a function when the backward that runs on this thread has finished without an error.
 on_backward_end: Callable[[Callable[[], None]], None] = fastest(
-    "when a backward has ended", "torch.autograd.Variable._execution_engine.queue_callback", probe=_is_for_backwards
+    "when a backward has ended",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    probe=_is_for_backwards,
+    lost="every backward through a region that saves more than one tensor",
 )
 
 # The node whose backward runs on this thread, None if no backward does.
 current_node: Callable[[], Any] = fastest(
-    "which node runs", "torch._C._current_autograd_node", probe=lambda ask: ask() is None
+    "which node runs",
+    "torch._C._current_autograd_node",
+    probe=lambda ask: ask() is None,
+    lost="backwards through custom functions inside of regions, and plans",
 )
 
 
@@ -184,7 +194,10 @@ def _counts_nodes(ask: Any) -> bool:
 
 # Autograd numbers its nodes in the order in which they are made: that tells where in the forward pass a node belongs.
 next_node_number: Callable[[], int] = fastest(
-    "the number of the next node", "torch.autograd._get_sequence_nr", probe=_counts_nodes
+    "the number of the next node",
+    "torch.autograd._get_sequence_nr",
+    probe=_counts_nodes,
+    lost="regions that save tensors without a gradient, policies that save functions, and plans",
 )
 
 
@@ -215,6 +228,7 @@ preserve_versions, _set_versions = fastest(
     "torch.autograd._unsafe_preserve_version_counter",
     "torch._C._autograd._unsafe_set_version_counter",
     probe=_keeps_versions,
+    lost="regions that write to buffers",
 )
 
 
@@ -257,7 +271,10 @@ def _is_off_in_functions(ask: Any) -> bool:
 # it saves what that function asked for; `torch.enable_grad` does not turn it on. So it says whether such a `forward` runs,
 # also where `Function.apply` is written in C and leaves no frame.
 is_outside_of_functions: Callable[[], bool] = fastest(
-    "whether the forward of a custom function runs", "torch._C._is_fwd_grad_enabled", probe=_is_off_in_functions
+    "whether the forward of a custom function runs",
+    "torch._C._is_fwd_grad_enabled",
+    probe=_is_off_in_functions,
+    lost="every backward through a region",
 )
 
 

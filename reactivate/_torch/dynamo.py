@@ -31,6 +31,7 @@ _set_strategy, _Strategy, _Action = fastest(
     "torch._C._dynamo.eval_frame._FrameExecStrategy",
     "torch._C._dynamo.eval_frame._FrameAction",
     probe=_is_strategy,
+    lost="regions that torch.compile leaves to eager: it may compile parts of them, and a warning says so",
 )
 
 
@@ -76,6 +77,7 @@ prefer_version_used_last: Callable[[bool], None] = fastest(
     "torch._C._dynamo.eval_frame._set_lru_cache",
     probe=callable,  # there is no question for what it was before
     without=_prefer_nothing,
+    lost="a recomputation may take another of the compiled versions of a function that fit",
 )
 
 

@@ -54,6 +54,7 @@ without_function_modes: Any  # the engine's own looks at tensors are not the use
     "torch._C._is_torch_function_mode_enabled",
     "torch._C.DisableTorchFunction",
     probe=_is_stack,
+    lost="every region",
 )
 
 
@@ -75,6 +76,7 @@ is_dispatch_mode_active, _dispatch_mode_at, _push_dispatch_mode, _pop_dispatch_m
     "torch._C._push_on_torch_dispatch_stack",
     "torch._C._pop_torch_dispatch_stack",
     probe=_is_dispatch_stack,
+    lost="every region",
 )
 
 

@@ -13,12 +13,14 @@ last_script_graph: Callable[[], Any] = fastest(
     "torch._C._last_executed_optimized_graph",
     probe=lambda ask: ask() is ask(),
     without=lambda: None,
+    lost="the first call of a scripted function that nobody finds by looking at the code raises in the backward",
 )
 # How many calls TorchScript watches before it compiles.
 count_of_profiled_runs: Callable[[], int] = fastest(
     "how many calls of a scripted function are watched",
     "torch._C._jit_get_num_profiled_runs",
     probe=lambda ask: ask() >= 0,
+    lost="regions with scripted functions",
 )
 
 

@@ -12,7 +12,8 @@ current_transform: Callable[[], Any] = fastest(
     "transforms around a call",
     "torch._C._functorch.peek_interpreter_stack",
     probe=lambda ask: ask() is ask(),
-    without=lambda: None,  # torch then refuses the hooks of a region itself
+    without=lambda: None,
+    lost="regions under torch.func raise torch's own error about hooks",
 )
 _TRANSFORMS = {
     "Grad": "torch.func.grad or vjp",

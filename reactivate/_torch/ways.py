@@ -24,13 +24,13 @@ class Way(NamedTuple):
         names: the private names.
         what: what they are for.
         is_fast: whether they are there and do it.
-        has_public: whether there is a public way as well.
+        lost: what is lost where they are not, empty if there is a public way as well.
     """
 
     names: tuple[str, ...]
     what: str
     is_fast: bool
-    has_public: bool
+    lost: str = ""
 
 
 ways: list[Way] = []
@@ -90,7 +90,9 @@ def is_missing(found: Any) -> bool:
     return isinstance(found, Missing)
 
 
-def fastest(what: str, *names: str, probe: Callable[..., bool], public: Any = None, without: Any = None) -> Any:
+def fastest(
+    what: str, *names: str, probe: Callable[..., bool], public: Any = None, without: Any = None, lost: str = ""
+) -> Any:
     """Return what private names stand for if they do what they are relied on for, otherwise the public way.
 
     Args:
@@ -99,14 +101,15 @@ def fastest(what: str, *names: str, probe: Callable[..., bool], public: Any = No
         probe: tries it out: (what the names stand for) -> whether it does it. It may raise. It leaves everything as it was:
             it runs no backward, which would start threads, and initialises no device.
         public: what does the same; with several names one for each. None if there is nothing.
-        without: what to use where there is neither, and something is lost. None if nothing works without it.
+        without: what to use where there is neither. None if what needs it cannot work.
+        lost: what does not work then, or works less well.
 
     Returns:
         one of these; with several names a tuple.
     """
     found = tuple(map(find, names))
     is_fast = not any(map(is_missing, found)) and _holds(probe, found)
-    ways.append(Way(names, what, is_fast, public is not None))
+    ways.append(Way(names, what, is_fast, lost))
     if is_fast:
         return found if len(found) > 1 else found[0]
     if public is not None or without is not None:
@@ -134,5 +137,5 @@ def layout(what: str, find_it: Callable[[], Place | None]) -> Place | None:
         found = find_it()
     except Exception:  # a layout that is not as expected may do anything but what was expected
         found = None
-    ways.append(Way((), what, found is not None, has_public=True))
+    ways.append(Way((), what, found is not None))
     return found
