@@ -36,7 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-sample", action="store_true", help="of each row in torch's tables every sample, not the first")
     parser.addoption("--fenced", action="store_true", help="as if the CPU were a device whose compiler needs a fence")
+
+
+@pytest.fixture
+def samples(request: pytest.FixtureRequest) -> slice:
+    """Which samples of a row in torch's tables are taken."""
+    return slice(None if request.config.getoption("--every-sample") else 1)
 
 
 @pytest.fixture(autouse=True)
