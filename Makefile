@@ -14,7 +14,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-all test-public test-fenced test-xla test-oldest test-newest refresh lint types docs fuzz bench bench-xla test-upstream clean
+.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-newest refresh lint types docs fuzz bench bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng mut
 
 test-fenced: $(VENV)/.test $(VENV)/.models  ## the engine's tests, as if the CPU were a device whose compiler needs a fence
 	$(BIN)/python -m pytest -n $(JOBS) --fenced $(ENGINE)
+
+test-gpu: $(VENV)/.test  ## what names CUDA, where there is one
+	$(BIN)/python -m pytest -m gpu
 
 test-public: $(VENV)/.test $(VENV)/.models  ## the engine's tests without what has a public way beside it: the same bits, slower
 	PYTHONPATH=tests $(BIN)/python -m pytest -n $(JOBS) -p public_ways $(ENGINE)

@@ -400,7 +400,8 @@ def test_torch_func() -> None:
     assert out.shape == (4, 4)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: not run")
 @shows("CUDA graphs")
 def test_cuda_graphs() -> None:
     x = torch.randn(4, 4, device="cuda", requires_grad=True)
