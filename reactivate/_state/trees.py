@@ -18,16 +18,20 @@ from weakref import ref
 
 from torch.nn import Module
 
+from reactivate._state.code import CodeNote, are_closed
 from reactivate._state.contents import (
     ATOMS,
+    CellNote,
     ClassNote,
     DictNote,
     FunctionNote,
+    Inside,
     KindNote,
     ListNote,
     NameNote,
     Note,
     SetNote,
+    TensorsNote,
 )
 from reactivate._state.parts import Parts
 
@@ -139,12 +143,25 @@ def _items_of(note: Note) -> Iterable[Any]:
     if isinstance(note, ClassNote):  # what a class holds that is there for good is not held by the tree
         return (note.target,)
     if isinstance(note, FunctionNote):
-        return (note.target, *(note.target.__defaults__ or ()), *(note.target.__kwdefaults__ or {}).values())
+        _, defaults, keywords, attributes = note.noted
+        return (note.target, *(defaults or ()), *(keywords or {}).values(), *attributes.values())
+    if isinstance(note, CodeNote):
+        return [fn for fn in note.functions if not are_closed([fn])]
+    if isinstance(note, CellNote):
+        return _items_of_cell(note.noted)
+    if isinstance(note, TensorsNote):
+        return chain.from_iterable(attributes.values() for attributes in note.noted or ())
     if isinstance(note, (KindNote, NameNote)):
         return (note.noted,)
     if isinstance(note, DictNote):
         return (*note.noted, *note.noted.values())
     return note.noted if isinstance(note, (ListNote, SetNote)) else (note,)
+
+
+def _items_of_cell(noted: Any) -> Iterable[Any]:
+    if type(noted) is not Inside:
+        return (noted,)
+    return (*noted.items, *noted.items.values()) if isinstance(noted.items, dict) else noted.items
 
 
 def _is_fixed(item: Any) -> bool:
