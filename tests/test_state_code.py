@@ -295,7 +295,7 @@ def array_of_a_module_counts_in_the_forward(wrap: Wrap) -> Any:
     return changed_between(wrap, module, lambda _: None, lambda: list(module.counts))
 
 
-# -- attributes of tensors ----------------------------------------------------------------------------------------------------
+# -- attributes of tensors --------------------------------------------------------------------------------------------------
 
 
 class Tagged(nn.Module):
@@ -351,7 +351,7 @@ def attributes_of_closed_over_tensors_are_changed(wrap: Wrap) -> Any:
     return [changed_between(wrap, fn, change, lambda: (table.tag, weight.tag)), weight.grad]  # type: ignore[attr-defined]
 
 
-# -- hooks on all modules -----------------------------------------------------------------------------------------------------
+# -- hooks on all modules ---------------------------------------------------------------------------------------------------
 
 
 @right
@@ -396,7 +396,7 @@ def hooks_on_all() -> Any:
     return len(registries._global_forward_hooks), len(registries._global_forward_pre_hooks)
 
 
-# -- classes ------------------------------------------------------------------------------------------------------------------
+# -- classes ----------------------------------------------------------------------------------------------------------------
 
 
 class Root:
@@ -487,7 +487,7 @@ def class_is_changed_that_code_names(wrap: Wrap) -> Any:
             Config.table["scale"] = 1.0
 
 
-# -- functions ----------------------------------------------------------------------------------------------------------------
+# -- functions --------------------------------------------------------------------------------------------------------------
 
 shift = 1.0
 sizes = {"a": 1.0}
@@ -634,7 +634,7 @@ def test_the_next_step_reads_other_code() -> None:
         found = []
         with functions_restored():
             fn = wrap(Helped())
-            for step in range(4):
+            for _ in range(4):
                 x = leaf(6, 4)
                 out = fn(x)
                 sizes["a"] += 1
@@ -671,7 +671,7 @@ def test_helpers_are_followed_into_one_more_python_module() -> None:
     check_program(Program(changed(defaults)))
 
 
-# -- properties and decorators ------------------------------------------------------------------------------------------------
+# -- properties and decorators ----------------------------------------------------------------------------------------------
 
 
 def scaled(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -801,7 +801,7 @@ def hook_closes_over_a_tensor_with_a_gradient(wrap: Wrap) -> Any:
     return [changed_between(wrap, model, lambda _: None, lambda: None), weight.grad, state_of(model)]
 
 
-# -- memory -------------------------------------------------------------------------------------------------------------------
+# -- memory -----------------------------------------------------------------------------------------------------------------
 
 
 class Remembered(nn.Module):

@@ -230,7 +230,7 @@ class Capture:
                 children = module._modules
                 if children:
                     todo += reversed(children.values())
-                facts = facts_of_class(type(module))  # type: ignore[arg-type]
+                facts = facts_of_class(type(module))
                 if module._forward_hooks or module._forward_pre_hooks:
                     self._look_at_hooks(module._forward_pre_hooks)
                     self._look_at_hooks(module._forward_hooks)
@@ -285,7 +285,7 @@ class Capture:
     def look_at(self, module: Module) -> None:
         """Note the attributes of one module, and nothing of its children."""
         self.modules = (module,)
-        facts = facts_of_class(type(module))  # type: ignore[arg-type]
+        facts = facts_of_class(type(module))
         self.notes, self.tensors = self.module_notes, self.module_tensors
         if module._forward_hooks or module._forward_pre_hooks:
             self._look_at_hooks(module._forward_pre_hooks)
@@ -419,6 +419,8 @@ class Capture:
             self._container(value, kind, place, depth)
         elif kind is set:
             self.notes.append(SetNote(value, weak=self._weak))
+        elif kind is FunctionType:
+            self._function(value, place, depth)
         elif callable(value) and kind is not type and not isinstance(value, type):
             self._callable(value, kind, place, depth)
         elif isinstance(value, type):
@@ -500,9 +502,7 @@ class Capture:
     # -- functions -----------------------------------------------------------------------------------------------
 
     def _callable(self, fn: Any, kind: type, place: str, depth: int) -> None:
-        if kind is FunctionType:
-            self._function(fn, place, depth)
-        elif kind is MethodType:
+        if kind is MethodType:
             self._look(fn.__func__, place, depth)
             self._look(fn.__self__, f"{place}.__self__", depth)
         elif kind is BuiltinFunctionType:

@@ -369,8 +369,8 @@ class TensorsNote(Note):
 
     __slots__ = ()
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.target = list(map(vars, tensors))
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.target = list(map(vars, objects))
         self.noted = held_dicts(self.target) if any(self.target) else None
 
     def contents(self, weak: bool | None = True) -> Any:
