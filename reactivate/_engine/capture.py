@@ -144,7 +144,7 @@ class Capture:
         self.notes: list[Note] = []
         self.module_notes: list[Note] = []
         self.module_tensors: list[Tensor] = []
-        self._specs: dict[Any, Any] = {}  # by the id of the value; classes that are noted by more than that
+        self._specs: dict[Any, Any] = {}  # by the id of the value; of names and classes by more
         self._reached: dict[int, Module] = {}
         self._objects = 0
         self._weak = True
@@ -420,7 +420,8 @@ class Capture:
         elif kind is set:
             self.notes.append(SetNote(value, weak=self._weak))
         elif kind is FunctionType:
-            self._function(value, place, depth)
+            if depth >= 0:
+                self._function(value, place, depth)
         elif callable(value) and kind is not type and not isinstance(value, type):
             self._callable(value, kind, place, depth)
         elif isinstance(value, type):
@@ -490,7 +491,14 @@ class Capture:
                 if issubclass(base, Enum):
                     self._members(base)
                 else:
-                    self._look_at_all(_state_of_class(base), base.__name__, 1)
+                    self._state_of_class(base)
+
+    def _state_of_class(self, kind: type) -> None:
+        """Look at the attributes of a class, but for the functions in containers: mostly these are registries."""
+        attributes = vars(kind)
+        for name in _names_of_state(tuple(attributes), tuple(map(type, attributes.values()))):
+            value = attributes[name]
+            self._look(value, f"{kind.__name__}.{name}", -1 if isinstance(value, (list, dict, deque, tuple)) else 1)
 
     def _members(self, kind: type[Enum]) -> None:
         """Note the attributes of the members of an enum, and look at them."""
@@ -610,6 +618,10 @@ class Capture:
 
     def _names(self, names: tuple[tuple[dict[str, Any], str], ...]) -> None:
         for namespace, name in names:
+            key = id(namespace), name
+            if key in self._specs:
+                continue
+            self._specs[key] = namespace
             self.notes.append(NameNote(namespace, name))
             value = namespace.get(name)
             if isinstance(value, type):
@@ -670,13 +682,14 @@ def _users_classes(kind: type) -> tuple[type, ...]:
     return tuple(filter(_is_users_class, kind.__mro__))
 
 
-def _state_of_class(kind: type) -> dict[str, Any]:
-    """Return the attributes of a class that are neither values nor descriptors nor Python's own."""
-    return {
-        name: value
-        for name, value in vars(kind).items()
-        if type(value) not in ATOMS and not hasattr(type(value), "__get__") and not name.startswith("__")
-    }
+@functools.lru_cache(maxsize=4096)
+def _names_of_state(names: tuple[str, ...], kinds: tuple[type, ...]) -> tuple[str, ...]:
+    """Return the names of those attributes of a class that are neither values nor descriptors nor Python's own."""
+    return tuple(
+        name
+        for name, kind in zip(names, kinds)
+        if kind not in ATOMS and not hasattr(kind, "__get__") and not name.startswith("__")
+    )
 
 
 _SHARED = frozenset(

@@ -233,10 +233,13 @@ def _leads_to(value: Any) -> Iterable[FunctionType]:
 
 
 def _is_users_function(value: Any) -> bool:
-    """Whether this is a function of the user's, perhaps inside of a library's decorator."""
-    if not isinstance(value, FunctionType):
+    """Whether this is a function that no library holds: the user's, also inside of a library's decorator."""
+    if not isinstance(value, FunctionType) or not _is_librarys(value.__globals__):
+        return isinstance(value, FunctionType)
+    if value.__closure__ is None:
         return False
-    return not all(_is_librarys(fn.__globals__) for fn in functions_in(value))
+    module = sys.modules.get(value.__module__)
+    return module is None or not _is_librarys(vars(module)) or vars(module).get(value.__name__) is not value
 
 
 def _named_functions(fn: FunctionType, seen: set[int]) -> Iterator[FunctionType]:
@@ -263,8 +266,8 @@ def _named_values(fn: FunctionType) -> list[Any]:
     return values
 
 
-_FIXED = (FunctionType, BuiltinFunctionType, ModuleType)
 _CACHED = type(functools.cache(len))
+_FIXED = (FunctionType, BuiltinFunctionType, ModuleType, _CACHED)
 
 
 def _is_librarys_class(value: Any) -> bool:
