@@ -207,7 +207,8 @@ class Coded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.read() * self.functions["size"]() * self.reader.read() * self.made.size
-        return (x * scale * reads_from_afar() * math.e).sin()
+        late = getattr(code_read_from_afar, "late", 1.0)
+        return (x * scale * reads_from_afar() * math.e * late).sin()
 
     def read(self, scale: float = 1.0) -> float:
         return scale
@@ -234,6 +235,10 @@ def another_value_in_a_python_module_that_is_an_attribute(patch: pytest.MonkeyPa
     patch.setattr(Coded().made, "size", 5.0)
 
 
+def another_value_that_is_read_by_getattr(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(code_read_from_afar, "late", 5.0, raising=False)
+
+
 def another_value_two_python_modules_away(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(code_read_from_afar, "scale", 5.0)
 
@@ -251,6 +256,7 @@ CHANGES_OF_CODE = [
     another_default_in_a_container,
     another_value_that_an_object_reads,
     another_value_in_a_python_module_that_is_an_attribute,
+    another_value_that_is_read_by_getattr,
     another_value_two_python_modules_away,
     another_constant_of_a_library,
     another_library,

@@ -357,6 +357,7 @@ def attributes_of_closed_over_tensors_are_changed(wrap: Wrap) -> Any:
 @right
 def hooks_on_all_modules_are_removed(wrap: Wrap) -> Any:
     model, steps = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1.0]
+    backward(wrap(model)(leaf(6, 4)))  # the model is remembered without them
     found = []
     for _ in range(3):
         handles = [
@@ -824,6 +825,41 @@ def test_a_tree_whose_code_names_helpers_is_remembered() -> None:
     for _ in range(2):
         reactivate.checkpoint(module)(leaf(6, 4)).sum().backward()
     assert id(module) in whole_trees._trees
+
+
+@functools.cache
+def cached() -> list[Tensor]:
+    return []
+
+
+collect: Any = None
+
+
+class Collects(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        collect(x.shape)
+        return curve(x, 2 + len(cached()))
+
+
+def test_a_tree_that_names_what_holds_something_is_not_remembered() -> None:
+    """The list of a bound method may hold anything; a cache goes with its Python module."""
+    global collect
+    for named, is_remembered in ((len, True), ([].append, False)):
+        collect, module = named, Collects()
+        reactivate.checkpoint(module)(leaf(6, 4)).sum().backward()
+        assert (id(module) in whole_trees._trees) is is_remembered
+
+
+def test_hooks_on_all_modules_are_not_remembered() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    hook = lambda module, args, out: None  # noqa: E731
+    reference = weakref.ref(hook)
+    handle = register_module_forward_hook(hook)
+    del hook
+    reactivate.checkpoint(module)(leaf(6, 4)).sum().backward()
+    handle.remove()
+    gc.collect()
+    assert reference() is None
 
 
 def test_nothing_is_kept_alive_by_what_is_known_of_code() -> None:

@@ -62,7 +62,7 @@ from reactivate._state.contents import (
     slots_of,
 )
 from reactivate._state.iterators import holds_iterator, is_iterator
-from reactivate._state.modules import GLOBAL_HOOKS
+from reactivate._state.modules import GLOBAL_FORWARD_HOOKS
 from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
@@ -658,7 +658,6 @@ class CellTensorNote(CellNote):
         self._tensor = None
 
 
-GLOBAL_FORWARD_HOOKS = GLOBAL_HOOKS[:2]
 LARGE_TREE = 64
 """The number of modules up to which all of them are noted for every region."""
 

@@ -22,7 +22,7 @@ from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from reactivate._state.code import Bindings, Names, Namespace
+from reactivate._state.code import CACHED, Bindings, Names, Namespace
 from reactivate._state.contents import ATOMS, slots_of
 
 _MOST_CROSSINGS = 1
@@ -141,7 +141,7 @@ def _is_open(fn: FunctionType) -> bool:
 
 
 def methods_of(kind: type) -> Iterator[FunctionType]:
-    """The functions in a class and in those it is derived from, also those inside of properties and decorators."""
+    """The functions in a class and in those it is derived from, also those of properties."""
     for base in kind.__mro__:
         if base is not Module and base is not object:
             for item in vars(base).values():
@@ -149,25 +149,18 @@ def methods_of(kind: type) -> Iterator[FunctionType]:
 
 
 def functions_in(item: Any) -> Iterator[FunctionType]:
-    """The function that `item` is, or those that it calls: of a property, of a static method, inside of a decorator."""
-    seen: set[int] = set()
-    todo = [item]
-    while todo:
-        item = todo.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, FunctionType):
-            yield item
-            todo += [value for value in map(contents_of, item.__closure__ or ()) if isinstance(value, FunctionType)]
-        elif isinstance(item, property):
-            todo += [item.fget, item.fset, item.fdel]
-        elif isinstance(item, (functools.cached_property, functools.partial, functools.partialmethod)):
-            todo.append(item.func)
-        elif isinstance(item, (staticmethod, classmethod)):
-            todo.append(item.__func__)
-        elif isinstance(item, _CACHED):
-            todo.append(item.__wrapped__)
+    """The function that `item` is, or those that it calls: of a property, a static method, a cache, a partial."""
+    if isinstance(item, FunctionType):
+        yield item
+    elif isinstance(item, property):
+        for function in (item.fget, item.fset, item.fdel):
+            yield from functions_in(function)
+    elif isinstance(item, (functools.cached_property, functools.partial, functools.partialmethod)):
+        yield from functions_in(item.func)
+    elif isinstance(item, (staticmethod, classmethod)):
+        yield from functions_in(item.__func__)
+    elif isinstance(item, CACHED):
+        yield from functions_in(item.__wrapped__)
 
 
 def contents_of(cell: CellType) -> Any:
@@ -266,8 +259,7 @@ def _named_values(fn: FunctionType) -> list[Any]:
     return values
 
 
-_CACHED = type(functools.cache(len))
-_FIXED = (FunctionType, BuiltinFunctionType, ModuleType, _CACHED)
+_FIXED = (FunctionType, BuiltinFunctionType, ModuleType, CACHED)
 
 
 def _is_librarys_class(value: Any) -> bool:

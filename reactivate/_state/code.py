@@ -6,6 +6,7 @@ which objects they stood for then is known by weak references: as long as they d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter
@@ -17,6 +18,9 @@ from reactivate._state.contents import ATOMS, Note
 
 Namespace = dict[str, Any]
 Names = tuple[tuple[Namespace, str], ...]
+
+CACHED = type(functools.cache(len))
+"""The class of functions whose results are cached."""
 
 _NOTHING: Any = object()
 _CODE = attrgetter("__code__")

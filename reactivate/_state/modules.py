@@ -28,11 +28,10 @@ from reactivate._state.tensor_hooks import KeptHooks
 from reactivate._state.turns import everybodys
 
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-GLOBAL_HOOKS: Sequence[dict[int, Any]] = (
-    *(_module._global_forward_pre_hooks, _module._global_forward_hooks),  # the first two run in a forward
-    *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
-)
-"""Torch's registries of hooks on all modules."""
+GLOBAL_FORWARD_HOOKS = _module._global_forward_pre_hooks, _module._global_forward_hooks
+"""Torch's registries of hooks that run in the forward of every module."""
+
+_GLOBAL_HOOKS = *GLOBAL_FORWARD_HOOKS, _module._global_backward_pre_hooks, _module._global_backward_hooks
 _GLOBAL_FLAGS = _module._global_forward_hooks_with_kwargs, _module._global_forward_hooks_always_called
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -85,7 +84,7 @@ class ModuleNotes:
         self.parameters: list[Tensor] = members
         state += tensors
         hooks = chain.from_iterable(map(_HOOKS, parts.namespaces))
-        self.hooks: list[Any] = [*GLOBAL_HOOKS, *hooks, *map(vars, members), *map(vars, state)]
+        self.hooks: list[Any] = [*_GLOBAL_HOOKS, *hooks, *map(vars, members), *map(vars, state)]
         self.hook_copies: list[Any] | None = None
         if any(self.hooks):
             self.hooks += *_GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, parts.namespaces))

@@ -20,7 +20,7 @@ from weakref import ref
 
 from torch.nn import Module
 
-from reactivate._state.code import CodeNote, are_closed
+from reactivate._state.code import CACHED, CodeNote, are_closed
 from reactivate._state.contents import (
     ATOMS,
     CellNote,
@@ -35,10 +35,16 @@ from reactivate._state.contents import (
     SetNote,
     TensorsNote,
 )
+from reactivate._state.modules import GLOBAL_FORWARD_HOOKS
 from reactivate._state.parts import Parts
 
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _MOST_MISSES = 4  # in a row, after which it is not tried any more: attributes change with every call, or hold too much
+
+
+def _are_hooked(namespaces: Iterable[dict[str, Any]]) -> bool:
+    """Return whether hooks run in a forward: what they close over is looked at in each."""
+    return any(chain(GLOBAL_FORWARD_HOOKS, chain.from_iterable(map(_HOOKS, namespaces))))
 
 
 class Walked(NamedTuple):
@@ -82,7 +88,7 @@ class _Tree:
             return None
         if [entry is None for entry in entries] != self.are_empty or not all(map(is_, attributes, self.attributes)):
             return None
-        if any(chain.from_iterable(map(_HOOKS, namespaces))):
+        if _are_hooked(namespaces):
             return None
         for note in self.notes:
             if not note.is_at(note.noted):
@@ -122,7 +128,7 @@ class Trees:
     def remember(self, root: Module, modules: Sequence[Module], notes: list[Note]) -> None:
         """Remember what a walk over the tree under `root` found, if that can be."""
         namespaces = [module.__dict__ for module in modules]
-        if self._misses_of(root) >= _MOST_MISSES or any(chain.from_iterable(map(_HOOKS, namespaces))):
+        if self._misses_of(root) >= _MOST_MISSES or _are_hooked(namespaces):
             return
         walked = Walked(modules, notes, Parts(namespaces))
         if _holds_nothing_else(walked):
@@ -154,7 +160,8 @@ def _items_of(note: Note) -> Iterable[Any]:
         _, defaults, keywords, attributes = note.noted
         return (note.target, *(defaults or ()), *(keywords or {}).values(), *attributes.values())
     if isinstance(note, CodeNote):
-        return [fn for fn in note.functions if not are_closed([fn])]
+        holders = [item for item in note.noted if isinstance(item, (BuiltinFunctionType, CACHED))]
+        return [*holders, *(fn for fn in note.functions if not are_closed([fn]))]
     if isinstance(note, CellNote):
         return _items_of_cell(note.noted)
     if isinstance(note, TensorsNote):
@@ -181,6 +188,8 @@ def _is_fixed(item: Any, noted: Container[int] = ()) -> bool:
         return (item.__closure__ is None and not item.__dict__ and _is_of_a_file(item)) or _is_in_its_module(item)
     if kind is BuiltinFunctionType:
         return isinstance(item.__self__, (ModuleType, NoneType))
+    if kind is CACHED:
+        return _is_in_its_module(item)
     if kind is tuple or kind is frozenset:
         return all(id(inner) in noted or _is_fixed(inner, noted) for inner in item)
     if kind is Logger:
@@ -188,7 +197,7 @@ def _is_fixed(item: Any, noted: Container[int] = ()) -> bool:
     return kind in ATOMS or (isinstance(item, Enum) and _is_of_a_file(kind))
 
 
-def _is_in_its_module(item: FunctionType) -> bool:
+def _is_in_its_module(item: Any) -> bool:
     """Return whether a function is held by the Python module that it is from."""
     module = sys.modules.get(item.__module__)
     return module is not None and vars(module).get(item.__name__) is item
