@@ -450,6 +450,28 @@ def bases_of_a_modules_class_are_changed(wrap: Wrap) -> Any:
         return changed_between(wrap, Derived(), change_classes, read_classes)
 
 
+@right
+def code_of_a_large_tree_is_changed(wrap: Wrap) -> Any:
+    """Each module is noted when the forward reaches it."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(70)), Derived(), Slotted(), Own())
+
+    def fn(x: Tensor) -> Tensor:
+        return model[72](model[71](model[70](model[0](x))))
+
+    def change(step: int) -> None:
+        global in_a_property
+        change_classes(step)
+        in_a_property += 1
+        model[71].scale += 1
+
+    backward(wrap(fn)(leaf(6, 4)))  # now it is known to be large
+    try:
+        with classes_restored():
+            return [changed_between(wrap, fn, change, lambda: (read_classes(), in_a_property)), state_of(model)]
+    finally:
+        change_back()
+
+
 class Config(Root):
     table = {"scale": 1.0}
 
