@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from oracle import assert_bitwise, flatten, random_states, seed_everything
+from reactivate._torch.flags import FLAGS
+from reactivate._torch.modes import dispatch_modes, function_modes
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
-from reactivate._compat import FLAGS, dispatch_modes, function_modes
 
 setting: contextvars.ContextVar[float] = contextvars.ContextVar("setting", default=1.0)
 

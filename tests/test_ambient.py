@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from journal import Journal
 from oracle import assert_bitwise
+from reactivate._torch.flags import FLAGS
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -19,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
 from reactivate._backends import Backend
-from reactivate._compat import FLAGS
 from reactivate.guards import DEFAULT
 
 

@@ -14,12 +14,12 @@ from weakref import ref
 import pytest
 import torch
 from oracle import assert_bitwise, random_states, seed_everything
+from reactivate._torch.fake import FakeTensorMode
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import reactivate
-from reactivate._compat import FakeTensorMode
 from reactivate._engine import accounts
 from reactivate._engine.accounts import in_words, note_shortage
 from reactivate._engine.record import observed_by

@@ -16,11 +16,11 @@ from journal import Journal
 from memory import allocated_by
 from oracle import assert_bitwise, random_states
 from plan_models import GPT, Block, Case, gpt, resnet
+from reactivate._torch.fake import FakeTensor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import reactivate
-from reactivate._compat import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner import planner
 from reactivate.planner.devices import find

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from reactivate._torch.fake import FakeTensorMode
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from reactivate._compat import FakeTensorMode
 from reactivate.planner.devices import DEVICES, find
 from reactivate.planner.roofline import bytes_of, flops_of, seconds_of
 

@@ -10,13 +10,13 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from reactivate._torch.dynamo import names_reach_graphs
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import reactivate
 from reactivate import policies
-from reactivate._compat import names_reach_graphs
 from reactivate.errors import UnsupportedError
 
 WIDTH = 16

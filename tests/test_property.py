@@ -29,12 +29,12 @@ from hypothesis import HealthCheck, example, given, note, settings, strategies a
 from interpreter import CONTEXTS, MODULES, OPS, WRITES, World, Wrap
 from oracle import assert_bitwise, bits_of, cotangents, flatten, random_states, seed_everything
 from programs import WAYS, Backward, Op, Program, Region, Step, Use, Within, Write
+from reactivate._torch.autograd import current_backward, is_function_running
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import reactivate
 from reactivate._backends import fences
-from reactivate._compat import current_backward, is_function_running
 from reactivate._engine.record import observed_by
 from reactivate.errors import MutationError
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from types import TracebackType
 
-from reactivate._compat import read_thread_state, write_thread_state
 from reactivate._engine.record import Record
 from reactivate.errors import UsageError
 

@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 
 from reactivate._backends import fences
-from reactivate._compat import (
+from reactivate._state.memory import memory_of
+from reactivate._state.small import Bytes, has_bits, is_small
+from reactivate._state.steps import last_step_of
+from reactivate._torch.autograd import set_versions
+from reactivate._torch.modes import (
     copy_all,
     copy_unseen,
     equal_unseen,
     is_dispatch_mode_active,
     is_function_mode_active,
     run_unseen,
-    set_versions,
 )
-from reactivate._state.memory import memory_of
-from reactivate._state.small import Bytes, has_bits, is_small
-from reactivate._state.steps import last_step_of
 
 version_of = attrgetter("_version")
 _FEW_BYTES = 64  # up to which a copy costs no more than a look at the version

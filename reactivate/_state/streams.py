@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reactivate._compat import ask, cpu_generator_memory
+from reactivate._torch.flags import ask
+from reactivate._torch.rng import cpu_generator_memory
 
 _WORDS = 624 * 4  # bytes
 _FIRST_WORDS = 16 * 4
