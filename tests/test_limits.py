@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
+import code_read_from_afar
 import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from code_read_by_programs import reads_from_afar
 from journal import Journal
 from memory import allocated_by
 from torch import Tensor, nn
@@ -189,45 +192,94 @@ def adds_to(table: Tensor) -> tuple[Any, ...]:
     return fn, table
 
 
-class Base(nn.Module):
-    scale = 1.0
+class Reader:
+    def read(self) -> float:
+        return read_by_an_object
 
 
-class Derived(Base):
-    steps: dict[str, float] = {"size": 1.0}
+class Coded(nn.Module):
+    functions: dict[str, Fn] = {"size": lambda size=1.0: size}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Reader()
+        self.made = made
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale * self.steps["size"] * helper()).sin()
+        scale = self.read() * self.functions["size"]() * self.reader.read() * self.made.size
+        late = getattr(code_read_from_afar, "late", 1.0)
+        return (x * scale * reads_from_afar() * math.e * late).sin()
+
+    def read(self, scale: float = 1.0) -> float:
+        return scale
 
 
-def helper(factor: float = 1.0) -> float:
-    return factor
+read_by_an_object = 1.0
+made = ModuleType("made")
+made.size = 1.0  # type: ignore[attr-defined]
 
 
-def another_base() -> None:
-    Base.scale = 5.0
+def another_default_of_a_method(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coded.read, "__defaults__", (5.0,))
 
 
-def another_item_of_the_class() -> None:
-    Derived.steps["size"] = 5.0
+def another_default_in_a_container(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coded.functions["size"], "__defaults__", (5.0,))
 
 
-def another_default() -> None:
-    helper.__defaults__ = (5.0,)
+def another_value_that_an_object_reads(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(globals(), "read_by_an_object", 5.0)
+
+
+def another_value_in_a_python_module_that_is_an_attribute(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Coded().made, "size", 5.0)
+
+
+def another_value_that_is_read_by_getattr(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(code_read_from_afar, "late", 5.0, raising=False)
+
+
+def another_value_two_python_modules_away(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(code_read_from_afar, "scale", 5.0)
+
+
+def another_constant_of_a_library(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(math, "e", 5.0)
+
+
+def another_library(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(globals(), "math", SimpleNamespace(e=5.0))
+
+
+CHANGES_OF_CODE = [
+    another_default_of_a_method,
+    another_default_in_a_container,
+    another_value_that_an_object_reads,
+    another_value_in_a_python_module_that_is_an_attribute,
+    another_value_that_is_read_by_getattr,
+    another_value_two_python_modules_away,
+    another_constant_of_a_library,
+    another_library,
+]
 
 
 @shows("Code that changes between forward and backward")
-@pytest.mark.parametrize("change", [another_base, another_item_of_the_class, another_default])
+@pytest.mark.parametrize("change", CHANGES_OF_CODE)
 @pytest.mark.parametrize("wrap", [torchs, reactivate.checkpoint(determinism="metadata")], ids=["torch", "ours"])
-def test_code_that_changes_between_forward_and_backward(change: Callable[[], None], wrap: Any) -> None:
+def test_code_that_changes_between_forward_and_backward(
+    change: Callable[[pytest.MonkeyPatch], None], wrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, found = (gradient_of_coded(way, lambda: None) for way in (plain, wrap))
+    assert torch.equal(expected, found)
+    assert not torch.equal(expected, gradient_of_coded(wrap, lambda: change(monkeypatch)))
+
+
+def gradient_of_coded(wrap: Callable[[Fn], Fn], change: Callable[[], None]) -> Tensor:
+    torch.manual_seed(0)
     x = leaf()
-    out = wrap(Derived())(x)
-    try:
-        change()
-        out.sum().backward()
-    finally:
-        Base.scale, Derived.steps["size"], helper.__defaults__ = 1.0, 1.0, (1.0,)
-    assert not torch.equal(x.grad, x.detach().cos())
+    out = wrap(Coded())(x)
+    change()
+    return torch.autograd.grad(out.sum(), x)[0]
 
 
 @shows("Tensors without a copy")

@@ -12,10 +12,11 @@ import functools
 import inspect
 import random
 import sys
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakSet
 
@@ -26,7 +27,17 @@ from torch.nn import Module
 
 from reactivate._backends import fences
 from reactivate._engine.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
-from reactivate._engine.namespaces import facts_of_class, facts_of_code, find_facts
+from reactivate._engine.namespaces import (
+    ClassFacts,
+    Facts,
+    contents_of,
+    current_facts,
+    facts_of_class,
+    facts_of_code,
+    find_facts,
+    names_in_module,
+)
+from reactivate._state.code import Bindings, CodeNote, are_closed
 from reactivate._state.contents import (
     ATOMS,
     LARGEST,
@@ -41,6 +52,7 @@ from reactivate._state.contents import (
     ListNote,
     NameNote,
     Note,
+    NumbersNote,
     PartialNote,
     SetNote,
     SlotsNote,
@@ -49,6 +61,7 @@ from reactivate._state.contents import (
     slots_of,
 )
 from reactivate._state.iterators import holds_iterator, is_iterator
+from reactivate._state.modules import GLOBAL_FORWARD_HOOKS
 from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
@@ -122,6 +135,7 @@ class Capture:
     modules: Sequence[Module] = ()
     parts: Parts | None = None
     _has_compiled = False
+    _bindings: tuple[Bindings, ...] = ()
 
     def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_large: bool = False) -> None:
         self.fn = fn
@@ -131,7 +145,7 @@ class Capture:
         self.notes: list[Note] = []
         self.module_notes: list[Note] = []
         self.module_tensors: list[Tensor] = []
-        self._specs: dict[int, Any] = {}  # by the id of the value
+        self._specs: dict[Any, Any] = {}  # by the id of the value; of names and classes by more
         self._reached: dict[int, Module] = {}
         self._objects = 0
         self._weak = True
@@ -163,6 +177,8 @@ class Capture:
             {name: self._argument(item, f"kwargs[{name!r}]") for name, item in kwargs.items()} if kwargs else kwargs
         )
         self._weak = True
+        if self._bindings:
+            self._code()
         self.given = [item[0] for item in self.saved]
         tensors = self.reached() if self.inputs or self.tensors else self.given
         if tensors:
@@ -203,6 +219,8 @@ class Capture:
         count = 0
         outside = self.notes, self.tensors, self._specs
         self.notes, self.tensors, self._specs = self.module_notes, self.module_tensors, {}
+        for hooks in filter(None, GLOBAL_FORWARD_HOOKS):
+            self._look_at_hooks(hooks)
         while todo or count < len(self.roots):
             if not todo:  # there may be more roots than in the beginning: a class may name some
                 todo.append(self.roots[count])
@@ -213,9 +231,10 @@ class Capture:
                 children = module._modules
                 if children:
                     todo += reversed(children.values())
-                facts = facts_of_class(type(module))  # type: ignore[arg-type]
+                facts = facts_of_class(type(module))
                 if module._forward_hooks or module._forward_pre_hooks:
-                    self._look_at_hooks(module)
+                    self._look_at_hooks(module._forward_pre_hooks)
+                    self._look_at_hooks(module._forward_hooks)
                 if facts.is_plain and vars(module).keys() <= facts.attributes:
                     continue
                 if facts.is_scripted:
@@ -225,14 +244,16 @@ class Capture:
                     continue
                 self.is_lazy = self.is_lazy or facts.is_lazy
                 self._look_at_users_module(module, facts)
+        if self._bindings:
+            self._code()
         self.notes, self.tensors, self._specs = outside
         if len(found) > LARGE_TREE and not (self.scripts or self.is_lazy or fences()):
             _large_roots.update(root for root in self.roots if root._modules)
         return list(found)
 
-    def _look_at_hooks(self, module: Module) -> None:
-        """Note what functions of the user's close over that run before and after a module."""
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+    def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
+        """Note what functions of the user's close over that run before or after a module."""
+        for hook in hooks.values():
             if type(hook) is FunctionType:
                 self._look(hook, "a hook", 1)
 
@@ -265,20 +286,23 @@ class Capture:
     def look_at(self, module: Module) -> None:
         """Note the attributes of one module, and nothing of its children."""
         self.modules = (module,)
-        facts = facts_of_class(type(module))  # type: ignore[arg-type]
+        facts = facts_of_class(type(module))
+        self.notes, self.tensors = self.module_notes, self.module_tensors
         if module._forward_hooks or module._forward_pre_hooks:
-            self._look_at_hooks(module)
+            self._look_at_hooks(module._forward_pre_hooks)
+            self._look_at_hooks(module._forward_hooks)
         if not ((facts.is_plain and vars(module).keys() <= facts.attributes) or facts.is_scripted):
-            self.notes, self.tensors = self.module_notes, self.module_tensors
             self._look_at_users_module(module, facts)
+        if self._bindings:
+            self._code()
 
     def _look_at_users_module(self, module: Module, facts: Any) -> None:
-        if facts.names:
-            self._names(facts.names)
-        self.scripts += facts.scripts
-        if facts.is_users:
-            self._class(type(module))
+        if id(facts) not in self._specs:  # another module of its class may have been here
+            self._specs[id(facts)] = facts
+            self._look_at_code(type(module), facts)
         self._weak = True
+        if facts.slots:
+            self._slots(module, facts.slots, "")
         attributes = vars(module)
         for name in attributes.keys() - facts.attributes if not facts.is_users else list(attributes):
             value = attributes[name]
@@ -290,6 +314,19 @@ class Capture:
                     if holds_iterator(value):
                         self.notes.append(NameNote(attributes, name))
                     self._look(value, f".{name}", 1)
+
+    def _look_at_code(self, kind: type, facts: ClassFacts) -> None:
+        """Note what the methods of a module's class read."""
+        if facts.names:
+            self._names(facts.names)
+        if facts.bindings is not None:
+            self._bindings += (facts.bindings,)
+        for fn in facts.open:
+            if id(fn) not in self._specs:
+                self._made_of(fn, f"{kind.__name__}.{fn.__name__}", 1)
+        self.scripts += facts.scripts
+        if facts.is_users:
+            self._class(kind)
 
     def _state_of_module(self, tensor: Tensor) -> None:
         if tensor.grad_fn is None:
@@ -383,6 +420,9 @@ class Capture:
             self._container(value, kind, place, depth)
         elif kind is set:
             self.notes.append(SetNote(value, weak=self._weak))
+        elif kind is FunctionType:
+            if depth >= 0:
+                self._function(value, place, depth)
         elif callable(value) and kind is not type and not isinstance(value, type):
             self._callable(value, kind, place, depth)
         elif isinstance(value, type):
@@ -391,6 +431,11 @@ class Capture:
             self.generators += (value,)
         elif _is_small_array(value):
             self.notes.append(ArrayNote(value))
+        elif isinstance(value, array):
+            if value.itemsize * len(value) <= _SMALL_BYTES:
+                self.notes.append(NumbersNote(value))
+        elif isinstance(value, Enum):
+            self._class(kind)
         else:
             self._object(value, kind, place, depth)
 
@@ -421,25 +466,52 @@ class Capture:
         parts: list[Note] = [KindNote(value)]
         if hasattr(value, "__dict__"):
             parts.append(DictNote(vars(value), weak=self._weak))
+        self.notes += parts
+        if hasattr(value, "__dict__"):
+            self._look_at_all(vars(value), place, depth)
         names = slots_of(type(value))  # type: ignore[arg-type]
         if names:
-            parts.append(SlotsNote(value, names, weak=self._weak))
-        self.notes += parts
-        for name, item in _attributes_of(value, names):
+            self._slots(value, names, place, depth)
+
+    def _slots(self, value: Any, names: tuple[str, ...], place: str, depth: int = 1) -> None:
+        """Note the slots of an object, and look at them."""
+        self.notes.append(SlotsNote(value, names, weak=self._weak))
+        self._look_at_all({name: getattr(value, name) for name in names if hasattr(value, name)}, place, depth)
+
+    def _look_at_all(self, attributes: dict[str, Any], place: str, depth: int) -> None:
+        for name, item in list(attributes.items()):
             if type(item) not in ATOMS:
                 self._look(item, f"{place}.{name}", depth)
 
     def _class(self, kind: type) -> None:
-        if id(kind) not in self._specs and _is_users_class(kind):
-            self._specs[id(kind)] = kind
-            self.notes.append(ClassNote(kind))
+        """Note the attributes of a class and of those it is derived from, and look at them."""
+        for base in _users_classes(kind):
+            if (key := ("class", id(base))) not in self._specs:
+                self._specs[key] = base
+                self.notes.append(ClassNote(base))
+                if issubclass(base, Enum):
+                    self._members(base)
+                else:
+                    self._state_of_class(base)
+
+    def _state_of_class(self, kind: type) -> None:
+        """Look at the attributes of a class, but for the functions in containers: mostly these are registries."""
+        attributes = vars(kind)
+        for name in _names_of_state(tuple(attributes), tuple(map(type, attributes.values()))):
+            value = attributes[name]
+            self._look(value, f"{kind.__name__}.{name}", -1 if isinstance(value, (list, dict, deque, tuple)) else 1)
+
+    def _members(self, kind: type[Enum]) -> None:
+        """Note the attributes of the members of an enum, and look at them."""
+        members = list(kind.__members__.values())
+        self.notes.append(TensorsNote(members))
+        for member in members:
+            self._look_at_all(vars(member), f"{kind.__name__}.{member.name}", 1)
 
     # -- functions -----------------------------------------------------------------------------------------------
 
     def _callable(self, fn: Any, kind: type, place: str, depth: int) -> None:
-        if kind is FunctionType:
-            self._function(fn, place, depth)
-        elif kind is MethodType:
+        if kind is MethodType:
             self._look(fn.__func__, place, depth)
             self._look(fn.__self__, f"{place}.__self__", depth)
         elif kind is BuiltinFunctionType:
@@ -465,6 +537,10 @@ class Capture:
 
     def _function(self, fn: FunctionType, place: str, depth: int) -> None:
         facts = facts_of_code.get(id(fn.__code__)) or find_facts(fn)
+        if facts.bindings is not None:
+            facts = current_facts(fn)
+            if facts.bindings is not None:
+                self._bindings += (facts.bindings,)
         if facts.names:
             self._names(facts.names)
         if facts.scripts:
@@ -474,22 +550,41 @@ class Capture:
             self._has_compiled = True
             self._look(compiled, place, depth)
             return
+        self._made_of(fn, place, depth, facts)
+
+    def _made_of(self, fn: FunctionType, place: str, depth: int, facts: Facts | None = None) -> None:
+        """Note what a function consists of, and look at that."""
         self._specs[id(fn)] = fn
         self.notes.append(FunctionNote(fn))
         if fn.__closure__ is not None:
+            facts = facts or current_facts(fn)
             for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):
-                if id(cell) not in self._specs:
+                if id(cell) not in self._specs and name != "__class__":
                     self._specs[id(cell)] = cell
-                    if name in facts.overwritten and isinstance(_contents_of(cell), Tensor):
+                    if name in facts.overwritten and isinstance(contents_of(cell), Tensor):
                         self.notes.append(CellNote(cell))  # no input: kept as one, it would chain the calls' graphs
                     else:
-                        self._cell(cell, f"{place} (closed over as `{name}`)", depth)
+                        self._cell(cell, f"{place} (closed over as `{name}`)", depth, facts)
         if fn.__defaults__ is not None:
             self._look(fn.__defaults__, f"{place} (defaults)", depth)
         if fn.__kwdefaults__ is not None:
             self._look(fn.__kwdefaults__, f"{place} (defaults)", depth)
+        if fn.__dict__:
+            self._look_at_all(fn.__dict__, place, depth)
 
-    def _cell(self, cell: CellType, place: str, depth: int) -> None:
+    def _code(self) -> None:
+        """Note the functions that code names, and look at what they lead to."""
+        note = CodeNote(self._bindings)
+        self._bindings = ()
+        self.notes.append(note)
+        if not are_closed(note.functions):
+            for fn in note.functions:
+                if id(fn) not in self._specs and not are_closed([fn]):
+                    self._made_of(fn, fn.__name__, 1)
+        if self._bindings:  # of functions in closures
+            self._code()
+
+    def _cell(self, cell: CellType, place: str, depth: int, facts: Facts) -> None:
         try:
             contents = cell.cell_contents
         except ValueError:  # nothing yet
@@ -507,14 +602,18 @@ class Capture:
                         self._look(item, f"{place}[{key!r}]", depth)
         else:
             self.notes.append(CellNote(cell))
-            self._look(contents, place, depth)
+            if kind is ModuleType:
+                self._names(names_in_module(contents, facts.attributes))
+            elif isinstance(contents, type):
+                self._class(contents)
+            else:
+                self._look(contents, place, depth)
 
     def _cell_tensor(self, cell: CellType, tensor: Tensor, place: str) -> None:
-        if not tensor.requires_grad:
+        if not tensor.requires_grad or self.notes is self.module_notes:
             self.notes.append(CellNote(cell))
             if id(tensor) not in self._specs:
-                self._specs[id(tensor)] = tensor
-                self._tensor(tensor, place)
+                self._look(tensor, place, 0)
             return
         spec = self._specs.get(id(tensor))
         if spec is None:
@@ -524,9 +623,15 @@ class Capture:
 
     def _names(self, names: tuple[tuple[dict[str, Any], str], ...]) -> None:
         for namespace, name in names:
+            key = id(namespace), name
+            if key in self._specs:
+                continue
+            self._specs[key] = namespace
             self.notes.append(NameNote(namespace, name))
             value = namespace.get(name)
-            if type(value) not in ATOMS:
+            if isinstance(value, type):
+                self._class(value)
+            elif type(value) not in ATOMS:
                 self._look(value, name, 1)
 
 
@@ -572,19 +677,23 @@ def _nothing() -> None:
     return None
 
 
-def _contents_of(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
 _OF_EVERY_MODULE = frozenset(Module().__dict__)
 
 
-def _attributes_of(value: Any, names: Sequence[str]) -> list[tuple[str, Any]]:
-    found = list(getattr(value, "__dict__", {}).items())
-    return found + [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+@functools.cache
+def _users_classes(kind: type) -> tuple[type, ...]:
+    """Return a class and those it is derived from, but for those of libraries."""
+    return tuple(filter(_is_users_class, kind.__mro__))
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of_state(names: tuple[str, ...], kinds: tuple[type, ...]) -> tuple[str, ...]:
+    """Return the names of those attributes of a class that are neither values nor descriptors nor Python's own."""
+    return tuple(
+        name
+        for name, kind in zip(names, kinds)
+        if kind not in ATOMS and not hasattr(kind, "__get__") and not name.startswith("__")
+    )
 
 
 _SHARED = frozenset(
@@ -614,7 +723,7 @@ def _is_users_class(kind: type) -> bool:
     is_known = package in ("reactivate", "torch", "numpy", "builtins") or (
         package in sys.stdlib_module_names and package != "__main__"
     )
-    return not is_known and not issubclass(kind, Enum)
+    return not is_known
 
 
 def _is_small_array(value: Any) -> bool:

@@ -360,17 +360,22 @@ class PartialNote(Note):
         target.__setstate__((target.func, given_back(contents), target.keywords, vars(target)))
 
 
+def held_dicts(items: Iterable[dict[Any, Any]], weak: bool | None = True) -> list[dict[Any, Any]]:
+    """Return copies of dicts, with what a note holds for their values; see `held`."""
+    return [_hold_values(dict(item), weak) for item in items]
+
+
 class TensorsNote(Note):
-    """The Python attributes of some tensors."""
+    """The Python attributes of some tensors, or of the members of an enum."""
 
     __slots__ = ()
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.target = list(map(vars, tensors))
-        self.noted = list(map(dict.copy, self.target)) if any(self.target) else None
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.target = list(map(vars, objects))
+        self.noted = held_dicts(self.target) if any(self.target) else None
 
     def contents(self, weak: bool | None = True) -> Any:
-        return list(map(dict.copy, self.target)) if any(self.target) else None
+        return held_dicts(self.target, weak) if any(self.target) else None
 
     def is_at(self, contents: Any) -> bool:
         if contents is None:
@@ -398,6 +403,18 @@ class ArrayNote(Note):
 
     def put(self, contents: Any) -> None:
         self.target[...] = contents
+
+
+class NumbersNote(ArrayNote):
+    """The numbers in an `array.array`."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool | None = True) -> Any:
+        return self.target[:]
+
+    def put(self, contents: Any) -> None:
+        self.target[:] = contents
 
 
 class KindNote(Note):
@@ -517,9 +534,9 @@ class ClassNote(Note):
 
     def is_at(self, contents: Any) -> bool:
         now = vars(self.target)
-        if len(now) != len(contents) or list(now) != list(contents):
+        if list(now) != list(contents):
             return False
-        return all(map(is_, now.values(), contents.values()))
+        return all(map(is_, now.values(), contents.values())) or all(map(is_item, now.values(), contents.values()))
 
     def put(self, contents: Any) -> None:
         now = dict(vars(self.target))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
+from torch.nn.modules import module as _module
 
-from reactivate._state.contents import Note, are_items, held_all, put_dict
+from reactivate._state.contents import Note, are_items, held_all, held_dicts, put_dict
 from reactivate._state.gradients import Gradients
 from reactivate._state.notes import RewoundNotes
 from reactivate._state.parts import Parts
@@ -28,6 +29,11 @@ from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import copy_unseen
 
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+GLOBAL_FORWARD_HOOKS = _module._global_forward_pre_hooks, _module._global_forward_hooks
+"""Torch's registries of hooks that run in the forward of every module."""
+
+_GLOBAL_HOOKS = *GLOBAL_FORWARD_HOOKS, _module._global_backward_pre_hooks, _module._global_backward_hooks
+_GLOBAL_FLAGS = _module._global_forward_hooks_with_kwargs, _module._global_forward_hooks_always_called
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -43,8 +49,8 @@ class ModuleNotes:
 
     Attributes:
         parts: the attributes and registries of all modules but scripted ones.
-        hooks, hook_copies: the dicts of hooks, and those with the parameters' Python attributes; copies of them, None
-            where all are empty.
+        hooks, hook_copies: the dicts of hooks, and those with the Python attributes of parameters and tensors; copies
+            of them, None where all are empty.
         kinds: the classes of the modules: to parametrise one is to change its class.
         parameters, versions, differentiable: every parameter, its version, and whether it requires a gradient.
         tensors: buffers, and tensors in attributes, with what they held.
@@ -77,12 +83,13 @@ class ModuleNotes:
             members += module.parameters(recurse=False)
             state += module.buffers(recurse=False)
         self.parameters: list[Tensor] = members
-        self.hooks: list[Any] = [*chain.from_iterable(map(_HOOKS, parts.namespaces)), *map(vars, members)]
+        state += tensors
+        hooks = chain.from_iterable(map(_HOOKS, parts.namespaces))
+        self.hooks: list[Any] = [*_GLOBAL_HOOKS, *hooks, *map(vars, members), *map(vars, state)]
         self.hook_copies: list[Any] | None = None
         if any(self.hooks):
-            self.hooks += chain.from_iterable(map(_HOOK_FLAGS, parts.namespaces))
-            self.hook_copies = list(map(dict, self.hooks))
-        state += tensors
+            self.hooks += *_GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, parts.namespaces))
+            self.hook_copies = held_dicts(self.hooks)
         if any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
             members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
             state = [tensor for tensor in state if not tensor.requires_grad]
