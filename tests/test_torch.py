@@ -220,6 +220,18 @@ def forward_is_called_from_there() -> None:
     assert codes == [room.MODULE_CALL_CODE, sys._getframe().f_code]
 
 
+@needs("GLOBAL_HOOKS", "GLOBAL_FORWARD_HOOKS", "GLOBAL_FLAGS")
+def hooks_around_every_module_are_found() -> None:
+    module = nn.Linear(1, 1)
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None, with_kwargs=True)
+    try:
+        assert any(room.GLOBAL_HOOKS) and any(room.GLOBAL_FORWARD_HOOKS) and any(room.GLOBAL_FLAGS)
+        assert room.has_hooks(module)
+    finally:
+        handle.remove()
+    assert not any((*room.GLOBAL_HOOKS, *room.GLOBAL_FLAGS))
+
+
 @needs("module_call", "has_hooks")
 def modules_are_called_through_their_hooks() -> None:
     module = nn.Linear(1, 1)

@@ -61,12 +61,12 @@ from reactivate._state.contents import (
     slots_of,
 )
 from reactivate._state.iterators import holds_iterator, is_iterator
-from reactivate._state.modules import GLOBAL_FORWARD_HOOKS
 from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
 from reactivate._state.trees import single_modules, whole_trees
 from reactivate._torch.autograd import innermost_pack_hook
+from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 from reactivate._torch.saved import save_tensor
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
-from torch.nn.modules import module as _module
 
 from reactivate._state.contents import Note, are_items, held_all, held_dicts, put_dict
 from reactivate._state.gradients import Gradients
@@ -27,13 +26,9 @@ from reactivate._state.tensor_hooks import KeptHooks
 from reactivate._state.turns import everybodys
 from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import copy_unseen
+from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS
 
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-GLOBAL_FORWARD_HOOKS = _module._global_forward_pre_hooks, _module._global_forward_hooks
-"""Torch's registries of hooks that run in the forward of every module."""
-
-_GLOBAL_HOOKS = *GLOBAL_FORWARD_HOOKS, _module._global_backward_pre_hooks, _module._global_backward_hooks
-_GLOBAL_FLAGS = _module._global_forward_hooks_with_kwargs, _module._global_forward_hooks_always_called
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -85,10 +80,10 @@ class ModuleNotes:
         self.parameters: list[Tensor] = members
         state += tensors
         hooks = chain.from_iterable(map(_HOOKS, parts.namespaces))
-        self.hooks: list[Any] = [*_GLOBAL_HOOKS, *hooks, *map(vars, members), *map(vars, state)]
+        self.hooks: list[Any] = [*GLOBAL_HOOKS, *hooks, *map(vars, members), *map(vars, state)]
         self.hook_copies: list[Any] | None = None
         if any(self.hooks):
-            self.hooks += *_GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, parts.namespaces))
+            self.hooks += *GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, parts.namespaces))
             self.hook_copies = held_dicts(self.hooks)
         if any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
             members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]

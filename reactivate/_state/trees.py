@@ -35,8 +35,8 @@ from reactivate._state.contents import (
     SetNote,
     TensorsNote,
 )
-from reactivate._state.modules import GLOBAL_FORWARD_HOOKS
 from reactivate._state.parts import Parts
+from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _MOST_MISSES = 4  # in a row, after which it is not tried any more: attributes change with every call, or hold too much

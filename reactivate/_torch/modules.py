@@ -15,6 +15,12 @@ module_call = Module.__call__
 MODULE_CALL_CODE: CodeType | None = getattr(getattr(Module, "_call_impl", None), "__code__", None)
 
 
+# Dictionaries of the hooks that run around every module, and of how those are called.
+GLOBAL_FORWARD_HOOKS = _module._global_forward_pre_hooks, _module._global_forward_hooks
+GLOBAL_HOOKS = *GLOBAL_FORWARD_HOOKS, _module._global_backward_pre_hooks, _module._global_backward_hooks
+GLOBAL_FLAGS = _module._global_forward_hooks_with_kwargs, _module._global_forward_hooks_always_called
+
+
 def has_hooks(module: Module) -> bool:
     """Whether calling `module` runs more than its `forward`."""
     return bool(
@@ -22,10 +28,7 @@ def has_hooks(module: Module) -> bool:
         or module._forward_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or _module._global_forward_pre_hooks
-        or _module._global_forward_hooks
-        or _module._global_backward_hooks
-        or _module._global_backward_pre_hooks
+        or any(GLOBAL_HOOKS)
     )
 
 
