@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,13 +21,14 @@ class Holder(nn.Module):
     """Reads a buffer after some code has changed it in place."""
 
     buffer: Tensor
+    view: Tensor | None
 
     def __init__(self, make: Callable[[], Tensor], act: Act) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.weight = nn.Parameter(torch.randn(4_100))
         self.register_buffer("buffer", make())
-        self.register_buffer("view", self.buffer[:1] if self.buffer.layout is torch.strided else None)
+        self.register_buffer("view", None)
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,6 +89,8 @@ def transpose_and_write(module: Holder) -> None:
 
 
 def write_through_view(module: Holder) -> None:
+    if module.view is None:
+        module.view = module.buffer[:1]
     module.buffer.t_()
     module.view.mul_(1.5)
 
@@ -210,3 +214,21 @@ def test_buffers_of_mkldnn(rows: int) -> None:
     assert_right(make, nothing, double)
     assert_right(make, double, nothing)
     assert_right(make, double, lambda module: setattr(module, "buffer", make()))
+
+
+def swap(module: Holder) -> None:
+    torch.utils.swap_tensors(module.buffer, torch.randn(module.buffer.shape).t().contiguous())
+
+
+@pytest.mark.parametrize("rows", [20, 5_000])
+@pytest.mark.parametrize("act", [nothing, transpose_and_write], ids=lambda item: item.__name__)
+def test_a_buffer_is_swapped_before_the_backward(act: Act, rows: int) -> None:
+    assert_right(lambda: torch.randn(rows, 2), act, swap)
+
+
+def test_swapping_checks_weak_references_of_others() -> None:
+    tensor = torch.ones(2)
+    reference = weakref.ref(tensor)
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(tensor, torch.zeros(2))
+    assert reference() is tensor

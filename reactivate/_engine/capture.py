@@ -27,7 +27,7 @@ from torch.nn import Module
 from reactivate._backends import fences
 from reactivate._compat import innermost_pack_hook, save_tensor
 from reactivate._engine.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
-from reactivate._engine.namespaces import facts_of_class, facts_of_code, find_facts
+from reactivate._engine.namespaces import ClassFacts, facts_of_class, facts_of_code, find_facts
 from reactivate._state.contents import (
     ATOMS,
     LARGEST,
@@ -215,7 +215,7 @@ class Capture:
                 facts = facts_of_class(type(module))  # type: ignore[arg-type]
                 if module._forward_hooks or module._forward_pre_hooks:
                     self._look_at_hooks(module)
-                if facts.is_plain and vars(module).keys() <= facts.attributes:
+                if facts.is_plain and _has_plain_attributes(module, facts):
                     continue
                 if facts.is_scripted:
                     if module not in scripted:
@@ -267,7 +267,7 @@ class Capture:
         facts = facts_of_class(type(module))  # type: ignore[arg-type]
         if module._forward_hooks or module._forward_pre_hooks:
             self._look_at_hooks(module)
-        if not ((facts.is_plain and vars(module).keys() <= facts.attributes) or facts.is_scripted):
+        if not ((facts.is_plain and _has_plain_attributes(module, facts)) or facts.is_scripted):
             self.notes, self.tensors = self.module_notes, self.module_tensors
             self._look_at_users_module(module, facts)
 
@@ -279,12 +279,14 @@ class Capture:
             self._class(type(module))
         self._weak = True
         attributes = vars(module)
-        for name in attributes.keys() - facts.attributes if not facts.is_users else list(attributes):
+        for name in list(attributes):
             value = attributes[name]
             kind = type(value)
             if kind not in ATOMS and name not in _OF_EVERY_MODULE:
                 if isinstance(value, Tensor):
                     self._state_of_module(value)
+                elif kind is list and not facts.is_users and name in facts.attributes:
+                    self.notes.append(ListNote(value))  # of parameters, as an LSTM has one: not to be looked into
                 else:
                     if holds_iterator(value):
                         self.notes.append(NameNote(attributes, name))
@@ -579,6 +581,13 @@ def _contents_of(cell: CellType) -> Any:
 
 
 _OF_EVERY_MODULE = frozenset(Module().__dict__)
+_OF_PLAIN_MODULES = ATOMS | {tuple, dict, OrderedDict, set}  # registries are dicts, and names are in a set
+
+
+def _has_plain_attributes(module: Module, facts: ClassFacts) -> bool:
+    """Return whether a module of torch's has no attributes but those that its class gives it, and no tensor among them."""
+    attributes = vars(module)
+    return attributes.keys() <= facts.attributes and _OF_PLAIN_MODULES.issuperset(map(type, attributes.values()))
 
 
 def _attributes_of(value: Any, names: Sequence[str]) -> list[tuple[str, Any]]:

@@ -36,6 +36,7 @@ from reactivate._state.groups import Group, bits_of, grouped, is_plain, put
 from reactivate._state.memory import memory_of
 from reactivate._state.small import Bytes, is_small
 from reactivate._state.steps import last_step_of
+from reactivate._state.swaps import before_swaps
 
 version_of, _tensors_of = attrgetter("_version"), attrgetter("tensors")
 _FEW_BYTES = 64  # up to which a copy costs no more than a look at the version
@@ -45,17 +46,15 @@ class Shadow:
     """A copy of a tensor.
 
     Attributes:
-        tensor: the tensor, weakly.
         version, address, step: of the tensor when it was copied; somebody may give it other memory (`tensor.data = new`), and
             a fused optimizer steps it without a new version.
         geometry: where its elements were; None if that cannot be put back.
         content: the copy.
     """
 
-    __slots__ = ("address", "content", "geometry", "step", "tensor", "version")
+    __slots__ = ("address", "content", "geometry", "step", "version")
 
-    def __init__(self, tensor: Tensor, reference: ref[Tensor]) -> None:
-        self.tensor = reference
+    def __init__(self, tensor: Tensor) -> None:
         self.version: int = tensor._version
         self.geometry = geometry_of(tensor)
         self.address = self.geometry.address if self.geometry is not None else None
@@ -83,6 +82,7 @@ MOST_CHANNELS = 1 << 16
 _FEW_CHANNELS = 1 << 12  # up to which a copy is cheaper than a look
 
 _current: dict[int, Shadow] = {}  # by the id of the tensor
+_references: dict[int, ref[Tensor]] = {}  # to the tensors of these, and nowhere else: see `_let_go`
 rewound_memory: dict[int, int] = {}
 """{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now."""
 
@@ -90,15 +90,26 @@ rewound_memory: dict[int, int] = {}
 def current_shadow(tensor: Tensor) -> Shadow:
     """Return the shadow of `tensor` as it is now."""
     key = id(tensor)
+    reference = _references.get(key)
+    if reference is None or reference() is not tensor:
+        _current.pop(key, None)
+        _references[key] = ref(tensor, functools.partial(_forget, key))
     shadow = _current.get(key)
-    if shadow is not None and shadow.tensor() is tensor:
-        if shadow.is_current(tensor, tensor._version):
-            return shadow
-        reference = shadow.tensor
-    else:
-        reference = ref(tensor, functools.partial(_current.pop, key))
-    shadow = _current[key] = Shadow(tensor, reference)
+    if shadow is None or not shadow.is_current(tensor, tensor._version):
+        shadow = _current[key] = Shadow(tensor)
     return shadow
+
+
+def _forget(key: int, reference: object = None) -> None:
+    _current.pop(key, None)
+    _references.pop(key, None)
+
+
+@before_swaps
+def _let_go(tensors: Iterable[Tensor]) -> None:
+    """Refer to none of these tensors: torch does not swap what has a weak reference."""
+    for tensor in tensors:
+        _forget(id(tensor))
 
 
 _written: dict[int, ref[Tensor]] = {}  # tensors that some region wrote to without a copy being there, by their ids
