@@ -14,7 +14,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-fenced test-xla test-oldest test-newest refresh lint types docs fuzz bench bench-xla test-upstream clean
+.PHONY: demo test test-all test-public test-fenced test-xla test-oldest test-newest refresh lint types docs fuzz bench bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,11 +31,17 @@ demo: $(VENV)/.demo  ## train a byte-level GPT plain and checkpointed, and compa
 test: $(VENV)/.test $(VENV)/.models  ## every test that needs no accelerator; those that need one run where there is one
 	$(BIN)/python -m pytest -n $(JOBS)
 
+test-all: $(VENV)/.test  ## torch's tables of ops and modules with every sample, of which `make test` takes the first
+	$(BIN)/python -m pytest -n $(JOBS) --every-sample tests/test_ops.py tests/test_module_table.py
+
 ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng mutation exceptions ambient memory visibility \
 	saved_sites saved_functions nested_sites architectures dropin_torch property))
 
 test-fenced: $(VENV)/.test $(VENV)/.models  ## the engine's tests, as if the CPU were a device whose compiler needs a fence
 	$(BIN)/python -m pytest -n $(JOBS) --fenced $(ENGINE)
+
+test-public: $(VENV)/.test $(VENV)/.models  ## the engine's tests without what has a public way beside it: the same bits, slower
+	PYTHONPATH=tests $(BIN)/python -m pytest -n $(JOBS) -p public_ways $(ENGINE)
 
 $(XLA)/.installed:  # no prerequisites: another set of pins is another directory
 	rm -rf $(XLA)

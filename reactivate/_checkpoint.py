@@ -12,13 +12,13 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._compat import NotTraced, checkpoint_in_graph
 from reactivate._engine.choice import Choice, Unmatched
 from reactivate._engine.record import Options
 from reactivate._engine.region import module_called_by, run, run_module
 from reactivate._engine.saved_functions import serve
 from reactivate._in_graph import contexts_for
 from reactivate._in_jax import is_traced, run_traced
+from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph
 from reactivate._types import Guard, Policy
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair

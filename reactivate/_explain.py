@@ -26,7 +26,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from reactivate._backends import accelerator
-from reactivate._compat import MODULE_CALL_CODE, flatten
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
 from reactivate._engine.capture import Capture
 from reactivate._engine.kept import Kept, SavedSite
@@ -37,6 +36,8 @@ from reactivate._engine.replay import is_recomputing
 from reactivate._engine.sites import line_of, user_frame
 from reactivate._explanation import Entry, Explanation
 from reactivate._fake import faked, has_no_memory, tensors_of
+from reactivate._torch.containers import flatten
+from reactivate._torch.modules import MODULE_CALL_CODE
 from reactivate._types import Device
 from reactivate._verify import Step, cotangents, leaves_of
 from reactivate.errors import UsageError

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._compat import DEVICE_QUERY, FakeTensor, FakeTensorMode, flatten, unflatten, unset_fake_temporarily
 from reactivate._engine.capture import Capture
+from reactivate._torch.containers import flatten, unflatten
+from reactivate._torch.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from reactivate._torch.ops import DEVICE_QUERY
 
 
 def has_no_memory(tensor: Tensor) -> bool:

@@ -15,7 +15,7 @@ from weakref import ref
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from reactivate._compat import SITE, names_reach_graphs, node_being_traced
+from reactivate._torch.dynamo import SITE, names_reach_graphs, node_being_traced
 from reactivate._types import DEVICE, Action, Policy, Save, Site, Storage
 from reactivate.errors import UnsupportedError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of

@@ -23,12 +23,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._compat import flatten, has_hooks
 from reactivate._engine.capture import Capture
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.record import Options, are_regions_off, plain_contexts
 from reactivate._engine.site_log import Log, is_at_work, open_logs, set_aside, tensors_in
 from reactivate._standin import StandIn
+from reactivate._torch.containers import flatten
+from reactivate._torch.modules import has_hooks
 from reactivate._types import DEVICE, Save
 from reactivate.errors import UnsupportedError
 from reactivate.guards import DEFAULT

@@ -8,8 +8,8 @@ from typing import ParamSpec, TypeVar
 
 from torch.compiler import is_compiling
 
-from reactivate._compat import named_in_graph
 from reactivate._engine.site_log import current_log
+from reactivate._torch.dynamo import named_in_graph
 from reactivate.errors import UsageError
 
 P = ParamSpec("P")

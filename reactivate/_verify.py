@@ -15,9 +15,9 @@ from torch.nn import Module
 
 from reactivate._apply import apply
 from reactivate._checkpoint import checkpoint
-from reactivate._compat import leaves_with_paths
 from reactivate._engine.capture import Capture
 from reactivate._engine.record import Record, observed_by, without_regions
+from reactivate._torch.containers import leaves_with_paths
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.guards import Modules, all_sources

@@ -31,11 +31,21 @@ def fresh_state() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fast_ways(reason): what it looks at costs more with public names of torch only")
     config.addinivalue_line("markers", "unfenced(reason): what it looks at is different behind a fence, and may be")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-sample", action="store_true", help="of each row in torch's tables every sample, not the first"
+    )
     parser.addoption("--fenced", action="store_true", help="as if the CPU were a device whose compiler needs a fence")
+
+
+@pytest.fixture
+def samples(request: pytest.FixtureRequest) -> slice:
+    """Which samples of a row in torch's tables are taken."""
+    return slice(None if request.config.getoption("--every-sample") else 1)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
 from reactivate._backends import Backend
-from reactivate._compat import FLAGS
+from reactivate._torch.flags import FLAGS
 from reactivate.guards import DEFAULT
 
 

@@ -19,13 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import reactivate
-from reactivate._compat import FakeTensorMode
 from reactivate._engine import accounts
 from reactivate._engine.accounts import in_words, note_shortage
 from reactivate._engine.record import observed_by
 from reactivate._explain import explain
 from reactivate._explanation import Entry, Explanation
 from reactivate._state.modules import ModuleNotes
+from reactivate._torch.fake import FakeTensorMode
 from reactivate.errors import UsageError
 from reactivate.policies import first_match, full, recompute_every, recompute_modules, save_modules, save_ops
 

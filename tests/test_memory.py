@@ -61,6 +61,7 @@ def same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@pytest.mark.fast_ways("a state of the generator is a tensor there")
 @pytest.mark.unfenced(reason="an exit copies on this device")
 def test_kept_after_the_forward_are_the_inputs_and_the_snapshots() -> None:
     """The input is kept. The call before it drew random numbers; the snapshot of a generator is bytes, and no tensor."""
@@ -77,6 +78,7 @@ def test_kept_after_the_forward_are_the_inputs_and_the_snapshots() -> None:
     assert plain.left_bytes > 4 * kept.left_bytes
 
 
+@pytest.mark.fast_ways("a state of the generator is a tensor there")
 def test_regions_between_two_draws_share_one_snapshot() -> None:
     module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
     fn = reactivate.checkpoint(module, determinism="metadata")

@@ -1,8 +1,9 @@
-"""Every differentiable op in torch's own table, every sample: checkpointed against plain, bit for bit."""
+"""Every differentiable op in torch's own table: checkpointed against plain, bit for bit."""
 
 from __future__ import annotations
 
 import random
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -83,11 +84,11 @@ def call(op: Any, sample: Any, *, checkpointed: bool) -> tuple[Ran, list[Tensor]
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.formatted_name)
-def test_op(op: Any) -> None:
+def test_op(op: Any, samples: slice) -> None:
     if op.formatted_name in EXCLUDED:
         pytest.skip(EXCLUDED[op.formatted_name])
     saved = replays = 0
-    for sample in op.sample_inputs("cpu", dtype_of(op), requires_grad=True):
+    for sample in islice(op.sample_inputs("cpu", dtype_of(op), requires_grad=True), samples.stop):
         plain, arguments = call(op, sample, checkpointed=False)
         try:
             ours, _ = call(op, sample, checkpointed=True)

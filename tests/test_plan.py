@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import reactivate
-from reactivate._compat import FakeTensor
+from reactivate._torch.fake import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner import planner
 from reactivate.planner.devices import find

@@ -16,7 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import reactivate
 from reactivate import policies
-from reactivate._compat import names_reach_graphs
+from reactivate._torch.dynamo import names_reach_graphs
 from reactivate.errors import UnsupportedError
 
 WIDTH = 16

@@ -34,8 +34,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import reactivate
 from reactivate._backends import fences
-from reactivate._compat import current_backward, is_function_running
 from reactivate._engine.record import observed_by
+from reactivate._torch.autograd import current_backward, is_function_running
 from reactivate.errors import MutationError
 
 Draw = Callable[[Any], Any]

@@ -142,7 +142,7 @@ def test_no_function_mode_sees_it() -> None:
         policy = policies.save_names("a", "b", storage=storage)
         with Seen() as seen:
             reactivate.checkpoint(program, policy=policy)(x).sum().backward()
-        assert reactivate._compat.function_modes() == ()
+        assert reactivate._torch.modes.function_modes() == ()
         return [name for name in seen.names if name != "__get__"]  # attributes: the engine looks at its own
 
     storage = Busy()
@@ -160,7 +160,7 @@ def test_modes_are_back_where_a_storage_fails() -> None:
     with Seen() as outer, Seen() as inner:
         with pytest.raises(Failure):
             region(x)
-        assert reactivate._compat.function_modes() == (outer, inner)
+        assert reactivate._torch.modes.function_modes() == (outer, inner)
         assert torch.is_grad_enabled()
     out = program(reactivate.checkpoint(torch.sin)(x)).sum()  # and no log is left
     out.backward()

@@ -226,7 +226,8 @@ def test_a_compiled_module(hooked: list[int]) -> None:
         result = torchax.compile(model.to("jax"))(x)
         expected = torchax.compile(Model.forward.__get__(_with(model, plain)))(x)
     assert hooked == [3]
-    assert jnp.array_equal(result.jax(), expected.jax())
+    # Two programs that XLA compiles: what it fuses, and so how the last bit is rounded, depends on the processor.
+    assert jnp.allclose(result.jax(), expected.jax(), rtol=1e-6, atol=1e-6)
 
 
 def _with(model: Model, wrap: Wrap) -> Model:

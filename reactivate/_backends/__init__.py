@@ -10,7 +10,7 @@ import torch
 from reactivate._backends.base import Backend
 from reactivate._backends.cuda import CudaBackend
 from reactivate._backends.fence import Fence, fences, register_fence
-from reactivate._compat import accelerator_device, xla_runtime
+from reactivate._torch.devices import accelerator_device, xla_runtime
 
 __all__ = ["Backend", "CudaBackend", "Fence", "accelerator", "backends", "fences", "register_fence"]
 

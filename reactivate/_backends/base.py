@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from reactivate._compat import equal_unseen
+from reactivate._torch.modes import equal_unseen
 
 
 class Backend:

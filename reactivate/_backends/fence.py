@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from reactivate._compat import xla_runtime
+from reactivate._torch.devices import xla_runtime
 
 
 class Fence(Protocol):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from reactivate._backends.base import Backend
-from reactivate._compat import register_device_module, xla_runtime
+from reactivate._torch.devices import register_device_module, xla_runtime
 
 _LEAST, _MOST = 0, 2**64 - 1
 _FIRST_SEED = 101  # of every device, whatever `torch.manual_seed` said before torch_xla was there

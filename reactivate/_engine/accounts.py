@@ -21,7 +21,6 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
-from reactivate._compat import SavedTensor, data_of
 from reactivate._engine.inputs import InputSpec, SavedInput, WrittenInput
 from reactivate._engine.record import Record
 from reactivate._engine.refusals import name_of
@@ -29,6 +28,7 @@ from reactivate._state.changes import SilentTensors
 from reactivate._state.modules import ModuleChanges, ModuleNotes
 from reactivate._state.reached import ReachedNotes
 from reactivate._state.shadows import TensorStates
+from reactivate._torch.saved import SavedTensor, data_of
 from reactivate._types import Guard
 
 _PARTS = {

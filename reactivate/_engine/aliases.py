@@ -12,17 +12,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reactivate._backends import Fence
-from reactivate._compat import (
+from reactivate._engine.site_log import tensors_in
+from reactivate._torch.autograd import preserve_versions, view_again
+from reactivate._torch.modes import (
     function_modes,
     pop_function_mode,
-    preserve_versions,
     push_function_mode,
     replace_function_modes,
     run_unseen,
-    view_again,
     without_function_modes,
 )
-from reactivate._engine.site_log import tensors_in
 
 
 class Aliases(TorchFunctionMode):

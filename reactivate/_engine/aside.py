@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from reactivate._compat import dispatch_modes, is_dispatch_mode_active, replace_dispatch_modes
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.site_log import set_aside, unseen
+from reactivate._torch.modes import dispatch_modes, is_dispatch_mode_active, replace_dispatch_modes
 
 
 def aside(function: Callable[..., Any], *args: Any) -> Any:

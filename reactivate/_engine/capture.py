@@ -25,7 +25,6 @@ from torch.jit import ScriptFunction
 from torch.nn import Module
 
 from reactivate._backends import fences
-from reactivate._compat import innermost_pack_hook, save_tensor
 from reactivate._engine.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._engine.namespaces import ClassFacts, facts_of_class, facts_of_code, find_facts
 from reactivate._state.contents import (
@@ -54,6 +53,8 @@ from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
 from reactivate._state.trees import single_modules, whole_trees
+from reactivate._torch.autograd import innermost_pack_hook
+from reactivate._torch.saved import save_tensor
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
 # of layers of tensors. A closure or a bound `self` leads to half the program.

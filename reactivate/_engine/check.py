@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from reactivate._compat import flatten, run_unseen
 from reactivate._engine.stale import comes_from_stale, watches
+from reactivate._torch.containers import flatten
+from reactivate._torch.modes import run_unseen
 
 _PLAIN = (Tensor, Parameter)
 _ROUNDINGS = 64

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import Module
 from torch.nn.functional import multi_head_attention_forward
 
-from reactivate._compat import MODULE_CALL_CODE
+from reactivate._torch.modules import MODULE_CALL_CODE
 from reactivate._types import Action, Policy, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._compat import registered_containers
 from reactivate._state.contents import ATOMS, slots_of
+from reactivate._torch.containers import registered_containers
 
 
 class Leaf(NamedTuple):

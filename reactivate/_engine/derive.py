@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from reactivate._compat import FakeTensor
+from reactivate._torch.fake import FakeTensor
 
 _PLAIN = (Tensor, Parameter, FakeTensor)
 Change = Callable[[Tensor], Tensor]

@@ -14,18 +14,12 @@ import torch
 from torch import Tensor
 
 from reactivate._backends import fences
-from reactivate._compat import (
-    copy_unseen,
-    flatten,
-    function_modes,
-    is_function_mode_active,
-    unflatten,
-    view_again,
-    without_function_modes,
-)
 from reactivate._engine.aliases import Aliases, base_of
 from reactivate._engine.capture import Capture
 from reactivate._engine.site_log import tensors_in
+from reactivate._torch.autograd import view_again
+from reactivate._torch.containers import flatten, unflatten
+from reactivate._torch.modes import copy_unseen, function_modes, is_function_mode_active, without_function_modes
 
 
 class Exit(torch.autograd.Function):

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._backends import Fence, fences
-from reactivate._compat import run_unseen, without_function_modes
 from reactivate._engine.aliases import Aliases, alias_like, whole_of
 from reactivate._engine.inputs import Memo, rebuild
 from reactivate._state.contents import WeakTensor
+from reactivate._torch.modes import run_unseen, without_function_modes
 
 
 def fence_of(tensors: Iterable[Tensor]) -> tuple[str, Fence] | None:

@@ -15,8 +15,9 @@ from weakref import ref
 
 from torch import Tensor
 
-from reactivate._compat import SavedTensor, give_back, save_tensor
 from reactivate._state.iterators import copied
+from reactivate._torch.autograd import give_back
+from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate.errors import UnsupportedError
 
 Memo = dict[int, Any]

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import FUNCTION_APPLY_CODE, SavedTensor, save_tensor
 from reactivate._engine.aside import aside
 from reactivate._engine.contents import Contents
 from reactivate._engine.derive import Recipe
 from reactivate._engine.record import Saved, SharedSlot
+from reactivate._torch.autograd import FUNCTION_APPLY_CODE
+from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate._types import DEVICE, Storage
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._compat import dispatch_modes, replace_dispatch_modes
 from reactivate._engine.counted import call_counted
 from reactivate._engine.sites import Site, line_of, user_frame
 from reactivate._engine.stale import is_view
+from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes
 
 # Their results are whatever was in memory.
 _UNINITIALIZED = frozenset(

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._compat import flatten
 from reactivate._engine.counted import call_counted
 from reactivate._engine.inputs import WrittenInput
 from reactivate._engine.oplog import checksum
 from reactivate._state.contents import WeakTensor
 from reactivate._state.memory import memory_of
 from reactivate._state.shadows import note_written, version_of
+from reactivate._torch.containers import flatten
 from reactivate._types import Unrestored
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._backends import Fence
-from reactivate._compat import FUNCTION_APPLY_CODE, is_function_running
 from reactivate._engine.capture import Input
 from reactivate._engine.choice import Choice
 from reactivate._engine.oplog import OpLog
 from reactivate._state.contents import Note
 from reactivate._state.gradients import Gradients
 from reactivate._state.shadows import TensorStates
+from reactivate._torch.autograd import FUNCTION_APPLY_CODE, is_function_running
 from reactivate._types import Guard, Unrestored
 from reactivate.errors import ReactivateError
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._compat import SavedTensor
 from reactivate._engine.check import OUTPUTS, owner_of
 from reactivate._engine.inputs import InputSpec, rebuild
 from reactivate._engine.places import users_site
 from reactivate._engine.record import Record
 from reactivate._engine.sites import Site, called_module, line_of, user_frame
+from reactivate._torch.saved import SavedTensor
 from reactivate.errors import MutationError, ReplayMismatchError
 
 _SAME = (

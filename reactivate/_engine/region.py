@@ -27,28 +27,6 @@ from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
 from reactivate._backends import fences
-from reactivate._compat import (
-    asks_for_users_hooks,
-    beside_users_hooks,
-    current_backward,
-    current_transform,
-    forget_users_hooks,
-    has_hooks,
-    is_forward_mode_active,
-    is_function_mode_active,
-    last_script_graph,
-    leave_out_of_graphs,
-    leave_to_eager,
-    module_call,
-    name_of_transform,
-    next_node_number,
-    not_a_users_hook,
-    on_backward_end,
-    pop_saved_tensor_hooks,
-    prefer_version_used_last,
-    push_saved_tensor_hooks,
-    without_function_modes,
-)
 from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
@@ -80,6 +58,23 @@ from reactivate._engine.stale import refuse_stale, watches
 from reactivate._standin import StandIn
 from reactivate._state.gradients import Gradients
 from reactivate._state.shadows import TensorStates
+from reactivate._torch.autograd import (
+    asks_for_users_hooks,
+    beside_users_hooks,
+    current_backward,
+    forget_users_hooks,
+    is_forward_mode_active,
+    next_node_number,
+    not_a_users_hook,
+    on_backward_end,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+)
+from reactivate._torch.dynamo import leave_out_of_graphs, leave_to_eager, prefer_version_used_last
+from reactivate._torch.modes import is_function_mode_active, without_function_modes
+from reactivate._torch.modules import has_hooks, module_call
+from reactivate._torch.scripts import last_script_graph
+from reactivate._torch.transforms import current_transform, name_of_transform
 from reactivate._types import Unrestored
 from reactivate.errors import UnsupportedError
 

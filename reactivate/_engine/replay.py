@@ -19,20 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from reactivate._compat import (
-    copy_unseen,
-    is_distributed_run,
-    is_function_mode_active,
-    is_outside_of_functions,
-    is_profiling,
-    leave_to_eager,
-    next_node_number,
-    not_a_users_hook,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    set_grad_enabled,
-    without_function_modes,
-)
 from reactivate._engine import refusals
 from reactivate._engine.capture import CellTensorNote
 from reactivate._engine.check import OUTPUTS, Check
@@ -49,6 +35,18 @@ from reactivate._state.memory import memory_of
 from reactivate._state.notes import RewoundNotes
 from reactivate._state.shadows import RewoundTensors, rewound_memory
 from reactivate._state.tensor_hooks import KeptHooks
+from reactivate._torch.autograd import (
+    is_outside_of_functions,
+    is_profiling,
+    next_node_number,
+    not_a_users_hook,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    set_grad_enabled,
+)
+from reactivate._torch.dynamo import leave_to_eager
+from reactivate._torch.modes import copy_unseen, is_function_mode_active, without_function_modes
+from reactivate._torch.modules import is_distributed_run
 from reactivate.errors import ReactivateError
 
 _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)

@@ -15,11 +15,12 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from reactivate._compat import flatten, has_setup_context, next_node_number
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.saved_sites import ForwardLog, Pending
 from reactivate._engine.site_log import current_log
 from reactivate._engine.skipped_sites import ReplayLog
+from reactivate._torch.autograd import has_setup_context, next_node_number
+from reactivate._torch.containers import flatten
 
 _changing = RLock()
 _wrapped: dict[type[Function], int] = {}  # how many policies name the class

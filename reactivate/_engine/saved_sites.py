@@ -22,18 +22,6 @@ from weakref import ref
 
 from torch import Tensor
 
-from reactivate._compat import (
-    hook_backward,
-    innermost_pack_hook,
-    is_any_autocast_enabled,
-    is_function_mode_active,
-    is_outside_of_functions,
-    next_node_number,
-    not_a_users_hook,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    without_function_modes,
-)
 from reactivate._engine.aliases import base_of
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.contents import Contents, has_attributes
@@ -47,6 +35,17 @@ from reactivate._engine.sites import user_frame
 from reactivate._engine.stale import refuse_stale, watches
 from reactivate._engine.unseen_writes import UnseenWrites, may_write_unseen
 from reactivate._state.changes import Noted
+from reactivate._torch.autograd import (
+    hook_backward,
+    innermost_pack_hook,
+    is_outside_of_functions,
+    next_node_number,
+    not_a_users_hook,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+)
+from reactivate._torch.flags import is_any_autocast_enabled
+from reactivate._torch.modes import is_function_mode_active, without_function_modes
 from reactivate._types import Save, Storage
 
 _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from reactivate._compat import count_of_profiled_runs, is_compiled_script, is_profiling_graph
+from reactivate._torch.scripts import count_of_profiled_runs, is_compiled_script, is_profiling_graph
 from reactivate.errors import UnsupportedError
 
 # Calls of regions that can reach it, while TorchScript still watched. (It may not be called in all of them.)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from types import TracebackType
 
-from reactivate._compat import read_thread_state, write_thread_state
 from reactivate._engine.record import Record
 from reactivate.errors import UsageError
 
-_KEY = "reactivate.shared_replay"
-
+_here = threading.local()
 groups: list[shared_replay] = []  # that are open on any thread: mostly none, and then nobody need look further
 
 
@@ -38,14 +37,14 @@ class shared_replay:  # noqa: N801 - a context manager, named as one
     def __enter__(self) -> shared_replay:
         if current_group() is not None:
             raise UsageError("shared_replay() cannot be entered inside of itself: one context is shared already.")
-        write_thread_state(_KEY, self)
+        _here.group = self
         groups.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        write_thread_state(_KEY, None)
+        _here.group = None
         groups.remove(self)
         for reference in self._records:
             record = reference()
@@ -59,6 +58,19 @@ class shared_replay:  # noqa: N801 - a context manager, named as one
 
 
 def current_group() -> shared_replay | None:
-    """The context around this backward, if there is one; also on the threads that autograd runs it on."""
-    group = read_thread_state(_KEY)
-    return group if isinstance(group, shared_replay) else None
+    """The context around this backward, if there is one.
+
+    A backward runs partly on threads of autograd's own, one for each device. These do not say whose backward it is, so
+    there it is the context that was opened last: if two threads share at the same time, a tensor may live longer than it
+    need.
+    """
+    group: shared_replay | None = getattr(_here, "group", None)
+    if group is None and groups and not _is_of_python():
+        return groups[-1]
+    return group
+
+
+def _is_of_python() -> bool:
+    """Return whether Python has started this thread."""
+    me = threading.get_ident()
+    return any(thread.ident == me for thread in threading.enumerate())

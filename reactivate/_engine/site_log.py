@@ -13,17 +13,17 @@ from weakref import ref
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from reactivate._compat import (
+from reactivate._engine.choice import Choice, Decision
+from reactivate._engine.oplog import OpLog
+from reactivate._engine.saved_modules import SavedStandIn
+from reactivate._state.contents import ATOMS
+from reactivate._torch.modes import (
     function_modes,
     is_function_mode_active,
     pop_function_mode,
     push_function_mode,
     replace_function_modes,
 )
-from reactivate._engine.choice import Choice, Decision
-from reactivate._engine.oplog import OpLog
-from reactivate._engine.saved_modules import SavedStandIn
-from reactivate._state.contents import ATOMS
 
 # The log that calls on this thread go to. A region without a policy inside of one with a policy is no affair of its.
 _current: ContextVar[Log | None] = ContextVar("reactivate.sites", default=None)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import give_back, is_function_mode_active
 from reactivate._engine.aliases import seen_by_aliases
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.kept import Kept, SavedSite
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.refusals import is_of_a_write
 from reactivate._engine.site_log import Log, objects_in, tensors_in, unseen
+from reactivate._torch.autograd import give_back
+from reactivate._torch.modes import is_function_mode_active
 
 
 class ReplayLog(Log):

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._compat import innermost_pack_hook, written_arguments
 from reactivate._engine.counted import call_counted
 from reactivate._state.memory import memory_of
+from reactivate._torch.autograd import innermost_pack_hook
+from reactivate._torch.ops import written_arguments
 from reactivate.errors import MutationError
 
 _FILLS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "set_"})

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from reactivate._compat import copy_unseen, equal_unseen
 from reactivate._engine.namespaces import facts_of_code, find_facts, methods_of
 from reactivate._state.memory import memory_of
+from reactivate._torch.modes import copy_unseen, equal_unseen
 
 _DATA: Any = Tensor.data
 _GET_DATA = _DATA.__get__

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import copy_unseen, set_versions
 from reactivate._state.contents import (
     CellContainerNote,
     FunctionNote,
@@ -27,6 +26,8 @@ from reactivate._state.contents import (
 )
 from reactivate._state.iterators import holds_iterator, position_of
 from reactivate._state.shadows import TensorStates, version_of
+from reactivate._torch.autograd import set_versions
+from reactivate._torch.modes import copy_unseen
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), object, torch.dtype, torch.device})
 

@@ -18,9 +18,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from reactivate._compat import give_back, run_unseen
 from reactivate._standin import Placed
 from reactivate._state.iterators import copied, holds_iterator, is_iterator
+from reactivate._torch.autograd import give_back
+from reactivate._torch.modes import run_unseen
 
 ATOMS = frozenset(
     {

@@ -9,7 +9,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from reactivate._compat import copy_unseen
+from reactivate._torch.modes import copy_unseen
 
 _GRADIENT, _IS_LEAF = attrgetter("grad"), attrgetter("is_leaf")
 _known: dict[int, ref[Tensor]] = {}  # leaves that some forward accumulated a gradient of, by their ids

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import (
+from reactivate._state import geometry
+from reactivate._state.geometry import Geometry, geometry_of
+from reactivate._state.small import has_bits
+from reactivate._torch.modes import (
     copy_all,
     copy_unseen,
     equal_unseen,
     is_dispatch_mode_active,
     is_function_mode_active,
 )
-from reactivate._state import geometry
-from reactivate._state.geometry import Geometry, geometry_of
-from reactivate._state.small import has_bits
 
 _ndim_of, _shape_of, _dtype_of = map(attrgetter, ("ndim", "shape", "dtype"))
 

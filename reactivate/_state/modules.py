@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from reactivate._compat import copy_unseen, set_versions
 from reactivate._state.contents import Note, are_items, held_all, put_dict
 from reactivate._state.gradients import Gradients
 from reactivate._state.notes import RewoundNotes
@@ -25,6 +24,8 @@ from reactivate._state.shadows import NO_TENSORS, RewoundTensors, TensorStates, 
 from reactivate._state.steps import is_stepped_since, steps_so_far
 from reactivate._state.tensor_hooks import KeptHooks
 from reactivate._state.turns import everybodys
+from reactivate._torch.autograd import set_versions
+from reactivate._torch.modes import copy_unseen
 
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")

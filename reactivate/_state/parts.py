@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._compat import is_distributed
 from reactivate._standin import NAME, Placed
 from reactivate._state.contents import are_items, given_back, put_dict
+from reactivate._torch.modules import is_distributed
 
 Namespace = dict[str, Any]
 

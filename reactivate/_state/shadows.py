@@ -26,17 +26,14 @@ import torch
 from torch import Tensor
 
 from reactivate._backends import fences
-from reactivate._compat import (
-    copy_unseen,
-    run_unseen,
-    set_versions,
-)
 from reactivate._state.geometry import geometry_of
 from reactivate._state.groups import Group, bits_of, grouped, is_plain, put
 from reactivate._state.memory import memory_of
 from reactivate._state.small import Bytes, is_small
 from reactivate._state.steps import last_step_of
 from reactivate._state.swaps import before_swaps
+from reactivate._torch.autograd import set_versions
+from reactivate._torch.modes import copy_unseen, run_unseen
 
 version_of, _tensors_of = attrgetter("_version"), attrgetter("tensors")
 _FEW_BYTES = 64  # up to which a copy costs no more than a look at the version

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from reactivate._compat import equal_unseen, run_unseen
 from reactivate._state.geometry import Geometry, has_geometry, put
+from reactivate._torch.modes import equal_unseen, run_unseen
 
 LARGEST_BYTES = 1 << 14
 """The number of bytes up to which a tensor is small."""

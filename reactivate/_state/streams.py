@@ -23,7 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reactivate._compat import ask, cpu_generator_memory
+from reactivate._torch.flags import ask
+from reactivate._torch.rng import cpu_generator_memory
+from reactivate._torch.ways import layout
 
 _WORDS = 624 * 4  # bytes
 _FIRST_WORDS = 16 * 4
@@ -130,6 +132,10 @@ def python_stream() -> Stream:
 @functools.cache
 def _python_words() -> tuple[int, int] | None:
     """Return (offset, bytes) of index and words in a `random.Random`, tried out by drawing; None if unknown."""
+    return layout("the memory of Python's random", _find_python_words)
+
+
+def _find_python_words() -> tuple[int, int] | None:
     if sys.implementation.name != "cpython":
         return None
     one, other = random.Random(5), random.Random(6)
@@ -182,6 +188,10 @@ def _numpy_spare() -> int | None:
 
     Sixteen bytes: whether there is one (an int, padded), and the number.
     """
+    return layout("the memory of NumPy's random", _find_numpy_spare)
+
+
+def _find_numpy_spare() -> int | None:
     if sys.implementation.name != "cpython":
         return None
     numpy: Any = sys.modules["numpy"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._compat import flatten, unflatten
+from reactivate._torch.containers import flatten, unflatten
 from reactivate.cli import huggingface
 from reactivate.cli.nearest import did_you_mean
 from reactivate.errors import UsageError

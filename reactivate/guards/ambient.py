@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from reactivate._backends import accelerator
-from reactivate._compat import (
-    FLAGS,
-    accelerator_device,
-    ask,
+from reactivate._torch.devices import accelerator_device
+from reactivate._torch.flags import FLAGS, ask, is_any_autocast_enabled
+from reactivate._torch.modes import (
     dispatch_modes,
     function_modes,
-    is_any_autocast_enabled,
     is_dispatch_mode_active,
     is_function_mode_active,
     replace_dispatch_modes,

@@ -13,7 +13,6 @@ from operator import is_
 from typing import Any
 
 from reactivate._backends import Backend, backends
-from reactivate._compat import ask
 from reactivate._state.streams import (
     Snapshot,
     Stream,
@@ -24,6 +23,7 @@ from reactivate._state.streams import (
     torch_stream,
 )
 from reactivate._state.turns import everybodys, undisturbed
+from reactivate._torch.flags import ask
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound
 

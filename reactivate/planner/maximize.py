@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from reactivate._compat import flatten, unflatten
+from reactivate._torch.containers import flatten, unflatten
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.place import Place

@@ -13,9 +13,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._compat import flatten
 from reactivate._engine.accounts import Ledger
 from reactivate._fake import faked, has_no_memory
+from reactivate._torch.containers import flatten
 from reactivate.planner.prediction import Fixed
 from reactivate.planner.trace import Costs, traced
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from reactivate._apply import apply
 from reactivate._blocks import blocks_of
-from reactivate._compat import DataDependentError
 from reactivate._engine.accounts import in_words
+from reactivate._torch.fake import DataDependentError
 from reactivate._verify import leaves_of
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse

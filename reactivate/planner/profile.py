@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._compat import flatten
 from reactivate._engine.accounts import storages_of
+from reactivate._torch.containers import flatten
 from reactivate.planner import roofline
 from reactivate.planner.devices import DeviceSpec
 from reactivate.planner.trace import Cost

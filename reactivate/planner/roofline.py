@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._compat import flatten, written_arguments
+from reactivate._torch.containers import flatten
+from reactivate._torch.ops import written_arguments
 from reactivate.planner.devices import DeviceSpec
 
 __all__ = ["bytes_of", "flops_of", "seconds_of"]

@@ -26,11 +26,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._compat import DEVICE_QUERY, current_node_number, flatten, next_node_number
 from reactivate._engine.accounts import copied_inputs, held_by_guards, put_aside, storages_of
 from reactivate._engine.record import Record, observed_by
 from reactivate._engine.replay import is_recomputing
 from reactivate._engine.site_log import opened
+from reactivate._torch.autograd import current_node_number, next_node_number
+from reactivate._torch.containers import flatten
+from reactivate._torch.ops import DEVICE_QUERY
 from reactivate.policies.canonical import name_of
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from reactivate._compat import HigherOrderOperator, OpOverload, OpOverloadPacket, builtin_functions, qualified_name
+from reactivate._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket, builtin_functions, qualified_name
 from reactivate.errors import UsageError
 
 _NAMESPACES = ("linalg", "special", "fft")

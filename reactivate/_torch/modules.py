@@ -1,0 +1,41 @@
+"""Modules: what calling one runs besides its `forward`."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType
+from typing import Any
+
+from torch.nn import Module
+from torch.nn.modules import module as _module
+
+# `module.__call__` runs the hooks around `forward`; a region that is a module goes inside of them.
+module_call = Module.__call__
+# Python frames that stand between a module's caller and its `forward`.
+MODULE_CALL_CODE: CodeType | None = getattr(getattr(Module, "_call_impl", None), "__code__", None)
+
+
+def has_hooks(module: Module) -> bool:
+    """Whether calling `module` runs more than its `forward`."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_forward_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether `value` is a DTensor. Importing that takes a second, so it is not imported for asking."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_distributed_run() -> bool:
+    """Return whether this process is one of a group."""
+    module = sys.modules.get("torch.distributed")
+    return module is not None and module.is_available() and module.is_initialized()

@@ -1,0 +1,34 @@
+"""Ops, and what their schemas say."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from reactivate._torch.ways import find
+
+# Functions that `torch.nn.functional` re-exports, and the ops of `torch.ops`.
+builtin_functions: Any = getattr(torch._C, "_nn", None)
+OpOverload, OpOverloadPacket = find("torch._ops.OpOverload"), find("torch._ops.OpOverloadPacket")
+HigherOrderOperator = find("torch._ops.HigherOrderOperator")
+
+# The op that asks a tensor for its device: fake tensors are asked it several times an op, through every dispatch mode.
+DEVICE_QUERY: Any = torch.ops.prim.device.default
+
+
+def qualified_name(packet: Any) -> str:
+    """`library::op`."""
+    return packet._qualified_op_name  # type: ignore[no-any-return]
+
+
+@functools.cache
+def written_arguments(op: Any) -> tuple[tuple[int, str, bool], ...]:
+    """What `op`'s schema says that it writes to: (position, name, whether it can only be named, as `out=`) of each."""
+    arguments = op._schema.arguments if isinstance(op, OpOverload) else ()
+    return tuple(
+        (position, item.name, item.kwarg_only)
+        for position, item in enumerate(arguments)
+        if item.alias_info is not None and item.alias_info.is_write
+    )

@@ -1,0 +1,84 @@
+"""Saved tensors outside of any node: inputs of regions are kept in these.
+
+So hooks around a region see them, and autograd checks their version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from reactivate._torch.autograd import set_grad_enabled
+from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes
+from reactivate._torch.ways import fastest
+
+
+def _empty(requires_grad: bool = False) -> torch.Tensor:
+    """A tensor that no mode sees being made."""
+    modes = dispatch_modes()
+    replace_dispatch_modes(())
+    try:
+        with torch._C.DisableTorchFunction():
+            return torch.empty(0, device="cpu", requires_grad=requires_grad)
+    finally:
+        replace_dispatch_modes(modes)
+
+
+def _set_modes(grad: bool, forward_grad: bool) -> None:
+    with torch._C.DisableTorchFunction():
+        set_grad_enabled(grad)
+        torch._C._set_fwd_grad_enabled(forward_grad)
+
+
+class _KeepInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return _empty()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing differentiates through a kept input")
+
+
+class SavedOnNode:
+    """A saved tensor on a node of its own: the public way."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, tensor: torch.Tensor, is_output: bool) -> None:
+        modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        _set_modes(True, False)
+        try:
+            self._output = _KeepInput.apply(_empty(requires_grad=True), tensor)  # the node lives as long as this
+        finally:
+            _set_modes(*modes)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, or autograd's own error if it was written to."""
+        return self._output.grad_fn.saved_tensors[0]
+
+
+def _keeps(kind: Any, save: Any) -> bool:
+    x = torch.ones(1, device="cpu", requires_grad=True)
+    saved = save(x, False)
+    return isinstance(saved, kind) and saved.unpack() is not None
+
+
+SavedTensor: Any
+save_tensor: Callable[[torch.Tensor, bool], Any]
+# Since torch 2.12. `save_tensor(tensor, False)`: not an op's output.
+SavedTensor, save_tensor = fastest(
+    "saved tensors without a node of their own",
+    "torch._C._autograd.SavedTensor",
+    "torch._C._autograd._make_saved_tensor",
+    probe=_keeps,
+    public=(SavedOnNode, SavedOnNode),
+)
+
+
+def data_of(saved: Any) -> Any:
+    """What is kept for a saved tensor: the tensor, or what hooks made of it. (One on a node can only run these hooks.)"""
+    return saved.data if hasattr(saved, "data") else saved.unpack()

@@ -1,0 +1,60 @@
+"""A plugin for pytest: every private name of torch that has a public way beside it is taken to do something else.
+
+`make test-public` runs the tests with it: the same bits, slower.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+NAME = "reactivate._torch.ways"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Loads the module that chooses between two ways as it is, and has it choose the public one."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != NAME:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        assert spec is not None and spec.loader is not None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            prefer_public_ways(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def prefer_public_ways(module: Any) -> None:
+    """Have `fastest` and `layout` find that a private name does something else, where there is a public way."""
+    fastest = module.fastest
+
+    def choose(*names: str, probe: Callable[..., bool], public: Any = None, **others: Any) -> Any:
+        found = probe if public is None else lambda *names: False
+        return fastest(*names, probe=found, public=public, **others)
+
+    module.fastest = choose
+    module.layout = lambda what, find_it: None
+
+
+sys.meta_path.insert(0, _Finder())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("fast_ways")
+        if marker is not None:
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
