@@ -672,3 +672,57 @@ def test_torch_2_9_and_compile_inside_a_region() -> None:
     out.sum().backward()
     assert runs == ([1, 3] if torch.__version__.startswith("2.9.") else [2, 2])
     torch._dynamo.reset()
+
+
+@shows("A buffer in the memory of a parameter")
+def test_a_buffer_in_the_memory_of_a_parameter() -> None:
+    """The plain model multiplies by what was written, the region by what its forward read."""
+
+    class Model(nn.Module):
+        buffer: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.register_buffer("buffer", self.weight.data)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = x * self.weight
+            self.buffer.mul_(2)
+            return out
+
+    for wrap, factor in ((plain, 2.0), (reactivate.checkpoint, 1.0)):
+        x = leaf()
+        wrap(Model())(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((4, 4), factor))
+
+
+@shows("Cached parametrizations")
+def test_cached_parametrizations() -> None:
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    for wrap in (reactivate.checkpoint, torchs):
+        with nn.utils.parametrize.cached():
+            outputs = [wrap(module)(leaf()) for _ in range(2)]
+        with pytest.raises(RuntimeError):
+            sum(outputs).sum().backward()
+
+    def inside(x: Tensor) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return module(x) + module(x).sin()
+
+    found = []
+    for wrap in (plain, reactivate.checkpoint):
+        x = torch.ones(4, 4, requires_grad=True)
+        wrap(inside)(x).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+@shows("Swapped tensors")
+def test_swapped_tensors() -> None:
+    module = nn.Linear(4, 4)
+    module.register_buffer("mask", torch.ones(5_000))
+    reactivate.checkpoint(module)(leaf()).sum().backward()
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(module.mask, torch.zeros(5_000))
+    module.mask.data = torch.zeros(5_000)

@@ -794,3 +794,145 @@ def regions_of_twenty_blocks_over_one_model(wrap: Wrap) -> Any:
         return x * 0.1
 
     return [train(forward, inputs(2)), state_of(model)]
+
+
+# -- attributes of torch's own modules ------------------------------------------------------------------------------------
+
+
+def changed_before_the_backward(wrap: Wrap, module: nn.Module, change: Callable[[int], Any], *shape: int) -> Any:
+    """Two microbatches for each change."""
+    found: list[Any] = []
+    for step in range(4):
+        microbatches = [leaf(*(shape or (6, 4))) for _ in range(2)]
+        outputs = [wrap(module)(x) for x in microbatches]
+        parameters = list(module.parameters())
+        change(step)
+        backward(*(out[0] if isinstance(out, tuple) else out for out in outputs))
+        found.append([outputs, [x.grad for x in microbatches], [item.grad for item in parameters], state_of(module)])
+        module.zero_grad()
+    return found
+
+
+def tensor_in_an_attribute(wrap: Wrap, module: nn.Module, name: str) -> Any:
+    value = torch.tensor(0.1)
+    setattr(module, name, value)
+    model = nn.Sequential(nn.Linear(4, 4), module, nn.Tanh())
+    return [changed_before_the_backward(wrap, model, lambda step: value.add_(0.1)), value]
+
+
+@right_with(replays=8)
+def slope_of_a_leaky_relu_is_a_tensor(wrap: Wrap) -> Any:
+    return tensor_in_an_attribute(wrap, nn.LeakyReLU(), "negative_slope")
+
+
+@right_with(replays=8)
+def epsilon_of_a_layer_norm_is_a_tensor(wrap: Wrap) -> Any:
+    return tensor_in_an_attribute(wrap, nn.LayerNorm(4), "eps")
+
+
+@right_with(replays=8)
+def momentum_of_a_batch_norm_is_a_tensor(wrap: Wrap) -> Any:
+    return tensor_in_an_attribute(wrap, nn.BatchNorm1d(4), "momentum")
+
+
+@right_with(replays=8)
+def slope_is_a_tensor_in_a_large_tree(wrap: Wrap) -> Any:
+    activation = nn.LeakyReLU()
+    activation.negative_slope = value = torch.tensor(0.1)  # type: ignore[assignment]
+    model = nn.Sequential(nn.Linear(4, 4), activation, *(nn.Tanh() for _ in range(80)))
+    return changed_before_the_backward(wrap, model, lambda step: value.add_(0.1))
+
+
+@right_with(replays=8)
+def slope_becomes_a_tensor(wrap: Wrap) -> Any:
+    activation = nn.LeakyReLU()
+    model = nn.Sequential(nn.Linear(4, 4), activation, nn.Tanh())
+
+    def change(step: int) -> None:
+        if step == 1:
+            activation.negative_slope = torch.tensor(0.3)  # type: ignore[assignment]
+        else:
+            activation.negative_slope += 0.2
+
+    return changed_before_the_backward(wrap, model, change)
+
+
+@right_with(replays=8)
+def activation_of_a_transformer_layer_has_state(wrap: Wrap) -> Any:
+    factor = [1.0]
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, activation=lambda x: (x * factor[0]).tanh())
+
+    def change(step: int) -> None:
+        factor[0] += 0.5
+
+    return changed_before_the_backward(wrap, layer, change)
+
+
+@right_with(replays=8)
+def weight_of_an_lstm_is_replaced(wrap: Wrap) -> Any:
+    module = nn.LSTM(4, 4, 2, dropout=0.1)
+
+    def change(step: int) -> None:
+        module.weight_hh_l0 = nn.Parameter(torch.randn(16, 4))
+
+    return [changed_before_the_backward(wrap, module, change, 3, 2, 4), module._flat_weights]
+
+
+@right_with(replays=8)
+def weight_of_a_gru_inside_is_replaced(wrap: Wrap) -> Any:
+    gru = nn.GRU(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), gru)
+
+    def change(step: int) -> None:
+        gru.weight_ih_l0 = nn.Parameter(torch.randn(12, 4))
+
+    return changed_before_the_backward(wrap, model, change, 3, 2, 4)
+
+
+# -- parameters under another name ------------------------------------------------------------------------------------------
+
+
+class Renamed(nn.Module):
+    """What a parameter does depends on its name, and on its place among the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(4))
+        self.other = nn.Parameter(torch.randn(4))
+
+    def rename(self, step: int) -> None:
+        old, new = ("one", "last") if hasattr(self, "one") else ("last", "one")
+        parameter = getattr(self, old)
+        delattr(self, old)
+        setattr(self, new, parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, parameter in self.named_parameters():
+            x = curve(x * parameter, len(name))
+        return x
+
+
+@right_with(replays=8)
+def parameter_is_renamed_before_the_backward(wrap: Wrap) -> Any:
+    module = Renamed()
+    return changed_before_the_backward(wrap, module, module.rename)
+
+
+@right_with(replays=8)
+def parameters_change_places_before_the_backward(wrap: Wrap) -> Any:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def change(step: int) -> None:
+        first.weight, second.weight = second.weight, first.weight
+
+    return changed_before_the_backward(wrap, nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), change)
+
+
+@right_with(replays=8)
+def parameter_moves_to_another_module_before_the_backward(wrap: Wrap) -> Any:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def change(step: int) -> None:
+        first.bias, second.bias = second.bias, first.bias
+
+    return changed_before_the_backward(wrap, nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), change)

@@ -235,7 +235,7 @@ class Capture:
                 if module._forward_hooks or module._forward_pre_hooks:
                     self._look_at_hooks(module._forward_pre_hooks)
                     self._look_at_hooks(module._forward_hooks)
-                if facts.is_plain and vars(module).keys() <= facts.attributes:
+                if facts.is_plain and _has_plain_attributes(module, facts):
                     continue
                 if facts.is_scripted:
                     if module not in scripted:
@@ -291,7 +291,7 @@ class Capture:
         if module._forward_hooks or module._forward_pre_hooks:
             self._look_at_hooks(module._forward_pre_hooks)
             self._look_at_hooks(module._forward_hooks)
-        if not ((facts.is_plain and vars(module).keys() <= facts.attributes) or facts.is_scripted):
+        if not ((facts.is_plain and _has_plain_attributes(module, facts)) or facts.is_scripted):
             self._look_at_users_module(module, facts)
         if self._bindings:
             self._code()
@@ -304,12 +304,14 @@ class Capture:
         if facts.slots:
             self._slots(module, facts.slots, "")
         attributes = vars(module)
-        for name in attributes.keys() - facts.attributes if not facts.is_users else list(attributes):
+        for name in list(attributes):
             value = attributes[name]
             kind = type(value)
             if kind not in ATOMS and name not in _OF_EVERY_MODULE:
                 if isinstance(value, Tensor):
                     self._state_of_module(value)
+                elif kind is list and not facts.is_users and name in facts.attributes:
+                    self.notes.append(ListNote(value))  # of parameters, as an LSTM has one: not to be looked into
                 else:
                     if holds_iterator(value):
                         self.notes.append(NameNote(attributes, name))
@@ -678,6 +680,13 @@ def _nothing() -> None:
 
 
 _OF_EVERY_MODULE = frozenset(Module().__dict__)
+_OF_PLAIN_MODULES = ATOMS | {tuple, dict, OrderedDict, set}  # registries are dicts, and names are in a set
+
+
+def _has_plain_attributes(module: Module, facts: ClassFacts) -> bool:
+    """Return whether a module of torch's has no attributes but those that its class gives it, and no tensor among them."""
+    attributes = vars(module)
+    return attributes.keys() <= facts.attributes and _OF_PLAIN_MODULES.issuperset(map(type, attributes.values()))
 
 
 @functools.cache

@@ -26,20 +26,15 @@ import torch
 from torch import Tensor
 
 from reactivate._backends import fences
+from reactivate._state.geometry import geometry_of
+from reactivate._state.groups import Group, bits_of, grouped, is_plain, put
 from reactivate._state.memory import memory_of
-from reactivate._state.small import Bytes, has_bits, is_small
+from reactivate._state.small import Bytes, is_small
 from reactivate._state.steps import last_step_of
 from reactivate._torch.autograd import set_versions
-from reactivate._torch.modes import (
-    copy_all,
-    copy_unseen,
-    equal_unseen,
-    is_dispatch_mode_active,
-    is_function_mode_active,
-    run_unseen,
-)
+from reactivate._torch.modes import copy_unseen, run_unseen
 
-version_of = attrgetter("_version")
+version_of, _tensors_of = attrgetter("_version"), attrgetter("tensors")
 _FEW_BYTES = 64  # up to which a copy costs no more than a look at the version
 
 
@@ -47,18 +42,18 @@ class Shadow:
     """A copy of a tensor.
 
     Attributes:
-        tensor: the tensor, weakly.
         version, address, step: of the tensor when it was copied; somebody may give it other memory (`tensor.data = new`), and
             a fused optimizer steps it without a new version.
+        geometry: where its elements were; None if that cannot be put back.
         content: the copy.
     """
 
-    __slots__ = ("address", "content", "step", "tensor", "version")
+    __slots__ = ("address", "content", "geometry", "step", "version")
 
-    def __init__(self, tensor: Tensor, reference: ref[Tensor]) -> None:
-        self.tensor = reference
+    def __init__(self, tensor: Tensor) -> None:
         self.version: int = tensor._version
-        self.address = _address_of(tensor)
+        self.geometry = geometry_of(tensor)
+        self.address = self.geometry.address if self.geometry is not None else None
         self.step = last_step_of(tensor)
         self.content = copy_unseen(tensor)
 
@@ -66,10 +61,14 @@ class Shadow:
         """Return whether `tensor`, which has this version, holds what was copied."""
         return self.version == version and self.address == _address_of(tensor) and self.step == last_step_of(tensor)
 
+    def put(self, tensor: Tensor) -> None:
+        """Let `tensor` hold what was copied; gradients are off."""
+        put(tensor, self.content, self.geometry)
+
 
 def _address_of(tensor: Tensor) -> int | None:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
-        return None
+        return None  # as `has_geometry` says; this runs for every region
     return tensor.data_ptr()
 
 
@@ -79,6 +78,7 @@ MOST_CHANNELS = 1 << 16
 _FEW_CHANNELS = 1 << 12  # up to which a copy is cheaper than a look
 
 _current: dict[int, Shadow] = {}  # by the id of the tensor
+_references: dict[int, ref[Tensor]] = {}  # to the tensors of these, and nowhere else: see `_let_go`
 rewound_memory: dict[int, int] = {}
 """{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now."""
 
@@ -86,15 +86,19 @@ rewound_memory: dict[int, int] = {}
 def current_shadow(tensor: Tensor) -> Shadow:
     """Return the shadow of `tensor` as it is now."""
     key = id(tensor)
+    reference = _references.get(key)
+    if reference is None or reference() is not tensor:
+        _current.pop(key, None)
+        _references[key] = ref(tensor, functools.partial(_forget, key))
     shadow = _current.get(key)
-    if shadow is not None and shadow.tensor() is tensor:
-        if shadow.is_current(tensor, tensor._version):
-            return shadow
-        reference = shadow.tensor
-    else:
-        reference = ref(tensor, functools.partial(_current.pop, key))
-    shadow = _current[key] = Shadow(tensor, reference)
+    if shadow is None or not shadow.is_current(tensor, tensor._version):
+        shadow = _current[key] = Shadow(tensor)
     return shadow
+
+
+def _forget(key: int, reference: object = None) -> None:
+    _current.pop(key, None)
+    _references.pop(key, None)
 
 
 _written: dict[int, ref[Tensor]] = {}  # tensors that some region wrote to without a copy being there, by their ids
@@ -120,7 +124,7 @@ def note_written(tensor: Tensor) -> None:
 def _compared_shadow(tensor: Tensor) -> Shadow:
     """Return the shadow of a vector that may be written to unseen, after a look at the bytes."""
     shadow = current_shadow(tensor)
-    if not run_unseen(torch.equal, tensor.detach().view(torch.uint8), shadow.content.view(torch.uint8)):
+    if not run_unseen(torch.equal, bits_of(tensor.detach()), bits_of(shadow.content)):
         del _current[id(tensor)]
         shadow = current_shadow(tensor)
     return shadow
@@ -152,11 +156,11 @@ class TensorStates:
         versions: theirs; 0 of inference tensors.
         written: those of which there was no copy when the forward wrote to them.
         shadows: the current shadows of the first, when the region began.
-        groups, copies: the others, and copies of them: one tensor for all of one kind.
+        groups: the others, and copies of them.
         small: what the small ones held, None if there are none.
     """
 
-    __slots__ = ("copies", "groups", "shadows", "small", "tensors", "versions", "written")
+    __slots__ = ("groups", "shadows", "small", "tensors", "versions", "written")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         counted: list[Tensor] = []
@@ -171,16 +175,15 @@ class TensorStates:
                 silent.append(tensor)
             elif not _is_vector(tensor) or tensor.numel() > MOST_CHANNELS:
                 counted.append(tensor)
-            elif tensor.numel() > _FEW_CHANNELS and tensor.is_cpu and _is_plain(tensor):
+            elif tensor.numel() > _FEW_CHANNELS and tensor.is_cpu and is_plain(tensor):
                 compared.append(tensor)
             else:
                 silent.append(tensor)
         self.shadows = list(map(current_shadow, counted))
-        groups = _grouped(silent)
-        self.groups = [*groups, *([tensor] for tensor in compared)]
-        self.copies = [*map(_copy_group, groups), *([_compared_shadow(tensor).content] for tensor in compared)]
+        self.groups = list(map(Group, grouped(silent))) if silent else []
+        self.groups += [Group([tensor], [_compared_shadow(tensor).content]) for tensor in compared]
         self.small = Bytes(small) if small else None
-        self.tensors = [*counted, *chain.from_iterable(self.groups), *small]
+        self.tensors = [*counted, *chain.from_iterable(map(_tensors_of, self.groups)), *small]
         self.versions = _versions_of(self.tensors)
         self.written: Sequence[Written] = ()
 
@@ -207,7 +210,7 @@ class TensorStates:
 
     def put_aside(self) -> Iterator[Tensor]:
         """Return the tensors whose present bytes a recomputation that began now would put aside."""
-        yield from (tensor for group in self.groups for tensor in group)
+        yield from (tensor for group in self.groups for tensor in group.tensors)
         yield from (tensor for tensor, *_ in self.written)
         yield from () if self.small is None else self.small.tensors
         for tensor, shadow in zip(self.tensors, self.shadows):
@@ -231,8 +234,8 @@ class TensorStates:
         for *_, left in self.written:
             if left is not None:
                 yield left.content
-        for copies in self.copies:
-            yield from copies
+        for group in self.groups:
+            yield from group.contents
         if self.small is not None:
             yield self.small.content
 
@@ -246,58 +249,6 @@ def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return list(map(version_of, tensors))
     except RuntimeError:  # inference tensors have none
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-# -- groups of tensors that are copied with one op -------------------------------------------------------------------
-
-
-def _grouped(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the tensors in groups of one kind: dtype, device."""
-    if not tensors:
-        return []
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        is_plain = tensor.ndim == 1 and _is_plain(tensor) and not tensor.is_inference()
-        key = (tensor.dtype, tensor.device) if is_plain else id(tensor)
-        groups.setdefault(key, []).append(tensor)
-    return list(groups.values())
-
-
-def _copy_group(tensors: list[Tensor]) -> list[Tensor]:
-    """Return a copy of each; of several one tensor with all of them behind each other."""
-    if len(tensors) == 1:
-        return [copy_unseen(tensors[0])]
-    if not is_dispatch_mode_active() and not is_function_mode_active():
-        return [torch.cat(tensors)]  # they require no gradient
-    return [copy_unseen(tensor) for tensor in tensors]
-
-
-def _write_group(tensors: list[Tensor], copies: list[Tensor]) -> None:
-    """Write copies back; gradients are off."""
-    if len(copies) < len(tensors):
-        copy_all(tensors, list(copies[0].split([len(tensor) for tensor in tensors])))
-        return
-    for tensor, copy in zip(tensors, copies):
-        _write(tensor, copy)
-
-
-def _write(tensor: Tensor, content: Tensor) -> None:
-    """Write a copy back; gradients are off."""
-    if tensor.is_inference():
-        with torch.inference_mode():
-            tensor.copy_(content)
-    elif tensor.shape != content.shape:
-        tensor.resize_(content.shape).copy_(content)
-    elif tensor.layout is torch.strided and tensor.numel() > 1 and 0 in tensor.stride():
-        _memory_of(tensor).copy_(_memory_of(content.as_strided(tensor.size(), tensor.stride())))
-    else:
-        tensor.copy_(content)
-
-
-def _memory_of(tensor: Tensor) -> Tensor:
-    """Return the elements of an expanded tensor, each once."""
-    size = [1 if stride == 0 else length for length, stride in zip(tensor.size(), tensor.stride())]
-    return tensor.as_strided(size, tensor.stride())
 
 
 NO_TENSORS = TensorStates(())
@@ -316,25 +267,29 @@ class RewoundTensors:
     def __enter__(self) -> None:
         state = self._state
         self._versions = _versions_of(self._tensors())
-        self._writes: list[tuple[Tensor, Tensor]] = []  # (tensor, what it holds outside)
+        self._writes: list[
+            tuple[Tensor, Tensor, Any, Any]
+        ] = []  # (tensor, what it holds outside and where, its memory)
         self._previous: list[tuple[Tensor, Shadow | None]] = []
         self._memory: list[tuple[int, int | None]] = []
-        self._present = [run_unseen(_copy_group, group) for group in state.groups]
+        self._present = [run_unseen(Group, group.tensors) for group in state.groups]
         self._small = None if state.small is None else Bytes(state.small.tensors)
         changed: list[tuple[Tensor, Shadow]] = []
         for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions):
             if not shadow.is_current(tensor, version):
                 changed.append((tensor, shadow))
         written = [*(tensor for tensor, _ in changed), *(item.tensor for item in state.written)]
-        for tensor in written:
-            self._writes.append((tensor, copy_unseen(tensor)))  # all of them first: they may share memory
-        self._mark_memory(set(map(id, written)))
+        for tensor in written:  # all of them first: they may share memory
+            found = geometry_of(tensor)
+            self._writes.append((tensor, copy_unseen(tensor), found, None if found is None else tensor.detach()))
         self._is_rewound = bool(written or state.groups)
         try:
             if self._is_rewound:
                 run_unseen(self._write, changed)
             if self._small is not None and state.small is not None and not self._small.are(state.small):
+                self._small.keep_memory(state.small)
                 state.small.put()
+            self._mark_memory(set(map(id, written)))
             self._set_versions(state.noted_versions())
         except BaseException:
             self.__exit__()
@@ -359,14 +314,15 @@ class RewoundTensors:
         for written in state.written:
             self._previous.append((written.tensor, _current.pop(id(written.tensor), None)))
             if written.left is not None and not written.is_left():
-                _write(written.tensor, written.left.content)
+                written.left.put(written.tensor)
         for tensor, shadow in changed:
             self._previous.append((tensor, _current.get(id(tensor))))
-            _write(tensor, shadow.content)
+            shadow.put(tensor)
             _current[id(tensor)] = shadow
-        for group, copies, present in zip(state.groups, state.copies, self._present):
-            if not _are_equal(copies, present):
-                _write_group(group, copies)
+        for group, present in zip(state.groups, self._present):
+            if not group.are(present):
+                present.keep_memory(group)
+                group.put()
 
     def _set_versions(self, versions: Sequence[int]) -> None:
         tensors = self._tensors()
@@ -392,35 +348,19 @@ class RewoundTensors:
     @torch.no_grad()
     def _put_back(self) -> None:
         state = self._state
-        for tensor, content in self._writes:
-            _write(tensor, content)
+        for tensor, content, geometry, memory in self._writes:
+            put(tensor, content, geometry, memory)
         for tensor, previous in self._previous:
             if previous is not None:
                 _current[id(tensor)] = previous
             else:
                 _current.pop(id(tensor), None)
-        written = {id(tensor) for tensor, _ in self._writes}
+        written = {id(tensor) for tensor, *_ in self._writes}
         now = _versions_of(state.tensors)
         for tensor, shadow, version, before in zip(state.tensors, state.shadows, now, self._versions):
             if version != before and id(tensor) not in written:  # unchanged since the forward, written to by this one
-                _write(tensor, shadow.content)
-        for group, present in zip(state.groups, self._present):
+                shadow.put(tensor)
+        for present in self._present:
             # Memory for reading only is left alone; on an accelerator to ask would be to wait.
-            if not (group[0].is_cpu and _are_equal(_copy_group(group), present)):
-                _write_group(group, present)
-
-
-def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Return whether the bytes are known to be equal; on an accelerator to ask would be to wait."""
-    return all(
-        one.is_cpu and _is_plain(one) and _is_plain(other) and equal_unseen(_bits(one), _bits(other))
-        for one, other in zip(some, others)
-    )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and has_bits(tensor)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor.reshape(1).view(torch.uint8)
+            if not (present.tensors[0].is_cpu and Group(present.tensors).are(present)):
+                present.put()
