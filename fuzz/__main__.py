@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from fuzz.campaign import Limits, campaign
 from fuzz.failures import Failures
 from fuzz.generate import generate
 from fuzz.judge import judge
+from fuzz.page import page
 from fuzz.report import Summary, failure_text
 from fuzz.source import source_of
 
@@ -29,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(source_of(generate(first)))
     summary = _campaign(first, limits, options.workers, Failures(options.shrink))
     print(summary.as_json() if options.json else summary.text())
+    if options.page:
+        options.page.write_text(page(summary, first, options.workers), encoding="utf-8")
     return int(summary.failed)
 
 
@@ -45,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shrink", type=int, default=20, help="number of failures to shrink and print")
     parser.add_argument("--show", action="store_true", help="print the first program")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument(
+        "--page", type=Path, metavar="FILE", help="write the counts as a page of the documentation, too"
+    )
     return parser
 
 

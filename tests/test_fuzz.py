@@ -16,6 +16,7 @@ from fuzz.construct import fill
 from fuzz.failures import Failures
 from fuzz.generate import generate
 from fuzz.judge import BY_CHANCE, REFUSED, RIGHT, SILENT, Verdict, judge, torchs_verdict, words_of
+from fuzz.page import page
 from fuzz.program import Between, Block, Call, Group, Program, Training, Use
 from fuzz.report import Summary
 from fuzz.run import PLAIN, TORCH, checked, compiled, run
@@ -209,6 +210,15 @@ def test_a_refusal_fails_where_torch_is_right() -> None:
     summary.add(2, Verdict("refused", "E: no", "no", "right"))
     assert summary.failed and summary.refusals["E: no"].example == 2
     assert "seed 2: E: no" in summary.text()
+
+
+def test_a_campaign_has_a_page() -> None:
+    summary = Summary(seconds=7200)
+    summary.add(5, Verdict(RIGHT, regions=3, recomputations=4))
+    summary.add(6, Verdict("refused", "E: no", "no", "wrong"))
+    text = page(summary, 5, 2)
+    assert "2 programs, seeds 5 to 6" in text and "2.0 hours in 2 processes" in text
+    assert "| right, bit for bit | 1 |" in text and "| 1 | 6 | wrong: 1 | E: no |" in text
 
 
 def test_a_campaign_ends_at_its_count_or_time() -> None:

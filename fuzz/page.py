@@ -1,0 +1,72 @@
+"""A campaign as a page of the documentation."""
+
+from __future__ import annotations
+
+import torch
+
+from fuzz.judge import RIGHT
+from fuzz.report import Refusals, Summary
+
+PAGE = """\
+# Random programs
+
+`make fuzz` generates training programs: models with state of every kind that the [rules](semantics.md) name, regions in
+regions, policies, `apply`, several steps, six kinds of backward. Each runs plain and checkpointed, and every bit is compared:
+outputs, gradients, state, random streams. What it found has become a named test.
+
+{programs:,} programs, seeds {first} to {last}, torch {torch}, {hours:.1f} hours in {workers} processes on the CPU:
+`python -m fuzz --count {programs} --seed {first} --workers {workers}`.
+
+| Of the programs that run plainly | |
+|---|---:|
+{counts}
+
+In the right ones {regions:,} regions ran and {recomputations:,} recomputations. {discarded:,} of the {programs:,} do not run
+plainly, mostly since they write in place to what autograd has saved.
+
+## What is refused
+
+With what torch's checkpoint does there. `...` stands for names.
+
+| Programs | First seed | torch's checkpoint | Message |
+|---:|---:|---|---|
+{refusals}
+"""
+
+
+def page(summary: Summary, first: int, workers: int) -> str:
+    """Return the page.
+
+    Args:
+        summary: what a campaign found.
+        first: the seed of its first program; those of the others follow.
+        workers: in how many processes it ran.
+    """
+    kinds = sorted(summary.refusals.items(), key=lambda item: -sum(item[1].torch.values()))
+    discarded = sum(summary.discarded.values())
+    rows = {
+        "compared": summary.programs - discarded,
+        "right, bit for bit": summary.outcomes[RIGHT],
+        "silently different": sum(map(len, summary.silent.values())),
+        "refused": sum(sum(item.torch.values()) for _, item in kinds),
+        "refused, and torch's checkpoint runs them rightly": summary.false_refusals,
+        "crashed": sum(map(len, summary.crashed.values())),
+    }
+    return PAGE.format(
+        programs=summary.programs,
+        first=first,
+        last=first + summary.programs - 1,
+        torch=torch.__version__.partition("+")[0],
+        hours=summary.seconds / 3600,
+        workers=workers,
+        counts="\n".join(f"| {name} | {count:,} |" for name, count in rows.items()),
+        regions=summary.regions,
+        recomputations=summary.recomputations,
+        discarded=discarded,
+        refusals="\n".join(_row(kind, item) for kind, item in kinds),
+    )
+
+
+def _row(kind: str, item: Refusals) -> str:
+    torchs = ", ".join(f"{name}: {count}" for name, count in item.torch.most_common())
+    return f"| {sum(item.torch.values())} | {item.first} | {torchs} | {kind.replace('|', ' ')} |"
