@@ -6,6 +6,8 @@ from collections import Counter
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
+from reactivate._view import original_of
+
 _CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
 
@@ -52,7 +54,8 @@ def _repeated(container: Module) -> set[Module]:
 
 def _kind_of(module: Module) -> object:
     """Its class: of a plain `Sequential`, which may be anything, the classes of all that is in it."""
-    return tuple(map(type, module.modules())) if type(module) is Sequential else type(module)
+    kind = type(original_of(module))
+    return tuple(type(original_of(inner)) for inner in module.modules()) if kind is Sequential else kind
 
 
 def is_made_of_modules(module: Module) -> bool:

@@ -39,6 +39,7 @@ from reactivate._explanation import Entry, Explanation
 from reactivate._fake import faked, has_no_memory, tensors_of
 from reactivate._types import Device
 from reactivate._verify import Step, cotangents, leaves_of
+from reactivate._view import original_of
 from reactivate.errors import UsageError
 
 
@@ -172,7 +173,7 @@ class _Trace(Step):
         self._around = around
         self._is_fake = is_fake
         roots = [model] if isinstance(model, Module) else Capture(model, args, kwargs).roots
-        self._paths = {id(module): path for root in roots for path, module in root.named_modules()}
+        self._paths = {id(original_of(module)): path for root in roots for path, module in root.named_modules()}
         self._roots = roots
         self._ledger = Ledger()
         self._events: list[_Event | _RegionEvent] = []
