@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
+from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Module
 
@@ -25,10 +26,11 @@ from reactivate._engine.saved_functions import serve
 from reactivate._engine.site_log import current_log
 from reactivate._in_graph import contexts_for
 from reactivate._in_jax import is_traced, run_traced
+from reactivate._nearest import described
 from reactivate._types import Action, Guard, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
-from reactivate.policies._base import ReadyMade, interest_of, parts_of
+from reactivate.policies._base import ReadyMade, check_policy, interest_of, parts_of
 
 FORWARD = "forward"
 
@@ -69,10 +71,7 @@ def apply(
         ('layers.0', 'layers.1', 'layers.2', 'layers.3')
         >>> handle.remove()
     """
-    if not isinstance(model, Module):
-        raise UsageError(f"apply takes a torch.nn.Module; got {type(model).__name__}. For a function use checkpoint().")
-    if not callable(policy):
-        raise UsageError(f"apply takes a policy, a function of a site such as policies.full(); got {policy!r}.")
+    _check(model, policy)
     _refuse_second(model)
     default = policy.determinism() if isinstance(policy, ReadyMade) else "first"
     options = make_options(guards, early_stop, determinism or default, None)
@@ -81,6 +80,27 @@ def apply(
     applied.attach(model)
     applied.handle._undo_policy = undo
     return applied.handle
+
+
+def _check(model: Any, policy: Any) -> None:
+    if isinstance(model, ReadyMade):
+        raise UsageError(f"apply takes the model first, then the policy: apply(model, policy); got {described(model)}.")
+    if isinstance(model, (list, tuple)):
+        raise UsageError(
+            f"apply takes one torch.nn.Module; got {described(model)}. Call apply(...) for each of several models."
+        )
+    if isinstance(model, type) and issubclass(model, Module):
+        raise UsageError(
+            f"apply takes a model, and {model.__name__} is its class: write apply({model.__name__}(...), policy)."
+        )
+    if not isinstance(model, Module):
+        raise UsageError(f"apply takes a torch.nn.Module; got {described(model)}. For a function use checkpoint().")
+    if isinstance(policy, (Tensor, Mapping)) or type(policy).__name__ == "DataLoader":
+        raise UsageError(
+            f"apply takes no example arguments; got {described(policy)} for its policy. Write apply(model, "
+            "policies.full()); the functions that run the model are explain(model, x), verify(model, x) and plan(model, x)."
+        )
+    check_policy(policy, "apply")
 
 
 class Handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,10 +21,12 @@ from reactivate._engine.region import module_called_by, run, run_module
 from reactivate._engine.saved_functions import serve
 from reactivate._in_graph import contexts_for
 from reactivate._in_jax import is_traced, run_traced
+from reactivate._nearest import described, did_you_mean, name_of
 from reactivate._types import Guard, Policy
 from reactivate._view import view_of
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
+from reactivate.policies._base import check_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,12 +72,13 @@ def checkpoint(
 
 def checkpoint(
     fn: Callable[..., Any] | None = None,
-    *,
+    *args: Any,
     policy: Policy | None = None,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism = "first",
     name: str | None = None,
+    **unknown: Any,
 ) -> Any:
     """Wrap `fn` so that its activations are recomputed in backward instead of stored.
 
@@ -124,6 +128,8 @@ def checkpoint(
         >>> x.grad.shape
         torch.Size([4, 8])
     """
+    if args or unknown:
+        raise _refusal(fn, args, unknown)
     if fn is None:
         return functools.partial(
             checkpoint, policy=policy, guards=guards, early_stop=early_stop, determinism=determinism, name=name
@@ -151,12 +157,57 @@ def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determi
     members = tuple(guards)
     for guard in members:
         if not isinstance(guard, Guard):
-            raise UsageError(f"guards= takes guards; {guard!r} is none. Subclass reactivate.guards.Guard.")
+            raise UsageError(
+                f"`guards` must contain `Guard` objects; got {described(guard)}. Subclass reactivate.guards.Guard."
+            )
     return Options(members, bool(early_stop), determinism, name)
 
 
 _DEFAULT_OPTIONS = Options(tuple(DEFAULT))
 _DEFAULT_SETTINGS: dict[str, Any] = {}
+
+
+_TORCHS = {
+    "use_reentrant": lambda value: "leave out use_reentrant: there is one engine, without the reentrant limits",
+    "preserve_rng_state": lambda value: (
+        "leave out preserve_rng_state: random numbers are restored"
+        if value
+        else 'write guards=reactivate.guards.DEFAULT.without("rng")'
+    ),
+    "determinism_check": lambda value: f'write determinism="{"none" if value == "none" else "metadata"}"',
+    "debug": lambda value: 'write determinism="values"' if value else "leave out debug",
+    "context_fn": lambda value: (
+        "write guards=reactivate.guards.DEFAULT.adding(reactivate.guards.ContextPair(context_fn)), or for selective "
+        'checkpointing policy=reactivate.policies.save_ops("linear", ...)'
+    ),
+}
+"""What to write in the place of torch's options."""
+
+
+def _refusal(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> UsageError:
+    """Return the error about a call in another style: torch's, mostly."""
+    known = [name for name, item in inspect.signature(checkpoint).parameters.items() if item.kind is item.KEYWORD_ONLY]
+    remedies = [_TORCHS[name](value) for name, value in unknown.items() if name in _TORCHS]
+    others = [name for name in unknown if name not in _TORCHS]
+    call = f"the result takes the arguments of the function: write checkpoint({name_of(fn)})(...)"
+    if args or (others and not any(did_you_mean(name, known) for name in others)):
+        remedies.insert(0, call)
+    found = f"{len(args)} more positional argument{'s' if len(args) > 1 else ''}" if args else ""
+    given = " and ".join(filter(None, (found, ", ".join(f"{name}=" for name in unknown))))
+    hints = "".join(did_you_mean(name, known) for name in others)
+    torchs = (
+        " The call in torch's style is reactivate.dropin.torch.checkpoint(f, x, use_reentrant=False)."
+        if args or len(others) < len(unknown)
+        else ""
+    )
+    said = f" {'; '.join(remedies)}." if remedies else f" Its options are {', '.join(known)}."
+    return UsageError(
+        f"checkpoint takes one function and its own options; got {given}.{hints}{_capitalized(said)}{torchs}"
+    )
+
+
+def _capitalized(sentence: str) -> str:
+    return sentence[:1] + sentence[1:2].upper() + sentence[2:]
 
 
 class CheckpointedFunction(functools.partial[Any]):
@@ -216,7 +267,13 @@ def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> 
         UsageError: `fn` cannot be called.
     """
     if not callable(fn):
-        raise UsageError(f"checkpoint takes a function or a module; {fn!r} cannot be called.")
+        raise UsageError(
+            f"checkpoint takes a function or a module, and is called before it: checkpoint(f)(x); got {described(fn)}."
+        )
+    if isinstance(fn, type) and issubclass(fn, Module):
+        raise UsageError(
+            f"checkpoint takes a module, and {fn.__name__} is its class: write checkpoint({fn.__name__}(...))."
+        )
     module = module_called_by(fn)
     call: Any = _call, fn if module is None else module, run if module is None else run_module, options
     if is_compiling():  # dynamo makes no objects of other classes while it traces
@@ -260,8 +317,7 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
     Raises:
         UsageError: `policy` is no policy.
     """
-    if not callable(policy):
-        raise UsageError(f"policy= takes a policy, a function of a site such as save_ops('linear'); got {policy!r}.")
+    check_policy(policy, "checkpoint(policy=...)")
     owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
     module = owner if isinstance(owner, Module) else None
     root = None if module is None else weakref.ref(module)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
+from reactivate._arguments import example_of
 from reactivate._backends import accelerator
 from reactivate._compat import MODULE_CALL_CODE, flatten
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
@@ -57,7 +58,8 @@ def explain(
 
     Args:
         model: a module or a function: with a policy applied, with regions of its own, or plain.
-        args: a tuple of arguments; a lone tensor is one argument.
+        args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
+            argument.
         kwargs: keyword arguments.
         fake: run on fake tensors; by default where arguments or parameters are fake or on the meta device.
 
@@ -76,8 +78,7 @@ def explain(
         >>> [(entry.path, entry.kind, entry.kept_bytes) for entry in explanation.regions[0].walk()][:2]
         [('0', 'region', 128), ('0.0', 'saved call', 128)]
     """
-    args = args if isinstance(args, tuple) else (args,)
-    kwargs = dict(kwargs or {})
+    args, kwargs = example_of("explain", model, args, kwargs)
     around = _codes_around(_getframe(1))
     is_fake = any(map(has_no_memory, tensors_of(model, args, kwargs))) if fake is None else fake
     with ExitStack() as stack:

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from reactivate._apply import apply
+from reactivate._arguments import example_of
 from reactivate._checkpoint import checkpoint
 from reactivate._compat import leaves_with_paths
 from reactivate._engine.capture import Capture
@@ -21,6 +22,7 @@ from reactivate._engine.record import Record, observed_by, without_regions
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.guards import Modules, all_sources
+from reactivate.policies._base import check_policy
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def verify(
 
     Args:
         model: a module or a function.
-        args: a tuple of arguments; a lone tensor is one argument.
+        args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
+            argument.
         kwargs: keyword arguments.
         policy: what to recompute, in place of the above: it is applied to `model` meanwhile, if that is a module; of a
             function it says what is kept inside.
@@ -94,6 +97,8 @@ def verify(
         >>> bool(reactivate.verify(model, torch.randn(2, 4)))
         True
     """
+    if policy is not None:
+        check_policy(policy, "verify(policy=...)")
     return compare(model, args, kwargs, None if policy is None else functools.partial(_under, policy))
 
 
@@ -102,8 +107,7 @@ Change = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any
 
 def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None, change: Change | None) -> Verdict:
     """`verify`, for what any `change` makes of the model: model -> a context with the model that is to be the same."""
-    args = args if isinstance(args, tuple) else (args,)
-    call = Step(model, args, dict(kwargs or {}))
+    call = Step(model, *example_of("verify", model, args, kwargs))
     with without_regions():
         plain, again = call.run(model), call.run(model)
     difference = _first_difference(plain, again)

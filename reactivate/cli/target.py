@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._compat import flatten, unflatten
+from reactivate._nearest import did_you_mean
 from reactivate.cli import huggingface
-from reactivate.cli.nearest import did_you_mean
 from reactivate.errors import UsageError
 
 

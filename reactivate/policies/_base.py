@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal
 
 from torch.nn import Module
 
+from reactivate._nearest import described
 from reactivate._types import DEVICE, Action, Policy, Site
 from reactivate.errors import UsageError
 
@@ -96,6 +101,53 @@ class ReadyMade:
     def may_match_nothing(self) -> bool:
         """Whether it is all right if no site matches: for a policy that lists more than any one model has."""
         return False
+
+
+def check_policy(policy: Any, asked_by: str) -> None:
+    """See to it that `policy` is one.
+
+    Args:
+        policy: anything.
+        asked_by: the function that was given it.
+
+    Raises:
+        UsageError: it is something else; the message says what to write.
+    """
+    if callable(policy) and not isinstance(policy, (type, Module)) and not _is_factory(policy):
+        return
+    raise UsageError(
+        f"{asked_by} takes a policy, a function of a site such as policies.full(); got {_found(policy)}"
+        f"{_remedy_for(policy, asked_by)}"
+    )
+
+
+def _found(policy: Any) -> str:
+    return f"the function {policy.__name__}" if _is_factory(policy) else described(policy)
+
+
+def _is_factory(value: Any) -> bool:
+    """Whether `value` is a function that makes policies."""
+    return isinstance(value, FunctionType) and value.__module__.startswith(__package__ + ".")
+
+
+def _remedy_for(policy: Any, asked_by: str) -> str:
+    names = sys.modules[__package__].__dict__
+    factories = [name for name, value in names.items() if _is_factory(value)]
+    if isinstance(policy, str):
+        close = [policy] if policy in factories else difflib.get_close_matches(policy, factories, 1)
+        return f": write {_call_of(names[close[0]])}." if close else "."
+    if _is_factory(policy):
+        return f", which makes one: write {_call_of(policy)}."
+    if isinstance(policy, type) and issubclass(policy, Module):
+        return f". For the modules of this class write policies.recompute_modules({policy.__name__})."
+    if isinstance(policy, (list, tuple)) and policy and all(map(callable, policy)):
+        return ". Make one of several: policies.first_match(a, b)."
+    return "."
+
+
+def _call_of(factory: Any) -> str:
+    required = [item for item in inspect.signature(factory).parameters.values() if item.default is item.empty]
+    return f"policies.{factory.__name__}({'...' if required else ''})"
 
 
 def _nothing() -> None:
