@@ -30,7 +30,7 @@ from reactivate._nearest import described
 from reactivate._types import Action, Guard, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
-from reactivate.policies._base import ReadyMade, check_policy, interest_of, parts_of
+from reactivate.policies._base import ReadyMade, check_policy, interest_of, parts_of, shortened
 
 FORWARD = "forward"
 
@@ -155,6 +155,10 @@ class Applied:
     def attach(self, model: Module) -> None:
         """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
         sites = _sites_of(model)
+        blocks = [site.path for _, site in sites if site.block is not None]
+        for part in parts_of(self.policy):
+            if isinstance(part, ReadyMade):
+                part.check_blocks(blocks)
         actions = self._decide(sites)
         regions = {path: module for path, (module, action) in actions.items() if isinstance(action, Recompute)}
         inside = {id(inner) for module in regions.values() for inner in module.modules()}
@@ -197,11 +201,11 @@ class Applied:
         about_modules = [part for part in self.unmatched.parts if not _is_about_functions(part)]
         if about_modules:
             blocks = ", ".join(site.path for _, site in sites if site.block is not None)
-            names = blocks or "none: name modules with recompute_modules"
+            names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
             where = "" if regions else " (and no module is recomputed, inside of which something could be saved)"
             raise UsageError(
                 f"apply: {about_modules[0]} matches nothing in {type(model).__name__}{where}. Its blocks are {names}. "
-                f"Its modules are {_some_of(site.path for _, site in sites if site.path)}."
+                f"Its modules are {shortened(site.path for _, site in sites if site.path)}."
             )
         if self.unmatched.parts and not regions:
             raise UsageError(
@@ -354,8 +358,3 @@ def _refuse_second(model: Module) -> None:
             f"apply: a policy is applied to this model already, {found.applied.handle!r} (at `{found.path}`). Remove "
             "that handle first, or apply one policy made of both."
         )
-
-
-def _some_of(paths: Iterable[str], limit: int = 20) -> str:
-    found = list(paths)
-    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")

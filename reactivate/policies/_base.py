@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Literal
@@ -86,6 +86,13 @@ class ReadyMade:
         """What it says of the calls inside of the region at `path`: where that is less, less has to be looked at."""
         return self
 
+    def check_blocks(self, blocks: Sequence[str]) -> None:
+        """See to it that the policy is for a model with these blocks.
+
+        Raises:
+            UsageError: it is not.
+        """
+
     def applied_to(self, model: Module) -> Callable[[], None]:
         """It is applied to `model`.
 
@@ -158,6 +165,12 @@ def written(function: str, *arguments: object, **options: object) -> str:
     """A call as users write it, without options that are None or the default storage."""
     given = [f"{name}={value!r}" for name, value in options.items() if value is not None and value != DEVICE]
     return f"{function}({', '.join([*(getattr(item, '__name__', None) or repr(item) for item in arguments), *given])})"
+
+
+def shortened(names: Iterable[str], limit: int = 20) -> str:
+    """Return the first of many names, and how many more there are."""
+    found = list(names)
+    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
 
 
 def check_every(n: int, offset: int, function: str, rest: str = "") -> None:
