@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._blocks import blocks_of
+from reactivate._blocks import blocks_of, siblings_of
 from reactivate._checkpoint import Determinism, make_options, run_in_graph
 from reactivate._engine.choice import Choice, Unmatched
 from reactivate._engine.record import Options
@@ -42,6 +43,7 @@ def apply(
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism | None = None,
+    replace: bool = False,
 ) -> Handle:
     """Let the modules of `model` save or recompute their activations as `policy` says.
 
@@ -54,12 +56,15 @@ def apply(
         guards, early_stop, determinism: as for `checkpoint`. By default the regions of a plan are not compared with their
             forwards (`determinism="metadata"`): checksums and recomputations to the end are not in its promise.
 
+        replace: replace a policy that is applied to the model already. If the new one is refused, the old one stays.
+
     Returns:
-        What was done, and a way to undo it.
+        A handle. `print` it to see the regions, and the layers beside them that are kept. `Handle.remove` undoes it, as
+        does the end of `with apply(...):`.
 
     Raises:
-        UsageError: a policy is applied to the model already; or a part of this one matches no module. (A part that
-            selects ops or names is looked at when every region has run: then the forward pass raises.)
+        UsageError: a policy is applied to the model already, and `replace` is not set; or a part of this one matches no
+            module. (A part that selects ops or names is looked at when every region has run: then the forward raises.)
 
     Example:
         >>> import torch, reactivate
@@ -70,16 +75,64 @@ def apply(
         >>> handle.regions
         ('layers.0', 'layers.1', 'layers.2', 'layers.3')
         >>> handle.remove()
+        >>> print(reactivate.apply(model, policies.recompute_every(2)))
+        recompute_every(2): 2 regions, recomputed in backward.
+          TransformerEncoderLayer: layers.0, layers.2
+        Beside the regions, not recomputed:
+          layers.1, layers.3: the policy does not select them
     """
     _check(model, policy)
-    _refuse_second(model)
     default = policy.determinism() if isinstance(policy, ReadyMade) else "first"
     options = make_options(guards, early_stop, determinism or default, None)
-    undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
+    if not replace:
+        _refuse_second(model)
+        return _applied(model, policy, options)
+    taken = _take(model)
+    try:
+        old = {id(forward.applied): forward.applied.handle for _, forward in taken}.values()
+        _refuse_part_of_larger(model, old)
+        handle = _applied(model, policy, options)
+    except BaseException:
+        _give_back(taken)
+        raise
+    for replaced in old:
+        replaced.remove()
+    return handle
+
+
+def _applied(model: Module, policy: Policy, options: Options) -> Handle:
     applied = Applied(policy, options)
-    applied.attach(model)
+    undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
+    try:
+        applied.attach(model)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
     applied.handle._undo_policy = undo
     return applied.handle
+
+
+@contextmanager
+def paused(model: Module) -> Iterator[None]:
+    """Make the model what it is without a policy, inside of the context."""
+    taken = _take(model)
+    try:
+        yield
+    finally:
+        _give_back(taken)
+
+
+def _take(model: Module) -> list[tuple[Module, AppliedForward]]:
+    taken = list(_forwards_of(model))
+    for module, forward in taken:
+        forward.uncover(module)
+    return taken
+
+
+def _give_back(taken: list[tuple[Module, AppliedForward]]) -> None:
+    for module, forward in taken:
+        module.__dict__[FORWARD] = forward
 
 
 def _check(model: Any, policy: Any) -> None:
@@ -104,19 +157,24 @@ def _check(model: Any, policy: Any) -> None:
 
 
 class Handle:
-    """A policy on a model.
+    """A policy on a model; printed, it says which modules are recomputed and which layers beside them are not, and why.
+
+    As a context manager it removes the policy at the end.
 
     Attributes:
         policy: the policy.
         regions: the paths of the modules that are recomputed.
         saved: the paths of the modules that are kept inside of regions.
+        kept: {path: reason} of the layers in the lists of the regions that are not recomputed.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.regions: tuple[str, ...] = ()
         self.saved: tuple[str, ...] = ()
-        self._undo: list[tuple[weakref.ref[Module], Any]] = []
+        self.kept: dict[str, str] = {}
+        self._kinds: dict[str, list[str]] = {}  # the paths of the regions, by the names of their classes
+        self._undo: list[weakref.ref[Module]] = []
         self._undo_policy: Callable[[], None] | None = None
 
     @staticmethod
@@ -127,20 +185,41 @@ class Handle:
 
     def remove(self) -> None:
         """Make the model what it was. A second time does nothing."""
-        for reference, hidden in self._undo:
+        for reference in self._undo:
             module = reference()
-            if module is not None and isinstance(vars(module).get(FORWARD), AppliedForward):
-                if hidden is None:
-                    del module.__dict__[FORWARD]
-                else:
-                    module.__dict__[FORWARD] = hidden
+            forward = None if module is None else vars(module).get(FORWARD)
+            if module is not None and isinstance(forward, AppliedForward) and forward.applied.handle is self:
+                forward.uncover(module)
         self._undo = []
         if self._undo_policy is not None:
             self._undo_policy()
 
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
     def __repr__(self) -> str:
         saved = f", saved={len(self.saved)} modules" if self.saved else ""
-        return f"Handle({self.policy}, regions={len(self.regions)}{saved})"
+        return f"Handle({self.policy!r}, regions={len(self.regions)}{saved})"
+
+    def __str__(self) -> str:
+        count = len(self.regions)
+        lines = [f"{self.policy!r}: {count} region{'' if count == 1 else 's'}, recomputed in backward."]
+        lines += [
+            f"  {kind}: {shortened(path or 'the model itself' for path in paths)}"
+            for kind, paths in self._kinds.items()
+        ]
+        if self.saved:
+            lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]
+        reasons: dict[str, list[str]] = {}
+        for path, reason in self.kept.items():
+            reasons.setdefault(reason, []).append(path)
+        if reasons:
+            lines.append("Beside the regions, not recomputed:")
+            lines += [f"  {shortened(paths)}: {reason}" for reason, paths in reasons.items()]
+        return "\n".join(lines)
 
 
 class Applied:
@@ -172,6 +251,7 @@ class Applied:
             for path, module in modules.items():
                 module.__dict__[FORWARD] = kind(self, module, path, vars(module).get(FORWARD))
         self.unmatched.regions = len(regions)
+        self.handle.kept = _kept_beside(model, sites, regions)
 
     def _decide(self, sites: list[tuple[Module, Site]]) -> dict[str, tuple[Module, Action | None]]:
         actions: dict[str, tuple[Module, Action | None]] = {}
@@ -224,14 +304,15 @@ class Applied:
         return self.options.of(path, choice, in_graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
-        return Applied._copied(self.policy, self.options)
+        return Applied._copied(self.policy, self.options, self.handle.kept)
 
     def __reduce__(self) -> tuple[Callable[..., Applied], tuple[Any, ...]]:
-        return Applied._copied, (self.policy, self.options)
+        return Applied._copied, (self.policy, self.options, self.handle.kept)
 
     @classmethod
-    def _copied(cls, policy: Policy, options: Options) -> Applied:
+    def _copied(cls, policy: Policy, options: Options, kept: dict[str, str]) -> Applied:
         applied = cls(policy, options)
+        applied.handle.kept = dict(kept)
         applied.unmatched.parts = []  # that is the original's affair
         return applied
 
@@ -248,7 +329,14 @@ class AppliedForward:
 
     def note(self, handle: Handle) -> None:
         """Tell the handle what stands where, for it to be undone."""
-        handle._undo.append((self._module, self.hidden))
+        handle._undo.append(self._module)
+
+    def uncover(self, module: Module) -> None:
+        """Give `module` the `forward` that it had."""
+        if self.hidden is None:
+            del module.__dict__[FORWARD]
+        else:
+            module.__dict__[FORWARD] = self.hidden
 
     def original(self) -> Callable[..., Any]:
         """The module's own `forward`."""
@@ -299,6 +387,7 @@ class RegionForward(AppliedForward):
     def note(self, handle: Handle) -> None:
         super().note(handle)
         handle.regions = (*handle.regions, self.path)
+        handle._kinds.setdefault(type(self.module()).__name__, []).append(self.path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options = self.options
@@ -343,12 +432,47 @@ def _is_about_functions(part: Any) -> bool:
     return interest.any_function or bool(interest.functions) or interest.names
 
 
-def _forward_of(model: Module) -> AppliedForward | None:
+def _kept_beside(model: Module, sites: list[tuple[Module, Site]], regions: dict[str, Module]) -> dict[str, str]:
+    """Return {path: reason} of the layers with parameters that share a list with a block that is a region."""
+    blocks = {id(module): site.path for module, site in sites if site.block is not None}
+    recomputed = {id(inner) for module in regions.values() for inner in module.modules()}
+    kept = {}
+    for path, module in regions.items():
+        for place, sibling in siblings_of(model, path).items() if id(module) in blocks else ():
+            is_around = any(id(inner) in recomputed for inner in sibling.modules())
+            if not is_around and any(True for _ in sibling.parameters()):
+                kept[place] = _reason(sibling, id(sibling) in blocks)
+    return kept
+
+
+def _reason(module: Module, is_block: bool) -> str:
+    if is_block:
+        return "the policy does not select them"
+    if any(True for _ in module.children()):
+        return "not among the repeated layers; add recompute_modules(...) for them"
+    return "single layers without modules inside, of which recomputation would drop little"
+
+
+def _forwards_of(model: Module) -> Iterator[tuple[Module, AppliedForward]]:
     for module in model.modules():
         forward = vars(module).get(FORWARD)
         if isinstance(forward, AppliedForward):
-            return forward
-    return None
+            yield module, forward
+
+
+def _forward_of(model: Module) -> AppliedForward | None:
+    return next((forward for _, forward in _forwards_of(model)), None)
+
+
+def _refuse_part_of_larger(model: Module, handles: Iterable[Handle]) -> None:
+    inside = set(map(id, model.modules()))
+    for handle in handles:
+        modules = [module for reference in handle._undo if (module := reference()) is not None]
+        if not all(id(module) in inside for module in modules):
+            raise UsageError(
+                f"apply(replace=True): {handle!r} is applied to a larger model, of which this {type(model).__name__} is a "
+                "part. Replace it there, or remove that handle first."
+            )
 
 
 def _refuse_second(model: Module) -> None:
@@ -356,5 +480,5 @@ def _refuse_second(model: Module) -> None:
     if found is not None:
         raise UsageError(
             f"apply: a policy is applied to this model already, {found.applied.handle!r} (at `{found.path}`). Remove "
-            "that handle first, or apply one policy made of both."
+            "that handle first, write apply(model, policy, replace=True), or apply one policy made of both."
         )

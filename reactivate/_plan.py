@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from reactivate._apply import Handle
+from reactivate._apply import paused
 from reactivate._arguments import check_module, example_of
 from reactivate._nearest import described
 from reactivate.errors import UsageError
@@ -45,7 +45,8 @@ def plan(
     gradients and random number generators are then as they were.
 
     Args:
-        model: without a policy applied. It must run on fake tensors: its control flow may not depend on what it computes.
+        model: a policy that is applied to it is left out while it is planned; `apply(model, plan, replace=True)` replaces
+            it. The model must run on fake tensors: its control flow may not depend on what it computes.
         args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
             argument.
         kwargs: keyword arguments.
@@ -76,13 +77,13 @@ def plan(
         >>> handle = reactivate.apply(model, plan)
     """
     began = perf_counter()
-    _refuse(model)
+    check_module("plan", model)
     args, kwargs = example_of("plan", model, args, kwargs)
     _check_step(loss, step, optimizer)
     asked = None if budget is None else parse(budget)
     place = place_of(model, args, kwargs, device)
     planned = TrainingStep(model, args, kwargs, loss, step)
-    with progress("plan") as tell:
+    with paused(model), progress("plan") as tell:
         if maximize is None:
             found = Planner(planned, place, optimizer, tell).prepare().plan(asked)
         else:
@@ -103,10 +104,3 @@ def _check_step(loss: Any, step: Any, optimizer: Any) -> None:
             f"plan: optimizer= takes an optimizer of the model's parameters; got {described(optimizer)}. Write "
             f"optimizer=torch.optim.{kind}(model.parameters())."
         )
-
-
-def _refuse(model: Module) -> None:
-    check_module("plan", model)
-    applied = Handle.of(model)
-    if applied is not None:
-        raise UsageError(f"plan: a policy is applied to this model already, {applied!r}. Remove that first.")

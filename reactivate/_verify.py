@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from reactivate._apply import apply
+from reactivate._apply import apply, paused
 from reactivate._arguments import example_of
 from reactivate._checkpoint import checkpoint
 from reactivate._compat import leaves_with_paths
@@ -82,8 +82,8 @@ def verify(
         args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
             argument.
         kwargs: keyword arguments.
-        policy: what to recompute, in place of the above: it is applied to `model` meanwhile, if that is a module; of a
-            function it says what is kept inside.
+        policy: what to recompute, in place of the above and of a policy that is applied: it is applied to `model`
+            meanwhile, if that is a module; of a function it says what is kept inside.
 
     Returns:
         The verdict, with the first difference by name.
@@ -139,11 +139,8 @@ class _Run:
 def _under(policy: Policy, model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """The model with the policy."""
     if isinstance(model, Module):
-        handle = apply(model, policy)
-        try:
+        with paused(model), apply(model, policy):
             yield model
-        finally:
-            handle.remove()
     else:
         yield checkpoint(model, policy=policy)
 
