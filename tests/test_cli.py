@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ pytest.importorskip("click", reason="the extra `cli`")
 from click.testing import CliRunner, Result
 
 import reactivate
-from reactivate import policies, report
+from reactivate import _doctor, policies, report
 from reactivate.cli import command, demo, huggingface
 from reactivate.cli.policy import parse_policy
 from reactivate.cli.where import where_of
@@ -590,3 +591,43 @@ def test_without_click_the_extra_is_named(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert done.stderr == "error: the command needs click, which is not installed: pip install 'reactivate[cli]'\n"
     assert done.stdout == ""
+    for arguments in ([], ["--help"]):
+        done = process(["-c", script, *arguments], tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "doctor" in done.stdout and "reactivate[cli]" in done.stdout
+
+
+# -- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_names_what_is_installed() -> None:
+    document = answer("doctor")
+    assert document == _doctor.examine()
+    assert (document["torch"], document["python"]) == (torch.__version__, platform.python_version())
+    assert document["devices"][0] == "cpu"
+    assert document["packages"]["click"]
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert torch.__version__ in result.stdout and platform.platform() in result.stdout
+
+
+def test_doctor_needs_no_extra(tmp_path: Path) -> None:
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in ("click", "rich", "matplotlib", "jinja2"))
+    script = f"import sys; {blocked}from reactivate.__main__ import main; sys.exit(main())"
+    done = process(["-c", script, "doctor", "--json"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["torch"] == torch.__version__
+
+
+def test_doctor_names_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [item["name"] for item in _doctor.missing_names()]
+    monkeypatch.delattr(torch._C, "_last_executed_optimized_graph")
+    monkeypatch.delattr(torch._C._autograd, "_push_saved_tensors_default_hooks")
+    found = {item["name"]: item["has_another_way"] for item in _doctor.missing_names() if item["name"] not in before}
+    assert found == {
+        "torch._C._last_executed_optimized_graph": True,
+        "torch._C._autograd._push_saved_tensors_default_hooks": False,
+    }
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "_push_saved_tensors_default_hooks: what needs it raises" in result.stdout

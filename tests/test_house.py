@@ -44,7 +44,7 @@ FLOORS = [
     ["reactivate.report"],
     ["reactivate.dropin", "reactivate.integrations", "reactivate.recipe"],
     ["reactivate"],
-    ["reactivate.cli"],
+    ["reactivate.cli", "reactivate._doctor"],
 ]
 
 
