@@ -21,7 +21,7 @@ from reactivate.planner.budget import Budget, parse
 from reactivate.planner.prediction import Fixed, Moment, Point, Prediction, Proof
 from reactivate.planner.treatments import Assignment, Treatment
 from reactivate.policies._base import Interest, ReadyMade
-from reactivate.report.plan_table import printed
+from reactivate.report.plan_table import text
 
 VERSION = 1
 
@@ -139,7 +139,7 @@ class Plan(ReadyMade):
         return f"Plan({self.made_for.model} in {in_words(self.budget_bytes)}: {done})"
 
     def __str__(self) -> str:
-        return printed(self)
+        return text(self)
 
     def __hash__(self) -> int:
         return hash((self.made_for, self.decisions))
