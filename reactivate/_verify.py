@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn import Module
 from reactivate._apply import apply, paused
 from reactivate._arguments import example_of
 from reactivate._checkpoint import checkpoint
-from reactivate._compat import leaves_with_paths
+from reactivate._compat import flatten, leaves_with_paths
 from reactivate._engine.capture import Capture
 from reactivate._engine.record import Record, observed_by, without_regions
 from reactivate._types import Policy
@@ -212,13 +212,29 @@ class Step:
 def leaves_of(name: str, value: Any) -> dict[str, Tensor]:
     """The tensors in nested containers and dataclasses, by the way to them."""
     found: dict[str, Tensor] = {}
-    for path, leaf in leaves_with_paths(value):
+    for path, leaf in _leaves_with_paths(value):
         if isinstance(leaf, Tensor):
             found[name + path] = leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             for item in fields(leaf):
                 found |= leaves_of(f"{name}{path}.{item.name}", getattr(leaf, item.name))
     return found
+
+
+def _leaves_with_paths(value: Any) -> list[tuple[str, Any]]:
+    try:
+        return leaves_with_paths(value)
+    except ValueError:  # a container in it is registered without keys
+        return [(step + path, leaf) for step, item in _items_of(value) for path, leaf in _leaves_with_paths(item)]
+
+
+def _items_of(value: Any) -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(_parts_of(value))
+    return ((f"[{key!r}]", item) for key, item in items)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else flatten(value)[0]
 
 
 def _leaves_requiring_grad(name: str, value: Any) -> dict[str, Tensor]:
