@@ -436,9 +436,10 @@ def _kept_beside(model: Module, sites: list[tuple[Module, Site]], regions: dict[
     """Return {path: reason} of the layers with parameters that share a list with a block that is a region."""
     blocks = {id(module): site.path for module, site in sites if site.block is not None}
     recomputed = {id(inner) for module in regions.values() for inner in module.modules()}
-    kept = {}
-    for path, module in regions.items():
-        for place, sibling in siblings_of(model, path).items() if id(module) in blocks else ():
+    lists = {path.rpartition(".")[0]: path for path, module in regions.items() if id(module) in blocks}
+    kept: dict[str, str] = {}
+    for path in lists.values():
+        for place, sibling in siblings_of(model, path).items():
             is_around = any(id(inner) in recomputed for inner in sibling.modules())
             if not is_around and any(True for _ in sibling.parameters()):
                 kept[place] = _reason(sibling, id(sibling) in blocks)

@@ -135,6 +135,32 @@ def test_views_inside_of_a_region(around: Any) -> None:
     assert ours.kept_bytes < plain.kept_bytes
 
 
+def test_attributes_of_the_class_are_seen_by_a_region_around_the_view() -> None:
+    def run(wrap: Any, around: Any) -> list[Tensor]:
+        class Counting(nn.Module):
+            calls = 0
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: Tensor) -> Tensor:
+                type(self).calls += 1
+                return (self.linear(x) * type(self).calls).sin().exp()
+
+        oracle.seed_everything()
+        model = around(nn.Sequential(wrap(Counting()), nn.Tanh()))
+        x = batch()
+        found = [torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()]) for _ in range(3)]
+        assert Counting.calls == 3
+        return [gradient for step in found for gradient in step]
+
+    expected = run(lambda module: module, lambda module: module)
+    for around in (lambda module: module, reactivate.checkpoint):
+        for one, other in zip(expected, run(reactivate.checkpoint, around), strict=True):
+            oracle.assert_bitwise(one, other, "gradient")
+
+
 def _applied(model: nn.Module) -> nn.Module:
     reactivate.apply(model, policies.full())
     return model

@@ -16,11 +16,8 @@ import reactivate
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PAGES = [
-    page
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    if BLOCK.search(page.read_text("utf-8"))
-]
+ALL = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = [page for page in ALL if BLOCK.search(page.read_text("utf-8"))]
 
 
 def needed_by(code: str) -> set[str]:
