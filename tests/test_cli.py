@@ -60,6 +60,14 @@ def with_keywords() -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:
     return nn.Linear(4, 4), (), {"input": torch.randn(2, 4)}
 
 
+def with_a_dict() -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Linear(4, 4), {"input": torch.randn(2, 4)}
+
+
+def with_a_list() -> tuple[nn.Module, list[Tensor]]:
+    return nn.Linear(4, 4), [torch.randn(2, 4)]
+
+
 def model_alone() -> nn.Module:
     return nn.Linear(4, 4)
 
@@ -268,6 +276,11 @@ def test_a_plan_for_another_model_is_refused(saved: Path) -> None:
 
 
 # -- explain ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factory", ["with_keywords", "with_a_dict", "with_a_list"])
+def test_a_factory_returns_a_batch_as_it_comes(factory: str) -> None:
+    assert answer("verify", f"test_cli:{factory}")["is_same"] is True
 
 
 def test_explain(saved: Path) -> None:
