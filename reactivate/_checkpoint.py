@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
+import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
@@ -107,7 +108,7 @@ def checkpoint(
 
     Returns:
         A module, if `fn` is one (but a function, if its class has `__slots__`); otherwise a
-        function with the signature of `fn`, which pickles where `fn` does.
+        function with the signature of `fn`, which pickles where `fn` does (since torch 2.13).
 
     Raises:
         UsageError: `fn` cannot be called, or an option has a value that it cannot have.
@@ -278,13 +279,12 @@ def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> 
     call: Any = _call, fn if module is None else module, run if module is None else run_module, options
     if is_compiling():  # dynamo makes no objects of other classes while it traces
         return functools.partial(*call)
-    region = CheckpointedFunction(*call)
+    region: Any = CheckpointedFunction(*call) if isinstance(fn, Module) or _dynamo_knows_partials else _function(call)
     region.settings = settings
     region.__wrapped__ = fn
     if type(fn) is FunctionType:  # as mostly, and for every call where the wrapper is built for each
-        attributes = vars(region)
-        attributes["__name__"], attributes["__qualname__"] = fn.__name__, fn.__qualname__
-        attributes["__module__"], attributes["__doc__"] = fn.__module__, fn.__doc__
+        region.__name__, region.__qualname__ = fn.__name__, fn.__qualname__
+        region.__module__, region.__doc__ = fn.__module__, fn.__doc__
         return region
     if isinstance(fn, Module):
         view = view_of(fn, region)
@@ -293,6 +293,19 @@ def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> 
         if hasattr(fn, attribute):
             setattr(region, attribute, getattr(fn, attribute))
     return region
+
+
+# Before, dynamo does not call an object of a class that has `__get__` where it is an attribute of a module.
+_dynamo_knows_partials = torch.__version__ >= (2, 13)  # type: ignore[operator]
+
+
+def _function(call: Any) -> Any:
+    _, target, runner, options = call
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return _call(target, runner, options, *args, **kwargs)
+
+    return checkpointed
 
 
 def _call(target: Any, runner: Callable[..., Any], options: Options, /, *args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from torch.compiler import is_compiling
 from torch.nn import Module
 
 M = TypeVar("M", bound=Module)
@@ -34,10 +34,15 @@ class ModuleView:
         """Do nothing: the original's class may keep a list of those that are derived from it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # dynamo reads no slots before torch 2.13
+            return getattr(_regions, f"of_{id(self)}")(*args, **kwargs)
         kind = self._reactivate_original.__class__
         if self._reactivate_kind is not kind:  # a lazy module takes another class in its first call
             _CLASS.__set__(self, _view_class(kind))
         return self._reactivate_region(*args, **kwargs)
+
+    def __del__(self) -> None:
+        vars(_regions).pop(f"of_{id(self)}", None)
 
     @property
     def __wrapped__(self) -> Module:
@@ -65,12 +70,12 @@ class ModuleView:
         return self._reactivate_region.__deepcopy__(memo)
 
 
-def view_of(module: M, region: Callable[..., Any]) -> M | None:
+def view_of(module: M, region: functools.partial[Any]) -> M | None:
     """Return a view of `module` whose call runs `region`; None if the class of `module` allows no views.
 
     Args:
         module: the original.
-        region: a checkpointed function with `module` as its `__wrapped__`.
+        region: the call of `module` as a region, which can be copied and pickled.
     """
     try:
         kind: Any = _view_class(module.__class__)  # type: ignore[arg-type]
@@ -83,7 +88,15 @@ def view_of(module: M, region: Callable[..., Any]) -> M | None:
         ("__dict__", module.__dict__),
     ):
         object.__setattr__(view, name, value)
+    setattr(_regions, f"of_{id(view)}", functools.partial(region.func, *region.args))
     return cast(M, view)
+
+
+class _Regions:
+    """The regions of all views that are alive, by attributes with their ids in the name."""
+
+
+_regions = _Regions()
 
 
 def original_of(module: M) -> M:

@@ -429,6 +429,10 @@ class Owner:
         return x.sin().exp()
 
 
+since_2_13 = pytest.mark.skipif(torch.__version__ < (2, 13), reason="before, dynamo needs a plain function")
+
+
+@since_2_13
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, through_pickle])
 def test_a_checkpointed_function_is_copied_where_the_function_is(copied: Any) -> None:
     fn = reactivate.checkpoint(squashed, name="mine")
@@ -451,4 +455,4 @@ def test_a_checkpointed_function_looks_like_the_function() -> None:
     fn = reactivate.checkpoint(squashed)
     assert (fn.__name__, fn.__doc__, fn.__module__) == ("squashed", "Squash.", __name__)
     assert inspect.signature(fn) == inspect.signature(squashed)
-    assert "squashed" in repr(fn)
+    assert fn.__wrapped__ is squashed
