@@ -619,3 +619,17 @@ def test_torch_2_9_and_compile_inside_a_region() -> None:
     out.sum().backward()
     assert runs == ([1, 3] if torch.__version__.startswith("2.9.") else [2, 2])
     torch._dynamo.reset()
+
+
+@shows("Checkpointed modules")
+def test_a_module_under_two_names_and_a_class_with_slots() -> None:
+    class Slotted(nn.Linear):
+        __slots__ = ("extra",)
+
+    linear = nn.Linear(4, 4)
+    both = nn.ModuleDict({"block": linear, "fast": reactivate.checkpoint(linear)})
+    assert list(both.state_dict()) == ["block.weight", "block.bias", "fast.weight", "fast.bias"]
+    assert len(list(both.parameters())) == 2
+    slotted = reactivate.checkpoint(Slotted(4, 4))
+    assert not isinstance(slotted, nn.Module)
+    slotted(leaf()).sum().backward()
