@@ -3,6 +3,8 @@
 Drop activations in the forward pass, get them back in the backward pass, with every bit of every gradient unchanged.
 """
 
+from typing import Any
+
 from reactivate import dropin, errors, guards, integrations, policies, recipe, report, storage
 from reactivate._apply import Handle, apply
 from reactivate._checkpoint import checkpoint
@@ -10,6 +12,7 @@ from reactivate._engine.replay import is_recomputing
 from reactivate._engine.sharing import shared_replay
 from reactivate._explain import explain
 from reactivate._explanation import Explanation
+from reactivate._nearest import did_you_mean
 from reactivate._plan import plan
 from reactivate._site import site
 from reactivate._types import Recompute, Save, Site
@@ -45,3 +48,10 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in policies.__all__:
+        raise AttributeError(f"reactivate has no {name!r}. Policies are in a namespace: reactivate.policies.{name}.")
+    hint = "" if name.startswith("__") else did_you_mean(name, __all__)
+    raise AttributeError(f"reactivate has no {name!r}.{hint}")

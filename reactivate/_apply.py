@@ -9,14 +9,16 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._blocks import blocks_of
+from reactivate._blocks import blocks_of, siblings_of
 from reactivate._checkpoint import Determinism, make_options, run_in_graph
 from reactivate._engine.choice import Choice, Unmatched
 from reactivate._engine.record import Options
@@ -25,10 +27,11 @@ from reactivate._engine.saved_functions import serve
 from reactivate._engine.site_log import current_log
 from reactivate._in_graph import contexts_for
 from reactivate._in_jax import is_traced, run_traced
+from reactivate._nearest import described
 from reactivate._types import Action, Guard, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
-from reactivate.policies._base import ReadyMade, interest_of, parts_of
+from reactivate.policies._base import ReadyMade, check_policy, interest_of, parts_of, shortened
 
 FORWARD = "forward"
 
@@ -40,6 +43,7 @@ def apply(
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism | None = None,
+    replace: bool = False,
 ) -> Handle:
     """Let the modules of `model` save or recompute their activations as `policy` says.
 
@@ -52,12 +56,15 @@ def apply(
         guards, early_stop, determinism: as for `checkpoint`. By default the regions of a plan are not compared with their
             forwards (`determinism="metadata"`): checksums and recomputations to the end are not in its promise.
 
+        replace: replace a policy that is applied to the model already. If the new one is refused, the old one stays.
+
     Returns:
-        What was done, and a way to undo it.
+        A handle. `print` it to see the regions, and the layers beside them that are kept. `Handle.remove` undoes it, as
+        does the end of `with apply(...):`.
 
     Raises:
-        UsageError: a policy is applied to the model already; or a part of this one matches no module. (A part that
-            selects ops or names is looked at when every region has run: then the forward pass raises.)
+        UsageError: a policy is applied to the model already, and `replace` is not set; or a part of this one matches no
+            module. (A part that selects ops or names is looked at when every region has run: then the forward raises.)
 
     Example:
         >>> import torch, reactivate
@@ -68,35 +75,106 @@ def apply(
         >>> handle.regions
         ('layers.0', 'layers.1', 'layers.2', 'layers.3')
         >>> handle.remove()
+        >>> print(reactivate.apply(model, policies.recompute_every(2)))
+        recompute_every(2): 2 regions, recomputed in backward.
+          TransformerEncoderLayer: layers.0, layers.2
+        Beside the regions, not recomputed:
+          layers.1, layers.3: the policy does not select them
     """
-    if not isinstance(model, Module):
-        raise UsageError(f"apply takes a torch.nn.Module; got {type(model).__name__}. For a function use checkpoint().")
-    if not callable(policy):
-        raise UsageError(f"apply takes a policy, a function of a site such as policies.full(); got {policy!r}.")
-    _refuse_second(model)
+    _check(model, policy)
     default = policy.determinism() if isinstance(policy, ReadyMade) else "first"
     options = make_options(guards, early_stop, determinism or default, None)
-    undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
+    if not replace:
+        _refuse_second(model)
+        return _applied(model, policy, options)
+    taken = _take(model)
+    try:
+        old = {id(forward.applied): forward.applied.handle for _, forward in taken}.values()
+        _refuse_part_of_larger(model, old)
+        handle = _applied(model, policy, options)
+    except BaseException:
+        _give_back(taken)
+        raise
+    for replaced in old:
+        replaced.remove()
+    return handle
+
+
+def _applied(model: Module, policy: Policy, options: Options) -> Handle:
     applied = Applied(policy, options)
-    applied.attach(model)
+    undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
+    try:
+        applied.attach(model)
+    except BaseException:
+        if undo is not None:
+            undo()
+        raise
     applied.handle._undo_policy = undo
     return applied.handle
 
 
+@contextmanager
+def paused(model: Module) -> Iterator[None]:
+    """Make the model what it is without a policy, inside of the context."""
+    taken = _take(model)
+    try:
+        yield
+    finally:
+        _give_back(taken)
+
+
+def _take(model: Module) -> list[tuple[Module, AppliedForward]]:
+    taken = list(_forwards_of(model))
+    for module, forward in taken:
+        forward.uncover(module)
+    return taken
+
+
+def _give_back(taken: list[tuple[Module, AppliedForward]]) -> None:
+    for module, forward in taken:
+        module.__dict__[FORWARD] = forward
+
+
+def _check(model: Any, policy: Any) -> None:
+    if isinstance(model, ReadyMade):
+        raise UsageError(f"apply takes the model first, then the policy: apply(model, policy); got {described(model)}.")
+    if isinstance(model, (list, tuple)):
+        raise UsageError(
+            f"apply takes one torch.nn.Module; got {described(model)}. Call apply(...) for each of several models."
+        )
+    if isinstance(model, type) and issubclass(model, Module):
+        raise UsageError(
+            f"apply takes a model, and {model.__name__} is its class: write apply({model.__name__}(...), policy)."
+        )
+    if not isinstance(model, Module):
+        raise UsageError(f"apply takes a torch.nn.Module; got {described(model)}. For a function use checkpoint().")
+    if isinstance(policy, (Tensor, Mapping)) or type(policy).__name__ == "DataLoader":
+        raise UsageError(
+            f"apply takes no example arguments; got {described(policy)} for its policy. Write apply(model, "
+            "policies.full()); the functions that run the model are explain(model, x), verify(model, x) and plan(model, x)."
+        )
+    check_policy(policy, "apply")
+
+
 class Handle:
-    """A policy on a model.
+    """A policy on a model; printed, it says which modules are recomputed and which layers beside them are not, and why.
+
+    As a context manager it removes the policy at the end.
 
     Attributes:
         policy: the policy.
         regions: the paths of the modules that are recomputed.
         saved: the paths of the modules that are kept inside of regions.
+        kept: {path: reason} of the layers in the lists of the regions that are not recomputed.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.regions: tuple[str, ...] = ()
         self.saved: tuple[str, ...] = ()
-        self._undo: list[tuple[weakref.ref[Module], Any]] = []
+        self.kept: dict[str, str] = {}
+        self._kinds: dict[str, list[str]] = {}  # the paths of the regions, by the names of their classes
+        self._undo: list[weakref.ref[Module]] = []
         self._undo_policy: Callable[[], None] | None = None
 
     @staticmethod
@@ -107,20 +185,41 @@ class Handle:
 
     def remove(self) -> None:
         """Make the model what it was. A second time does nothing."""
-        for reference, hidden in self._undo:
+        for reference in self._undo:
             module = reference()
-            if module is not None and isinstance(vars(module).get(FORWARD), AppliedForward):
-                if hidden is None:
-                    del module.__dict__[FORWARD]
-                else:
-                    module.__dict__[FORWARD] = hidden
+            forward = None if module is None else vars(module).get(FORWARD)
+            if module is not None and isinstance(forward, AppliedForward) and forward.applied.handle is self:
+                forward.uncover(module)
         self._undo = []
         if self._undo_policy is not None:
             self._undo_policy()
 
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
     def __repr__(self) -> str:
         saved = f", saved={len(self.saved)} modules" if self.saved else ""
-        return f"Handle({self.policy}, regions={len(self.regions)}{saved})"
+        return f"Handle({self.policy!r}, regions={len(self.regions)}{saved})"
+
+    def __str__(self) -> str:
+        count = len(self.regions)
+        lines = [f"{self.policy!r}: {count} region{'' if count == 1 else 's'}, recomputed in backward."]
+        lines += [
+            f"  {kind}: {shortened(path or 'the model itself' for path in paths)}"
+            for kind, paths in self._kinds.items()
+        ]
+        if self.saved:
+            lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]
+        reasons: dict[str, list[str]] = {}
+        for path, reason in self.kept.items():
+            reasons.setdefault(reason, []).append(path)
+        if reasons:
+            lines.append("Beside the regions, not recomputed:")
+            lines += [f"  {shortened(paths)}: {reason}" for reason, paths in reasons.items()]
+        return "\n".join(lines)
 
 
 class Applied:
@@ -135,6 +234,10 @@ class Applied:
     def attach(self, model: Module) -> None:
         """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
         sites = _sites_of(model)
+        blocks = [site.path for _, site in sites if site.block is not None]
+        for part in parts_of(self.policy):
+            if isinstance(part, ReadyMade):
+                part.check_blocks(blocks)
         actions = self._decide(sites)
         regions = {path: module for path, (module, action) in actions.items() if isinstance(action, Recompute)}
         inside = {id(inner) for module in regions.values() for inner in module.modules()}
@@ -148,6 +251,7 @@ class Applied:
             for path, module in modules.items():
                 module.__dict__[FORWARD] = kind(self, module, path, vars(module).get(FORWARD))
         self.unmatched.regions = len(regions)
+        self.handle.kept = _kept_beside(model, sites, regions)
 
     def _decide(self, sites: list[tuple[Module, Site]]) -> dict[str, tuple[Module, Action | None]]:
         actions: dict[str, tuple[Module, Action | None]] = {}
@@ -177,11 +281,11 @@ class Applied:
         about_modules = [part for part in self.unmatched.parts if not _is_about_functions(part)]
         if about_modules:
             blocks = ", ".join(site.path for _, site in sites if site.block is not None)
-            names = blocks or "none: name modules with recompute_modules"
+            names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
             where = "" if regions else " (and no module is recomputed, inside of which something could be saved)"
             raise UsageError(
                 f"apply: {about_modules[0]} matches nothing in {type(model).__name__}{where}. Its blocks are {names}. "
-                f"Its modules are {_some_of(site.path for _, site in sites if site.path)}."
+                f"Its modules are {shortened(site.path for _, site in sites if site.path)}."
             )
         if self.unmatched.parts and not regions:
             raise UsageError(
@@ -200,14 +304,15 @@ class Applied:
         return self.options.of(path, choice, in_graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
-        return Applied._copied(self.policy, self.options)
+        return Applied._copied(self.policy, self.options, self.handle.kept)
 
     def __reduce__(self) -> tuple[Callable[..., Applied], tuple[Any, ...]]:
-        return Applied._copied, (self.policy, self.options)
+        return Applied._copied, (self.policy, self.options, self.handle.kept)
 
     @classmethod
-    def _copied(cls, policy: Policy, options: Options) -> Applied:
+    def _copied(cls, policy: Policy, options: Options, kept: dict[str, str]) -> Applied:
         applied = cls(policy, options)
+        applied.handle.kept = dict(kept)
         applied.unmatched.parts = []  # that is the original's affair
         return applied
 
@@ -224,7 +329,14 @@ class AppliedForward:
 
     def note(self, handle: Handle) -> None:
         """Tell the handle what stands where, for it to be undone."""
-        handle._undo.append((self._module, self.hidden))
+        handle._undo.append(self._module)
+
+    def uncover(self, module: Module) -> None:
+        """Give `module` the `forward` that it had."""
+        if self.hidden is None:
+            del module.__dict__[FORWARD]
+        else:
+            module.__dict__[FORWARD] = self.hidden
 
     def original(self) -> Callable[..., Any]:
         """The module's own `forward`."""
@@ -280,6 +392,7 @@ class RegionForward(AppliedForward):
     def note(self, handle: Handle) -> None:
         super().note(handle)
         handle.regions = (*handle.regions, self.path)
+        handle._kinds.setdefault(type(self.module()).__name__, []).append(self.path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options = self.options
@@ -324,12 +437,48 @@ def _is_about_functions(part: Any) -> bool:
     return interest.any_function or bool(interest.functions) or interest.names
 
 
-def _forward_of(model: Module) -> AppliedForward | None:
+def _kept_beside(model: Module, sites: list[tuple[Module, Site]], regions: dict[str, Module]) -> dict[str, str]:
+    """Return {path: reason} of the layers with parameters that share a list with a block that is a region."""
+    blocks = {id(module): site.path for module, site in sites if site.block is not None}
+    recomputed = {id(inner) for module in regions.values() for inner in module.modules()}
+    lists = {path.rpartition(".")[0]: path for path, module in regions.items() if id(module) in blocks}
+    kept: dict[str, str] = {}
+    for path in lists.values():
+        for place, sibling in siblings_of(model, path).items():
+            is_around = any(id(inner) in recomputed for inner in sibling.modules())
+            if not is_around and any(True for _ in sibling.parameters()):
+                kept[place] = _reason(sibling, id(sibling) in blocks)
+    return kept
+
+
+def _reason(module: Module, is_block: bool) -> str:
+    if is_block:
+        return "the policy does not select them"
+    if any(True for _ in module.children()):
+        return "not among the repeated layers; add recompute_modules(...) for them"
+    return "single layers without modules inside, of which recomputation would drop little"
+
+
+def _forwards_of(model: Module) -> Iterator[tuple[Module, AppliedForward]]:
     for module in model.modules():
         forward = vars(module).get(FORWARD)
         if isinstance(forward, AppliedForward):
-            return forward
-    return None
+            yield module, forward
+
+
+def _forward_of(model: Module) -> AppliedForward | None:
+    return next((forward for _, forward in _forwards_of(model)), None)
+
+
+def _refuse_part_of_larger(model: Module, handles: Iterable[Handle]) -> None:
+    inside = set(map(id, model.modules()))
+    for handle in handles:
+        modules = [module for reference in handle._undo if (module := reference()) is not None]
+        if not all(id(module) in inside for module in modules):
+            raise UsageError(
+                f"apply(replace=True): {handle!r} is applied to a larger model, of which this {type(model).__name__} is a "
+                "part. Replace it there, or remove that handle first."
+            )
 
 
 def _refuse_second(model: Module) -> None:
@@ -337,10 +486,5 @@ def _refuse_second(model: Module) -> None:
     if found is not None:
         raise UsageError(
             f"apply: a policy is applied to this model already, {found.applied.handle!r} (at `{found.path}`). Remove "
-            "that handle first, or apply one policy made of both."
+            "that handle first, write apply(model, policy, replace=True), or apply one policy made of both."
         )
-
-
-def _some_of(paths: Iterable[str], limit: int = 20) -> str:
-    found = list(paths)
-    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")

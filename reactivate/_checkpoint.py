@@ -1,14 +1,17 @@
-"""`checkpoint`: a function that keeps its inputs for the backward, and nothing else."""
+"""`checkpoint`: a function or a module that keeps its inputs for backward, and nothing else."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
+import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
@@ -18,15 +21,31 @@ from reactivate._engine.region import module_called_by, run, run_module
 from reactivate._engine.saved_functions import serve
 from reactivate._in_graph import contexts_for
 from reactivate._in_jax import is_traced, run_traced
+from reactivate._nearest import described, did_you_mean, name_of
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph
 from reactivate._types import Guard, Policy
+from reactivate._view import view_of
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
+from reactivate.policies._base import check_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
+M = TypeVar("M", bound=Module)
 
 Determinism = Literal["first", "metadata", "values", "none"]
+
+
+@overload
+def checkpoint(
+    fn: M,
+    *,
+    policy: Policy | None = None,
+    guards: Iterable[Guard] = DEFAULT,
+    early_stop: bool = True,
+    determinism: Determinism = "first",
+    name: str | None = None,
+) -> M: ...
 
 
 @overload
@@ -54,44 +73,50 @@ def checkpoint(
 
 def checkpoint(
     fn: Callable[..., Any] | None = None,
-    *,
+    *args: Any,
     policy: Policy | None = None,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism = "first",
     name: str | None = None,
+    **unknown: Any,
 ) -> Any:
-    """`fn`, recomputing in the backward what autograd would have kept from the forward pass.
+    """Wrap `fn` so that its activations are recomputed in backward instead of stored.
 
-    The result is called as `fn` is. What it computes is bitwise what `fn` computes: outputs, gradients, buffers, and the
-    random numbers drawn afterwards. Between forward and backward it keeps its arguments and what its guards need (the
-    state of a generator that it drew from, buffers that it wrote to), and no activation. Where nothing is
-    differentiated (`torch.no_grad()`) it is `fn`.
+    Call the result as you call `fn`. Outputs, gradients, buffers and the random numbers drawn afterwards are bitwise those of
+    `fn`. Between forward and backward the region keeps its arguments and the state that its guards restore (the state of
+    a random number generator, buffers that the forward wrote to), and no activation. Under `torch.no_grad()` the result
+    does what `fn` does.
+
+    A module gives a module: `self.block = checkpoint(Block())` registers it. It has the class, the parameters, the
+    `state_dict` keys, the hooks and the `training` flag of the original, with which it shares them all; only its call is a
+    region, and calls of the original stay plain. `copy.deepcopy` and `pickle` copy the original and checkpoint the copy.
 
     Args:
-        fn: any callable: a function, a method, a `torch.nn.Module`, whose hooks then fire once. Without it, `checkpoint`
-            returns a decorator.
-        policy: which calls inside of `fn` to keep all the same; see `reactivate.policies`. Paths in it begin at `fn`, if
-            that is a module or a method of one.
-        guards: state that a replay must see as the forward pass saw it. Leave some out with `guards.DEFAULT.without(
+        fn: a function, a method or a `torch.nn.Module`, whose hooks fire once. Without it, `checkpoint` returns a
+            decorator.
+        policy: which calls inside of `fn` to save; see `reactivate.policies`. Paths begin at `fn`, if that is a module
+            or a method of one.
+        guards: the state that a recomputation sees as the forward saw it. Leave some out with `guards.DEFAULT.without(
             "rng")`, add your own with `guards.DEFAULT.adding(...)`.
-        early_stop: end a replay as soon as nothing that it could still compute is needed.
-        determinism: how far a recomputation is compared with its forward. "metadata": number, shape, dtype and device of
-            the tensors that autograd saves. "first": that, and in the 1st, 2nd, 4th, 8th, ... call of a region checksums
-            of saved tensors and outputs; such a recomputation runs to its end. "values": the result of every op, by a
-            checksum; slow, it names the first op that differs. "none": only their number.
-        name: what error messages and profiler traces call it; by default the name of `fn`.
+        early_stop: stop a recomputation as soon as the last saved tensor that is needed exists.
+        determinism: how a recomputation is compared with its forward. "metadata": number, shape, dtype and device of the
+            saved tensors. "first": that, and in the 1st, 2nd, 4th, 8th, ... call of a region checksums of saved tensors
+            and outputs; such a recomputation runs to its end. "values": a checksum of the result of every op; slow, it
+            names the first op that differs. "none": only the number of saved tensors.
+        name: the name of the region in error messages and profiler traces; by default the name of `fn`.
 
     Returns:
-        A function with the signature of `fn`.
+        A module, if `fn` is one (but a function, if its class has `__slots__`); otherwise a
+        function with the signature of `fn`, which pickles where `fn` does (since torch 2.13).
 
     Raises:
-        UsageError: an option has a value that it cannot have.
+        UsageError: `fn` cannot be called, or an option has a value that it cannot have.
 
     When the result is called or differentiated:
 
-        MutationError: something that the replay has to read was written to after the forward pass read it.
-        ReplayMismatchError: `fn` did something else in the replay than in the forward pass.
+        MutationError: a tensor that the recomputation reads was modified in place after the forward read it.
+        ReplayMismatchError: the recomputation differs from the forward.
         UnsupportedError: it is called under a torch transform that saved-tensor hooks do not work with.
 
     Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016.
@@ -104,12 +129,19 @@ def checkpoint(
         >>> x.grad.shape
         torch.Size([4, 8])
     """
+    if args or unknown:
+        raise _refusal(fn, args, unknown)
     if fn is None:
         return functools.partial(
             checkpoint, policy=policy, guards=guards, early_stop=early_stop, determinism=determinism, name=name
         )
     options = make_options(guards, early_stop, determinism, name)
-    return wrap(fn, options if policy is None else with_policy(options, fn, policy))
+    if options is _DEFAULT_OPTIONS and policy is None:
+        return wrap(fn, options, _DEFAULT_SETTINGS)
+    given: dict[str, Any] = {"policy": policy, "early_stop": early_stop, "determinism": determinism, "name": name}
+    if guards is not DEFAULT:
+        given["guards"] = options.guards
+    return wrap(fn, options if policy is None else with_policy(options, fn, policy), given)
 
 
 def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determinism, name: str | None) -> Options:
@@ -126,41 +158,162 @@ def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determi
     members = tuple(guards)
     for guard in members:
         if not isinstance(guard, Guard):
-            raise UsageError(f"guards= takes guards; {guard!r} is none. Subclass reactivate.guards.Guard.")
+            raise UsageError(
+                f"`guards` must contain `Guard` objects; got {described(guard)}. Subclass reactivate.guards.Guard."
+            )
     return Options(members, bool(early_stop), determinism, name)
 
 
 _DEFAULT_OPTIONS = Options(tuple(DEFAULT))
+_DEFAULT_SETTINGS: dict[str, Any] = {}
 
 
-def wrap(fn: Callable[..., Any], options: Options) -> Callable[..., Any]:
-    """`fn` as a region with `options`.
+_TORCHS = {
+    "use_reentrant": lambda value: "leave out use_reentrant: there is one engine, without the reentrant limits",
+    "preserve_rng_state": lambda value: (
+        "leave out preserve_rng_state: random numbers are restored"
+        if value
+        else 'write guards=reactivate.guards.DEFAULT.without("rng")'
+    ),
+    "determinism_check": lambda value: f'write determinism="{"none" if value == "none" else "metadata"}"',
+    "debug": lambda value: 'write determinism="values"' if value else "leave out debug",
+    "context_fn": lambda value: (
+        "write guards=reactivate.guards.DEFAULT.adding(reactivate.guards.ContextPair(context_fn)), or for selective "
+        'checkpointing policy=reactivate.policies.save_ops("linear", ...)'
+    ),
+}
+"""What to write in the place of torch's options."""
+
+
+def _refusal(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> UsageError:
+    """Return the error about a call in another style: torch's, mostly."""
+    known = [name for name, item in inspect.signature(checkpoint).parameters.items() if item.kind is item.KEYWORD_ONLY]
+    remedies = [_TORCHS[name](value) for name, value in unknown.items() if name in _TORCHS]
+    others = [name for name in unknown if name not in _TORCHS]
+    call = f"the result takes the arguments of the function: write checkpoint({name_of(fn)})(...)"
+    if args or (others and not any(did_you_mean(name, known) for name in others)):
+        remedies.insert(0, call)
+    found = f"{len(args)} more positional argument{'s' if len(args) > 1 else ''}" if args else ""
+    given = " and ".join(filter(None, (found, ", ".join(f"{name}=" for name in unknown))))
+    hints = "".join(did_you_mean(name, known) for name in others)
+    torchs = (
+        " The call in torch's style is reactivate.dropin.torch.checkpoint(f, x, use_reentrant=False)."
+        if args or len(others) < len(unknown)
+        else ""
+    )
+    said = f" {'; '.join(remedies)}." if remedies else f" Its options are {', '.join(known)}."
+    return UsageError(
+        f"checkpoint takes one function and its own options; got {given}.{hints}{_capitalized(said)}{torchs}"
+    )
+
+
+def _capitalized(sentence: str) -> str:
+    return sentence[:1] + sentence[1:2].upper() + sentence[2:]
+
+
+class CheckpointedFunction(functools.partial[Any]):
+    """A function that is a region, with the name, the signature and the documentation of the function it wraps.
+
+    Attributes:
+        __wrapped__: the function.
+        settings: the keyword arguments of `checkpoint`, without those that nobody gave.
+    """
+
+    settings: dict[str, Any]
+    __wrapped__: Any
+    __qualname__: str
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        return functools.partial(self, instance) if is_compiling() else MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<checkpointed {self.__wrapped__!r}>"
+
+    def __reduce__(self) -> Any:
+        if _is_found_by_name(self):
+            return self.__qualname__
+        return _restored, (self.__wrapped__, self.settings)
+
+    def __copy__(self) -> Any:
+        return self if type(self.__wrapped__) is FunctionType else _restored(copy.copy(self.__wrapped__), self.settings)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        fn = copy.deepcopy(self.__wrapped__, memo)
+        return self if fn is self.__wrapped__ else _restored(fn, self.settings)
+
+
+def _is_found_by_name(fn: Any) -> bool:
+    """Whether `fn` has taken the place of the function that it wraps, as a decorator does."""
+    found: Any = sys.modules.get(getattr(fn, "__module__", ""))
+    for name in getattr(fn, "__qualname__", "").split("."):
+        found = getattr(found, name, None)
+    return found is fn
+
+
+def _restored(fn: Any, settings: dict[str, Any]) -> Any:
+    return checkpoint(fn, **settings)
+
+
+def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> Any:
+    """Return `fn` as a region: a view of it, if it is a module.
+
+    Args:
+        fn: a function or a module.
+        options: of the region.
+        settings: the arguments of `checkpoint` that made these options, for copies.
 
     Raises:
         UsageError: `fn` cannot be called.
     """
     if not callable(fn):
-        raise UsageError(f"checkpoint takes a function or a module; {fn!r} cannot be called.")
+        raise UsageError(
+            f"checkpoint takes a function or a module, and is called before it: checkpoint(f)(x); got {described(fn)}."
+        )
+    if isinstance(fn, type) and issubclass(fn, Module):
+        raise UsageError(
+            f"checkpoint takes a module, and {fn.__name__} is its class: write checkpoint({fn.__name__}(...))."
+        )
     module = module_called_by(fn)
-    target: Any = fn if module is None else module
-    runner = run if module is None else run_module
+    call: Any = _call, fn if module is None else module, run if module is None else run_module, options
+    if is_compiling():  # dynamo makes no objects of other classes while it traces
+        return functools.partial(*call)
+    region: Any = CheckpointedFunction(*call) if isinstance(fn, Module) or _dynamo_knows_partials else _function(call)
+    region.settings = settings
+    region.__wrapped__ = fn
+    if type(fn) is FunctionType:  # as mostly, and for every call where the wrapper is built for each
+        region.__name__, region.__qualname__ = fn.__name__, fn.__qualname__
+        region.__module__, region.__doc__ = fn.__module__, fn.__doc__
+        return region
+    if isinstance(fn, Module):
+        view = view_of(fn, region)
+        return region if view is None else view
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        if hasattr(fn, attribute):
+            setattr(region, attribute, getattr(fn, attribute))
+    return region
+
+
+# Before, dynamo does not call an object of a class that has `__get__` where it is an attribute of a module.
+_dynamo_knows_partials = torch.__version__ >= (2, 13)  # type: ignore[operator]
+
+
+def _function(call: Any) -> Any:
+    _, target, runner, options = call
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling():
-            return run_in_graph(target, args, kwargs, options)
-        if "torchax" in sys.modules and is_traced(target, args, kwargs):
-            return run_traced(target, args, kwargs, options)
-        return runner(target, args, kwargs, options)
+        return _call(target, runner, options, *args, **kwargs)
 
-    checkpointed.__wrapped__ = fn  # type: ignore[attr-defined]
-    if type(fn) is FunctionType:  # as mostly, and for every call where the wrapper is built for each
-        checkpointed.__name__, checkpointed.__qualname__ = fn.__name__, fn.__qualname__
-        checkpointed.__module__, checkpointed.__doc__ = fn.__module__, fn.__doc__
-    elif not isinstance(fn, Module):
-        for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
-            if hasattr(fn, attribute):
-                setattr(checkpointed, attribute, getattr(fn, attribute))
     return checkpointed
+
+
+def _call(target: Any, runner: Callable[..., Any], options: Options, /, *args: Any, **kwargs: Any) -> Any:
+    if is_compiling():
+        return run_in_graph(target, args, kwargs, options)
+    if "torchax" in sys.modules and is_traced(target, args, kwargs):
+        return run_traced(target, args, kwargs, options)
+    return runner(target, args, kwargs, options)
 
 
 def run_in_graph(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -177,8 +330,7 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
     Raises:
         UsageError: `policy` is no policy.
     """
-    if not callable(policy):
-        raise UsageError(f"policy= takes a policy, a function of a site such as save_ops('linear'); got {policy!r}.")
+    check_policy(policy, "checkpoint(policy=...)")
     owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
     module = owner if isinstance(owner, Module) else None
     root = None if module is None else weakref.ref(module)

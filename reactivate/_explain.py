@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
+from reactivate._arguments import example_of
 from reactivate._backends import accelerator
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
 from reactivate._engine.capture import Capture
@@ -40,6 +41,7 @@ from reactivate._torch.containers import flatten
 from reactivate._torch.modules import MODULE_CALL_CODE
 from reactivate._types import Device
 from reactivate._verify import Step, cotangents, leaves_of
+from reactivate._view import original_of
 from reactivate.errors import UsageError
 
 
@@ -57,7 +59,8 @@ def explain(
 
     Args:
         model: a module or a function: with a policy applied, with regions of its own, or plain.
-        args: a tuple of arguments; a lone tensor is one argument.
+        args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
+            argument.
         kwargs: keyword arguments.
         fake: run on fake tensors; by default where arguments or parameters are fake or on the meta device.
 
@@ -76,8 +79,7 @@ def explain(
         >>> [(entry.path, entry.kind, entry.kept_bytes) for entry in explanation.regions[0].walk()][:2]
         [('0', 'region', 128), ('0.0', 'saved call', 128)]
     """
-    args = args if isinstance(args, tuple) else (args,)
-    kwargs = dict(kwargs or {})
+    args, kwargs = example_of("explain", model, args, kwargs)
     around = _codes_around(_getframe(1))
     is_fake = any(map(has_no_memory, tensors_of(model, args, kwargs))) if fake is None else fake
     with ExitStack() as stack:
@@ -173,7 +175,7 @@ class _Trace(Step):
         self._around = around
         self._is_fake = is_fake
         roots = [model] if isinstance(model, Module) else Capture(model, args, kwargs).roots
-        self._paths = {id(module): path for root in roots for path, module in root.named_modules()}
+        self._paths = {id(original_of(module)): path for root in roots for path, module in root.named_modules()}
         self._roots = roots
         self._ledger = Ledger()
         self._events: list[_Event | _RegionEvent] = []

@@ -119,10 +119,7 @@ class Explanation:
 
         Args:
             width: in characters; that of the terminal if None, 120 where there is none.
-            plain: without rich, as wide as it gets.
-
-        Raises:
-            UsageError: rich is not installed, and `plain` is not set.
+            plain: without rich, as wide as it gets; so it is where rich is not installed.
         """
         columns, rows = _without_empty([*_rows(self.regions), *_rows(self.outside), _total(self)])
         if plain:

@@ -11,7 +11,9 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from reactivate._apply import Handle
+from reactivate._apply import paused
+from reactivate._arguments import check_module, example_of
+from reactivate._nearest import described
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
 from reactivate.planner.devices import DeviceSpec
@@ -43,8 +45,10 @@ def plan(
     gradients and random number generators are then as they were.
 
     Args:
-        model: without a policy applied. It must run on fake tensors: its control flow may not depend on what it computes.
-        args: a tuple of arguments; a lone tensor is one argument.
+        model: a policy that is applied to it is left out while it is planned; `apply(model, plan, replace=True)` replaces
+            it. The model must run on fake tensors: its control flow may not depend on what it computes.
+        args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
+            argument.
         kwargs: keyword arguments.
         budget: the most that may be allocated at any moment, all included: bytes, "8GiB"; or "50%" of the plain step's
             activation peak, which is its peak above what is there all the time. None, on an accelerator: its free memory
@@ -73,12 +77,13 @@ def plan(
         >>> handle = reactivate.apply(model, plan)
     """
     began = perf_counter()
-    args = args if isinstance(args, tuple) else (args,)
+    check_module("plan", model)
+    args, kwargs = example_of("plan", model, args, kwargs)
+    _check_step(loss, step, optimizer)
     asked = None if budget is None else parse(budget)
-    _refuse(model)
-    place = place_of(model, args, dict(kwargs or {}), device)
+    place = place_of(model, args, kwargs, device)
     planned = TrainingStep(model, args, kwargs, loss, step)
-    with progress("plan") as tell:
+    with paused(model), progress("plan") as tell:
         if maximize is None:
             found = Planner(planned, place, optimizer, tell).prepare().plan(asked)
         else:
@@ -86,9 +91,16 @@ def plan(
     return replace(found, planning_seconds=perf_counter() - began)
 
 
-def _refuse(model: Module) -> None:
-    if not isinstance(model, Module):
-        raise UsageError(f"plan takes a torch.nn.Module; got {type(model).__name__}.")
-    applied = Handle.of(model)
-    if applied is not None:
-        raise UsageError(f"plan: a policy is applied to this model already, {applied!r}. Remove that first.")
+def _check_step(loss: Any, step: Any, optimizer: Any) -> None:
+    for name, function, takes in (("loss", loss, "the model's output"), ("step", step, "nothing")):
+        is_class = isinstance(function, type)
+        if function is not None and (is_class or not callable(function)):
+            instance = f" Write {name}={function.__name__}()." if is_class else ""
+            raise UsageError(f"plan: {name}= takes a function of {takes}; got {described(function)}.{instance}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        is_kind = isinstance(optimizer, type) and issubclass(optimizer, Optimizer)
+        kind = optimizer.__name__ if is_kind else "AdamW"
+        raise UsageError(
+            f"plan: optimizer= takes an optimizer of the model's parameters; got {described(optimizer)}. Write "
+            f"optimizer=torch.optim.{kind}(model.parameters())."
+        )

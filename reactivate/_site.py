@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 from torch.compiler import is_compiling
 
 from reactivate._engine.site_log import current_log
+from reactivate._nearest import described
 from reactivate._torch.dynamo import named_in_graph
 from reactivate.errors import UsageError
 
@@ -37,7 +38,9 @@ def site(fn: Callable[P, R], *, name: str) -> Callable[P, R]:
         >>> reactivate.checkpoint(attend, policy=policy)(q, q, q).sum().backward()
     """
     if not callable(fn):
-        raise UsageError(f"site takes a function or a module; {fn!r} cannot be called.")
+        raise UsageError(
+            f"site takes a function or a module and names its calls; got {described(fn)}. Write site(fn, name={name!r})(x)."
+        )
     if not isinstance(name, str) or not name:
         raise UsageError(f"site takes a name, which policies know the call by; got {name!r}.")
 

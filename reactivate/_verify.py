@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -13,14 +13,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from reactivate._apply import apply
+from reactivate._apply import apply, paused
+from reactivate._arguments import example_of
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.capture import Capture
 from reactivate._engine.record import Record, observed_by, without_regions
-from reactivate._torch.containers import leaves_with_paths
+from reactivate._torch.containers import flatten, leaves_with_paths
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.guards import Modules, all_sources
+from reactivate.policies._base import check_policy
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,11 @@ def verify(
 
     Args:
         model: a module or a function.
-        args: a tuple of arguments; a lone tensor is one argument.
+        args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
+            argument.
         kwargs: keyword arguments.
-        policy: what to recompute, in place of the above: it is applied to `model` meanwhile, if that is a module; of a
-            function it says what is kept inside.
+        policy: what to recompute, in place of the above and of a policy that is applied: it is applied to `model`
+            meanwhile, if that is a module; of a function it says what is kept inside.
 
     Returns:
         The verdict, with the first difference by name.
@@ -94,6 +97,8 @@ def verify(
         >>> bool(reactivate.verify(model, torch.randn(2, 4)))
         True
     """
+    if policy is not None:
+        check_policy(policy, "verify(policy=...)")
     return compare(model, args, kwargs, None if policy is None else functools.partial(_under, policy))
 
 
@@ -102,8 +107,7 @@ Change = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any
 
 def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None, change: Change | None) -> Verdict:
     """`verify`, for what any `change` makes of the model: model -> a context with the model that is to be the same."""
-    args = args if isinstance(args, tuple) else (args,)
-    call = Step(model, args, dict(kwargs or {}))
+    call = Step(model, *example_of("verify", model, args, kwargs))
     with without_regions():
         plain, again = call.run(model), call.run(model)
     difference = _first_difference(plain, again)
@@ -135,11 +139,8 @@ class _Run:
 def _under(policy: Policy, model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """The model with the policy."""
     if isinstance(model, Module):
-        handle = apply(model, policy)
-        try:
+        with paused(model), apply(model, policy):
             yield model
-        finally:
-            handle.remove()
     else:
         yield checkpoint(model, policy=policy)
 
@@ -211,13 +212,29 @@ class Step:
 def leaves_of(name: str, value: Any) -> dict[str, Tensor]:
     """The tensors in nested containers and dataclasses, by the way to them."""
     found: dict[str, Tensor] = {}
-    for path, leaf in leaves_with_paths(value):
+    for path, leaf in _leaves_with_paths(value):
         if isinstance(leaf, Tensor):
             found[name + path] = leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             for item in fields(leaf):
                 found |= leaves_of(f"{name}{path}.{item.name}", getattr(leaf, item.name))
     return found
+
+
+def _leaves_with_paths(value: Any) -> list[tuple[str, Any]]:
+    try:
+        return leaves_with_paths(value)
+    except ValueError:  # a container in it is registered without keys
+        return [(step + path, leaf) for step, item in _items_of(value) for path, leaf in _leaves_with_paths(item)]
+
+
+def _items_of(value: Any) -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(_parts_of(value))
+    return ((f"[{key!r}]", item) for key, item in items)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else flatten(value)[0]
 
 
 def _leaves_requiring_grad(name: str, value: Any) -> dict[str, Tensor]:

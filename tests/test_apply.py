@@ -266,3 +266,84 @@ def test_a_region_finds_the_module_behind_what_it_calls(held: str) -> None:
     ours, calls = run(reactivate.checkpoint, True)
     assert calls > 1, "it was recomputed"
     assert all(map(torch.equal, plain, ours))
+
+
+class Mixed(Model):
+    """Layers with a norm between them, and one of another class."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.layers.append(nn.LayerNorm(WIDTH))
+        self.layers.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_handle_says_what_was_done() -> None:
+    handle = reactivate.apply(Mixed(), policies.recompute_every(2))
+    assert handle.regions == ("layers.0", "layers.2")
+    assert set(handle.kept) == {"layers.1", "layers.3", "layers.4"}
+    assert str(handle).splitlines() == [
+        "recompute_every(2): 2 regions, recomputed in backward.",
+        "  Block: layers.0, layers.2",
+        "Beside the regions, not recomputed:",
+        "  layers.1, layers.4: the policy does not select them",
+        "  layers.3: single layers without modules inside, of which recomputation would drop little",
+    ]
+    assert repr(handle) == "Handle(recompute_every(2), regions=2)"
+    saved = reactivate.apply(Model(), KEEP_MODULES)
+    assert "Saved inside of regions:\n  layers.0.down, layers.1.down" in str(saved)
+    assert saved.kept == {}
+
+
+def test_a_copy_says_what_was_done() -> None:
+    model = Mixed()
+    handle = reactivate.apply(model, policies.full())
+    for twin in (copy.deepcopy(model), through_pickle(model)):
+        assert str(reactivate.Handle.of(twin)) == str(handle)
+
+
+def test_a_policy_is_replaced() -> None:
+    model = Model()
+    first = reactivate.apply(model, policies.full(), replace=True)
+    second = reactivate.apply(model, policies.recompute_every(2), replace=True)
+    assert reactivate.Handle.of(model) is second
+    first.remove()
+    assert reactivate.Handle.of(model) is second
+    with pytest.raises(UsageError, match="matches nothing"):
+        reactivate.apply(model, policies.recompute_modules("nowhere"), replace=True)
+    assert reactivate.Handle.of(model) is second
+    reactivate.apply(model, policies.none(), replace=True)
+    assert reactivate.Handle.of(model) is None
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_part_of_a_larger_model_keeps_its_policy() -> None:
+    model = Model()
+    handle = reactivate.apply(model, policies.full())
+    with pytest.raises(UsageError, match="larger model"):
+        reactivate.apply(model.layers[0], policies.recompute_modules(nn.Linear), replace=True)
+    assert reactivate.Handle.of(model) is handle and reactivate.Handle.of(model.layers[0]) is handle
+
+
+def test_a_handle_is_a_context() -> None:
+    model = Model()
+    with reactivate.apply(model, policies.full()) as handle:
+        assert reactivate.Handle.of(model) is handle
+    assert reactivate.Handle.of(model) is None
+    with pytest.raises(KeyError), reactivate.apply(model, policies.full()):
+        raise KeyError
+    assert reactivate.Handle.of(model) is None
+
+
+def test_verify_with_a_policy_leaves_the_applied_one() -> None:
+    model = Model()
+    handle = reactivate.apply(model, policies.full())
+    forward = model.layers[0].forward
+    verdict = reactivate.verify(model, torch.randn(8, WIDTH), policy=policies.recompute_every(2))
+    assert verdict and verdict.regions == 2
+    assert reactivate.Handle.of(model) is handle and model.layers[0].forward is forward
+    assert reactivate.verify(model, torch.randn(8, WIDTH)).regions == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ pytest.importorskip("click", reason="the extra `cli`")
 from click.testing import CliRunner, Result
 
 import reactivate
-from reactivate import policies, report
+from reactivate import _doctor, policies, report
+from reactivate._torch.ways import Way
 from reactivate.cli import command, demo, huggingface
 from reactivate.cli.policy import parse_policy
 from reactivate.cli.where import where_of
@@ -57,6 +59,14 @@ def blocks(layers: int = 3, batch: int = 64, dim: int = 16) -> tuple[nn.Module, 
 
 def with_keywords() -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:
     return nn.Linear(4, 4), (), {"input": torch.randn(2, 4)}
+
+
+def with_a_dict() -> tuple[nn.Module, dict[str, Tensor]]:
+    return nn.Linear(4, 4), {"input": torch.randn(2, 4)}
+
+
+def with_a_list() -> tuple[nn.Module, list[Tensor]]:
+    return nn.Linear(4, 4), [torch.randn(2, 4)]
 
 
 def model_alone() -> nn.Module:
@@ -267,6 +277,11 @@ def test_a_plan_for_another_model_is_refused(saved: Path) -> None:
 
 
 # -- explain ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factory", ["with_keywords", "with_a_dict", "with_a_list"])
+def test_a_factory_returns_a_batch_as_it_comes(factory: str) -> None:
+    assert answer("verify", f"test_cli:{factory}")["is_same"] is True
 
 
 def test_explain(saved: Path) -> None:
@@ -533,17 +548,23 @@ def test_what_a_target_raises_is_one_line() -> None:
     assert json.loads(stopped.stdout)["error"]["kind"] == "interrupted"
 
 
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [("rich", ["devices"]), ("transformers", ["plan", "LlamaConfig"])],
-)
-def test_a_missing_extra_is_named(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def without(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [module, *(name for name in sys.modules if name.startswith(f"{module}."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert "pip install" in line(*arguments, code=3)
-    document = run(*arguments, "--json")  # of which `devices` draws no table
-    assert document.exit_code == (0 if module == "rich" else 3)
-    assert module == "rich" or json.loads(document.stdout)["error"]["kind"] == "missing_extra"
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    without("transformers", monkeypatch)
+    assert "pip install" in line("plan", "LlamaConfig", code=3)
+    document = run("plan", "LlamaConfig", "--json")
+    assert document.exit_code == 3
+    assert json.loads(document.stdout)["error"]["kind"] == "missing_extra"
+
+
+def test_without_rich_tables_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    without("rich", monkeypatch)
+    result = run("devices")
+    assert result.exit_code == 0 and "H100-SXM" in result.stdout
 
 
 def test_help_and_version() -> None:
@@ -590,3 +611,43 @@ def test_without_click_the_extra_is_named(tmp_path: Path) -> None:
     assert done.returncode == 3
     assert done.stderr == "error: the command needs click, which is not installed: pip install 'reactivate[cli]'\n"
     assert done.stdout == ""
+    for arguments in ([], ["--help"]):
+        done = process(["-c", script, *arguments], tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "doctor" in done.stdout and "reactivate[cli]" in done.stdout
+
+
+# -- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_names_what_is_installed() -> None:
+    document = answer("doctor")
+    assert document == _doctor.examine()
+    assert (document["torch"], document["python"]) == (torch.__version__, platform.python_version())
+    assert document["devices"][0] == "cpu"
+    assert document["packages"]["click"]
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert torch.__version__ in result.stdout and platform.platform() in result.stdout
+
+
+def test_doctor_needs_no_extra(tmp_path: Path) -> None:
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in ("click", "rich", "matplotlib", "jinja2"))
+    script = f"import sys; {blocked}from reactivate.__main__ import main; sys.exit(main())"
+    done = process(["-c", script, "doctor", "--json"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["torch"] == torch.__version__
+
+
+def test_doctor_names_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Way(("torch._C._gone",), "what is gone", False, "every backward")
+    slow = Way((), "the memory of something", False)
+    monkeypatch.setattr(_doctor, "ways", [Way(("torch._C._there",), "what is there", True, "it"), gone, slow])
+    assert _doctor.slow_ways() == [
+        {"what": "what is gone", "names": ["torch._C._gone"], "lost": "every backward"},
+        {"what": "the memory of something", "names": [], "lost": ""},
+    ]
+    shown = run("doctor").stdout
+    assert "1 private names and layouts" in shown
+    assert "not: what is gone (torch._C._gone); lost: every backward" in shown
+    assert "not: the memory of something (a layout in memory); a public way takes its place, slower" in shown

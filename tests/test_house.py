@@ -24,9 +24,10 @@ MODULES = sorted(
 
 # From the ground up: what stands in a row may import what stands in it or above.
 FLOORS = [
-    ["reactivate.errors", "reactivate._types"],
-    ["reactivate._torch", "reactivate._standin", "reactivate.storage"],
+    ["reactivate.errors", "reactivate._types", "reactivate._nearest"],
+    ["reactivate._torch", "reactivate._standin", "reactivate._view", "reactivate.storage"],
     ["reactivate._backends", "reactivate.policies", "reactivate._blocks", "reactivate.report.table"],
+    ["reactivate._arguments"],
     ["reactivate._state"],
     [
         *(f"reactivate.planner.{name}" for name in ("budget", "devices", "prediction", "progress", "roofline")),
@@ -43,7 +44,7 @@ FLOORS = [
     ["reactivate.report"],
     ["reactivate.dropin", "reactivate.integrations", "reactivate.recipe"],
     ["reactivate"],
-    ["reactivate.cli"],
+    ["reactivate.cli", "reactivate._doctor"],
 ]
 
 

@@ -726,3 +726,17 @@ def test_swapped_tensors() -> None:
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(module.mask, torch.zeros(5_000))
     module.mask.data = torch.zeros(5_000)
+
+
+@shows("Checkpointed modules")
+def test_a_module_under_two_names_and_a_class_with_slots() -> None:
+    class Slotted(nn.Linear):
+        __slots__ = ("extra",)
+
+    linear = nn.Linear(4, 4)
+    both = nn.ModuleDict({"block": linear, "fast": reactivate.checkpoint(linear)})
+    assert list(both.state_dict()) == ["block.weight", "block.bias", "fast.weight", "fast.bias"]
+    assert len(list(both.parameters())) == 2
+    slotted = reactivate.checkpoint(Slotted(4, 4))
+    assert not isinstance(slotted, nn.Module)
+    slotted(leaf()).sum().backward()

@@ -447,12 +447,13 @@ def test_copies_of_a_planned_model_have_the_plan() -> None:
         assert_all_bitwise(gradients_of(case.model), gradients_of(twin))
 
 
-def test_a_plan_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_measured_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(gpt(layers=3))
     found = plan.measure()
     assert found.holds and abs(found.error) <= 0.01 and found.measured_bytes <= plan.budget_bytes
     assert found.measured_seconds > 0
-    assert capsys.readouterr().out.startswith("Peak: promised")
+    assert str(found).startswith("Peak: promised")
+    assert capsys.readouterr().out == ""
 
 
 def test_other_shapes_are_told_of() -> None:
@@ -509,11 +510,23 @@ def test_an_optimizer_in_the_step_is_refused() -> None:
     assert_all_bitwise(before, dict(case.model.state_dict()))
 
 
-def test_a_policy_that_is_applied_already_is_refused() -> None:
+def test_a_model_with_a_policy_is_planned_and_measured_without_it() -> None:
     case = gpt(layers=2)
-    reactivate.apply(case.model, reactivate.policies.full())
-    with pytest.raises(UsageError, match="applied to this model already"):
-        planned(case)
+    expected = planned(case)
+    handle = reactivate.apply(case.model, reactivate.policies.full())
+    plan = planned(case)
+    assert [item.treatment for item in plan.decisions] == [item.treatment for item in expected.decisions]
+    assert plan.plain.peak_bytes == expected.plain.peak_bytes
+    assert reactivate.Handle.of(case.model) is handle
+    assert abs(plan.measure().error) <= 0.01
+    replaced = reactivate.apply(case.model, plan, replace=True)
+    assert reactivate.Handle.of(case.model) is replaced
+    assert abs(plan.measure().error) <= 0.01
+    assert plan.at("100%").budget == "100%"
+    with pytest.raises(UsageError) as caught:
+        reactivate.apply(case.model, plan)
+    assert "replace=True" in str(caught.value) and "\n" not in str(caught.value)
+    assert reactivate.Handle.of(case.model) is replaced
 
 
 class Deciding(nn.Module):

@@ -59,7 +59,7 @@ def test_units_lie_beside_one_another() -> None:
 def test_plain_sequentials_repeat_only_if_they_are_alike() -> None:
     stem = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     body = nn.Sequential(Block(8), Block(8))
-    assert list(blocks_of(nn.Sequential(stem, body))) == ["1.0", "1.1"]
+    assert list(blocks_of(nn.Sequential(stem, body))) == ["0", "1.0", "1.1"]
     assert list(blocks_of(nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))))) == ["0", "1"]
 
 

@@ -49,6 +49,42 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Other(nn.Module):
+    """A layer of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Numbered(nn.Module):
+    """Stages under numbered names, each with numbered layers, as RegNets have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = Other(), nn.Linear(4, 2)
+        for name in ("s1", "s2", "s3"):
+            stage = self.add_stage(name)
+            stage.b1, stage.b2 = Block(), Block()
+
+    def add_stage(self, name: str) -> Any:
+        self.add_module(name, Stage())
+        return getattr(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.s3(self.s2(self.s1(self.stem(x)))))
+
+
+class Stage(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
 class Sites:
     """Counts the saved calls of the regions that it watches, by what messages call them."""
 
@@ -175,6 +211,29 @@ def test_an_op_is_saved_however_it_is_called(call: Callable[[Tensor, Tensor], Te
         assert_bitwise(one, other, "gradient")
 
 
+@pytest.mark.parametrize(
+    "policy", [policies.recompute_every(100), policies.first_match(LINEAR, policies.recompute_every(5))]
+)
+def test_more_than_the_blocks_there_are_is_refused(policy: Any) -> None:
+    with pytest.raises(UsageError, match=r"recompute_every\(\d+\).* the 4 blocks .*layers\.0.*takes 1 to 4"):
+        reactivate.apply(Model(4), policy)
+    assert reactivate.apply(Model(4), policies.recompute_every(4)).regions == ("layers.0",)
+
+
+@pytest.mark.parametrize("make", [Numbered, lambda: Model(1), lambda: nn.Sequential(Block(), Other(), Block())])
+def test_every_block_is_recomputed_bitwise(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    assert saved_in(model, policies.full()) == [[]] * len(blocks_of(model))
+
+
+@pytest.mark.parametrize(("name", "first", "count"), [("regnety_002", "s1", 4), ("efficientnet_b0", "blocks.0.0", 16)])
+def test_the_blocks_of_models_of_timm(name: str, first: str, count: int) -> None:
+    model = pytest.importorskip("timm").create_model(name)
+    found = list(blocks_of(model))
+    assert (found[0], len(found)) == (first, count)
+    assert reactivate.verify(model, torch.randn(2, 3, 64, 64), policy=policies.full())
+
+
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -189,11 +248,22 @@ def mixture() -> nn.Module:
         (Model, ["layers.0", "layers.1", "layers.2", "layers.3"]),
         (lambda: nn.ModuleDict({"first": Block(), "second": Block()}), ["first", "second"]),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []),
-        (lambda: nn.Sequential(Block(), nn.Sequential(nn.ReLU())), []),
+        (lambda: nn.Sequential(Block(), nn.Sequential(nn.ReLU())), ["0"]),
         (lambda: nn.ModuleDict({"encoder": Model(2), "decoder": Model(2)}), ["encoder", "decoder"]),
         (lambda: nn.Transformer(4, 1, 2, 2, 4), [f"{part}coder.layers.{i}" for part in ("en", "de") for i in (0, 1)]),
         (lambda: nn.Sequential(*[Block()] * 3), ["0"]),
         (lambda: nn.Sequential(nn.Sequential(nn.ReLU(), nn.ReLU()), nn.Sequential(nn.ReLU(), nn.ReLU())), []),
+        (lambda: nn.Sequential(Block(), Other(), Block(), Block()), ["0", "1", "2", "3"]),
+        (lambda: nn.ModuleList([Other(), Block(), Block(), Other()]), ["0", "1", "2", "3"]),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.LayerNorm(4), Other()), ["1", "2", "4"]),
+        (lambda: nn.Sequential(Block(), Model(2), Block()), ["0", "1.layers.0", "1.layers.1", "2"]),
+        (lambda: Model(1), ["layers.0"]),
+        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4), 1), ["layers.0"]),
+        (lambda: nn.ModuleList([Block(), Other()]), ["0", "1"]),
+        (lambda: nn.Sequential(nn.Sequential(Other()), nn.Sequential(Block(), Block())), ["0.0", "1.0", "1.1"]),
+        (lambda: nn.Sequential(nn.Sequential(Block()), nn.Linear(4, 4)), ["0.0"]),
+        (Numbered, ["s1", "s2", "s3"]),
+        (lambda: nn.Linear(4, 4), []),
     ],
 )
 def test_blocks_are_the_outermost_repeated_layers(make: Callable[[], nn.Module], expected: list[str]) -> None:
@@ -336,15 +406,15 @@ def test_policies_are_values() -> None:
         (lambda: policies.recompute_every(2, offset=2), "an offset from 0 to 1; got 2"),
         (lambda: policies.every_nth(0, LINEAR), "at least 1; got 0"),
         (lambda: policies.every_nth(2, LINEAR, -1), "an offset from 0 to 1; got -1"),
-        (lambda: policies.every_nth(2, "linear"), "'linear' is none"),
+        (lambda: policies.every_nth(2, "linear"), "every_nth takes a policy"),
         (lambda: policies.first_match(), "at least one policy"),
-        (lambda: policies.first_match(LINEAR, 3), "3 is none"),
-        (lambda: policies.either(None), "None is none"),
+        (lambda: policies.first_match(LINEAR, 3), "first_match takes a policy"),
+        (lambda: policies.either(None), "either takes a policy"),
         (lambda: policies.except_(LINEAR), "at least one exception"),
         (lambda: reactivate.apply(Model(), None), "apply takes a policy"),
         (lambda: reactivate.apply(torch.sin, policies.full()), "For a function use checkpoint()"),
-        (lambda: reactivate.checkpoint(torch.sin, policy=3), "policy= takes a policy"),
-        (lambda: reactivate.site(3, name="x"), "cannot be called"),
+        (lambda: reactivate.checkpoint(torch.sin, policy=3), "checkpoint(policy=...) takes a policy"),
+        (lambda: reactivate.site(3, name="x"), "Write site(fn, name='x')(x)"),
         (lambda: reactivate.site(torch.sin, name=""), "takes a name"),
     ],
 )

@@ -683,12 +683,8 @@ def test_a_copy_has_the_recipe_too() -> None:
         assert torch.equal(copied(x), model(x))
 
 
-def test_the_examples_of_the_page_run() -> None:
+def test_the_yaml_of_the_page() -> None:
     page = (Path(__file__).parent.parent / "docs" / "recipes.md").read_text()
-    examples = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import torch" in text]
-    assert len(examples) == 3
-    for text in examples:
-        exec(text, {"__name__": "example"})
     (policy,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert recipe.load(yaml.safe_load(policy)).to_dict() == yaml.safe_load(policy)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ import pytest
 import torch
 from oracle import random_states
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 import reactivate
 from reactivate import policies
-from reactivate._verify import compare
+from reactivate._verify import compare, leaves_of
 from reactivate.errors import UsageError
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -338,3 +340,61 @@ def test_the_model_may_be_under_no_grad_and_the_verdict_is_the_same() -> None:
     with torch.no_grad():
         assert_good(reactivate.verify(network(), torch.randn(4, 8)))
         assert not torch.is_grad_enabled()
+
+
+class Output(OrderedDict[str, Tensor]):
+    """Registered as diffusers registers its outputs: a mapping, without keys."""
+
+
+class Pair:
+    """Registered without keys, and no mapping."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
+
+
+_pytree.register_pytree_node(
+    Output, lambda output: (list(output.values()), list(output)), lambda values, keys: Output(zip(keys, values))
+)
+_pytree.register_pytree_node(Pair, lambda pair: ([pair.first, pair.second], None), lambda values, _: Pair(*values))
+
+
+class Wrapping(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.wrap = wrap
+
+    def forward(self, x: Any) -> Any:
+        x = x["sample"] if isinstance(x, Output) else x.first if isinstance(x, Pair) else x
+        for layer in self.layers:
+            x = layer(x)
+        return self.wrap(x)
+
+
+WRAPPED: dict[str, Callable[[Tensor], Any]] = {
+    "mapping": lambda x: Output(sample=x),
+    "object": lambda x: Pair(x, None),
+    "inside": lambda x: {"out": [Pair(x, x * 2), 3], "rest": (x.exp(), Output(sample=x))},
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_containers_that_are_registered_without_keys(wrap: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(2, 4)
+    for batch in (x, (Output(sample=x),), (Pair(x, None),)):
+        assert reactivate.verify(Wrapping(wrap), batch, policy=reactivate.policies.full()).regions == 2
+        assert reactivate.explain(Wrapping(wrap), batch).outside_bytes > 0
+        assert reactivate.explain(Wrapping(wrap), batch, fake=True).is_fake
+        assert reactivate.plan(Wrapping(wrap), batch, budget="100%").predicted.peak_bytes > 0
+
+
+def test_leaves_of_containers_without_keys_have_names() -> None:
+    one = torch.ones(1)
+    value = {"a": [Pair(one, 3)], "b": Output(sample=one), "c": (one, [one])}
+    assert list(leaves_of("output", value)) == [
+        "output['a'][0][0]",
+        "output['b']['sample']",
+        "output['c'][0]",
+        "output['c'][1][0]",
+    ]

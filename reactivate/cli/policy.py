@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reactivate import policies, storage
+from reactivate._nearest import did_you_mean
 from reactivate._types import Policy
-from reactivate.cli.nearest import did_you_mean
 from reactivate.errors import UsageError
 
 LONGEST = 10_000  # characters

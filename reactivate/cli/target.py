@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from reactivate._nearest import did_you_mean
 from reactivate._torch.containers import flatten, unflatten
 from reactivate.cli import huggingface
-from reactivate.cli.nearest import did_you_mean
 from reactivate.errors import UsageError
 
 
@@ -170,8 +170,12 @@ def _unpacked(target: str, made: Any) -> Subject:
             f"TARGET {target!r} returned ({kinds}). It takes a function that returns a model, (model, args) or (model, "
             "args, kwargs)."
         )
-    args = parts[1] if len(parts) > 1 else ()
-    subject = Subject(model, args if isinstance(args, tuple) else (args,), dict(parts[2]) if len(parts) > 2 else {})
+    args: Any = parts[1] if len(parts) > 1 else ()
+    kwargs = dict(parts[2]) if len(parts) > 2 else {}
+    if isinstance(args, Mapping) and len(parts) == 2:
+        args, kwargs = (), dict(args)
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    subject = Subject(model, args, kwargs)
     _check_inputs(target, subject)
     return subject
 

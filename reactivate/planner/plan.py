@@ -21,19 +21,16 @@ from reactivate.planner.budget import Budget, parse
 from reactivate.planner.prediction import Fixed, Moment, Point, Prediction, Proof
 from reactivate.planner.treatments import Assignment, Treatment
 from reactivate.policies._base import Interest, ReadyMade
-from reactivate.report.plan_table import printed
+from reactivate.report.plan_table import text
 
 VERSION = 1
 
 
 class Runner(Protocol):
-    """What can still run the step that a plan was made for.
+    """What can still run the step that a plan was made for."""
 
-    Attributes:
-        replan: from another budget to its plan.
-    """
-
-    replan: Callable[[Budget | None], Plan]
+    def replan(self, budget: Budget | None) -> Plan:
+        """Return the plan for another budget."""
 
     def measure(self, plan: Plan) -> Any:
         """Run it with `plan`."""
@@ -142,7 +139,7 @@ class Plan(ReadyMade):
         return f"Plan({self.made_for.model} in {in_words(self.budget_bytes)}: {done})"
 
     def __str__(self) -> str:
-        return printed(self)
+        return text(self)
 
     def __hash__(self) -> int:
         return hash((self.made_for, self.decisions))
@@ -192,10 +189,12 @@ class Plan(ReadyMade):
         return max(self.predicted.peak_bytes, self.optimizer_bytes)
 
     def measure(self) -> Any:
-        """Run the step with the plan, and say what was promised and what was found.
+        """Run the step with the plan, and return what was promised beside what was found.
+
+        A policy that is applied to the model, this plan or another, is left out meanwhile.
 
         Returns:
-            A `Measurement`, which is also printed.
+            A `Measurement`: `print` it.
 
         Raises:
             UsageError: the plan was loaded from a file, so that there is nothing to run: see `measure` in
@@ -203,9 +202,7 @@ class Plan(ReadyMade):
         """
         if self.runner is None:
             raise UsageError("This plan was loaded from a file and has no step to run. Plan again, to measure.")
-        found = self.runner.measure(self)
-        print(found)
-        return found
+        return self.runner.measure(self)
 
     def at(self, budget: int | str) -> Plan:
         """The plan for another budget, without another look at the model.
@@ -215,7 +212,7 @@ class Plan(ReadyMade):
 
         Raises:
             PlanInfeasible: there is none.
-            UsageError: the plan was loaded from a file, or the model has a policy applied.
+            UsageError: the plan was loaded from a file.
         """
         if self.runner is None:
             raise UsageError("This plan was loaded from a file and has no step to plan for. Plan again.")

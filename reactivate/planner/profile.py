@@ -8,6 +8,7 @@ every policy.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 from collections import defaultdict
@@ -142,14 +143,25 @@ def _watched(device: torch.device) -> Iterator[Callable[[], dict[int, int]]]:
     if device.type != "cpu":
         yield dict
         return
-    profiler = _profiler()
-    with profiler:
+    with _profiler() as profiler:
         yield lambda: _tops(_events(profiler))
 
 
-def _profiler() -> Any:
-    """Return a profiler of one cycle. torch 2.11 warns, unless it is asked for the events of every cycle."""
-    return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+@contextmanager
+def _profiler() -> Iterator[Any]:
+    """Profile one cycle, without the profiler's log on the terminal."""
+    is_set = _LOG_LEVEL in os.environ
+    os.environ.setdefault(_LOG_LEVEL, "6")  # read when the first profiler of a process starts
+    try:
+        # torch 2.11 warns, unless it is asked for the events of every cycle.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+            yield profiler
+    finally:
+        if not is_set:
+            os.environ.pop(_LOG_LEVEL, None)
+
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 def _events(profiler: Any) -> list[dict[str, Any]]:
@@ -202,8 +214,7 @@ def measured_peak(step: Callable[[], object], device: torch.device) -> int:
         step()
         torch.accelerator.synchronize()
         return int(torch.accelerator.max_memory_allocated() - before)
-    profiler = _profiler()
-    with profiler:
+    with _profiler() as profiler:
         step()
     changes = [event for event in _events(profiler) if event["name"] == "[memory]"]
     live = top = 0

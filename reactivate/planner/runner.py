@@ -11,7 +11,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._apply import apply
+from reactivate._apply import Handle, apply, paused
 from reactivate._engine.accounts import in_words
 from reactivate._engine.replay import is_recomputing
 from reactivate._verify import leaves_of
@@ -42,7 +42,12 @@ class StepRunner:
         self._step = step
         self._place = place
         self._costs = costs
-        self.replan = replan
+        self._replan = replan
+
+    def replan(self, budget: Budget | None) -> Plan:
+        """Return the plan for another budget."""
+        with paused(self._step.model):
+            return self._replan(budget)
 
     def measure(self, plan: Plan) -> Measurement:
         """Run the step with `plan`: once to warm up, once for its peak, then for its time."""
@@ -53,13 +58,10 @@ class StepRunner:
         device = self._place.device
         peaks: list[int] = []
         seconds: list[float] = []
-        handle = apply(self._step.model, plan.assignment)
-        try:
+        with paused(self._step.model), apply(self._step.model, plan.assignment):
             self._step.run_for_real()
             self._step.run_for_real(watch=lambda run: peaks.append(measured_peak(run, device)))
             self._step.run_for_real(_TIMED, watch=lambda run: seconds.append(seconds_of(run, device)))
-        finally:
-            handle.remove()
         return Measurement(
             plan.budget_bytes,
             plan.predicted.peak_bytes,
@@ -106,6 +108,9 @@ class _Watch:
             return
         shapes = _shapes_of(args, kwargs)
         if shapes in self._known:
+            return
+        handle = Handle.of(model)
+        if handle is None or handle.policy != self._plan:  # while the model is planned or measured
             return
         self._known.add(shapes)
         warnings.warn(self._words(shapes, args, kwargs), stacklevel=4)

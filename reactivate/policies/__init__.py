@@ -3,6 +3,9 @@
 A policy is any callable `Site -> Action | None`. Those here are frozen values that compose.
 """
 
+from typing import Any
+
+from reactivate._nearest import did_you_mean
 from reactivate._types import Action, Policy, Recompute, Save, Site
 from reactivate.policies.combine import either, every_nth, except_, first_match
 from reactivate.policies.layers import full, none, recompute_every, recompute_modules
@@ -28,3 +31,8 @@ __all__ = [
     "save_names",
     "save_ops",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    hint = "" if name.startswith("__") else did_you_mean(name, __all__)
+    raise AttributeError(f"{__name__} has no {name!r}.{hint}")

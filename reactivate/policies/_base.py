@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal
 
 from torch.nn import Module
 
+from reactivate._nearest import described
 from reactivate._types import DEVICE, Action, Policy, Site
 from reactivate.errors import UsageError
 
@@ -81,6 +86,13 @@ class ReadyMade:
         """What it says of the calls inside of the region at `path`: where that is less, less has to be looked at."""
         return self
 
+    def check_blocks(self, blocks: Sequence[str]) -> None:
+        """See to it that the policy is for a model with these blocks.
+
+        Raises:
+            UsageError: it is not.
+        """
+
     def applied_to(self, model: Module) -> Callable[[], None]:
         """It is applied to `model`.
 
@@ -98,6 +110,53 @@ class ReadyMade:
         return False
 
 
+def check_policy(policy: Any, asked_by: str) -> None:
+    """See to it that `policy` is one.
+
+    Args:
+        policy: anything.
+        asked_by: the function that was given it.
+
+    Raises:
+        UsageError: it is something else; the message says what to write.
+    """
+    if callable(policy) and not isinstance(policy, (type, Module)) and not _is_factory(policy):
+        return
+    raise UsageError(
+        f"{asked_by} takes a policy, a function of a site such as policies.full(); got {_found(policy)}"
+        f"{_remedy_for(policy, asked_by)}"
+    )
+
+
+def _found(policy: Any) -> str:
+    return f"the function {policy.__name__}" if _is_factory(policy) else described(policy)
+
+
+def _is_factory(value: Any) -> bool:
+    """Whether `value` is a function that makes policies."""
+    return isinstance(value, FunctionType) and value.__module__.startswith(__package__ + ".")
+
+
+def _remedy_for(policy: Any, asked_by: str) -> str:
+    names = sys.modules[__package__].__dict__
+    factories = [name for name, value in names.items() if _is_factory(value)]
+    if isinstance(policy, str):
+        close = [policy] if policy in factories else difflib.get_close_matches(policy, factories, 1)
+        return f": write {_call_of(names[close[0]])}." if close else "."
+    if _is_factory(policy):
+        return f", which makes one: write {_call_of(policy)}."
+    if isinstance(policy, type) and issubclass(policy, Module):
+        return f". For the modules of this class write policies.recompute_modules({policy.__name__})."
+    if isinstance(policy, (list, tuple)) and policy and all(map(callable, policy)):
+        return ". Make one of several: policies.first_match(a, b)."
+    return "."
+
+
+def _call_of(factory: Any) -> str:
+    required = [item for item in inspect.signature(factory).parameters.values() if item.default is item.empty]
+    return f"policies.{factory.__name__}({'...' if required else ''})"
+
+
 def _nothing() -> None:
     """Undo nothing."""
 
@@ -106,6 +165,12 @@ def written(function: str, *arguments: object, **options: object) -> str:
     """A call as users write it, without options that are None or the default storage."""
     given = [f"{name}={value!r}" for name, value in options.items() if value is not None and value != DEVICE]
     return f"{function}({', '.join([*(getattr(item, '__name__', None) or repr(item) for item in arguments), *given])})"
+
+
+def shortened(names: Iterable[str], limit: int = 20) -> str:
+    """Return the first of many names, and how many more there are."""
+    found = list(names)
+    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
 
 
 def check_every(n: int, offset: int, function: str, rest: str = "") -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from reactivate._types import Action, Policy, Save, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import Interest, ReadyMade, check_every, interest_of, written
+from reactivate.policies._base import Interest, ReadyMade, check_every, check_policy, interest_of, written
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,5 +148,4 @@ def _check(policies: tuple[Policy, ...], asked_by: str) -> None:
     if not policies:
         raise UsageError(f"{asked_by} takes at least one policy.")
     for policy in policies:
-        if not callable(policy):
-            raise UsageError(f"{asked_by} takes policies, functions of a site; {policy!r} is none.")
+        check_policy(policy, asked_by)

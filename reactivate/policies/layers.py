@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reactivate._types import Action, Recompute, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import ReadyMade, check_every, written
+from reactivate.policies._base import ReadyMade, check_every, shortened, written
 from reactivate.policies._select import Selector, check, selects
 
 
@@ -22,8 +23,9 @@ class _Full(ReadyMade):
 def full() -> ReadyMade:
     """Recompute every block.
 
-    Blocks are the repeated layers of a model, under whatever name: the children of its `ModuleList`s, `ModuleDict`s and
-    `Sequential`s that share a class, the outermost ones.
+    Blocks are the layers in the lists of a model, under whatever name: the children of its `ModuleList`s, and those of a
+    `ModuleDict` or `Sequential` in which two share a class; the outermost ones. A child that is not made of modules itself
+    (an embedding, a norm) is no block; `print(handle)` says which these are.
 
     Example:
         >>> import torch, reactivate
@@ -63,6 +65,13 @@ class _Every(ReadyMade):
 
     def __call__(self, site: Site) -> Action | None:
         return Recompute() if site.block is not None and site.block % self.k == self.offset else None
+
+    def check_blocks(self, blocks: Sequence[str]) -> None:
+        if 0 < len(blocks) < self.k:
+            raise UsageError(
+                f"apply: {self} counts further than the {len(blocks)} blocks of the model ({shortened(blocks)}). It takes 1 "
+                f"to {len(blocks)}; recompute_every({len(blocks)}) recomputes one block."
+            )
 
 
 def recompute_every(k: int, offset: int = 0) -> ReadyMade:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reactivate._engine.accounts import in_words
-from reactivate.errors import UsageError
 from reactivate.planner.prediction import Point
 from reactivate.report.planned import Decided, Planned
 from reactivate.report.table import Column, Row, draw, write_plainly
@@ -22,23 +21,12 @@ def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str
     Args:
         plan: the plan.
         width: in characters; that of the terminal if None, 120 where there is none.
-        plain: without rich, as wide as it gets.
-
-    Raises:
-        UsageError: rich is not installed, and `plain` is not set.
+        plain: without rich, as wide as it gets; so it is where rich is not installed.
     """
     head = "\n".join([verdict(plan), proof(plan), memory(plan)])
     tables = ((BLOCK_COLUMNS, block_rows(plan)), (CHOICE_COLUMNS, choice_rows(plan)))
     drawn = (write_plainly(*table) if plain else draw(*table, width=width) for table in tables)
     return "\n\n".join([head, *(table.strip("\n") for table in drawn)])
-
-
-def printed(plan: Planned) -> str:
-    """The same with whatever is there: without rich where that is not installed."""
-    try:
-        return text(plan)
-    except UsageError:
-        return text(plan, plain=True)
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------

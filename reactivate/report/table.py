@@ -1,4 +1,4 @@
-"""A table as text, drawn by rich: a tree in the first column, figures in the others."""
+"""A table as text: a tree in the first column, figures in the others. Drawn by rich where that is installed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
-
-from reactivate.errors import UsageError
 
 WIDTH = 120  # where there is no terminal
 
@@ -50,8 +48,7 @@ def draw(columns: Sequence[Column], rows: Iterable[Row], *, title: str = "", wid
         title: what stands above it.
         width: in characters; that of the terminal if None, 120 where there is none.
 
-    Raises:
-        UsageError: rich is not installed.
+    Without rich it is as wide as it gets (`write_plainly`).
 
     Example:
         >>> from reactivate.report.table import Column, Row, draw
@@ -59,7 +56,10 @@ def draw(columns: Sequence[Column], rows: Iterable[Row], *, title: str = "", wid
         >>> text.split()[-4:]
         ['layers.0', '4', 'KiB', 'linear']
     """
-    console, table_class, text_class, box = _rich()
+    rich = _rich()
+    if rich is None:
+        return write_plainly(columns, rows, title=title)
+    console, table_class, text_class, box = rich
     table = table_class(box=box)
     for column in columns:
         table.add_column(
@@ -82,22 +82,19 @@ def _width() -> int:
     return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
 
 
-def _rich() -> tuple[Any, Any, Any, Any]:
+def _rich() -> tuple[Any, Any, Any, Any] | None:
     try:
         from rich import box
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
-    except ImportError as error:
-        raise UsageError(
-            "A report as a table is drawn by rich, which is not installed: `pip install 'reactivate[report]'`. Without "
-            "it there are `explanation.text(plain=True)` and `explanation.to_json()`."
-        ) from error
+    except ImportError:
+        return None
     return Console, Table, Text, box.SIMPLE
 
 
 def write_plainly(columns: Sequence[Column], rows: Iterable[Row], *, title: str = "") -> str:
-    """The same without rich: columns as wide as what is in them, separated by two spaces."""
+    """Return the table as `draw` does without rich: columns as wide as what is in them, separated by two spaces."""
     lines = [[column.title for column in columns]]
     lines += [["  " * row.depth + row.cells[0], *row.cells[1:]] for row in rows]
     lines = [[*line, *[""] * (len(columns) - len(line))] for line in lines]

@@ -5,6 +5,7 @@ import click
 import reactivate
 from reactivate.cli.commands.demo import demo
 from reactivate.cli.commands.devices import devices
+from reactivate.cli.commands.doctor import doctor
 from reactivate.cli.commands.explain import explain
 from reactivate.cli.commands.plan import plan
 from reactivate.cli.commands.show import show
@@ -30,5 +31,5 @@ def command(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for each in (plan, show, verify, explain, demo, devices):
+for each in (plan, show, verify, explain, demo, devices, doctor):
     command.add_command(each)

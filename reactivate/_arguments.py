@@ -1,0 +1,122 @@
+"""A model with example arguments, as `plan`, `explain` and `verify` are given them, and refusals of what is neither."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.nn import Module
+
+from reactivate._nearest import described
+from reactivate.errors import UsageError
+from reactivate.policies._base import ReadyMade
+
+
+def example_of(asked_by: str, model: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments of the example call of a model.
+
+    Args:
+        asked_by: the function that was given them.
+        model: a module or a function.
+        args: a tuple or a list of arguments; a mapping is taken for keyword arguments, anything else for one argument.
+        kwargs: keyword arguments, or None.
+
+    Raises:
+        UsageError: `model` cannot be called, or there is no batch in `args`.
+
+    Example:
+        >>> from reactivate._arguments import example_of
+        >>> example_of("plan", max, [1, 2], None), example_of("plan", print, {"end": ""}, None)
+        (((1, 2), {}), ((), {'end': ''}))
+    """
+    check_callable(asked_by, model)
+    _check_batch(asked_by, args)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(
+            f"{asked_by}: kwargs= takes a dict of keyword arguments; got {described(kwargs)}. Positional arguments are one "
+            f"tuple: {asked_by}(model, (x, y), kwargs={{...}})."
+        )
+    if isinstance(args, Mapping):
+        if kwargs is not None:
+            raise UsageError(
+                f"{asked_by} was given two mappings of keyword arguments. Write {asked_by}(model, kwargs={{**args, "
+                f"**kwargs}}); if the model takes the first one as an argument, {asked_by}(model, (args,), kwargs)."
+            )
+        found = (), dict(args)
+        _check_binding(asked_by, model, found, "mapping", "its items are keyword arguments")
+        return found
+    if isinstance(args, list):
+        found = tuple(args), dict(kwargs or {})
+        _check_binding(asked_by, model, found, "list", "its items are positional arguments")
+        return found
+    return (args if isinstance(args, tuple) else (args,)), dict(kwargs or {})
+
+
+def check_callable(asked_by: str, model: Any) -> None:
+    """See to it that `model` is a module or a function.
+
+    Raises:
+        UsageError: it is neither, or a class of modules.
+    """
+    if isinstance(model, type) and issubclass(model, Module):
+        raise UsageError(
+            f"{asked_by} takes a model, and {model.__name__} is its class: write {asked_by}({model.__name__}(...), ...)."
+        )
+    if not callable(model) or isinstance(model, ReadyMade):
+        raise UsageError(
+            f"{asked_by} takes a module or a function first; got {described(model)}. Write {asked_by}(model, args), with "
+            "the arguments of one call."
+        )
+
+
+def check_module(asked_by: str, model: Any) -> None:
+    """See to it that `model` is a module.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if not isinstance(model, Module):
+        check_callable(asked_by, model)
+        raise UsageError(f"{asked_by} takes a torch.nn.Module; got {described(model)}.")
+
+
+def _check_batch(asked_by: str, args: Any) -> None:
+    data: Any = sys.modules.get("torch.utils.data")
+    name = type(args).__name__
+    if data is not None and isinstance(args, data.DataLoader):
+        raise UsageError(
+            f"{asked_by} takes the arguments of one call; got a {name}. Pass one batch: {asked_by}(model, "
+            "next(iter(loader)))."
+        )
+    if data is not None and isinstance(args, data.Dataset):
+        raise UsageError(
+            f"{asked_by} takes the arguments of one call; got the dataset {name}. Pass one batch of it: {asked_by}(model, "
+            "next(iter(DataLoader(dataset, batch_size=...))))."
+        )
+    if isinstance(args, Iterator):
+        raise UsageError(
+            f"{asked_by} takes the arguments of one call; got an iterator ({name}). Pass one batch: {asked_by}(model, "
+            "next(batches))."
+        )
+    if isinstance(args, (Module, ReadyMade)):
+        raise UsageError(
+            f"{asked_by} takes example arguments of the model after it; got {described(args)}. Write {asked_by}(model, x), "
+            "or (x, y) for several arguments."
+        )
+
+
+def _check_binding(asked_by: str, model: Any, call: Any, kind: str, taken: str) -> None:
+    try:
+        signature = inspect.signature(model.forward if isinstance(model, Module) else model)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(*call[0], **call[1])
+    except TypeError as error:
+        raise UsageError(
+            f"{asked_by} was given a {kind}; {taken}, which {getattr(model, '__name__', type(model).__name__)}{signature} "
+            f"does not take: {error}. If the {kind} is one argument, write {asked_by}(model, (batch,)); otherwise pass "
+            "the part of the batch that the model takes."
+        ) from None
