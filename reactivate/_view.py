@@ -106,7 +106,7 @@ def original_of(module: M) -> M:
     return module
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # classes may be made anew for each model
 def _view_class(kind: type[Module]) -> type:
     bases = (ModuleView, kind)
     return types.new_class(kind.__name__, bases, exec_body=lambda names: names.update(_names_of(kind)))
@@ -118,25 +118,4 @@ def _names_of(kind: type[Module]) -> dict[str, Any]:
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "_reactivate_kind": kind,
-        **({"_reactivate_reads": _reading(kind)} if _may_hold_state(kind) else {}),
     }
-
-
-def _may_hold_state(kind: type[Module]) -> bool:
-    return kind.__module__.partition(".")[0] != "torch" and not hasattr(kind, "replay_state")
-
-
-def _reading(kind: type[Module]) -> types.FunctionType:
-    """Return a method that reads an empty module of the original's class, and that nobody calls.
-
-    A region around the view looks at what the methods of the view's class name, and at the classes of the modules that it
-    finds so: code in the class of the original may change its attributes (`type(self).calls += 1`).
-    """
-    empty = object.__new__(kind)
-    object.__setattr__(empty, "__dict__", vars(Module()))
-    # What code names is remembered by the code object, so each class needs one of its own.
-    return types.FunctionType(_read.__code__.replace(), {"__name__": kind.__module__, "empty": empty})
-
-
-def _read(view: Any) -> Any:
-    return empty  # type: ignore[name-defined]  # noqa: F821
