@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from journal import Journal
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -28,7 +29,7 @@ PROCESSES = 2
 WIDTH = 16
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-collectives: list[list[Any]] = []  # that this process has run: the name, and whether it was in a replay
+collectives = Journal()  # that this process has run: the name, and whether it was in a replay
 
 
 @dataclass

@@ -16,6 +16,9 @@ class Journal:
     def append(self, item: Any) -> None:
         self._hidden["notes"].append(item)
 
+    def clear(self) -> None:
+        self._hidden["notes"].clear()
+
     def __iter__(self) -> Iterator[Any]:
         return iter(list(self._hidden["notes"]))
 
@@ -32,6 +35,3 @@ class Journal:
         return f"Journal({self._hidden['notes']})"
 
     __hash__ = None  # type: ignore[assignment]
-
-    def clear(self) -> None:
-        self._hidden["notes"].clear()

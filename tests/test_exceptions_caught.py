@@ -376,12 +376,11 @@ def test_a_module_that_cannot_load_its_state(failing_call: int) -> None:
 
         def load_replay_state(self, state: float) -> None:
             attempts.append(state)
-            if is_armed and len(attempts) == failing_call:
+            if not len(disarmed) and len(attempts) == failing_call:
                 raise Failure
             self.total = state
 
-    attempts: list[float] = []
-    is_armed = True
+    attempts, disarmed = Journal(), Journal()
     torch.manual_seed(0)
     module, x = Stateful(), torch.randn(8, 4, requires_grad=True)
     state = {name: value.clone() for name, value in module.state_dict().items()}
@@ -393,6 +392,6 @@ def test_a_module_that_cannot_load_its_state(failing_call: int) -> None:
     with pytest.raises(Failure):
         gradients(out, module, x, retain_graph=True)
     assert_unchanged(before, surroundings(module))
-    is_armed = False
+    disarmed.append(True)
     assert_same_gradients(expected, gradients(out, module, x))
     assert_unchanged(before, surroundings(module))

@@ -351,6 +351,77 @@ def attributes_of_closed_over_tensors_are_changed(wrap: Wrap) -> Any:
     return [changed_between(wrap, fn, change, lambda: (table.tag, weight.tag)), weight.grad]  # type: ignore[attr-defined]
 
 
+# -- what hooks hold --------------------------------------------------------------------------------------------------------
+
+
+class Counts:
+    """Hooks with state of their own."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def scale(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        self.calls += 1
+        return out * self.calls
+
+    __call__ = scale
+
+
+def scale_by(counts: dict[str, int], module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    counts["calls"] += 1
+    return out * counts["calls"]
+
+
+def with_hook(wrap: Wrap, hook: Any, count: Callable[[], int]) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].register_forward_hook(hook)
+    region, found = wrap(model), []
+    for _ in range(3):
+        x = leaf(3, 4)
+        backward(region(x))
+        found += [x.grad, count()]
+    return found
+
+
+@right
+def hook_is_a_bound_method(wrap: Wrap) -> Any:
+    counts = Counts()
+    return with_hook(wrap, counts.scale, lambda: counts.calls)
+
+
+@right
+def hook_is_an_object(wrap: Wrap) -> Any:
+    counts = Counts()
+    return with_hook(wrap, counts, lambda: counts.calls)
+
+
+@right
+def hook_is_a_partial(wrap: Wrap) -> Any:
+    counts = {"calls": 0}
+    return with_hook(wrap, functools.partial(scale_by, counts), lambda: counts["calls"])
+
+
+@right
+def distribution_changes_in_the_forward(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.normal = nn.Linear(4, 4), torch.distributions.Normal(0.0, 1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).sin()
+            self.normal.loc = self.normal.loc + 1
+            return y * self.normal.loc.item()
+
+    model = Model()
+    region, found = wrap(model), []
+    for _ in range(3):
+        x = leaf(3, 4)
+        backward(region(x))
+        found += [x.grad, model.normal.loc]
+    return found
+
+
 # -- hooks on all modules ---------------------------------------------------------------------------------------------------
 
 

@@ -252,10 +252,9 @@ class Capture:
         return list(found)
 
     def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
-        """Note what functions of the user's close over that run before or after a module."""
+        """Note what functions and objects of the user's hold that are called before or after a module."""
         for hook in hooks.values():
-            if type(hook) is FunctionType:
-                self._look(hook, "a hook", 1)
+            self._look(hook, "a hook", 1)
 
     def reach(self, module: Module) -> list[Found]:
         """Look at one module of a large tree, and at those that its attributes lead to.
@@ -717,7 +716,7 @@ def _is_plain(kind: type) -> bool:
     if issubclass(kind, (Enum, BaseException)):
         return False
     if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
-        return False
+        return kind.__module__.startswith("torch.distributions.")
     if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
         return False
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))  # type: ignore[arg-type]
