@@ -754,9 +754,20 @@ def two_hundred_nested_regions(wrap: Wrap) -> Any:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(20_000)
     try:
-        return nested_to_the_depth(wrap, 200)
+        return recursive_to_the_depth(wrap, 200)
     finally:
         sys.setrecursionlimit(limit)
+
+
+def recursive_to_the_depth(wrap: Wrap, depth: int) -> Any:
+    weight = leaf(4)
+
+    def fn(x: Tensor, depth: int) -> Tensor:
+        return wrap(fn)(x, depth - 1) * weight.sin() if depth > 1 else curve(x, 0.1)
+
+    (x,) = inputs(1)
+    backward(wrap(fn)(x, depth))
+    return [x.grad, weight.grad]
 
 
 def nested_to_the_depth(wrap: Wrap, depth: int) -> Any:
