@@ -211,6 +211,53 @@ def test_an_op_is_saved_however_it_is_called(call: Callable[[Tensor, Tensor], Te
         assert_bitwise(one, other, "gradient")
 
 
+class Routed(nn.Module):
+    """Attention, and a choice of rows."""
+
+    def __init__(self, attends: str) -> None:
+        super().__init__()
+        self.attends, self.attention = attends, nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.sin()
+        if self.attends == "module":
+            h = self.attention(h, h, h, need_weights=True)[0]
+        elif self.attends == "op":
+            h = F.scaled_dot_product_attention(h, h, h)
+        else:
+            h = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(h[None], h[None], h[None])[0][0]
+        best, indices = h.tanh().topk(2, -1)
+        return (best.exp() * h.cos().gather(-1, indices)).tanh()
+
+
+@pytest.mark.parametrize("attends", ["module", "op", "kernel"])
+@pytest.mark.parametrize("kinds", [("attention",), ("routing",), ("attention", "routing")], ids="+".join)
+def test_calls_of_a_kind_are_saved_by_whatever_op(kinds: tuple[str, ...], attends: str) -> None:
+    policy = policies.save(*kinds)
+    assert repr(policy) == f"save({', '.join(map(repr, kinds))})"
+    sites = Sites()
+    found = []
+    for wrap in (lambda fn: fn, lambda fn: reactivate.checkpoint(fn, policy=policy)):
+        torch.manual_seed(0)
+        module, x = Routed(attends), torch.randn(2, 3, 4, requires_grad=True)
+        with observed_by(sites):
+            wrap(module)(x).sum().backward()
+        found.append([x.grad, *(item.grad for item in module.parameters() if item.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        assert_bitwise(one, other, "gradient")
+    assert [len(labels) for labels in sites.labels] == [len(kinds)]
+
+
+def test_collectives_are_a_kind() -> None:
+    """What they compute in several processes: `test_distributed`."""
+    ops = policies.save("collectives").ops  # type: ignore[attr-defined]
+    assert "_c10d_functional.all_to_all_single" in ops and "_c10d_functional.reduce_scatter_tensor" in ops
+    with pytest.raises(UsageError, match=r"'attention', 'routing', 'collectives'; 'attn' is none"):
+        policies.save("attn")
+    with pytest.raises(UsageError, match="none is given"):
+        policies.save()
+
+
 @pytest.mark.parametrize(
     "policy", [policies.recompute_every(100), policies.first_match(LINEAR, policies.recompute_every(5))]
 )

@@ -10,7 +10,7 @@ from reactivate._types import Action, Policy, Recompute, Save, Site
 from reactivate.policies.combine import either, every_nth, except_, first_match
 from reactivate.policies.layers import full, none, recompute_every, recompute_modules
 from reactivate.policies.names import save_modules, save_names
-from reactivate.policies.ops import compute_intensive, save_ops
+from reactivate.policies.ops import compute_intensive, save, save_ops
 
 __all__ = [
     "Action",
@@ -27,6 +27,7 @@ __all__ = [
     "none",
     "recompute_every",
     "recompute_modules",
+    "save",
     "save_modules",
     "save_names",
     "save_ops",

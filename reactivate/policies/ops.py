@@ -33,20 +33,13 @@ class _Ops(ReadyMade):
     functions: tuple[type[Function], ...]
     within: tuple[str, ...]
     storage: Storage
-    is_a_list: bool = False
+    asked: tuple[str, ...] = ()  # the call that stands for a list of ops: its name, and its arguments
 
     def __repr__(self) -> str:
-        return (
-            written("compute_intensive")
-            if self.is_a_list
-            else written(
-                "save_ops",
-                *self.ops,
-                *self.functions,
-                within=self.within or None,
-                storage=self.storage,
-            )
-        )
+        if self.asked == ("compute_intensive",):
+            return written("compute_intensive")
+        asked: tuple[Any, ...] = self.asked or ("save_ops", *self.ops, *self.functions)
+        return written(*asked, within=self.within or None, storage=self.storage)
 
     def __call__(self, site: Site) -> Action | None:
         if site.function is None or site.name is not None:
@@ -62,7 +55,7 @@ class _Ops(ReadyMade):
 
     @property
     def may_match_nothing(self) -> bool:
-        return self.is_a_list
+        return self.asked == ("compute_intensive",)
 
 
 def save_ops(*ops: Any, within: str | tuple[str, ...] = (), storage: Storage = DEVICE) -> ReadyMade:
@@ -92,10 +85,14 @@ def save_ops(*ops: Any, within: str | tuple[str, ...] = (), storage: Storage = D
             functions.append(op)
         else:
             names.append(_checked_name(op))
+    return _Ops(tuple(names), tuple(functions), _patterns(within, "save_ops"), storage)
+
+
+def _patterns(within: Any, asked_by: str) -> tuple[str, ...]:
     patterns = within if isinstance(within, tuple) else (within,)
     if not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise UsageError(f"save_ops(within=...) takes the end of a module's path, as text; got {within!r}.")
-    return _Ops(tuple(names), tuple(functions), patterns, storage)
+        raise UsageError(f"{asked_by}(within=...) takes the end of a module's path, as text; got {within!r}.")
+    return patterns
 
 
 def _checked_name(op: Any) -> str:
@@ -132,4 +129,51 @@ def compute_intensive(storage: Storage = DEVICE) -> ReadyMade:
         >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
         >>> handle = reactivate.apply(model, policies.first_match(policies.compute_intensive(), policies.full()))
     """
-    return _Ops(COMPUTE_INTENSIVE, (), (), storage, True)
+    return _Ops(COMPUTE_INTENSIVE, (), (), storage, ("compute_intensive",))
+
+
+KINDS = {
+    "attention": (
+        *("scaled_dot_product_attention", "multi_head_attention_forward", "torch_attn._varlen_attn"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_flash_attention_forward", "_efficient_attention_forward"),
+        *("flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward"),
+    ),
+    "routing": ("topk", "sort", "argsort", "bincount", "histc", "nonzero"),
+    "collectives": tuple(
+        f"{library}.{op}"
+        for library in ("_c10d_functional", "_c10d_functional_autograd")
+        for op in ("all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce", "wait_tensor")
+    ),
+}
+
+
+def save(*kinds: str, within: str | tuple[str, ...] = (), storage: Storage = DEVICE) -> ReadyMade:
+    """Inside of regions, keep what calls of these kinds compute, by whatever op: a replay skips them.
+
+    Args:
+        kinds: "attention" (scaled dot products, `nn.MultiheadAttention`, sequences of several lengths, flash attention),
+            "routing" (top-k, orders and counts: which expert gets which token), "collectives" (functional ones of
+            `torch.distributed`). The ops are in the policy's `ops`; those that a model calls are in its `explain`.
+        within: only in modules with such a path: one pattern or several, as for `recompute_modules`.
+        storage: where to keep it.
+
+    Raises:
+        UsageError: there is no such kind, or none is given.
+
+    Example:
+        >>> import torch, reactivate
+        >>> policy = reactivate.policies.save("attention", "routing")
+        >>> "scaled_dot_product_attention" in policy.ops, "topk" in policy.ops
+        (True, True)
+    """
+    wrong = [kind for kind in kinds if kind not in KINDS]
+    if wrong or not kinds:
+        found = f"{wrong[0]!r} is none" if wrong else "none is given"
+        raise UsageError(
+            f"save takes kinds of calls, {', '.join(map(repr, KINDS))}; {found}. Ops are saved with save_ops('linear'), "
+            "modules with save_modules('*.attn'), calls that reactivate.site names with save_names('attention')."
+        )
+    ops = tuple(dict.fromkeys(op for kind in kinds for op in KINDS[kind]))
+    return _Ops(ops, (), _patterns(within, "save"), storage, ("save", *kinds))
