@@ -36,7 +36,7 @@ try:
     from _results import Track, silent
     from _terminal import progress
 except ImportError as error:
-    sys.exit(f"This needs {error.name}: pip install 'reactivate[bench]'")
+    sys.exit(f"This needs {error.name}: pip install '.[bench]' in a clone")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     options = parser.parse_args(arguments)
     if "llama" in options.models and find_spec("transformers") is None:
-        parser.error("llama needs transformers: pip install 'reactivate[models]', or leave it out: --models gpt,resnet")
+        parser.error("llama needs transformers: pip install '.[models]' in a clone, or leave it out: --models gpt,resnet")
     refuse_page_without_results(parser, options)
     return options
 

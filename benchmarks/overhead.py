@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in ("rich", "matplotlib"):
             raise
-        sys.exit(f"This needs {error.name}: pip install 'reactivate[bench]'. (With --json alone it does without.)")
+        sys.exit(f"This needs {error.name}: pip install '.[bench]' in a clone. (With --json alone it does without.)")
     if options.json:
         sys.stdout.write(results.to_json())
 

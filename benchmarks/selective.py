@@ -33,7 +33,7 @@ try:
     from _selective_terminal import show
     from _terminal import progress
 except ImportError as error:
-    sys.exit(f"This needs {error.name}: pip install 'reactivate[bench]'")
+    sys.exit(f"This needs {error.name}: pip install '.[bench]' in a clone")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

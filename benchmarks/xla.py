@@ -55,7 +55,7 @@ def _run(models: Iterable[str], quietly: bool) -> Results:
         from _terminal import progress
         from _xla_terminal import show
     except ImportError as error:
-        sys.exit(f"This needs {error.name}: pip install 'reactivate[bench]'. (With --json it does without.)")
+        sys.exit(f"This needs {error.name}: pip install '.[bench]' in a clone. (With --json it does without.)")
     with progress() as track:
         results = measure(models, WAYS, track=track)
     show(results)

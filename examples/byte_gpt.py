@@ -43,7 +43,7 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 except ImportError as error:
-    sys.exit(f"This example needs {error.name}: pip install 'reactivate[demo]'")
+    sys.exit(f"This example needs {error.name}: pip install '.[demo]' in a clone")
 
 
 @dataclass(frozen=True)

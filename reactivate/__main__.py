@@ -13,7 +13,7 @@ Activation checkpointing for PyTorch, planned to fit and verified bit for bit.
 Without further packages:
   doctor    show versions, devices and missing names of torch, for bug reports (--json)
 
-With click, pip install 'reactivate[cli]':
+With click and rich, pip install click rich:
   plan, show, verify, explain, demo, devices
 """
 
@@ -38,7 +38,7 @@ def _without_click(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0
-    print("error: the command needs click, which is not installed: pip install 'reactivate[cli]'", file=sys.stderr)
+    print("error: the command needs click, which is not installed: pip install click rich", file=sys.stderr)
     return MISSING_EXTRA
 
 

@@ -217,5 +217,5 @@ def test_a_missing_extra_is_named(extra: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES)
     assert done.returncode == 1
     assert extra in done.stderr
-    assert "pip install 'reactivate[demo]'" in done.stderr
+    assert "pip install '.[demo]' in a clone" in done.stderr
     assert "Traceback" not in done.stderr

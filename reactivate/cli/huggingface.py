@@ -195,7 +195,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(
-            "A config as TARGET needs transformers, which is not installed: pip install 'reactivate[hf]'."
+            "A config as TARGET needs transformers, which is not installed: pip install transformers."
         ) from error
     transformers.logging.set_verbosity_error()
     return transformers

@@ -77,4 +77,4 @@ def needed(module: str, purpose: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise UsageError(f"recipe: {purpose} needs {module}. Install reactivate[recipe].") from error
+        raise UsageError(f"recipe: {purpose} needs {module}: pip install pydantic pyyaml.") from error

@@ -1,4 +1,4 @@
-"""Reports, to be read. What draws them is an extra: `pip install "reactivate[report]"`."""
+"""Reports, to be read. What draws them is an extra: rich, matplotlib, jinja2."""
 
 from __future__ import annotations
 

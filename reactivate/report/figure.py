@@ -118,7 +118,7 @@ def _matplotlib() -> tuple[Any, Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError(
-            "The pictures of a plan are drawn by matplotlib, which is not installed: `pip install 'reactivate[report]'`. "
+            "The pictures of a plan are drawn by matplotlib, which is not installed: `pip install matplotlib`. "
             "Without it there are `plan.save(path)`, which writes JSON, and `plan.predicted.moments`."
         ) from error
     return matplotlib, Figure
