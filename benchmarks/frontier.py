@@ -102,7 +102,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     options = parser.parse_args(arguments)
     if "llama" in options.models and find_spec("transformers") is None:
-        parser.error("llama needs transformers: pip install '.[models]' in a clone, or leave it out: --models gpt,resnet")
+        parser.error(
+            "llama needs transformers: pip install '.[models]' in a clone, or leave it out: --models gpt,resnet"
+        )
     refuse_page_without_results(parser, options)
     return options
 

@@ -269,7 +269,7 @@ def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> 
     """
     if not callable(fn):
         raise UsageError(
-            f"checkpoint takes a function or a module, and is called before it: checkpoint(f)(x); got {described(fn)}."
+            f"checkpoint takes a function or a module; {described(fn)} cannot be called. Call what it returns: checkpoint(f)(x)."
         )
     if isinstance(fn, type) and issubclass(fn, Module):
         raise UsageError(

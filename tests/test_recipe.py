@@ -749,5 +749,5 @@ def test_no_such_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("module", "source"), [("pydantic", {"ac_mode": "full"}), ("yaml", "recipe.yaml")])
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, module: str, source: Any) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UsageError, match=rf"needs {module}. Install reactivate\[recipe\]"):
+    with pytest.raises(UsageError, match=rf"needs {module}: pip install pydantic pyyaml"):
         recipe.load(source)

@@ -72,12 +72,10 @@ def _fp32_precision(backend: str, op: str) -> Flag:
 
 
 def _flag(name: str, read: str, write: str, public: tuple[Any, Any] | None) -> Flag:
+    lost = "" if public is not None else "the flag is not set for a recomputation to what it was in the forward"
+    probe = lambda get, put: get() is not None  # noqa: E731
     found = fastest(
-        f"the flag {name!r}",
-        f"torch._C.{read}",
-        f"torch._C.{write}",
-        probe=lambda get, put: get() is not None,
-        public=public,
+        f"the flag {name!r}", f"torch._C.{read}", f"torch._C.{write}", probe=probe, public=public, lost=lost
     )
     return Flag(name, *found)
 
