@@ -269,7 +269,8 @@ def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> 
     """
     if not callable(fn):
         raise UsageError(
-            f"checkpoint takes a function or a module; {described(fn)} cannot be called. Call what it returns: checkpoint(f)(x)."
+            f"checkpoint takes a function or a module; {described(fn)} cannot be called. Call what checkpoint returns: "
+            "checkpoint(f)(x)."
         )
     if isinstance(fn, type) and issubclass(fn, Module):
         raise UsageError(
