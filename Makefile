@@ -14,7 +14,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-newest refresh lint types docs fuzz bench bench-xla test-upstream clean
+.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-newest test-newest-engine refresh lint types docs fuzz bench bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -68,7 +68,10 @@ $(NEWEST)/.installed: $(if $(TORCH),,refresh)
 	touch $@
 
 test-newest: $(NEWEST)/.installed  ## the tests of `make test` on the newest torch, or on another one: TORCH=2.11.0
-	PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest -n $(JOBS)
+	PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest -n $(JOBS) $(TESTS)
+
+test-newest-engine: TESTS = $(ENGINE)
+test-newest-engine: test-newest  ## those of the engine only
 
 fuzz: $(VENV)/.test  ## random training programs, plain and checkpointed: make fuzz SECONDS=600, COUNT=2000, SEED=7
 	$(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) --workers $(JOBS)
