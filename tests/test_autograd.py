@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import reactivate
+from reactivate._engine.sharing import current_group
 from reactivate.errors import MutationError, UnsupportedError
 
 Backward = Callable[[list[Tensor], dict[str, Tensor]], Any]
@@ -552,3 +555,27 @@ def test_saved_tensors_read_outside_a_backward() -> None:
     for _ in range(2):
         assert torch.equal(out.grad_fn._saved_result, x.exp())
     assert len(calls) == 3
+
+
+def test_a_shared_replay_on_a_thread_of_autograds_own() -> None:
+    """Such a thread, as each device has one, is none of Python's: it shares what the context opened last shares."""
+    found: list[Any] = []
+
+    def look() -> None:
+        found.append(current_group())
+        threading.current_thread()  # Python has a name for it from here on
+        found.append(current_group())
+
+    for start in (lambda: _thread.start_new_thread(lambda: (look(), done.set()), ()), lambda: (look(), done.set())):
+        with reactivate.shared_replay() as group:
+            done = threading.Event()
+            start()
+            assert done.wait(10)
+        assert found == [group, group]
+        found.clear()
+    with reactivate.shared_replay():
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert found == [None, None], "a thread of the user's shares nothing that it has not asked for"
+    assert current_group() is None

@@ -73,4 +73,5 @@ def current_group() -> shared_replay | None:
 def _is_of_python() -> bool:
     """Return whether Python has started this thread."""
     me = threading.get_ident()
-    return any(thread.ident == me for thread in threading.enumerate())
+    found = next((thread for thread in threading.enumerate() if thread.ident == me), None)
+    return found is not None and type(found).__name__ != "_DummyThread"  # that of others', which asked for itself
