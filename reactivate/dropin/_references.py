@@ -53,7 +53,9 @@ def backwards(swaps: Iterable[Swap]) -> list[Swap]:
 def _replace(swaps: list[Swap], own: set[int]) -> list[Swap]:
     """Write to whatever refers to one of the objects; return the swaps of what cannot be written to."""
     successors = {id(swap.old): swap.new for swap in swaps}
-    holders = gc.get_referrers(*(swap.old for swap in swaps))
+    sought = tuple(swap.old for swap in swaps)
+    own = own | {id(sought)}  # Python 3.13 finds the arguments of the call, too
+    holders = gc.get_referrers(*sought)
     classes = _classes_of([holder for holder in holders if isinstance(holder, dict)])
     made = []
     for holder in holders:
