@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import csv
 import enum
 import functools
 import io
@@ -21,8 +22,10 @@ import torch
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
 import reactivate
+from reactivate._state.iterators import copied, position_of
 
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
@@ -717,18 +720,59 @@ def class_of_an_iterator_without_a_copy(wrap: Wrap) -> Any:
     return train(wrap(lambda x: curve(x, 2 if isinstance(pairs, itertools.pairwise) else 3)), inputs(3))
 
 
-def test_saved_call_that_advances_an_iterator_is_made_again() -> None:
+def test_position_of_an_iterator() -> None:
     """The number that the iterator has reached may have the address of an earlier one."""
+    steps = itertools.count(0.5)
+    before = position_of(steps)
+    assert position_of(steps) == before
+    for _ in range(20):
+        next(steps)
+        assert position_of(steps) != before
+    for items in (iter({1: 2, 3: 4}), iter({5, 6}), itertools.cycle([1, 2]), zip([1, 2], [3, 4])):
+        before = position_of(items)
+        assert position_of(items) == before
+        next(items)  # type: ignore[call-overload]
+        assert position_of(items) != before
 
-    def run(wrap: Wrap) -> Any:
-        steps = itertools.count(0.5)
 
-        def fn(x: Tensor) -> Tensor:
-            return torch.mul(curve(x, next(steps)), next(steps)).sin()
+def test_copy_of_a_cycle_adds_to_a_list_of_its_own() -> None:
+    items = itertools.cycle(range(3))
+    next(items)
+    twin = copied(items)
+    assert list(itertools.islice(twin, 7)) == list(itertools.islice(items, 7)) == [1, 2, 0, 1, 2, 0, 1]
+    assert list(itertools.islice(twin, 3)) == list(itertools.islice(items, 3)) == [2, 0, 1]
 
-        return train(wrap(fn), inputs(4))
 
-    check_program(Program(run, replays=4))
+UNNOTED: dict[str, Callable[[], Any]] = {
+    "file": functools.partial(open, __file__),
+    "csv": lambda: csv.reader(["1", "2"]),
+    "loader": lambda: iter(DataLoader([1, 2])),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", UNNOTED)
+def test_iterator_over_one_that_nobody_notes_has_no_copy(name: str) -> None:
+    items = UNNOTED[name]()
+    with pytest.raises(reactivate.errors.UnsupportedError, match="`enumerate`"):
+        next(copied(enumerate(items)))
+    getattr(items, "close", list)()
+
+
+@right
+def iterator_of_ones_own_is_enumerated(wrap: Wrap) -> Any:
+    class Numbers:
+        def __init__(self) -> None:
+            self.reached = 0
+
+        def __iter__(self) -> Numbers:
+            return self
+
+        def __next__(self) -> int:
+            self.reached += 1
+            return self.reached
+
+    numbered = enumerate(Numbers())
+    return train(wrap(lambda x: curve(x, sum(next(numbered)))), inputs(3))
 
 
 # -- containers that are no lists ---------------------------------------------------------------------------------------
@@ -797,7 +841,7 @@ def test_attributes_of_a_container(kind: Any, has_slots: bool) -> None:
             if isinstance(items, dict):
                 items[items.count] = 1
             elif isinstance(items, set):
-                items.add(items.count)
+                items.add(len(items))
             else:
                 items.append(items.count)
             return items.count + len(items)
@@ -927,14 +971,15 @@ def list_in_an_attribute_of_a_parameter(wrap: Wrap) -> Any:
 def list_in_an_attribute_of_an_argument(wrap: Wrap) -> Any:
     mark, weight = torch.ones(4), leaf(4)
     mark.seen, weight.meta = [], SimpleNamespace(scale=torch.ones(4))  # type: ignore[attr-defined]
-    weight.meta.scale.marks = []  # type: ignore[attr-defined]
+    weight.meta.scale.marks, weight.meta.scale.count = [], 0  # type: ignore[attr-defined]
 
     def fn(x: Tensor, given: Tensor) -> Tensor:
         given.seen.append(1)  # type: ignore[attr-defined]
         scale = weight.meta.scale  # type: ignore[attr-defined]
         scale.mul_(1.5)
         scale.marks.append(1)
-        return curve(curve(x, len(given.seen) + len(scale.marks)), scale.clone() * weight)  # type: ignore[attr-defined]
+        scale.count += 3
+        return curve(curve(x, len(given.seen) + len(scale.marks) * scale.count), scale.clone() * weight)  # type: ignore[attr-defined]
 
     checkpointed = wrap(fn)
     grads = train(lambda x: checkpointed(x, mark), inputs(4))

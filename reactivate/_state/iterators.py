@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import itertools
-from types import BuiltinFunctionType, GeneratorType, ModuleType, NoneType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, ModuleType, NoneType
 from typing import Any, cast
 
 from reactivate.errors import UnsupportedError
@@ -43,9 +44,9 @@ class NoCopy:
 
     def __next__(self) -> Any:
         raise UnsupportedError(
-            f"The forward of a checkpointed region advances a {self._kind.__name__}, which cannot be copied, so the "
-            "recomputation cannot start where the forward did. Use a list and an index instead, or advance the iterator "
-            "outside of the region and pass the item."
+            f"The forward of a checkpointed region advances an iterator (`{self._kind.__name__}`) that cannot be copied, "
+            "so the recomputation cannot start where the forward did. Use a list and an index instead, or advance the "
+            "iterator outside of the region and pass the item."
         )
 
 
@@ -126,7 +127,18 @@ def _part_copied(part: Any, memo: dict[int, Any]) -> Any:
     if type(part) is tuple:
         return tuple(_part_copied(inner, memo) for inner in part)
     kind: Any = type(part)
-    return _copy_of(part, memo) if is_iterator(kind) else part
+    if is_iterator(kind):
+        return _copy_of(part, memo)
+    if hasattr(kind, "__next__") and not _is_noted(kind):
+        raise TypeError("nobody notes where an iterator inside of it stands")
+    return part
+
+
+@functools.cache
+def _is_noted(kind: Any) -> bool:
+    """Return whether iterators of this class are rewound in place: in-memory streams, and what is made of Python."""
+    is_of_torch = kind.__module__.partition(".")[0] == "torch"
+    return kind in (io.StringIO, io.BytesIO) or (type(kind.__next__) is FunctionType and not is_of_torch)
 
 
 def _flat_at(flat: Any) -> Any:
