@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gc
+import io
 import math
 import re
 import threading
@@ -156,11 +158,18 @@ def counts_in_a_list(items: Any) -> tuple[Any, ...]:
     return fn, items
 
 
+def reads_lines(lines: Any) -> tuple[Any, ...]:
+    return lambda x, lines: (x.sin() * float(next(lines)[0])).exp(), lines
+
+
 FAR: dict[str, Callable[[], tuple[Any, ...]]] = {
     "deep": lambda: counts(Link(6), lambda link: link.last),
     "many": lambda: counts([Link(0) for _ in range(400)], lambda links: links[-1]),
     "item of a large list": lambda: counts_in_a_list([1.0] * 5_000),
     "large array": lambda: counts_in_a_list(numpy.ones(5_000)),
+    "large bytearray": lambda: counts_in_a_list(bytearray([1]) * 20_000),
+    "large stream": lambda: reads_lines(io.StringIO("".join(f"{number}\n" for number in range(1, 5_000)))),
+    "reader of a file": lambda: reads_lines(csv.reader(str(number) for number in range(1, 100))),
 }
 
 
@@ -339,6 +348,45 @@ def test_generators() -> None:
     assert is_right(torchs, make) == NEVER
     assert is_right(ours(), make) == [UnsupportedError] * 3
     assert is_right(ours(), lambda: (make()[0], iter([1.0, 2.0, 3.0]))) == [True] * 3
+
+
+@pytest.mark.parametrize("where", ["closure", "attribute"])
+def test_generators_that_are_no_arguments(where: str) -> None:
+    def make() -> tuple[Any, ...]:
+        holder, items = nn.Module(), (float(number) for number in range(1, 100))
+        holder.items = items  # type: ignore[assignment]
+        if where == "attribute":
+            return (lambda x: (x.sin() * next(holder.items)).exp(),)  # type: ignore[call-overload]
+        return (lambda x: (x.sin() * next(items)).exp(),)
+
+    assert is_right(torchs, make) == NEVER
+    assert is_right(ours(), make) == [UnsupportedError] * 3
+
+
+@shows("One iterator in two places")
+def test_one_iterator_in_two_places() -> None:
+    def make() -> tuple[Any, ...]:
+        items = iter([float(number) for number in range(1, 100)])
+        pairs = zip(items, range(100))
+
+        def fn(x: Tensor) -> Tensor:
+            return ((x.sin() * next(items)).sin() * next(pairs)[0]).exp()
+
+        return (fn,)
+
+    def make_in_a_tuple() -> tuple[Any, ...]:
+        items = iter([float(number) for number in range(1, 100)])
+        both = items, zip(items, range(100))
+
+        def fn(x: Tensor) -> Tensor:
+            return ((x.sin() * next(both[0])).sin() * next(both[1])[0]).exp()
+
+        return (fn,)
+
+    assert is_right(torchs, make) == NEVER
+    assert is_right(ours(determinism="metadata"), make) == NEVER
+    assert ReplayMismatchError in is_right(ours(), make)
+    assert is_right(ours(), make_in_a_tuple) == [True] * 3
 
 
 @shows("Side effects happen again")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import csv
 import enum
 import functools
+import io
 import itertools
+import re
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +22,10 @@ import torch
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+import reactivate
+from reactivate._state.iterators import copied, position_of
 
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
@@ -567,6 +575,415 @@ def generator_argument_is_consumed(wrap: Wrap) -> Any:
         yield from weights
 
     return with_iterator(wrap, make)
+
+
+def advanced(wrap: Wrap, make: Callable[[], Any], number: Callable[[Any], float] = float) -> list[Any]:
+    """Advance an iterator in an attribute, an argument, a list and a closure, before and after what autograd saves."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = curve(x, number(next(self.items)))
+            return curve(y, number(next(self.items))) * number(next(self.items))
+
+    block, closed_over, listed = Block(), make(), [make()]
+
+    def fn(x: Tensor, given: list[Any]) -> Tensor:
+        y = curve(curve(x, number(next(closed_over))), number(next(given[0])))
+        return y * number(next(closed_over)) * number(next(given[0]))
+
+    def of_argument(x: Tensor, given: Any) -> Tensor:
+        return curve(curve(x, number(next(given))), number(next(given)))
+
+    closing, with_argument, given = wrap(fn), wrap(of_argument), make()
+    found: list[Any] = [train(wrap(block), inputs(3))]
+    found.append(train(lambda x: closing(x, listed), inputs(3)))
+    found.append(train(lambda x: with_argument(x, given), inputs(3)))
+    return [*found, *(number(next(items)) for items in (block.items, closed_over, listed[0], given))]
+
+
+def square(number: float) -> float:
+    return number * number
+
+
+def countdown() -> Callable[[], int]:
+    numbers = [*range(30, 0, -1)]
+    return numbers.pop
+
+
+COPIED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "cycle": (lambda: itertools.cycle([1.0, 2.0, 3.0, 4.0, 5.0]), float),
+    "islice": (lambda: itertools.islice(range(100), 3, 90, 2), float),
+    "accumulate": (lambda: itertools.accumulate(range(1, 40)), float),
+    "accumulate of a number": (lambda: itertools.accumulate(range(1, 40), initial=3), float),
+    "starmap": (lambda: itertools.starmap(pow, [(i, 2) for i in range(1, 40)]), float),
+    "deque": (lambda: iter(deque(range(1, 40))), float),
+    "takewhile": (lambda: itertools.takewhile(lambda item: item < 90, range(1, 90)), float),
+    "dropwhile": (lambda: itertools.dropwhile(lambda item: item < 2, range(1, 40)), float),
+    "compress": (lambda: itertools.compress(range(1, 90), itertools.cycle([1, 0, 1])), float),
+    "groupby": (lambda: itertools.groupby([1, 1, *range(2, 40)]), lambda pair: float(pair[0] + len(list(pair[1])))),
+    "chain": (lambda: itertools.chain([1.0], iter(range(2, 20)), range(30)), float),
+    "zip_longest": (lambda: itertools.zip_longest(range(1, 9), [1] * 30, fillvalue=2), lambda pair: float(sum(pair))),
+    "strict zip": (lambda: zip(range(1, 40), range(39), strict=True), lambda pair: float(sum(pair))),
+    "one iterator twice": (lambda: zip(*[iter(range(1, 90))] * 2), lambda pair: float(pair[0] - 3 * pair[1])),
+    "tee": (lambda: itertools.tee(range(1, 40))[0], float),
+    "array": (lambda: iter(array.array("d", range(1, 40))), float),
+    "callable": (lambda: iter(functools.partial(next, itertools.count(1)), None), float),
+    "method of a list": (lambda: iter(countdown(), None), float),
+    "map over a list": (lambda: map(square, [*range(1, 40)]), float),
+    "nditer": (lambda: numpy.nditer(numpy.arange(1, 40)), float),
+    "ndenumerate": (lambda: numpy.ndenumerate(numpy.arange(1, 40)), lambda pair: float(pair[1])),
+    "text stream": (lambda: io.StringIO("\n".join(map(str, range(1, 40)))), float),
+    "byte stream": (lambda: io.BytesIO(b"\n".join(b"%d" % number for number in range(1, 40))), float),
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_advanced_iterator_is_copied(name: str) -> None:
+    def run(wrap: Wrap) -> Any:
+        return advanced(wrap, *COPIED[name])
+
+    check_program(Program(run, replays=9))
+
+
+def numbers() -> Iterator[int]:
+    yield from range(1, 40)
+
+
+WITHOUT_A_COPY: dict[str, Callable[[], Any]] = {
+    "pairwise": lambda: map(sum, itertools.pairwise(range(1, 40))),
+    "finditer": lambda: map(re.Match.group, re.finditer(r"\d", "123456789" * 9)),
+    "memoryview": lambda: iter(memoryview(bytes(range(1, 40)))),
+    "generator": numbers,
+    "map of a generator": lambda: map(float, numbers()),
+}
+
+
+@pytest.mark.parametrize("where", ["attribute", "argument", "list", "closure"])
+@pytest.mark.parametrize("name", WITHOUT_A_COPY)
+def test_iterator_without_a_copy(name: str, where: str) -> None:
+    """Nobody is disturbed as long as the forward does not advance it; if it does, the recomputation raises."""
+
+    def make(*, advances: bool) -> Callable[[Wrap], Any]:
+        def run(wrap: Wrap) -> Any:
+            items = WITHOUT_A_COPY[name]()
+
+            def scaled(x: Tensor, items: Any) -> Tensor:
+                return curve(x, float(next(items)) if advances else 2.0)
+
+            class Block(nn.Module):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.items = items
+
+                def forward(self, x: Tensor) -> Tensor:
+                    return scaled(x, self.items)
+
+            if where == "attribute":
+                checkpointed = wrap(Block())
+            elif where == "argument":
+                checkpointed = functools.partial(wrap(scaled), items=items)
+            elif where == "list":
+                with_list = wrap(lambda x, given: scaled(x, given[0]))
+                checkpointed = functools.partial(with_list, given=[items])
+            else:
+                checkpointed = wrap(lambda x: scaled(x, items))
+            found = []
+            for x in inputs(3):
+                out = checkpointed(x)
+                found.append(float(next(items)))
+                backward(out)
+                found.append(x.grad)
+            return [found, float(next(items))]
+
+        return run
+
+    if where != "argument" or "generator" not in name:  # one that somebody has advanced before raises
+        check_program(Program(make(advances=False), replays=3))
+    with pytest.raises(reactivate.errors.UnsupportedError, match="list"):
+        make(advances=True)(reactivate.checkpoint)
+
+
+@right
+def used_up_generator_is_asked_again(wrap: Wrap) -> Any:
+    items = numbers()
+    list(items)
+    return train(wrap(lambda x: curve(x, next(items, 3.0))), inputs(3))
+
+
+@right
+def class_of_an_iterator_without_a_copy(wrap: Wrap) -> Any:
+    pairs = itertools.pairwise([1, 2, 3])
+    return train(wrap(lambda x: curve(x, 2 if isinstance(pairs, itertools.pairwise) else 3)), inputs(3))
+
+
+def test_position_of_an_iterator() -> None:
+    """The number that the iterator has reached may have the address of an earlier one."""
+    steps = itertools.count(0.5)
+    before = position_of(steps)
+    assert position_of(steps) == before
+    for _ in range(20):
+        next(steps)
+        assert position_of(steps) != before
+    for items in (iter({1: 2, 3: 4}), iter({5, 6}), itertools.cycle([1, 2]), zip([1, 2], [3, 4])):
+        before = position_of(items)
+        assert position_of(items) == before
+        next(items)  # type: ignore[call-overload]
+        assert position_of(items) != before
+
+
+def test_copy_of_a_cycle_adds_to_a_list_of_its_own() -> None:
+    items = itertools.cycle(range(3))
+    next(items)
+    twin = copied(items)
+    assert list(itertools.islice(twin, 7)) == list(itertools.islice(items, 7)) == [1, 2, 0, 1, 2, 0, 1]
+    assert list(itertools.islice(twin, 3)) == list(itertools.islice(items, 3)) == [2, 0, 1]
+
+
+UNNOTED: dict[str, Callable[[], Any]] = {
+    "file": functools.partial(open, __file__),
+    "csv": lambda: csv.reader(["1", "2"]),
+    "loader": lambda: iter(DataLoader([1, 2])),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", UNNOTED)
+def test_iterator_over_one_that_nobody_notes_has_no_copy(name: str) -> None:
+    items = UNNOTED[name]()
+    with pytest.raises(reactivate.errors.UnsupportedError, match="`enumerate`"):
+        next(copied(enumerate(items)))
+    getattr(items, "close", list)()
+
+
+@right
+def iterator_of_ones_own_is_enumerated(wrap: Wrap) -> Any:
+    class Numbers:
+        def __init__(self) -> None:
+            self.reached = 0
+
+        def __iter__(self) -> Numbers:
+            return self
+
+        def __next__(self) -> int:
+            self.reached += 1
+            return self.reached
+
+    numbered = enumerate(Numbers())
+    return train(wrap(lambda x: curve(x, sum(next(numbered)))), inputs(3))
+
+
+# -- containers that are no lists ---------------------------------------------------------------------------------------
+
+
+@right
+def bytearray_grows(wrap: Wrap) -> Any:
+    def mutate(items: bytearray) -> float:
+        items[0] += 1
+        items.append(1)
+        return items[0] * len(items)
+
+    return mutated(wrap, lambda: bytearray(2), mutate, list)
+
+
+@right
+def memoryview_is_written_to(wrap: Wrap) -> Any:
+    def mutate(items: memoryview) -> float:
+        items[0] += 1
+        return items[0]
+
+    return mutated(wrap, lambda: memoryview(bytearray(2)), mutate, list)
+
+
+@right
+def bytearray_in_an_attribute(wrap: Wrap) -> Any:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = bytearray(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen[0] += 1
+            return curve(x, self.seen[0])
+
+    block = Block()
+    return [train(wrap(block), inputs(3)), list(block.seen)]
+
+
+@right
+def stream_is_written_to(wrap: Wrap) -> Any:
+    def mutate(items: io.StringIO) -> float:
+        items.write("a\n")
+        return len(items.getvalue())
+
+    return mutated(wrap, lambda: io.StringIO(newline="\r\n"), mutate, lambda items: [items.getvalue(), items.tell()])
+
+
+class Slotted:
+    @staticmethod
+    def of(kind: Any) -> Any:
+        return type("Slotted", (kind,), {"__slots__": ("count",)})
+
+
+@pytest.mark.parametrize("kind", [list, dict, deque, set, OrderedDict], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_attributes_of_a_container(kind: Any, has_slots: bool) -> None:
+    def run(wrap: Wrap) -> Any:
+        def make() -> Any:
+            found = (Slotted.of(kind) if has_slots else type("Open", (kind,), {}))()
+            found.count = 0
+            return found
+
+        def mutate(items: Any) -> float:
+            items.count += 1
+            if isinstance(items, dict):
+                items[items.count] = 1
+            elif isinstance(items, set):
+                items.add(len(items))
+            else:
+                items.append(items.count)
+            return items.count + len(items)
+
+        return mutated(wrap, make, mutate, lambda items: [list(items), items.count])
+
+    check_program(Program(run, replays=3))
+
+
+@right
+def attribute_of_a_tuple(wrap: Wrap) -> Any:
+    class Pair(tuple[int, ...]):
+        count = 0
+
+    def mutate(items: Pair) -> float:
+        items.count += 1
+        return items.count
+
+    return mutated(wrap, lambda: Pair((1, 2)), mutate, lambda items: items.count)
+
+
+class Raising:
+    """Objects of these classes raise where a walk asks them for what they hold."""
+
+    class Length(list[Any]):
+        def __len__(self) -> int:
+            raise OSError("length")
+
+        def __iter__(self) -> Any:
+            raise OSError("iter")
+
+    class Keys(dict[str, Any]):
+        def __len__(self) -> int:
+            raise OSError("length")
+
+        def __iter__(self) -> Any:
+            raise OSError("iter")
+
+    class Members(set[Any]):
+        def __len__(self) -> int:
+            raise OSError("length")
+
+        def __iter__(self) -> Any:
+            raise OSError("iter")
+
+    class Row(tuple[Any, ...]):
+        def __iter__(self) -> Any:
+            raise OSError("iter")
+
+    class Namespace:
+        @property
+        def __dict__(self) -> Any:
+            raise OSError("dict")
+
+    class Slot:
+        __slots__ = ("empty",)
+
+        def __getattr__(self, name: str) -> Any:
+            raise OSError(name)
+
+
+RAISING: dict[str, Callable[[], Any]] = {
+    "list": lambda: Raising.Length([1]),
+    "dict": lambda: Raising.Keys(a=1),
+    "set": lambda: Raising.Members([1]),
+    "tuple": lambda: Raising.Row((1, 2)),
+    "object": Raising.Namespace,
+    "slots": Raising.Slot,
+}
+
+
+@pytest.mark.parametrize("policy", [None, "mul"])
+@pytest.mark.parametrize("name", RAISING)
+def test_objects_that_raise_are_held(name: str, policy: str | None) -> None:
+    options = {} if policy is None else {"policy": reactivate.policies.save_ops(policy)}
+
+    def run(wrap: Wrap) -> Any:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.held = RAISING[name]()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return curve(x, 2)
+
+        closed_over = RAISING[name]()
+
+        def fn(x: Tensor, given: Any) -> Tensor:
+            return curve(x, 3 if given is closed_over else 2)
+
+        checkpointed, given = wrap(fn, **options), RAISING[name]()
+        return [train(wrap(Block(), **options), inputs()), train(lambda x: checkpointed(x, given), inputs())]
+
+    check_program(Program(run, replays=4))
+
+
+# -- attributes of tensors ------------------------------------------------------------------------------------------------
+
+
+@right
+def list_in_an_attribute_of_a_parameter(wrap: Wrap) -> Any:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.layer.weight.seen = []  # type: ignore[assignment]
+            self.register_buffer("state", torch.ones(4))
+            self.state.meta = SimpleNamespace(count=0, scale=torch.ones(4))
+            self.state.meta.scale.marks = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.layer.weight.seen.append(1)  # type: ignore[operator]
+            self.state.meta.count += 1
+            self.state.meta.scale.mul_(1.5)
+            self.state.meta.scale.marks.append(1)
+            factor = len(self.layer.weight.seen) * self.state.meta.count  # type: ignore[arg-type]
+            y = curve(self.layer(x), factor + len(self.state.meta.scale.marks))
+            return curve(y, self.state.meta.scale.clone())
+
+    block = Block()
+    meta = block.state.meta
+    grads = train(wrap(block), inputs(4))
+    return [grads, gradients(block), block.layer.weight.seen, meta.count, meta.scale, meta.scale.marks]
+
+
+@right
+def list_in_an_attribute_of_an_argument(wrap: Wrap) -> Any:
+    mark, weight = torch.ones(4), leaf(4)
+    mark.seen, weight.meta = [], SimpleNamespace(scale=torch.ones(4))  # type: ignore[attr-defined]
+    weight.meta.scale.marks, weight.meta.scale.count = [], 0  # type: ignore[attr-defined]
+
+    def fn(x: Tensor, given: Tensor) -> Tensor:
+        given.seen.append(1)  # type: ignore[attr-defined]
+        scale = weight.meta.scale  # type: ignore[attr-defined]
+        scale.mul_(1.5)
+        scale.marks.append(1)
+        scale.count += 3
+        return curve(curve(x, len(given.seen) + len(scale.marks) * scale.count), scale.clone() * weight)  # type: ignore[attr-defined]
+
+    checkpointed = wrap(fn)
+    grads = train(lambda x: checkpointed(x, mark), inputs(4))
+    return [grads, weight.grad, mark.seen, weight.meta.scale]  # type: ignore[attr-defined]
 
 
 # -- arrays -------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,10 @@ vocabulary are reachable too, and what lies beyond is used as it is, as without 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import io
 import random
 import sys
 from array import array
@@ -42,6 +44,7 @@ from reactivate._state.contents import (
     ATOMS,
     LARGEST,
     ArrayNote,
+    BytesNote,
     CellContainerNote,
     CellNote,
     ClassNote,
@@ -56,11 +59,14 @@ from reactivate._state.contents import (
     PartialNote,
     SetNote,
     SlotsNote,
+    StreamNote,
     TensorsNote,
     WeakTensor,
+    length_of,
+    namespace_of,
     slots_of,
 )
-from reactivate._state.iterators import holds_iterator, is_iterator
+from reactivate._state.iterators import holds_iterator, is_iterator, parts_of
 from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
@@ -74,6 +80,7 @@ from reactivate._torch.saved import save_tensor
 _DEPTH_OF_ARGUMENTS = 4
 _DEPTH_OF_FUNCTIONS = 2
 _MOST_OBJECTS = 256
+_BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
 _SMALL_BYTES = 1 << 14  # up to which a tensor without a graph is copied before anybody is known to write to it
 
 
@@ -182,7 +189,10 @@ class Capture:
         self.given = [item[0] for item in self.saved]
         tensors = self.reached() if self.inputs or self.tensors else self.given
         if tensors:
-            self.notes.append(TensorsNote(tensors))
+            note = TensorsNote(tensors)
+            self.notes.append(note)
+            if note.noted is not None:
+                self._look_at_attributes(tensors)
         if self.roots:
             self.is_large = may_be_large and not self._has_compiled and any(map(_is_large, self.roots))
             if not self.is_large:
@@ -192,6 +202,18 @@ class Capture:
         """Return every tensor found that is no module's."""
         inputs = (item.tensor.get() if isinstance(item.tensor, WeakTensor) else item.tensor for item in self.inputs)
         return [*(tensor for tensor, *_ in self.saved), *inputs, *self.tensors]
+
+    def _look_at_attributes(self, tensors: Sequence[Tensor]) -> None:
+        """Look at what the Python attributes of tensors lead to, and those of the tensors that are found there."""
+        seen = set(map(id, tensors))
+        while tensors:
+            for tensor in tensors:
+                self._look_at_all(vars(tensor), "a tensor", 1)
+            tensors = [tensor for tensor in self.reached() if id(tensor) not in seen]
+            seen.update(map(id, tensors))
+            if tensors:
+                self.notes.append(TensorsNote(tensors))
+        self.given = [item[0] for item in self.saved]
 
     # -- modules -------------------------------------------------------------------------------------------------
 
@@ -329,6 +351,15 @@ class Capture:
         if facts.is_users:
             self._class(kind)
 
+    def look_into(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Note], Sequence[Tensor]]:
+        """Return the notes and the tensors that the Python attributes of some tensors lead to."""
+        found = Capture(_nothing, (), {})
+        found.notes, found.tensors = found.module_notes, found.module_tensors
+        found._look_at_attributes(tensors)
+        if found._bindings:
+            found._code()
+        return found.module_notes, found.module_tensors
+
     def _state_of_module(self, tensor: Tensor) -> None:
         if tensor.grad_fn is None:
             self.module_tensors.append(tensor)
@@ -354,10 +385,9 @@ class Capture:
             spec = self._specs[key] = TupleInput(kind, items)
             return spec
         if is_iterator(kind):
-            spec = self._specs[key] = IteratorInput(value)
-            return spec
-        if kind is GeneratorType:
-            spec = self._specs[key] = GeneratorInput(value, place)
+            is_generator = kind is GeneratorType
+            spec = self._specs[key] = GeneratorInput(value, place) if is_generator else IteratorInput(value)
+            self._parts_of_iterator(value, place, _DEPTH_OF_ARGUMENTS)
             return spec
         self._look(value, place, _DEPTH_OF_ARGUMENTS)
         return value
@@ -414,13 +444,17 @@ class Capture:
         elif isinstance(value, Module):
             self.roots += (value,)
         elif isinstance(value, tuple):
-            for index, item in enumerate(value):
+            for index, item in enumerate(tuple.__iter__(value)):
                 if type(item) not in ATOMS:
                     self._look(item, f"{place}[{index}]", depth)
+            if kind is not tuple:
+                self._attributes_of_a_container(value, kind, place, depth)
         elif isinstance(value, (list, dict, deque)):
             self._container(value, kind, place, depth)
-        elif kind is set:
+        elif isinstance(value, set):
             self.notes.append(SetNote(value, weak=self._weak))
+            if kind is not set:
+                self._attributes_of_a_container(value, kind, place, depth)
         elif kind is FunctionType:
             if depth >= 0:
                 self._function(value, place, depth)
@@ -435,13 +469,38 @@ class Capture:
         elif isinstance(value, array):
             if value.itemsize * len(value) <= _SMALL_BYTES:
                 self.notes.append(NumbersNote(value))
+        elif kind in _BUFFERS:
+            self._buffer(value, kind, place, depth)
+        elif is_iterator(kind):  # type: ignore[arg-type]
+            self._parts_of_iterator(value, place, depth)
         elif isinstance(value, Enum):
             self._class(kind)
         else:
             self._object(value, kind, place, depth)
 
+    def _buffer(self, value: Any, kind: type, place: str, depth: int) -> None:
+        """Note the contents of a buffer or an in-memory stream, if they are small."""
+        if kind is memoryview:
+            with contextlib.suppress(ValueError):  # it has been released
+                self._look(value.obj, place, depth)
+        elif kind is bytearray:
+            if len(value) <= _SMALL_BYTES:
+                self.notes.append(BytesNote(value))
+        elif not value.closed:
+            position = value.tell()
+            length = value.seek(0, io.SEEK_END)
+            value.seek(position)
+            if length <= _SMALL_BYTES:
+                self.notes.append(StreamNote(value))
+
+    def _parts_of_iterator(self, value: Any, place: str, depth: int) -> None:
+        """Note the containers that an iterator goes through, and the functions that it calls."""
+        for part in parts_of(value):
+            if type(part) not in ATOMS:
+                self._look(part, place, depth)
+
     def _container(self, value: Any, kind: type, place: str, depth: int) -> None:
-        if len(value) > LARGEST:
+        if (len(value) if kind is list or kind is dict else length_of(value)) > LARGEST:
             self.notes.append(LengthNote(value))
             return
         note = (DictNote if isinstance(value, dict) else ListNote)(value, weak=self._weak)
@@ -451,7 +510,12 @@ class Capture:
             if type(item) not in ATOMS:
                 item = item.reference() if type(item) is WeakTensor else item
                 self._look(item, f"{place}[{index!r}]" if kind in (dict, list) else f"{place}{index}", depth)
-        if kind not in (list, dict, deque, OrderedDict) and hasattr(value, "__dict__"):
+        if kind not in (list, dict, deque, OrderedDict):
+            self._attributes_of_a_container(value, kind, place, depth)
+
+    def _attributes_of_a_container(self, value: Any, kind: type, place: str, depth: int) -> None:
+        """Note the attributes of an object of a subclass of a container's, if it has any."""
+        if namespace_of(value) is not None or slots_of(kind):
             self._attributes(value, place, depth)
 
     def _object(self, value: Any, kind: type, place: str, depth: int) -> None:
@@ -465,19 +529,21 @@ class Capture:
     def _attributes(self, value: Any, place: str, depth: int) -> None:
         """Note the attributes of an object, and look at them."""
         parts: list[Note] = [KindNote(value)]
-        if hasattr(value, "__dict__"):
-            parts.append(DictNote(vars(value), weak=self._weak))
+        namespace = namespace_of(value)
+        if namespace is not None:
+            parts.append(DictNote(namespace, weak=self._weak))
         self.notes += parts
-        if hasattr(value, "__dict__"):
-            self._look_at_all(vars(value), place, depth)
+        if namespace is not None:
+            self._look_at_all(namespace, place, depth)
         names = slots_of(type(value))  # type: ignore[arg-type]
         if names:
             self._slots(value, names, place, depth)
 
     def _slots(self, value: Any, names: tuple[str, ...], place: str, depth: int = 1) -> None:
         """Note the slots of an object, and look at them."""
-        self.notes.append(SlotsNote(value, names, weak=self._weak))
-        self._look_at_all({name: getattr(value, name) for name in names if hasattr(value, name)}, place, depth)
+        note = SlotsNote(value, names, weak=self._weak)
+        self.notes.append(note)
+        self._look_at_all(note.filled(), place, depth)
 
     def _look_at_all(self, attributes: dict[str, Any], place: str, depth: int) -> None:
         for name, item in list(attributes.items()):
@@ -516,7 +582,7 @@ class Capture:
             self._look(fn.__func__, place, depth)
             self._look(fn.__self__, f"{place}.__self__", depth)
         elif kind is BuiltinFunctionType:
-            if isinstance(fn.__self__, Tensor):
+            if isinstance(fn.__self__, (Tensor, list, dict, deque, set)):
                 self._look(fn.__self__, f"{place}.__self__", depth)
         elif issubclass(kind, functools.partial):
             if holds_iterator(fn.args):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._state.contents import ATOMS, slots_of
+from reactivate._state.contents import ATOMS, namespace_of, slots_of
 from reactivate._torch.containers import registered_containers
 
 
@@ -161,7 +161,7 @@ def has_attributes(tensor: Tensor) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, those in slots too."""
-    found = dict(getattr(value, "__dict__", {}))
+    found = dict(namespace_of(value) or {})
     kind: Any = type(value)
     found.update((name, getattr(value, name)) for name in slots_of(kind) if hasattr(value, name))
     return found

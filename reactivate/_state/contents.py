@@ -37,6 +37,29 @@ LARGEST = 4096
 _EMPTY: Any = object()
 
 
+def namespace_of(value: Any) -> Any:
+    """Return the `__dict__` of an object, None if it has none, or gives none."""
+    try:
+        return vars(value)
+    except Exception:  # a property of that name may raise anything
+        return None
+
+
+def length_of(container: Any) -> int:
+    """Return how many items a container has, past methods that a subclass overrides."""
+    for kind in (list, dict, deque, set):
+        if isinstance(container, kind):
+            return kind.__len__(container)  # type: ignore[arg-type]
+    return len(container)
+
+
+def _slot_of(value: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:  # a property of that name may raise anything
+        return _EMPTY
+
+
 @functools.cache
 def slots_of(kind: Any) -> tuple[str, ...]:
     """Return the names of the slots of a class and its bases, private ones as Python mangles them."""
@@ -184,7 +207,8 @@ class ListNote(Note):
         return kind.__iter__(self.target)
 
     def is_at(self, contents: Any) -> bool:
-        return len(self.target) == len(contents) and are_items(self._iterate(), contents)
+        kind = deque if isinstance(self.target, deque) else list
+        return kind.__len__(self.target) == len(contents) and are_items(self._iterate(), contents)
 
     def put(self, contents: Any) -> None:
         kind: Any = deque if isinstance(self.target, deque) else list
@@ -209,7 +233,7 @@ class DictNote(Note):
     def is_at(self, contents: Any) -> bool:
         target, kind = self.target, self._kind()
         return (
-            len(target) == len(contents)
+            kind.__len__(target) == len(contents)
             and are_items(kind.values(target), contents.values())
             and (all(map(is_, kind.keys(target), contents)) or all(map(_is_key, kind.keys(target), contents)))
         )
@@ -237,19 +261,19 @@ def put_dict(target: Any, contents: dict[Any, Any]) -> None:
 
 
 class SetNote(Note):
-    """A set."""
+    """A set, or an object of a subclass."""
 
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        return held_all(self.target, weak)
+        return held_all(set.__iter__(self.target), weak)
 
     def is_at(self, contents: Any) -> bool:
-        return len(self.target) == len(contents) and are_items(self.target, contents)
+        return set.__len__(self.target) == len(contents) and are_items(set.__iter__(self.target), contents)
 
     def put(self, contents: Any) -> None:
-        self.target.clear()
-        self.target.update(map(given_back, contents))
+        set.clear(self.target)
+        set.update(self.target, map(given_back, contents))
 
 
 class LengthNote(Note):
@@ -261,11 +285,11 @@ class LengthNote(Note):
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        return len(self.target), ()
+        return length_of(self.target), ()
 
     def is_at(self, contents: Any) -> bool:
         length, tail = contents
-        return len(self.target) == int(length) + len(tail)
+        return length_of(self.target) == int(length) + len(tail)
 
     def put(self, contents: Any) -> None:
         length, tail = contents
@@ -297,20 +321,25 @@ class SlotsNote(Note):
         super().__init__(target, weak=weak)
 
     def contents(self, weak: bool | None = True) -> Any:
-        return held_all((getattr(self.target, name, _EMPTY) for name in self.names), weak)
+        return held_all((_slot_of(self.target, name) for name in self.names), weak)
 
     def is_at(self, contents: Any) -> bool:
-        return are_items((getattr(self.target, name, _EMPTY) for name in self.names), contents)
+        return are_items((_slot_of(self.target, name) for name in self.names), contents)
 
     def put(self, contents: Any) -> None:
         for name, item in zip(self.names, contents):
             if item is not _EMPTY:
                 object.__setattr__(self.target, name, given_back(item))
-            elif hasattr(self.target, name):
+            elif _slot_of(self.target, name) is not _EMPTY:
                 object.__delattr__(self.target, name)
 
     def items(self) -> Iterable[tuple[str, Any]]:
         return ((f".{name}", item) for name, item in zip(self.names, self.noted) if item is not _EMPTY)
+
+    def filled(self) -> dict[str, Any]:
+        """Return what is in the slots that are not empty, by their names."""
+        items = ((name, _slot_of(self.target, name)) for name in self.names)
+        return {name: item for name, item in items if item is not _EMPTY}
 
 
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -415,6 +444,37 @@ class NumbersNote(ArrayNote):
 
     def put(self, contents: Any) -> None:
         self.target[:] = contents
+
+
+class BytesNote(Note):
+    """The bytes in a `bytearray`."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool | None = True) -> Any:
+        return bytes(memoryview(self.target))
+
+    def is_at(self, contents: Any) -> bool:
+        return bool(memoryview(self.target) == contents)
+
+    def put(self, contents: Any) -> None:
+        bytearray.__setitem__(self.target, slice(None), contents)
+
+
+class StreamNote(Note):
+    """The contents of an `io.StringIO` or `io.BytesIO`, and the position in it."""
+
+    __slots__ = ()
+
+    def contents(self, weak: bool | None = True) -> Any:
+        return self.target.__getstate__()[:-1] if not self.target.closed else None
+
+    def is_at(self, contents: Any) -> bool:
+        return bool(self.contents() == contents)
+
+    def put(self, contents: Any) -> None:
+        if contents is not None and not self.target.closed:  # one that was closed stays so
+            self.target.__setstate__((*contents, None))
 
 
 class KindNote(Note):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from reactivate._state.contents import Note, are_items, held_all, held_dicts, put_dict
+from reactivate._state.contents import ATOMS, Note, are_items, held_all, held_dicts, put_dict
 from reactivate._state.gradients import Gradients
 from reactivate._state.notes import RewoundNotes
 from reactivate._state.parts import Parts
@@ -33,6 +33,14 @@ _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_ca
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
+LookInto = Callable[[Sequence[Tensor]], tuple[Sequence[Note], Sequence[Tensor]]]
+
+
+def _has_objects(tensor: Tensor) -> bool:
+    """Return whether Python attributes of a tensor lead to something that can change."""
+    return any(type(item) not in ATOMS for item in vars(tensor).values())
+
+
 class ModuleNotes:
     """Modules before a forward.
 
@@ -41,6 +49,7 @@ class ModuleNotes:
         notes: containers and objects in attributes.
         tensors: tensors in attributes.
         parts: what the modules are made of, if somebody has looked already.
+        look_into: returns (notes, tensors) that the Python attributes of some tensors lead to.
 
     Attributes:
         parts: the attributes and registries of all modules but scripted ones.
@@ -59,7 +68,12 @@ class ModuleNotes:
     )
 
     def __init__(
-        self, modules: Sequence[Module], notes: Sequence[Note], tensors: Iterable[Tensor], parts: Parts | None = None
+        self,
+        modules: Sequence[Module],
+        notes: Sequence[Note],
+        tensors: Iterable[Tensor],
+        parts: Parts | None = None,
+        look_into: LookInto | None = None,
     ) -> None:
         self.modules = modules
         self.notes = notes
@@ -85,6 +99,12 @@ class ModuleNotes:
         if any(self.hooks):
             self.hooks += *GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, parts.namespaces))
             self.hook_copies = held_dicts(self.hooks)
+            filled = [tensor for tensor in (*members, *state) if _has_objects(tensor)]
+            if filled and look_into is not None:
+                more, others = look_into(filled)
+                self.notes = [*notes, *more]  # a list of its own: a remembered tree has the other
+                known = set(map(id, members))
+                state += [tensor for tensor in others if id(tensor) not in known]
         if any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
             members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
             state = [tensor for tensor in state if not tensor.requires_grad]

@@ -34,7 +34,8 @@ class ReachedNotes:
     def _reach(self, module: Module) -> None:
         if self._call is not None:
             for found in self._call.reach(module):
-                self.parts.append(ModuleNotes((found.module,), found.notes, found.tensors, found.parts))
+                look_into = self._call.look_into
+                self.parts.append(ModuleNotes((found.module,), found.notes, found.tensors, found.parts, look_into))
                 self.generators += [(item, state_of_generator(item)) for item in found.generators]
 
     def finish(self) -> None:

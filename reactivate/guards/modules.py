@@ -41,7 +41,7 @@ class Modules(Guard):
             return ReachedNotes(call)
         if not modules:
             return None
-        return ModuleNotes(modules, call.module_notes, call.module_tensors, call.parts)
+        return ModuleNotes(modules, call.module_notes, call.module_tensors, call.parts, call.look_into)
 
     def finish(self, token: AnyNotes | None) -> None:
         if token is not None:
