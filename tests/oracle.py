@@ -122,7 +122,8 @@ def run(
     leaves = {leaf.untyped_storage().data_ptr() for leaf in inputs.values() if not is_lazy(leaf)}
 
     def count(tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and type(tensor) is Tensor:
+        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # and then it may have no memory
+        if tensor.layout is torch.strided and type(tensor) is Tensor and not is_transformed:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in leaves:
                 kept[storage.data_ptr()] = (tensor, storage.nbytes())

@@ -23,7 +23,7 @@ from weakref import ReferenceType, WeakSet
 import torch
 from torch import Tensor
 from torch.jit import ScriptFunction
-from torch.nn import Module
+from torch.nn import Module, UninitializedBuffer, UninitializedParameter
 
 from reactivate._backends import fences
 from reactivate._engine.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
@@ -74,6 +74,7 @@ from reactivate._torch.saved import save_tensor
 _DEPTH_OF_ARGUMENTS = 4
 _DEPTH_OF_FUNCTIONS = 2
 _MOST_OBJECTS = 256
+_UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
 _SMALL_BYTES = 1 << 14  # up to which a tensor without a graph is copied before anybody is known to write to it
 
 
@@ -387,8 +388,10 @@ class Capture:
     @staticmethod
     def _is_state(tensor: Tensor) -> bool:
         """Return whether a copy of the tensor is kept, for the case that somebody writes to it."""
-        if tensor.requires_grad:
+        if type(tensor) in _UNINITIALIZED:
             return False
+        if tensor.requires_grad:
+            return tensor.is_inference()
         if tensor.is_inference() or (tensor.ndim == 1 and tensor.is_floating_point()):
             return True
         return tensor.layout is torch.strided and (tensor.nbytes <= _SMALL_BYTES or is_known_written(tensor))
