@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
@@ -122,11 +123,11 @@ def run(
     leaves = {leaf.untyped_storage().data_ptr() for leaf in inputs.values() if not is_lazy(leaf)}
 
     def count(tensor: Tensor) -> Tensor:
-        is_transformed = torch._C._functorch.peek_interpreter_stack() is not None  # and then it may have no memory
-        if tensor.layout is torch.strided and type(tensor) is Tensor and not is_transformed:
+        if tensor.layout is torch.strided and type(tensor) is Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in leaves:
-                kept[storage.data_ptr()] = (tensor, storage.nbytes())
+            with contextlib.suppress(RuntimeError):  # inside of a transform of torch.func it has no memory
+                if storage.data_ptr() not in leaves:
+                    kept[storage.data_ptr()] = (tensor, storage.nbytes())
         return tensor
 
     with observed_by(ran):

@@ -110,6 +110,25 @@ def test_parameters_that_were_made_in_inference_mode(name: str, options: str) ->
     assert_right(TEACHERS[name], **OPTIONS[options])
 
 
+def test_an_argument_with_a_gradient_that_was_made_in_inference_mode() -> None:
+    linear, found, watched = nn.Linear(4, 4), [], Watched()
+    with torch.inference_mode():
+        scale = nn.Parameter(torch.rand(4))
+
+    def fn(x: Tensor, scale: Tensor) -> Tensor:
+        with torch.no_grad():
+            taken = scale * 2
+        return (linear(x) * taken).sin().cos()
+
+    for wrap in (lambda fn: fn, reactivate.checkpoint):
+        x = torch.ones(2, 4, requires_grad=True)
+        with observed_by(watched):
+            wrap(fn)(x, scale).sum().backward()
+        found.append(x.grad)
+    assert_bitwise(*found, "the gradient")
+    assert watched.replays == 1
+
+
 def test_a_parameter_made_in_inference_mode_in_a_closure() -> None:
     def make() -> Any:
         linear = nn.Linear(4, 4)

@@ -372,7 +372,7 @@ class Capture:
         spec: Any
         if self.is_hooked:
             spec = tensor if self._is_state(tensor) else SavedInput(tensor)
-        elif tensor.requires_grad:
+        elif tensor.requires_grad and not self._is_state(tensor):
             spec = save_tensor(tensor, False)
         else:
             spec = tensor
@@ -615,7 +615,7 @@ class Capture:
                 self._look(contents, place, depth)
 
     def _cell_tensor(self, cell: CellType, tensor: Tensor, place: str) -> None:
-        if not tensor.requires_grad or self.notes is self.module_notes:
+        if not tensor.requires_grad or self.notes is self.module_notes or self._is_state(tensor):
             self.notes.append(CellNote(cell))
             if id(tensor) not in self._specs:
                 self._look(tensor, place, 0)
