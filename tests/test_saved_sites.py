@@ -443,9 +443,9 @@ SAVERS: dict[str, Any] = {
         (mapped, "torch.func"),
         (pushed, "torch.func"),
         (mapped_site, "torch.func"),
-        (measured, "inference mode"),
-        (measured_by_a_function, "inference mode"),
-        (views_of_inference, "inference mode"),
+        (measured, "it runs in inference mode"),
+        (measured_by_a_function, "it runs in inference mode"),
+        (views_of_inference, "was made in inference mode"),
     ],
 )
 def test_calls_inside_of_transforms_and_in_inference_mode_run_again(fn: Any, reason: str, policy: str) -> None:
