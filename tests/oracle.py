@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable
@@ -124,8 +125,9 @@ def run(
     def count(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided and type(tensor) is Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in leaves:
-                kept[storage.data_ptr()] = (tensor, storage.nbytes())
+            with contextlib.suppress(RuntimeError):  # inside of a transform of torch.func it has no memory
+                if storage.data_ptr() not in leaves:
+                    kept[storage.data_ptr()] = (tensor, storage.nbytes())
         return tensor
 
     with observed_by(ran):

@@ -788,3 +788,125 @@ def test_a_module_under_two_names_and_a_class_with_slots() -> None:
     slotted = reactivate.checkpoint(Slotted(4, 4))
     assert not isinstance(slotted, nn.Module)
     slotted(leaf()).sum().backward()
+
+
+@shows("Tensors made in inference mode")
+def test_tensors_made_in_inference_mode_are_copied() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.inference_mode():
+                self.teacher = nn.Linear(300, 300).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = self.teacher.weight[0, 0].item()
+            return x.sin() * scale
+
+    fn, size = reactivate.checkpoint(Model()), 4 * 300 * 300
+    fn(leaf()).sum().backward()
+    allocated = allocated_by(lambda: [fn(leaf()) for _ in range(3)])
+    assert allocated.left_bytes >= 3 * size
+
+
+class Swaps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data = self.linear.weight.data * 0.5
+        return self.linear(x).sin()  # type: ignore[no-any-return]
+
+
+@shows("Parameters that the forward gives other memory")
+def test_parameters_that_the_forward_gives_other_memory() -> None:
+    def in_closure() -> tuple[Fn]:
+        weight = nn.Parameter(torch.rand(4, 4))
+
+        def fn(x: Tensor) -> Tensor:
+            weight.data = weight.data * 0.5
+            return F.linear(x, weight).sin()
+
+        return (fn,)
+
+    expected = gradients(plain, lambda: (Swaps(),))
+    for determinism in ("first", "metadata", "none", "values"):
+        first, *others = gradients(ours(determinism=determinism), lambda: (Swaps(),))
+        assert first is MutationError and all(map(torch.equal, others, expected[1:]))
+    assert gradients(torchs, lambda: (Swaps(),))[0] is not MutationError
+    assert gradients(ours(), in_closure)[0] is ReplayMismatchError
+    wrong = gradients(ours(determinism="metadata"), in_closure)
+    assert not torch.equal(wrong[0], gradients(plain, in_closure)[0])
+    assert torch.equal(wrong[0], gradients(torchs, in_closure)[0])
+
+
+class CountsSines(torch.overrides.TorchFunctionMode):
+    """Multiplies sines by how many there were."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.sin:
+            self.count += 1
+            return result * self.count
+        return result
+
+
+class CountsCalls(Tensor):
+    """Multiplies sines by how many functions were called."""
+
+    count = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if func is Tensor.sin:
+            cls.count += 1
+            return result * cls.count
+        return result
+
+
+@shows("State on tensor subclasses and function modes")
+def test_state_on_tensor_subclasses_and_function_modes() -> None:
+    def under_mode(wrap: Callable[[Fn], Fn]) -> tuple[Tensor, int]:
+        x, mode = torch.ones(4, requires_grad=True), CountsSines()
+        with mode:
+            out = wrap(lambda x: x.sin().tanh())(x)
+        out.sum().backward()
+        return x.grad, mode.count  # type: ignore[return-value]
+
+    def of_class(wrap: Callable[[Fn], Fn]) -> list[Tensor]:
+        CountsCalls.count, found = 0, []
+        for _ in range(2):
+            x = torch.ones(4, requires_grad=True)
+            wrap(lambda x: x.sin().tanh())(x.as_subclass(CountsCalls)).sum().backward()
+            found.append(x.grad.as_subclass(Tensor))  # type: ignore[union-attr]
+        return found
+
+    with pytest.raises(ReplayMismatchError):
+        under_mode(ours())
+    assert under_mode(ours(determinism="metadata"))[1] == 2 and under_mode(plain)[1] == 1
+    right = of_class(plain)
+    assert not torch.equal(of_class(torchs)[1], right[1])
+    with pytest.raises(ReplayMismatchError):
+        of_class(ours())
+
+
+@shows("Gradients that the forward reads")
+def test_gradients_that_the_forward_reads() -> None:
+    linear = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return (linear(x) * linear.weight.grad.sum()).sin()  # type: ignore[union-attr]
+
+    for wrap in (ours(), torchs, plain):
+        linear.weight.grad = torch.ones(4, 4)
+        outputs = [wrap(fn)(leaf()).sum() for _ in range(2)]
+        outputs[0].backward()
+        if wrap is torchs or wrap is plain:
+            outputs[1].backward()  # torch's checkpoint is silently wrong
+        else:
+            with pytest.raises(ReplayMismatchError):
+                outputs[1].backward()

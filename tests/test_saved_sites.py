@@ -383,6 +383,98 @@ def test_a_call_that_cannot_be_skipped_runs_again_and_says_why(fn: Any, label: s
     assert_same(run(make), run(make, lambda fn: reactivate.checkpoint(fn, policy=everything)))
 
 
+def mapped(x: Tensor, w: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: F.linear(row, w).sin())(F.linear(x, w)).cos().exp()
+
+
+def pushed(x: Tensor, w: Tensor) -> Tensor:
+    return (torch.func.jvp(lambda z: F.linear(z, w).sin().exp(), (x,), (x.cos(),))[1] * x).exp()
+
+
+def mapped_site(x: Tensor, w: Tensor) -> Tensor:
+    return torch.func.vmap(site(lambda row: F.linear(row, w).sin(), name="part"))(x).cos().exp()
+
+
+def measured(x: Tensor, w: Tensor) -> Tensor:
+    with torch.inference_mode():
+        size = F.linear(x, w).sin().sum().item()
+    return F.linear(x, w).sin() * size
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def measured_by_a_function(x: Tensor, w: Tensor) -> Tensor:
+    with torch.inference_mode():
+        size = Square.apply(F.linear(x, w)).sum().item()
+    return Square.apply(F.linear(x, w)).sin() * size
+
+
+def views_of_inference(x: Tensor, w: Tensor) -> Tensor:
+    with torch.inference_mode():
+        scale = w.clone()
+    with torch.no_grad():
+        taken = scale.t()[0].clone()
+    return F.linear(x, w).sin() * taken
+
+
+SAVERS: dict[str, Any] = {
+    "sin": saving("sin"),
+    "linear": saving("linear"),
+    "part": saving("part"),
+    "on the host": lambda at: Save(storage=Host()) if at.op in ("sin", "linear") else None,
+    "compute": policies.first_match(policies.compute_intensive(), saving("sin")),
+    "everything": everything,
+}
+
+
+@pytest.mark.parametrize("policy", SAVERS)
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (mapped, "torch.func"),
+        (pushed, "torch.func"),
+        (mapped_site, "torch.func"),
+        (measured, "it runs in inference mode"),
+        (measured_by_a_function, "it runs in inference mode"),
+        (views_of_inference, "was made in inference mode"),
+    ],
+)
+def test_calls_inside_of_transforms_and_in_inference_mode_run_again(fn: Any, reason: str, policy: str) -> None:
+    reasons: list[str] = []
+
+    class Sees(Reasons):
+        def forward_done(self, record: Any) -> None:
+            reasons.extend(str(saved.reason) for saved in record.sites)
+
+    def make() -> Case:
+        return case(fn, w=(4, 4))
+
+    plain = run(make)
+    for options in ({}, {"early_stop": False}, {"determinism": "metadata"}, {"determinism": "values"}):
+        ours = run(make, lambda fn: reactivate.checkpoint(fn, policy=SAVERS[policy], **options))
+        assert_same(plain, ours)
+        assert ours.regions >= 1 and ours.replays >= 1
+    with observed_by(Sees()):
+        reactivate.checkpoint(fn, policy=everything)(*make().args, leaf(4, 4))
+    assert any(reason in found for found in reasons)
+
+
+def test_a_policy_that_matches_only_inside_of_a_transform() -> None:
+    def make() -> Case:
+        return case(lambda x, w: torch.func.vmap(lambda row: row.sin())(F.linear(x, w)).cos(), w=(4, 4))
+
+    check(make, policy=save_ops("sin"))
+
+
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 

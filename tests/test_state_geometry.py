@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,10 @@ from oracle import Watched, assert_bitwise
 from torch import Tensor, nn
 
 import reactivate
+from reactivate import policies
 from reactivate._engine.record import observed_by
+from reactivate.errors import MutationError
+from reactivate.storage import Host
 
 Act = Callable[["Holder"], Any]
 
@@ -213,3 +217,94 @@ def test_buffers_of_mkldnn(rows: int) -> None:
     assert_right(make, nothing, double)
     assert_right(make, double, nothing)
     assert_right(make, double, lambda module: setattr(module, "buffer", make()))
+
+
+# -- parameters whose memory the forward swaps ------------------------------------------------------------------------
+
+
+class Swapping(nn.Module):
+    """Gives a parameter other memory in each call from one on."""
+
+    def __init__(self, first: int, size: int, *, is_frozen: bool) -> None:
+        super().__init__()
+        self.linear, self.out = nn.Linear(4, size), nn.Linear(size, 2)
+        self.linear.requires_grad_(not is_frozen)
+        self.calls, self.first = 0, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls >= self.first:
+            with torch.no_grad():
+                self.linear.weight.data = self.linear.weight.data * 0.5
+                self.linear.bias.data = self.linear.bias.data * 0.5
+        return self.out(self.linear(x).sin()).cos()  # type: ignore[no-any-return]
+
+
+SWAPS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "metadata": {"determinism": "metadata"},
+    "none": {"determinism": "none"},
+    "kept on the host": {"determinism": "metadata", "policy": policies.save_ops("linear", storage=Host())},
+}
+
+
+@pytest.mark.parametrize("options", SWAPS)
+@pytest.mark.parametrize("size", [4, 5_000])
+@pytest.mark.parametrize("is_frozen", [True, False])
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_a_swapped_parameter_is_refused_once_and_then_right(
+    first: int, is_frozen: bool, size: int, options: str
+) -> None:
+    torch.manual_seed(0)
+    model = Swapping(first, size, is_frozen=is_frozen)
+    other = copy.deepcopy(model)
+    checkpointed = reactivate.checkpoint(other, **SWAPS[options])
+    refused, watched = [], Watched()
+    for number in range(1, 7):
+        x = torch.randn(2, 4, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        model(x).sum().backward()
+        with observed_by(watched):
+            out = checkpointed(y).sum()
+            try:
+                out.backward()
+                assert_bitwise(x.grad, y.grad, f"call {number}")
+            except MutationError:
+                refused.append(number)
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert_bitwise(one.detach(), two.detach(), "a parameter is swapped once in each call")
+            if number not in refused and one.grad is not None and two.grad is not None:
+                assert_bitwise(one.grad, two.grad, f"call {number}")
+            if one.grad is not None:
+                one.grad = two.grad = None
+    assert refused == [first] and watched.replays >= 5, "other calls were recomputed"
+
+
+def test_a_parameter_that_a_later_forward_swaps_is_refused() -> None:
+    model = Swapping(2, 4, is_frozen=False)
+    fn = reactivate.checkpoint(model, determinism="none")
+    outputs = [fn(torch.ones(2, 4)).sum() for _ in range(2)]
+    with pytest.raises(MutationError, match="linear"):
+        outputs[0].backward()
+
+
+def test_parameters_without_memory_of_their_own() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.sparse = nn.Parameter(torch.eye(4).to_sparse())
+            self.empty = nn.Parameter(torch.empty(4, device="meta"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.sparse, self.linear(x)).sin().cos()
+
+    torch.manual_seed(0)
+    model, found, watched = Model(), [], Watched()
+    for wrap in (lambda fn: fn, reactivate.checkpoint):
+        x = torch.eye(4, requires_grad=True)
+        with observed_by(watched):
+            wrap(model)(x).sum().backward()
+        found.append(x.grad)
+    assert_bitwise(*found, "the gradient")
+    assert watched.replays == 1

@@ -25,7 +25,7 @@ from weakref import ReferenceType, WeakSet
 import torch
 from torch import Tensor
 from torch.jit import ScriptFunction
-from torch.nn import Module
+from torch.nn import Module, UninitializedBuffer, UninitializedParameter
 
 from reactivate._backends import fences
 from reactivate._engine.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
@@ -81,6 +81,7 @@ _DEPTH_OF_ARGUMENTS = 4
 _DEPTH_OF_FUNCTIONS = 2
 _MOST_OBJECTS = 256
 _BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
+_UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
 _SMALL_BYTES = 1 << 14  # up to which a tensor without a graph is copied before anybody is known to write to it
 
 
@@ -400,7 +401,7 @@ class Capture:
         spec: Any
         if self.is_hooked:
             spec = tensor if self._is_state(tensor) else SavedInput(tensor)
-        elif tensor.requires_grad:
+        elif tensor.requires_grad and not self._is_state(tensor):
             spec = save_tensor(tensor, False)
         else:
             spec = tensor
@@ -416,8 +417,10 @@ class Capture:
     @staticmethod
     def _is_state(tensor: Tensor) -> bool:
         """Return whether a copy of the tensor is kept, for the case that somebody writes to it."""
-        if tensor.requires_grad:
+        if type(tensor) in _UNINITIALIZED:
             return False
+        if tensor.requires_grad:
+            return tensor.is_inference()
         if tensor.is_inference() or (tensor.ndim == 1 and tensor.is_floating_point()):
             return True
         return tensor.layout is torch.strided and (tensor.nbytes <= _SMALL_BYTES or is_known_written(tensor))
@@ -677,7 +680,7 @@ class Capture:
                 self._look(contents, place, depth)
 
     def _cell_tensor(self, cell: CellType, tensor: Tensor, place: str) -> None:
-        if not tensor.requires_grad or self.notes is self.module_notes:
+        if not tensor.requires_grad or self.notes is self.module_notes or self._is_state(tensor):
             self.notes.append(CellNote(cell))
             if id(tensor) not in self._specs:
                 self._look(tensor, place, 0)

@@ -102,7 +102,8 @@ def _keep(log: ForwardLog, decision: Decision, forward: Any, inputs: Any) -> Any
         return forward()
     result = log.unlogged(log.run)(call, forward, (), {})
     call.site.is_function = True
-    versions = {id(leaf): leaf._version for leaf in flatten(result)[0] if isinstance(leaf, Tensor)}
+    leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
+    versions = {id(leaf): leaf._version for leaf in leaves if not leaf.is_inference()}
     log.pending = Pending(call, result, versions, next_node_number())
     return result
 

@@ -20,7 +20,7 @@ from sys import _getframe
 from typing import Any, NamedTuple
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, is_inference_mode_enabled
 
 from reactivate._engine.aliases import base_of
 from reactivate._engine.choice import Choice, Decision
@@ -46,8 +46,12 @@ from reactivate._torch.autograd import (
 )
 from reactivate._torch.flags import is_any_autocast_enabled
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
+from reactivate._torch.transforms import current_transform, name_of_transform
 from reactivate._types import Save, Storage
 
+_IN_TRANSFORM = "a transform of torch.func inside of the region is around it"
+_IN_INFERENCE = "it runs in inference mode"
+_OF_INFERENCE = "it returns a tensor that was made in inference mode"
 _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
 _BACKWARD_INSIDE = "a backward inside of the region goes through it"
 
@@ -57,6 +61,7 @@ class Call:
 
     Args:
         fn: what is called: what it closes over is within its reach.
+        reason: why it has to run again, if that is known beforehand. Then nothing is noted of it.
     """
 
     __slots__ = (
@@ -75,21 +80,29 @@ class Call:
     )
 
     def __init__(
-        self, log: ForwardLog, decision: Decision, number: int, storage: Storage, fn: Any, args: Any, kwargs: Any
+        self,
+        log: ForwardLog,
+        decision: Decision,
+        number: int,
+        storage: Storage,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        reason: str | None,
     ) -> None:
         self.decision = decision
         self.storage = storage
         self.entries = log.record.saved
         self.check = log.record.check
         self.saved: list[tuple[SiteSlot, Tensor, int]] = []
-        arguments = tensors_in(args, kwargs)
+        arguments = tensors_in(args, kwargs) if reason is None else []
         self.versions = versions_of(arguments)
         self.reached: Reached | None = None
-        self.noted = None if decision.is_quiet else log.noted()
+        self.noted = None if decision.is_quiet or reason is not None else log.noted()
         self.change: str | None = None
         self.objects: list[Any] = []
         leaves: dict[int, int] = {}
-        if decision.is_users:
+        if decision.is_users and reason is None:
             self.reached = Reached(fn, (args, kwargs), self.noted or log.noted())
             self.objects = objects_in(args, kwargs)
             if decision.module is not None and is_any_autocast_enabled():
@@ -98,7 +111,7 @@ class Call:
         site = self.site = SavedSite()
         site.number, site.label, site.path = number, decision.label, decision.path
         site.is_function = site.is_nested = False
-        site.reason, site.changes = None, ()
+        site.reason, site.changes = reason, ()
         site.start = len(self.entries)
         site.count = len(arguments)
         frame = user_frame(_getframe(4))  # above `call`, and who called that
@@ -196,10 +209,11 @@ class ForwardLog(Log):
             return None
         if self.pending is not None:
             self.finish_pending()
+        reason = _why_not_saved()
         if is_function_mode_active():
-            call: Call = unseen(Call, self, decision, number, action.storage, fn, args, kwargs)
+            call: Call = unseen(Call, self, decision, number, action.storage, fn, args, kwargs, reason)
         else:
-            call = Call(self, decision, number, action.storage, fn, args, kwargs)
+            call = Call(self, decision, number, action.storage, fn, args, kwargs, reason)
         if innermost_pack_hook() is not self._pack:
             call.site.reason = _OTHER_HOOKS
         if observers:
@@ -320,6 +334,9 @@ class ForwardLog(Log):
             site.reason = contents.problem
         computed: list[tuple[Tensor, Kept]] = []
         for leaf in leaves:
+            if leaf.is_inference():
+                site.reason = _OF_INFERENCE
+                continue
             site.requires.append(leaf.requires_grad)
             index = sources.which(leaf)
             if index >= 0:
@@ -387,6 +404,13 @@ class ForwardLog(Log):
                     slot.kept.settle()
         if self.choice.unmatched.parts:
             self.choice.unmatched.region_has_run(self.choice.path)
+
+
+def _why_not_saved() -> str | None:
+    """Return why autograd saves nothing that could be kept of a call that begins now, None if it may."""
+    if current_transform() is not None and name_of_transform() is not None:
+        return _IN_TRANSFORM
+    return _IN_INFERENCE if is_inference_mode_enabled() else None
 
 
 def _went_through(log: ref[ForwardLog], gradients: Any) -> None:

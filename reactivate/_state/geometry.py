@@ -7,10 +7,17 @@ own. The present memory may belong to somebody else, to a parameter for example,
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+_PLAIN = frozenset({Tensor, Parameter})
+_moved: dict[int, ref[Tensor]] = {}  # parameters that some forward gave other memory, by their ids
 
 
 class Geometry(NamedTuple):
@@ -35,9 +42,52 @@ class Geometry(NamedTuple):
 def has_geometry(tensor: Tensor) -> bool:
     """Return whether a tensor has a geometry that can be put back.
 
-    Parameters are left to sharding libraries, which move them as they need them.
+    Parameters are left to sharding libraries, which move them as they need them, but for those that a forward has moved.
     """
-    return type(tensor) is Tensor and tensor.layout is torch.strided and (tensor.is_cpu or tensor.is_cuda)
+    return (
+        (type(tensor) is Tensor or is_moved(tensor))
+        and tensor.layout is torch.strided
+        and (tensor.is_cpu or tensor.is_cuda)
+        and not tensor.is_nested
+    )
+
+
+def note_moved(tensor: Tensor) -> None:
+    """Note that a forward gave a parameter other memory (`parameter.data = other`)."""
+    key = id(tensor)
+    _moved[key] = ref(tensor, functools.partial(_moved.pop, key))
+
+
+def is_moved(tensor: Tensor) -> bool:
+    """Return whether a forward gave the parameter other memory."""
+    reference = _moved.get(id(tensor)) if _moved else None
+    return reference is not None and reference() is tensor
+
+
+def moved_among(tensors: Sequence[Tensor], addresses: Sequence[int]) -> list[int]:
+    """Return the numbers of the parameters that a forward has moved, and that were elsewhere at these addresses."""
+    if not _moved:
+        return []
+    return [
+        index
+        for index, (tensor, address) in enumerate(zip(tensors, addresses))
+        if address and is_moved(tensor) and _address_of(tensor) not in (0, address)
+    ]
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where the elements of each parameter begin; 0 where that says nothing, as of sharded, sparse and fake ones."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        try:
+            return list(map(Tensor.data_ptr, tensors))
+        except RuntimeError:  # one has no memory of its own
+            pass
+    return list(map(_address_of, tensors))
+
+
+def _address_of(tensor: Tensor) -> int:
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and (tensor.is_cpu or tensor.is_cuda)
+    return tensor.data_ptr() if is_plain else 0
 
 
 def geometry_of(tensor: Tensor) -> Geometry | None:
@@ -90,7 +140,7 @@ def write(tensor: Tensor, content: Tensor) -> None:
     target, source = _distinct(tensor, tensor), _distinct(content, tensor)
     if tensor.is_cpu and _bits(target).equal(_bits(source)):
         return
-    with torch.inference_mode(tensor.is_inference()):
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         target.copy_(source)
 
 

@@ -85,8 +85,8 @@ def put(tensor: Tensor, content: Tensor, noted: Any, memory: Tensor | None = Non
     """Let a tensor hold a copy, in the geometry that it had; gradients are off."""
     if noted is not None and geometry_of(tensor) != noted:
         geometry.put(tensor, Geometry(*noted), content, memory)
-    elif tensor.is_inference():
-        with torch.inference_mode():
+    elif tensor.is_inference() or tensor.is_nested:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(content)
     elif tensor.shape != content.shape:
         tensor.resize_(content.shape).copy_(content)
@@ -119,7 +119,7 @@ def _copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is nothing but elements behind each other."""
-    return type(tensor) is Tensor and has_bits(tensor)
+    return type(tensor) is Tensor and has_bits(tensor) and not tensor.is_nested
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.jit import ScriptModule
-from torch.nn import Module
+from torch.nn import Module, UninitializedBuffer, UninitializedParameter
 
 from reactivate._state.contents import ATOMS, Note, are_items, held_all, held_dicts, put_dict
+from reactivate._state.geometry import addresses_of, moved_among, note_moved
 from reactivate._state.gradients import Gradients
 from reactivate._state.notes import RewoundNotes
 from reactivate._state.parts import Parts
@@ -31,6 +32,7 @@ from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})
 
 
 LookInto = Callable[[Sequence[Tensor]], tuple[Sequence[Note], Sequence[Tensor]]]
@@ -57,14 +59,15 @@ class ModuleNotes:
             of them, None where all are empty.
         kinds: the classes of the modules: to parametrise one is to change its class.
         parameters, versions, differentiable: every parameter, its version, and whether it requires a gradient.
+        addresses: where the elements of each parameter were.
         tensors: buffers, and tensors in attributes, with what they held.
         states: (a module with a state protocol, its state).
         gradients: the parameters' `.grad`.
     """
 
     __slots__ = (
-        *("differentiable", "gradients", "hook_copies", "hooks", "kinds", "modules", "notes", "parameters", "parts"),
-        *("states", "steps", "tensors", "versions"),
+        *("addresses", "differentiable", "gradients", "hook_copies", "hooks", "kinds", "modules", "notes"),
+        *("parameters", "parts", "states", "steps", "tensors", "versions"),
     )
 
     def __init__(
@@ -108,23 +111,33 @@ class ModuleNotes:
         if any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
             members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
             state = [tensor for tensor in state if not tensor.requires_grad]
+        if not _UNINITIALIZED.isdisjoint(map(type, state)):  # they hold nothing yet
+            members += [tensor for tensor in state if type(tensor) in _UNINITIALIZED]
+            state = [tensor for tensor in state if type(tensor) not in _UNINITIALIZED]
+        try:
+            self.versions: list[int] = list(map(version_of, members))
+        except RuntimeError:  # made in inference mode: copied, as buffers are
+            state += filter(_has_no_version, members)
+            self.parameters = members = [tensor for tensor in members if not _has_no_version(tensor)]
+            self.versions = list(map(version_of, members))
         state += written_before(members)
         self.tensors = TensorStates({id(tensor): tensor for tensor in state}.values()) if state else NO_TENSORS
-        self.versions: list[int] = list(map(version_of, members))
+        self.addresses = addresses_of(members)
         self.steps = steps_so_far()
         self.differentiable: list[bool] = list(map(_REQUIRES_GRAD, members))
         self.kinds: list[type] = list(map(type, modules))
         self.gradients = Gradients(members)
 
     def written_parameters(self) -> list[tuple[Tensor, int]]:
-        """Return (parameter, noted version) of those that have another version by now, and no shadow."""
+        """Return (parameter, noted version) of those that have another version or other memory by now, and no shadow."""
         is_stepped = steps_so_far() != self.steps
-        if list(map(version_of, self.parameters)) == self.versions and not is_stepped:
+        moved = moved_among(self.parameters, self.addresses)
+        if list(map(version_of, self.parameters)) == self.versions and not is_stepped and not moved:
             return []
         return [
             (item, version)
-            for item, version in zip(self.parameters, self.versions)
-            if (item._version != version or (is_stepped and is_stepped_since(item, self.steps)))
+            for index, (item, version) in enumerate(zip(self.parameters, self.versions))
+            if (item._version != version or index in moved or (is_stepped and is_stepped_since(item, self.steps)))
             and not self.tensors.covers(item)
         ]
 
@@ -138,8 +151,13 @@ class ModuleNotes:
         )
 
     def finish(self) -> None:
-        """The forward is over: find the gradients that moved, and let go of the others."""
+        """The forward is over: find the gradients and parameters that moved, and let go of the other gradients."""
         self.gradients.finish()
+        addresses = addresses_of(self.parameters)
+        if addresses != self.addresses:
+            for parameter, before, now in zip(self.parameters, self.addresses, addresses):
+                if before and now and before != now:  # 0: sharded, or taken apart
+                    note_moved(parameter)
 
     def unknown_gradients(self) -> Sequence[tuple[Tensor, int]]:
         """Return the gradients that the forward moved, and of which there is no copy, with their versions."""
@@ -172,6 +190,10 @@ class ModuleNotes:
                     if value is tensor:
                         return ".".join(filter(None, (type(root).__name__, prefix, name)))
         return "a tensor of a module"
+
+
+def _has_no_version(tensor: Tensor) -> bool:
+    return type(tensor) not in _UNINITIALIZED and tensor.is_inference()
 
 
 class RewoundModules:
@@ -288,7 +310,7 @@ class ModuleChanges:
     It is brought about inside of `RewoundModules`, which puts everything back afterwards.
     """
 
-    __slots__ = ("contents", "note", "notes", "parts", "states", "versions")
+    __slots__ = ("_counted", "contents", "note", "notes", "parts", "states", "versions")
 
     def __init__(self, note: ModuleNotes) -> None:
         self.note = note
@@ -297,7 +319,8 @@ class ModuleChanges:
             self.parts = Parts(note.parts.namespaces)
             self.parts.attributes = held_all(self.parts.attributes)
         self.contents = [(tensor, copy_unseen(tensor)) for tensor in note.tensors.put_aside()]
-        self.versions = [tensor._version for tensor, _ in self.contents]
+        self._counted = [tensor for tensor, _ in self.contents if not tensor.is_inference()]
+        self.versions = list(map(version_of, self._counted))
         self.notes = [(item, item.contents()) for item in note.notes if not item.is_at(item.noted)]
         self.states = [(module, module.replay_state()) for module, _ in note.states]
 
@@ -305,10 +328,10 @@ class ModuleChanges:
         """Make it so."""
         if self.parts is not None:
             self.parts.put()
-        with torch.no_grad():
-            for tensor, content in self.contents:
+        for tensor, content in self.contents:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(content)
-        set_versions([tensor for tensor, _ in self.contents], self.versions)
+        set_versions(self._counted, self.versions)
         for note, contents in self.notes:
             note.put(contents)
         for module, state in self.states:

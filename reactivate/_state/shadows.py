@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from reactivate._backends import fences
-from reactivate._state.geometry import geometry_of
+from reactivate._state.geometry import geometry_of, is_moved
 from reactivate._state.groups import Group, bits_of, grouped, is_plain, put
 from reactivate._state.memory import memory_of
 from reactivate._state.small import Bytes, is_small
@@ -53,7 +53,7 @@ class Shadow:
     def __init__(self, tensor: Tensor) -> None:
         self.version: int = tensor._version
         self.geometry = geometry_of(tensor)
-        self.address = self.geometry.address if self.geometry is not None else None
+        self.address = _address_of(tensor)
         self.step = last_step_of(tensor)
         self.content = copy_unseen(tensor)
 
@@ -67,7 +67,8 @@ class Shadow:
 
 
 def _address_of(tensor: Tensor) -> int | None:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
+    is_kind = type(tensor) is Tensor or is_moved(tensor)
+    if not is_kind or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
         return None  # as `has_geometry` says; this runs for every region
     return tensor.data_ptr()
 
@@ -241,7 +242,7 @@ class TensorStates:
 
 
 def _is_vector(tensor: Tensor) -> bool:
-    return tensor.ndim == 1 and tensor.is_floating_point()
+    return tensor.ndim == 1 and tensor.is_floating_point() and not tensor.is_nested
 
 
 def _versions_of(tensors: Sequence[Tensor]) -> list[int]:

@@ -37,6 +37,7 @@ def is_small(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and has_bits(tensor)
         and tensor.nbytes <= LARGEST_BYTES
+        and not tensor.is_nested
         and (bool(tensor.data_ptr()) or not tensor.numel())
     )
 
