@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.saved_sites import ForwardLog, Pending
-from reactivate._engine.site_log import current_log
+from reactivate._engine.site_log import current_log, unseen
 from reactivate._engine.skipped_sites import ReplayLog
 from reactivate._torch.autograd import has_setup_context, next_node_number
 from reactivate._torch.containers import flatten
@@ -102,10 +102,13 @@ def _keep(log: ForwardLog, decision: Decision, forward: Any, inputs: Any) -> Any
         return forward()
     result = log.unlogged(log.run)(call, forward, (), {})
     call.site.is_function = True
-    leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
-    versions = {id(leaf): leaf._version for leaf in leaves if not leaf.is_inference()}
-    log.pending = Pending(call, result, versions, next_node_number())
+    log.pending = Pending(call, result, unseen(_versions_in, result), next_node_number())
     return result
+
+
+def _versions_in(result: Any) -> dict[int, int]:
+    leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
+    return {id(leaf): leaf._version for leaf in leaves if not leaf.is_inference()}
 
 
 def _mark(context: Any, result: Any, site: Any) -> None:
