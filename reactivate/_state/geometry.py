@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from reactivate._torch.modes import copy_unseen
+
 _PLAIN = frozenset({Tensor, Parameter})
 _moved: dict[int, ref[Tensor]] = {}  # parameters that some forward gave other memory, by their ids
 
@@ -95,6 +97,13 @@ def geometry_of(tensor: Tensor) -> Geometry | None:
     if not has_geometry(tensor):
         return None
     return Geometry(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def elements_of(tensor: Tensor) -> Tensor:
+    """Return a copy of the elements of a tensor; if its memory was given back, something that stands for them."""
+    if has_geometry(tensor) and not tensor.data_ptr() and tensor.numel():
+        return torch.empty_like(tensor)
+    return copy_unseen(tensor)
 
 
 def put(tensor: Tensor, geometry: Geometry, content: Tensor, memory: Tensor | None = None) -> None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from reactivate._state import geometry
-from reactivate._state.geometry import Geometry, geometry_of
+from reactivate._state.geometry import Geometry, elements_of, geometry_of
 from reactivate._state.small import has_bits
 from reactivate._torch.modes import (
     copy_all,
-    copy_unseen,
     equal_unseen,
     is_dispatch_mode_active,
     is_function_mode_active,
@@ -108,13 +107,14 @@ def grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    if len(tensors) == 1 or is_dispatch_mode_active() or is_function_mode_active():
-        return [copy_unseen(tensor) for tensor in tensors]
-    return (
-        [torch.cat(list(tensors))]
-        if set(map(_ndim_of, tensors)) == {1}
-        else [copy_unseen(tensor) for tensor in tensors]
-    )
+    are_seen = is_dispatch_mode_active() or is_function_mode_active()
+    if len(tensors) == 1 or are_seen or set(map(_ndim_of, tensors)) != {1} or not all(map(_has_memory, tensors)):
+        return list(map(elements_of, tensors))
+    return [torch.cat(list(tensors))]
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return bool(tensor.data_ptr() or not tensor.numel())
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 from reactivate._backends import fences
-from reactivate._state.geometry import geometry_of, is_moved
+from reactivate._state.geometry import elements_of, geometry_of, is_moved
 from reactivate._state.groups import Group, bits_of, grouped, is_plain, put
 from reactivate._state.memory import memory_of
 from reactivate._state.small import Bytes, is_small
 from reactivate._state.steps import last_step_of
 from reactivate._torch.autograd import set_versions
-from reactivate._torch.modes import copy_unseen, run_unseen
+from reactivate._torch.modes import run_unseen
 
 version_of, _tensors_of = attrgetter("_version"), attrgetter("tensors")
 _FEW_BYTES = 64  # up to which a copy costs no more than a look at the version
@@ -55,7 +55,7 @@ class Shadow:
         self.geometry = geometry_of(tensor)
         self.address = _address_of(tensor)
         self.step = last_step_of(tensor)
-        self.content = copy_unseen(tensor)
+        self.content = elements_of(tensor)
 
     def is_current(self, tensor: Tensor, version: int) -> bool:
         """Return whether `tensor`, which has this version, holds what was copied."""
@@ -125,6 +125,8 @@ def note_written(tensor: Tensor) -> None:
 def _compared_shadow(tensor: Tensor) -> Shadow:
     """Return the shadow of a vector that may be written to unseen, after a look at the bytes."""
     shadow = current_shadow(tensor)
+    if shadow.geometry is not None and shadow.geometry.is_given_back:  # there are no bytes
+        return shadow
     if not run_unseen(torch.equal, bits_of(tensor.detach()), bits_of(shadow.content)):
         del _current[id(tensor)]
         shadow = current_shadow(tensor)
@@ -282,7 +284,7 @@ class RewoundTensors:
         written = [*(tensor for tensor, _ in changed), *(item.tensor for item in state.written)]
         for tensor in written:  # all of them first: they may share memory
             found = geometry_of(tensor)
-            self._writes.append((tensor, copy_unseen(tensor), found, None if found is None else tensor.detach()))
+            self._writes.append((tensor, elements_of(tensor), found, None if found is None else tensor.detach()))
         self._is_rewound = bool(written or state.groups)
         try:
             if self._is_rewound:
