@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from types import FunctionType
+from inspect import CO_GENERATOR
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -83,11 +84,14 @@ class _Observed:
             return result
 
         self._observed = observed
+        # Python 3.13 warns where a generator function is given code of another kind.
+        kind = _going_through if function.__code__.co_flags & CO_GENERATOR else _observing
+        self._telling: CodeType = kind.__code__
 
     def begin(self) -> None:
         """Let the function tell of modules."""
         self._function.__kwdefaults__ = {"_observed": self._observed}
-        self._function.__code__ = _observing.__code__
+        self._function.__code__ = self._telling
 
     def end(self) -> None:
         """Give the function its own code back."""
@@ -97,6 +101,10 @@ class _Observed:
 
 def _observing(self: Any, *args: Any, _observed: Any = None, **kwargs: Any) -> Any:
     return _observed(self, *args, **kwargs)
+
+
+def _going_through(self: Any, *args: Any, _observed: Any = None, **kwargs: Any) -> Any:
+    yield from _observed(self, *args, **kwargs)
 
 
 def _tell_of_result(module: Module, result: Any) -> None:
