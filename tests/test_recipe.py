@@ -448,6 +448,7 @@ SPELLED: list[tuple[Any, ReadyMade]] = [
     ({"recompute_every": 2}, policies.recompute_every(2)),
     ({"recompute_every": {"k": 3, "offset": 1}}, policies.recompute_every(3, offset=1)),
     ({"recompute_modules": ["layers.*"]}, policies.recompute_modules("layers.*")),
+    ({"save": ["attention", "routing"]}, policies.save("attention", "routing")),
     ({"save_ops": ["linear", "matmul"]}, policies.save_ops("linear", "matmul")),
     (
         {"save_ops": {"ops": ["linear"], "within": ["*.up", "*.down"], "storage": "host"}},

@@ -43,6 +43,7 @@ _FUNCTIONS = {
     "recompute_every": _Function(policies.recompute_every, ("k",), options=("offset",)),
     "recompute_modules": _Function(policies.recompute_modules, ("modules",), many=True),
     "compute_intensive": _Function(policies.compute_intensive, options=("storage",)),
+    "save": _Function(policies.save, ("kinds",), many=True, options=("within", "storage")),
     "save_ops": _Function(policies.save_ops, ("ops",), many=True, options=("within", "storage")),
     "save_modules": _Function(policies.save_modules, ("modules",), many=True, options=("storage",)),
     "save_names": _Function(policies.save_names, ("names",), many=True, options=("storage",)),
