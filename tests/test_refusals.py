@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from journal import Journal
 from oracle import Case, check
 from torch import Tensor, nn
 
 import reactivate
+from reactivate import policies
+from reactivate._engine.record import observed_by
 from reactivate.errors import (
     MutationError,
     PlanInfeasible,
@@ -111,6 +114,26 @@ class Drifting:
     def __call__(self, x: Tensor) -> Tensor:
         y = x.sin()
         return (y + 1.0 if replaying() else y).exp()
+
+
+def test_calls_are_counted_for_each_policy() -> None:
+    """Also if the wrapper and its policy are made for each call, and with several policies in turn."""
+    module, compared = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Journal()
+
+    class Looks:
+        def forward_done(self, record: Any) -> None:
+            compared.append(record.check is not None)
+
+        def replay_done(self, record: Any) -> None:
+            """Nothing to see."""
+
+    made = [lambda: None, lambda: policies.save_ops("linear"), lambda: policies.save_ops("tanh")]
+    with observed_by(Looks()):
+        for _ in range(9):
+            for make in made:
+                reactivate.checkpoint(module, policy=make())(leaf(2, 4)).sum().backward()
+    for index in range(3):
+        assert list(compared)[index::3] == [number in (1, 2, 4, 8) for number in range(1, 10)]
 
 
 def test_first_compares_some_calls_and_leaves_the_others_alone() -> None:

@@ -35,7 +35,8 @@ _ROUNDINGS = 64
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
 
-_calls: dict[int, list[Any]] = {}  # by the id of the region's owner: a reference to it, its policy, how many calls
+# By the id of the region's owner: a reference to it, and how many calls there were with each policy, by the policy's number.
+_calls: dict[int, tuple[Any, dict[int, int]]] = {}
 _writers: dict[int, ref[Any]] = {}  # owners of regions that wrote to what there is no copy of, by their ids
 
 
@@ -52,9 +53,10 @@ def is_due(fn: Any, determinism: str, choice: Any) -> bool:
     kind = type(fn)
     owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn  # `owner_of`, inlined
     entry = _calls.get(id(owner))
-    if entry is None or entry[0]() is not owner or entry[1] is not choice:
-        entry = _first_call(owner, choice)
-    entry[2] = count = entry[2] + 1
+    if entry is None or entry[0]() is not owner:
+        entry = _first_call(owner)
+    number = 0 if choice is None else choice.number
+    entry[1][number] = count = entry[1].get(number, 0) + 1
     return not count & (count - 1)
 
 
@@ -77,13 +79,13 @@ def owner_of(fn: Any) -> Any:
     return fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
 
 
-def _first_call(owner: Any, choice: Any) -> list[Any]:
+def _first_call(owner: Any) -> tuple[Any, dict[int, int]]:
     key = id(owner)
     try:
         reference: Any = ref(owner, functools.partial(_calls.pop, key))
     except TypeError:  # an object in C, which nobody can wait for: it is compared each time
-        return [None, choice, 0]
-    entry = _calls[key] = [reference, choice, 0]
+        return None, {}
+    entry = _calls[key] = reference, {}
     return entry
 
 

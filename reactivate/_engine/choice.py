@@ -113,11 +113,19 @@ class Unmatched:
             raise UsageError(f"{self.asked_by}: {part} matches nothing. What there was to match: {seen}.")
 
 
+def number_of(policy: Policy) -> int:
+    """Return a number that tells policies apart, and holds none: a function may be made for each call."""
+    try:
+        return hash(policy)
+    except TypeError:
+        return id(type(policy))
+
+
 class Choice:
     """The answers of one policy about what is inside of one region.
 
     Args:
-        policy: the policy.
+        policy: the policy; equal ones have one `number`.
         unmatched: told of every site that is looked at.
         root: a reference to the module that is the region, if it is one.
         path: its path.
@@ -133,6 +141,7 @@ class Choice:
         is_applied: bool = True,
     ) -> None:
         self.policy = policy
+        self.number = number_of(policy)
         self.interest = interest_of(policy)
         self.unmatched = unmatched
         self._root = root
