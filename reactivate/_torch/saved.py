@@ -46,9 +46,12 @@ class _KeepInput(torch.autograd.Function):
 class SavedOnNode:
     """A saved tensor on a node of its own: the public way."""
 
-    __slots__ = ("_output",)
+    __slots__ = ("_nested", "_output")
 
     def __init__(self, tensor: torch.Tensor, is_output: bool) -> None:
+        self._nested = (tensor, tensor._version) if tensor.is_nested else None  # which no custom function saves
+        if self._nested is not None:
+            return
         modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         _set_modes(True, False)
         try:
@@ -58,6 +61,11 @@ class SavedOnNode:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, or autograd's own error if it was written to."""
+        if self._nested is not None:
+            tensor, version = self._nested
+            if tensor._version != version:
+                raise RuntimeError("a nested tensor that a region reads has been modified by an inplace operation")
+            return tensor
         return self._output.grad_fn.saved_tensors[0]
 
 
