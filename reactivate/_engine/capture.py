@@ -12,8 +12,6 @@ import contextlib
 import functools
 import inspect
 import io
-import random
-import sys
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -28,7 +26,16 @@ from torch.jit import ScriptFunction
 from torch.nn import Module, UninitializedBuffer, UninitializedParameter
 
 from reactivate._backends import fences
-from reactivate._engine.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
+from reactivate._engine.cells import CellTensorNote
+from reactivate._engine.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput
+from reactivate._engine.kinds import (
+    SMALL_BYTES,
+    is_plain,
+    is_random_source,
+    is_small_array,
+    names_of_state,
+    users_classes,
+)
 from reactivate._engine.namespaces import (
     ClassFacts,
     Facts,
@@ -82,7 +89,6 @@ _DEPTH_OF_FUNCTIONS = 2
 _MOST_OBJECTS = 256
 _BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
 _UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
-_SMALL_BYTES = 1 << 14  # up to which a tensor without a graph is copied before anybody is known to write to it
 
 
 class Input(NamedTuple):
@@ -423,7 +429,7 @@ class Capture:
             return tensor.is_inference()
         if tensor.is_inference() or (tensor.ndim == 1 and tensor.is_floating_point()):
             return True
-        return tensor.layout is torch.strided and (tensor.nbytes <= _SMALL_BYTES or is_known_written(tensor))
+        return tensor.layout is torch.strided and (tensor.nbytes <= SMALL_BYTES or is_known_written(tensor))
 
     def _tensor(self, tensor: Tensor, place: str) -> None:
         if self._is_state(tensor):
@@ -465,12 +471,12 @@ class Capture:
             self._callable(value, kind, place, depth)
         elif isinstance(value, type):
             self._class(value)
-        elif _is_random_source(value, kind):
+        elif is_random_source(value, kind):
             self.generators += (value,)
-        elif _is_small_array(value):
+        elif is_small_array(value):
             self.notes.append(ArrayNote(value))
         elif isinstance(value, array):
-            if value.itemsize * len(value) <= _SMALL_BYTES:
+            if value.itemsize * len(value) <= SMALL_BYTES:
                 self.notes.append(NumbersNote(value))
         elif kind in _BUFFERS:
             self._buffer(value, kind, place, depth)
@@ -487,13 +493,13 @@ class Capture:
             with contextlib.suppress(ValueError):  # it has been released
                 self._look(value.obj, place, depth)
         elif kind is bytearray:
-            if len(value) <= _SMALL_BYTES:
+            if len(value) <= SMALL_BYTES:
                 self.notes.append(BytesNote(value))
         elif not value.closed:
             position = value.tell()
             length = value.seek(0, io.SEEK_END)
             value.seek(position)
-            if length <= _SMALL_BYTES:
+            if length <= SMALL_BYTES:
                 self.notes.append(StreamNote(value))
 
     def _parts_of_iterator(self, value: Any, place: str, depth: int) -> None:
@@ -523,7 +529,7 @@ class Capture:
 
     def _object(self, value: Any, kind: type, place: str, depth: int) -> None:
         is_data = hasattr(kind, "__dataclass_fields__")
-        if (depth <= 0 and not is_data) or not _is_plain(kind) or self._objects >= _MOST_OBJECTS:
+        if (depth <= 0 and not is_data) or not is_plain(kind) or self._objects >= _MOST_OBJECTS:
             return
         self._objects += 1
         self._attributes(value, place, depth if is_data else depth - 1)
@@ -555,7 +561,7 @@ class Capture:
 
     def _class(self, kind: type) -> None:
         """Note the attributes of a class and of those it is derived from, and look at them."""
-        for base in _users_classes(kind):
+        for base in users_classes(kind):
             if (key := ("class", id(base))) not in self._specs:
                 self._specs[key] = base
                 self.notes.append(ClassNote(base))
@@ -567,7 +573,7 @@ class Capture:
     def _state_of_class(self, kind: type) -> None:
         """Look at the attributes of a class, but for the functions in containers: mostly these are registries."""
         attributes = vars(kind)
-        for name in _names_of_state(tuple(attributes), tuple(map(type, attributes.values()))):
+        for name in names_of_state(tuple(attributes), tuple(map(type, attributes.values()))):
             value = attributes[name]
             self._look(value, f"{kind.__name__}.{name}", -1 if isinstance(value, (list, dict, deque, tuple)) else 1)
 
@@ -705,34 +711,6 @@ class Capture:
                 self._look(value, name, 1)
 
 
-class CellTensorNote(CellNote):
-    """A closed-over tensor with a gradient, kept as autograd keeps an input."""
-
-    __slots__ = ("_tensor", "spec")
-
-    def __init__(self, target: CellType, spec: Any) -> None:
-        self.spec = spec
-        self._tensor: Tensor | None = None
-        super().__init__(target)
-
-    def contents(self, weak: bool | None = True) -> Any:
-        return CellNote.contents(self, weak) if weak is None else self.spec
-
-    def prepare(self, memo: dict[int, Any]) -> None:
-        """Get the tensor, as long as everything is as it is: a region around this one may have to be recomputed."""
-        self._tensor = rebuild(self.spec, memo)
-
-    def is_at(self, contents: Any) -> bool:
-        return CellNote.is_at(self, self._tensor if contents is self.spec else contents)
-
-    def put(self, contents: Any) -> None:
-        CellNote.put(self, self._tensor if contents is self.spec else contents)
-
-    def let_go(self) -> None:
-        """Forget the tensor of one recomputation."""
-        self._tensor = None
-
-
 LARGE_TREE = 64
 """The number of modules up to which all of them are noted for every region."""
 
@@ -755,61 +733,3 @@ def _has_plain_attributes(module: Module, facts: ClassFacts) -> bool:
     """Return whether a module of torch's has no attributes but those that its class gives it, and no tensor among them."""
     attributes = vars(module)
     return attributes.keys() <= facts.attributes and _OF_PLAIN_MODULES.issuperset(map(type, attributes.values()))
-
-
-@functools.cache
-def _users_classes(kind: type) -> tuple[type, ...]:
-    """Return a class and those it is derived from, but for those of libraries."""
-    return tuple(filter(_is_users_class, kind.__mro__))
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_of_state(names: tuple[str, ...], kinds: tuple[type, ...]) -> tuple[str, ...]:
-    """Return the names of those attributes of a class that are neither values nor descriptors nor Python's own."""
-    return tuple(
-        name
-        for name, kind in zip(names, kinds)
-        if kind not in ATOMS and not hasattr(kind, "__get__") and not name.startswith("__")
-    )
-
-
-_SHARED = frozenset(
-    {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "socket", "threading"}
-)
-"""Packages whose objects other threads and processes work with at the same time: barriers, queues, pools."""
-
-
-@functools.cache
-def _is_plain(kind: type) -> bool:
-    """Return whether objects of this class are made of attributes that Python code sees."""
-    if issubclass(kind, (Enum, BaseException)):
-        return False
-    if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
-        return kind.__module__.startswith("torch.distributions.")
-    if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
-        return False
-    return kind.__dictoffset__ != 0 or bool(slots_of(kind))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _is_users_class(kind: type) -> bool:
-    """Return whether code of the user's own may change attributes of this class."""
-    if kind.__module__ == "torch.nn.utils.parametrize":  # a class that it made for one module
-        return True
-    package = kind.__module__.partition(".")[0]
-    is_known = package in ("reactivate", "torch", "numpy", "builtins") or (
-        package in sys.stdlib_module_names and package != "__main__"
-    )
-    return not is_known
-
-
-def _is_small_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= _SMALL_BYTES
-
-
-def _is_random_source(value: Any, kind: type) -> bool:
-    if kind is torch.Generator or isinstance(value, random.Random):
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from reactivate._engine import refusals
-from reactivate._engine.capture import CellTensorNote
+from reactivate._engine.cells import CellTensorNote
 from reactivate._engine.check import OUTPUTS, Check
 from reactivate._engine.fencing import FencedReplay
 from reactivate._engine.inputs import Memo, rebuild
