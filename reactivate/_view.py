@@ -42,7 +42,9 @@ class ModuleView:
         return self._reactivate_region(*args, **kwargs)
 
     def __del__(self) -> None:
-        vars(_regions).pop(f"of_{id(self)}", None)
+        regions = getattr(_regions, "__dict__", None)  # module-level names are None when Python ends
+        if regions is not None:
+            regions.pop(f"of_{id(self)}", None)
 
     @property
     def __wrapped__(self) -> Module:
