@@ -14,8 +14,8 @@ PAGE = """\
 regions, policies, `apply`, several steps, six kinds of backward. Each runs plain and checkpointed, and every bit is compared:
 outputs, gradients, state, random streams. What it found has become a named test.
 
-{programs:,} programs, seeds {first} to {last}, torch {torch}, {hours:.1f} hours in {workers} processes on the CPU:
-`python -m fuzz --count {programs} --seed {first} --workers {workers}`.
+{programs:,} programs, seeds {first} to {last}, torch {torch}, {hours:.1f} hours in {workers} on the CPU:
+`python -m fuzz --count {programs} --seed {first}`.
 
 | Of the programs that run plainly | |
 |---|---:|
@@ -58,7 +58,7 @@ def page(summary: Summary, first: int, workers: int) -> str:
         last=first + summary.programs - 1,
         torch=torch.__version__.partition("+")[0],
         hours=summary.seconds / 3600,
-        workers=workers,
+        workers="one process" if workers == 1 else f"{workers} processes",
         counts="\n".join(f"| {name} | {count:,} |" for name, count in rows.items()),
         regions=summary.regions,
         recomputations=summary.recomputations,
