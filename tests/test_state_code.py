@@ -547,6 +547,18 @@ class Config(Root):
     table = {"scale": 1.0}
 
 
+def while_config_changes(wrap: Wrap, fn: Callable[[Tensor], Tensor]) -> Any:
+    def change(step: int) -> None:
+        Root.scale += 1
+        Config.table["scale"] += 1
+
+    with restored(Root):
+        try:
+            return changed_between(wrap, fn, change, lambda: (Root.scale, dict(Config.table)))
+        finally:
+            Config.table["scale"] = 1.0
+
+
 @right
 def base_of_an_objects_class_is_changed(wrap: Wrap) -> Any:
     config = Config()
@@ -554,15 +566,7 @@ def base_of_an_objects_class_is_changed(wrap: Wrap) -> Any:
     def fn(x: Tensor) -> Tensor:
         return curve(curve(x, config.scale), config.table["scale"])
 
-    def change(step: int) -> None:
-        Root.scale += 1
-        Config.table["scale"] += 1
-
-    with restored(Root):
-        try:
-            return changed_between(wrap, fn, change, lambda: (Root.scale, dict(Config.table)))
-        finally:
-            Config.table["scale"] = 1.0
+    return while_config_changes(wrap, fn)
 
 
 @right
@@ -570,15 +574,7 @@ def class_is_changed_that_code_names(wrap: Wrap) -> Any:
     def fn(x: Tensor) -> Tensor:
         return curve(curve(x, Config.scale), Config.table["scale"])
 
-    def change(step: int) -> None:
-        Root.scale += 1
-        Config.table["scale"] += 1
-
-    with restored(Root):
-        try:
-            return changed_between(wrap, fn, change, lambda: (Root.scale, dict(Config.table)))
-        finally:
-            Config.table["scale"] = 1.0
+    return while_config_changes(wrap, fn)
 
 
 # -- functions --------------------------------------------------------------------------------------------------------------

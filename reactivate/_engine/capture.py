@@ -23,7 +23,7 @@ from weakref import ReferenceType, WeakSet
 import torch
 from torch import Tensor
 from torch.jit import ScriptFunction
-from torch.nn import Module, UninitializedBuffer, UninitializedParameter
+from torch.nn import Module
 
 from reactivate._backends import fences
 from reactivate._engine.cells import CellTensorNote
@@ -74,6 +74,7 @@ from reactivate._state.contents import (
     slots_of,
 )
 from reactivate._state.iterators import holds_iterator, is_iterator, parts_of
+from reactivate._state.modules import UNINITIALIZED
 from reactivate._state.parts import Parts
 from reactivate._state.reaching import tree_of
 from reactivate._state.shadows import is_known_written
@@ -88,7 +89,6 @@ _DEPTH_OF_ARGUMENTS = 4
 _DEPTH_OF_FUNCTIONS = 2
 _MOST_OBJECTS = 256
 _BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
-_UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
 
 
 class Input(NamedTuple):
@@ -423,7 +423,7 @@ class Capture:
     @staticmethod
     def _is_state(tensor: Tensor) -> bool:
         """Return whether a copy of the tensor is kept, for the case that somebody writes to it."""
-        if type(tensor) in _UNINITIALIZED:
+        if type(tensor) in UNINITIALIZED:
             return False
         if tensor.requires_grad:
             return tensor.is_inference()

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from reactivate._engine.stale import comes_from_stale, watches
+from reactivate._state.known import Known
 from reactivate._torch.containers import flatten
 from reactivate._torch.modes import run_unseen
 
@@ -37,7 +38,7 @@ OUTPUTS = 1 << 30
 
 # By the id of the region's owner: a reference to it, and how many calls there were with each policy, by the policy's number.
 _calls: dict[int, tuple[Any, dict[int, int]]] = {}
-_writers: dict[int, ref[Any]] = {}  # owners of regions that wrote to what there is no copy of, by their ids
+_writers = Known()  # owners of regions that wrote to what there is no copy of
 
 
 def is_due(fn: Any, determinism: str, choice: Any) -> bool:
@@ -46,7 +47,7 @@ def is_due(fn: Any, determinism: str, choice: Any) -> bool:
     With "first" they are in the 1st, 2nd, 4th, 8th, ... call, and but for "none" in every call if an earlier one needed a
     proof.
     """
-    if determinism == "values" or (_writers and determinism != "none" and _is_writer(fn)):
+    if determinism == "values" or (_writers and determinism != "none" and _writers.has(owner_of(fn))):
         return True
     if determinism != "first":
         return False
@@ -60,17 +61,9 @@ def is_due(fn: Any, determinism: str, choice: Any) -> bool:
     return not count & (count - 1)
 
 
-def _is_writer(fn: Any) -> bool:
-    reference = _writers.get(id(owner_of(fn)))
-    return reference is not None and reference() is owner_of(fn)
-
-
 def note_writer(fn: Any) -> None:
     """Compare every call of this region from the next one on."""
-    owner = owner_of(fn)
-    key = id(owner)
-    if key not in _writers:
-        _writers[key] = ref(owner, lambda _: _writers.pop(key, None))
+    _writers.note(owner_of(fn))
 
 
 def owner_of(fn: Any) -> Any:

@@ -7,19 +7,18 @@ own. The present memory may belong to somebody else, to a parameter for example,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from reactivate._state.known import Known
 from reactivate._torch.modes import copy_unseen
 
 _PLAIN = frozenset({Tensor, Parameter})
-_moved: dict[int, ref[Tensor]] = {}  # parameters that some forward gave other memory, by their ids
+_moved = Known()  # parameters that some forward gave other memory
 
 
 class Geometry(NamedTuple):
@@ -56,14 +55,12 @@ def has_geometry(tensor: Tensor) -> bool:
 
 def note_moved(tensor: Tensor) -> None:
     """Note that a forward gave a parameter other memory (`parameter.data = other`)."""
-    key = id(tensor)
-    _moved[key] = ref(tensor, functools.partial(_moved.pop, key))
+    _moved.note(tensor)
 
 
 def is_moved(tensor: Tensor) -> bool:
     """Return whether a forward gave the parameter other memory."""
-    reference = _moved.get(id(tensor)) if _moved else None
-    return reference is not None and reference() is tensor
+    return _moved.has(tensor)
 
 
 def moved_among(tensors: Sequence[Tensor], addresses: Sequence[int]) -> list[int]:
@@ -99,9 +96,14 @@ def geometry_of(tensor: Tensor) -> Geometry | None:
     return Geometry(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether there is memory for the elements of a tensor: not if that was given back."""
+    return bool(tensor.data_ptr() or not tensor.numel())
+
+
 def elements_of(tensor: Tensor) -> Tensor:
     """Return a copy of the elements of a tensor; if its memory was given back, something that stands for them."""
-    if has_geometry(tensor) and not tensor.data_ptr() and tensor.numel():
+    if has_geometry(tensor) and not has_memory(tensor):
         return torch.empty_like(tensor)
     return copy_unseen(tensor)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
-from weakref import ref
 
 from torch import Tensor
 
+from reactivate._state.known import Known
 from reactivate._torch.modes import copy_unseen
 
 _GRADIENT, _IS_LEAF = attrgetter("grad"), attrgetter("is_leaf")
-_known: dict[int, ref[Tensor]] = {}  # leaves that some forward accumulated a gradient of, by their ids
+_known = Known()  # leaves that some forward accumulated a gradient of
 
 
 class Gradients:
@@ -34,8 +33,7 @@ class Gradients:
         self._copies: dict[int, Tensor] = {}
         if _known:
             for leaf, gradient in zip(self._leaves, self._before):
-                reference = _known.get(id(leaf))
-                if gradient is not None and reference is not None and reference() is leaf:
+                if gradient is not None and _known.has(leaf):
                     self._copies[id(leaf)] = copy_unseen(gradient)
         self.moved: Sequence[tuple[Tensor, Tensor | None]] = ()
         self.unknown: Sequence[tuple[Tensor, int]] = ()
@@ -62,7 +60,7 @@ class Gradients:
         rows = zip(self._leaves, now, self._before, versions, self._versions)
         for leaf, gradient, before, version, version_before in rows:
             if gradient is not before or version != version_before:
-                _note(leaf)
+                _known.note(leaf)
                 moved.append((leaf, self._copies.get(id(leaf))))
                 if before is not None and version_before is not None and id(leaf) not in self._copies:
                     unknown.append((before, version_before))
@@ -78,8 +76,3 @@ class Gradients:
         for leaf, gradient in self._present:
             leaf.grad = gradient
         self._present = []
-
-
-def _note(leaf: Tensor) -> None:
-    key = id(leaf)
-    _known[key] = ref(leaf, functools.partial(_known.pop, key))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from reactivate._state import geometry
-from reactivate._state.geometry import Geometry, elements_of, geometry_of
+from reactivate._state.geometry import Geometry, elements_of, geometry_of, has_memory
 from reactivate._state.small import has_bits
 from reactivate._torch.modes import (
     copy_all,
@@ -108,13 +108,9 @@ def grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def _copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     are_seen = is_dispatch_mode_active() or is_function_mode_active()
-    if len(tensors) == 1 or are_seen or set(map(_ndim_of, tensors)) != {1} or not all(map(_has_memory, tensors)):
+    if len(tensors) == 1 or are_seen or set(map(_ndim_of, tensors)) != {1} or not all(map(has_memory, tensors)):
         return list(map(elements_of, tensors))
     return [torch.cat(list(tensors))]
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return bool(tensor.data_ptr() or not tensor.numel())
 
 
 def is_plain(tensor: Tensor) -> bool:

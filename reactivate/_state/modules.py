@@ -32,7 +32,7 @@ from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})
+UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
 
 
 LookInto = Callable[[Sequence[Tensor]], tuple[Sequence[Note], Sequence[Tensor]]]
@@ -111,9 +111,9 @@ class ModuleNotes:
         if any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
             members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
             state = [tensor for tensor in state if not tensor.requires_grad]
-        if not _UNINITIALIZED.isdisjoint(map(type, state)):  # they hold nothing yet
-            members += [tensor for tensor in state if type(tensor) in _UNINITIALIZED]
-            state = [tensor for tensor in state if type(tensor) not in _UNINITIALIZED]
+        if not UNINITIALIZED.isdisjoint(map(type, state)):  # they hold nothing yet
+            members += [tensor for tensor in state if type(tensor) in UNINITIALIZED]
+            state = [tensor for tensor in state if type(tensor) not in UNINITIALIZED]
         try:
             self.versions: list[int] = list(map(version_of, members))
         except RuntimeError:  # made in inference mode: copied, as buffers are
@@ -193,7 +193,7 @@ class ModuleNotes:
 
 
 def _has_no_version(tensor: Tensor) -> bool:
-    return type(tensor) not in _UNINITIALIZED and tensor.is_inference()
+    return type(tensor) not in UNINITIALIZED and tensor.is_inference()
 
 
 class RewoundModules:

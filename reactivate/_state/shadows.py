@@ -28,6 +28,7 @@ from torch import Tensor
 from reactivate._backends import fences
 from reactivate._state.geometry import elements_of, geometry_of, is_moved
 from reactivate._state.groups import Group, bits_of, grouped, is_plain, put
+from reactivate._state.known import Known
 from reactivate._state.memory import memory_of
 from reactivate._state.small import Bytes, is_small
 from reactivate._state.steps import last_step_of
@@ -79,7 +80,7 @@ MOST_CHANNELS = 1 << 16
 _FEW_CHANNELS = 1 << 12  # up to which a copy is cheaper than a look
 
 _current: dict[int, Shadow] = {}  # by the id of the tensor
-_references: dict[int, ref[Tensor]] = {}  # to the tensors of these, and nowhere else: see `_let_go`
+_references: dict[int, ref[Tensor]] = {}  # to the tensors of these
 rewound_memory: dict[int, int] = {}
 """{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now."""
 
@@ -102,13 +103,12 @@ def _forget(key: int, reference: object = None) -> None:
     _references.pop(key, None)
 
 
-_written: dict[int, ref[Tensor]] = {}  # tensors that some region wrote to without a copy being there, by their ids
+_written = Known()  # tensors that some region wrote to without a copy being there
 
 
 def is_known_written(tensor: Tensor) -> bool:
     """Return whether a region wrote to `tensor` before."""
-    reference = _written.get(id(tensor)) if _written else None
-    return reference is not None and reference() is tensor
+    return _written.has(tensor)
 
 
 def written_before(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -118,8 +118,7 @@ def written_before(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 def note_written(tensor: Tensor) -> None:
     """Keep a copy of `tensor` from the next region on."""
-    key = id(tensor)
-    _written[key] = ref(tensor, functools.partial(_written.pop, key))
+    _written.note(tensor)
 
 
 def _compared_shadow(tensor: Tensor) -> Shadow:

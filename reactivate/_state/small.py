@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from reactivate._state.geometry import Geometry, has_geometry, put
+from reactivate._state.geometry import Geometry, has_geometry, has_memory, put
 from reactivate._torch.modes import equal_unseen, run_unseen
 
 LARGEST_BYTES = 1 << 14
@@ -38,7 +38,7 @@ def is_small(tensor: Tensor) -> bool:
         and has_bits(tensor)
         and tensor.nbytes <= LARGEST_BYTES
         and not tensor.is_nested
-        and (bool(tensor.data_ptr()) or not tensor.numel())
+        and has_memory(tensor)
     )
 
 
