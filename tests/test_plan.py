@@ -515,7 +515,9 @@ def test_a_model_with_a_policy_is_planned_and_measured_without_it() -> None:
     expected = planned(case)
     handle = reactivate.apply(case.model, reactivate.policies.full())
     plan = planned(case)
-    assert [item.treatment for item in plan.decisions] == [item.treatment for item in expected.decisions]
+    # Not the treatments: times are measured, and two measurements may come to two plans of about the same time.
+    units = [[(item.path, item.kind, item.parameters) for item in one.decisions] for one in (plan, expected)]
+    assert units[0] == units[1] and plan.budget_bytes == expected.budget_bytes
     assert plan.plain.peak_bytes == expected.plain.peak_bytes
     assert reactivate.Handle.of(case.model) is handle
     assert abs(plan.measure().error) <= 0.01
