@@ -145,7 +145,7 @@ class MarkedBlock(nn.Module):
 
 
 def recomputed_alone(block: TransformerBlock, keeps: str, x: Tensor) -> Callable[[], object]:
-    """The least that a replay can do: the forward pass, without a graph, of what is neither kept nor needless.
+    """The least that a recomputation can do: the forward pass, without a graph, of what is neither kept nor needless.
 
     The results of kept calls are there, from a forward pass before. The last product and the sum with it are needless,
     since the backward reads only what went into them.
@@ -167,11 +167,11 @@ def recomputed_alone(block: TransformerBlock, keeps: str, x: Tensor) -> Callable
 
         return look_up if name in CALLS_OF[keeps] else call
 
-    replay = MarkedBlock(block, looked_up)
+    recomputation = MarkedBlock(block, looked_up)
 
     def step() -> None:
         with torch.no_grad():
-            replay.before_down(x)
+            recomputation.before_down(x)
 
     with torch.no_grad():
         MarkedBlock(block, recording)(x)

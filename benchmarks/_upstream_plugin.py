@@ -26,13 +26,13 @@ class Outcome:
     Attributes:
         result: "passed", "failed", "skipped" or "xfailed".
         message: why, in one line, if it did not pass.
-        regions, replays: how many of ours ran on the thread of the test.
+        regions, recomputations: how many of ours ran on the thread of the test.
     """
 
     result: str = "passed"
     message: str = ""
     regions: int = 0
-    replays: int = 0
+    recomputations: int = 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,8 +83,8 @@ class Recorder:
     def forward_done(self, record: Record) -> None:
         self._running.regions += 1
 
-    def replay_done(self, record: Record) -> None:
-        self._running.replays += 1
+    def recomputation_done(self, record: Record) -> None:
+        self._running.recomputations += 1
 
 
 def _message(report: pytest.TestReport) -> str:

@@ -15,7 +15,7 @@ class Row:
 
     Attributes:
         test: file::class::name.
-        regions, replays: how many of ours ran in it; none where the compiler takes the region into its graph.
+        regions, recomputations: how many of ours ran in it; none where the compiler takes the region into its graph.
         reason: why the outcomes differ.
     """
 
@@ -26,7 +26,7 @@ class Row:
     upstream_message: str
     our_message: str
     regions: int
-    replays: int
+    recomputations: int
     reason: str
 
     @property
@@ -103,16 +103,19 @@ def to_markdown(results: Results) -> str:
         f"{summary(results.rows)}.",
         "",
         "Most of the tests that are skipped need an accelerator. One that fails on both does not hold with this torch, "
-        "whatever the checkpoint; the messages are in the JSON beside this file. Regions and replays are those of this "
-        "engine: where there are none, the test calls nothing that is checkpointed, or a compiler takes the region into "
+        "whatever the checkpoint; the messages are in the JSON beside this file. Regions and recomputations are this "
+        "engine's: where there are none, the test calls nothing that is checkpointed, or a compiler takes the region into "
         "its graph, and what is tested is that the drop-in leaves it to that.",
     ]
     for file, digest in source.files.items():
         rows = [row for row in results.rows if row.file == file]
         lines += ["", f"## {file}", "", f"sha256 `{digest}`. {summary(rows)}.", ""]
-        lines += ["| test | torch | reactivate | regions | replays | why they differ |", "|---|---|---|---:|---:|---|"]
+        lines += [
+            "| test | torch | reactivate | regions | recomputations | why they differ |",
+            "|---|---|---|---:|---:|---|",
+        ]
         for row in rows:
             name = row.test.removeprefix(f"{file}::")
             why = (row.reason or "not explained") if row.differs else ""
-            lines.append(f"| {name} | {row.upstream} | {row.ours} | {row.regions} | {row.replays} | {why} |")
+            lines.append(f"| {name} | {row.upstream} | {row.ours} | {row.regions} | {row.recomputations} | {why} |")
     return "\n".join(lines) + "\n"

@@ -72,7 +72,7 @@ class Model:
     Attributes:
         block: width -> a block.
         products: matrix products in a block's forward pass; its backward has twice as many.
-        replayed: how many of them a recomputation needs: not the last, of which no backward reads the result.
+        recomputed: how many of them a recomputation needs: not the last, of which no backward reads the result.
         target: what the temp may be at most, as a part of that without checkpointing.
     """
 
@@ -81,7 +81,7 @@ class Model:
     block: Callable[[int], nn.Module]
     size: Size
     products: int
-    replayed: int
+    recomputed: int
     target: float
 
     def resized(self, size: Size) -> Model:

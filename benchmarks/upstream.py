@@ -42,14 +42,14 @@ class Lifted:
     message: str
 
 
-_STATE = "A replay sees a module's attributes as the forward pass saw them and changes them once"
+_STATE = "A recomputation sees a module's attributes as the forward pass saw them and changes them once"
 _REENTRANT_GRAD = "`torch.autograd.grad` works with `use_reentrant=True`; the test expects torch to refuse it."
 _DETACHED = (
     "With `use_reentrant=True`, an output that needs no gradient is what it is without checkpointing; the test expects "
     "torch to refuse it."
 )
 _OTHER_GRAPH = (
-    "A compiled function is replayed by the graph that its forward pass ran, where torch may take another and advises "
+    "A compiled function is recomputed by the graph that its forward pass ran, where torch may take another and advises "
     "how to avoid that; the test expects the words of that advice."
 )
 
@@ -86,7 +86,7 @@ LIFTED = {
         '"none of output has requires_grad=True',
     ),
     "test_utils.py::TestCheckpoint::test_checkpoint_trigger": Lifted(
-        f"{_STATE}; the test expects a counter of calls to advance in the replay too.",
+        f"{_STATE}; the test expects a counter of calls to advance in the recomputation too.",
         "Scalars are not equal!",
     ),
     "test_utils.py::TestCheckpoint::test_checkpoint_valid": Lifted(
@@ -94,21 +94,21 @@ LIFTED = {
         "RuntimeError not raised",
     ),
     "distributed/_composable/test_checkpoint.py::TestCheckpoint::test_checkpoint_kwargs": Lifted(
-        f"{_STATE}; the test's module finds out by a counter that it is being replayed, and then raises another error.",
+        f"{_STATE}; the test's module finds out by a counter that it is being recomputed, and then raises another error.",
         '"bar" does not match "foo"',
     ),
     "distributed/_composable/test_checkpoint.py::TestCheckpoint::test_clears_state_on_error_in_forward": Lifted(
-        f"{_STATE}; the test's module finds out by a counter that it is being replayed, and then raises.",
+        f"{_STATE}; the test's module finds out by a counter that it is being recomputed, and then raises.",
         "RuntimeError not raised",
     ),
     "inductor/test_compiled_autograd.py::TestCompiledAutograd::test_checkpointing_simple_reentrant_True": Lifted(
-        "With `use_reentrant=True` the backward is that of the function's own ops, which read what is replayed between "
+        "With `use_reentrant=True` the backward is that of the function's own ops, which read what is recomputed between "
         "compiled graphs; the test expects the three graphs of torch's reentrant variant, and finds four. The gradients, "
         "which it compares first, are the same.",
         "Scalars are not equal!",
     ),
     "distributed/_tools/test_mod_tracker.py::TestModTracker::test_ac": Lifted(
-        "The forward hooks of a module that is the region fire once; the test expects them in the replay too.",
+        "The forward hooks of a module that is the region fire once; the test expects them in the recomputation too.",
         "The length of the sequences mismatch: 12 != 14",
     ),
 }
@@ -195,7 +195,9 @@ def compare(section: Section, checkout: Path) -> list[Row]:
         messages = (their.message, our.message)
         lifted = LIFTED.get(test)
         reason = lifted.limit if lifted is not None and lifted.message in our.message else ""
-        rows.append(Row(section.file, test, their.result, our.result, *messages, our.regions, our.replays, reason))
+        rows.append(
+            Row(section.file, test, their.result, our.result, *messages, our.regions, our.recomputations, reason)
+        )
     print(f"{section.file}: {summary(rows)}", flush=True)
     return rows
 
@@ -246,8 +248,8 @@ def find_problems(rows: Sequence[Row], sections: Iterable[Section]) -> Iterator[
     for test in LIFTED:
         if test.partition("::")[0] in files and test not in differing:
             yield f"{test} is listed as one that asserts a lifted limit, and does not differ."
-    if SECTIONS[0].file in files and not any(row.replays for row in rows):
-        yield "No region was replayed in any test: the drop-in was not in place."
+    if SECTIONS[0].file in files and not any(row.recomputations for row in rows):
+        yield "No region was recomputed in any test: the drop-in was not in place."
 
 
 def describe_source(checkout: Path, archive: Path | None, files: Sequence[str]) -> Source:

@@ -120,7 +120,7 @@ class Trace:
         """Count a region; the engine calls this."""
         self.regions += 1
 
-    def replay_done(self, record: Any) -> None:
+    def recomputation_done(self, record: Any) -> None:
         """Count a recomputation; the engine calls this."""
         self.recomputations += 1
 

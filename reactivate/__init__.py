@@ -8,8 +8,8 @@ from typing import Any
 from reactivate import dropin, errors, guards, integrations, policies, recipe, report, storage
 from reactivate._apply import Handle, apply
 from reactivate._checkpoint import checkpoint
-from reactivate._engine.replay import is_recomputing
-from reactivate._engine.sharing import shared_replay
+from reactivate._engine.recompute import is_recomputing
+from reactivate._engine.sharing import shared_recompute
 from reactivate._explain import explain
 from reactivate._explanation import Explanation
 from reactivate._nearest import did_you_mean
@@ -41,7 +41,7 @@ __all__ = [
     "policies",
     "recipe",
     "report",
-    "shared_replay",
+    "shared_recompute",
     "site",
     "storage",
     "verify",

@@ -116,7 +116,7 @@ def checkpoint(
     When the result is called or differentiated:
 
         MutationError: a tensor that the recomputation reads was modified in place after the forward read it.
-        ReplayMismatchError: the recomputation differs from the forward.
+        RecomputeMismatchError: the recomputation differs from the forward.
         UnsupportedError: it is called under a torch transform that saved-tensor hooks do not work with.
 
     Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016.

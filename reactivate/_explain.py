@@ -2,8 +2,8 @@
 
 One forward pass runs under saved-tensor hooks, which see everything that autograd keeps and that no region takes: what
 the rest of the model saves, the inputs of regions, and what saved calls leave. An observer is told of each region, whose
-guards keep what autograd does not know of. Then a backward runs, in which the regions replay: what is in their slots
-right after a replay is what the replay made again.
+guards keep what autograd does not know of. Then a backward runs, in which the regions recompute: what is in their slots
+right after a recomputation is what the recomputation made again.
 
 Memory is counted in storages, in the order in which they were first kept, each once over everything.
 """
@@ -30,10 +30,10 @@ from reactivate._backends import accelerator
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
 from reactivate._engine.capture import Capture
 from reactivate._engine.kept import Kept, SavedSite
+from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.record import Record, observed_by
 from reactivate._engine.refusals import name_of, saved_at
 from reactivate._engine.region import Region, run
-from reactivate._engine.replay import is_recomputing
 from reactivate._engine.sites import line_of, user_frame
 from reactivate._explanation import Entry, Explanation
 from reactivate._fake import faked, has_no_memory, tensors_of
@@ -186,7 +186,8 @@ class _Trace(Step):
         self._inside: defaultdict[int, list[_Draft | tuple[SavedSite, Place]]] = defaultdict(list)
         self._results: dict[int, _Event] = {}  # by the id of a `Kept`
         self._drafts: dict[int, _RegionEvent] = {}  # by the id of the record
-        self._clocks: list[list[float]] = []  # of the replays that run: when they began, and what those inside took
+        # Of the recomputations that run: when they began, and what those inside took.
+        self._clocks: list[list[float]] = []
 
     def explanation(self) -> Explanation:
         """What was seen."""
@@ -310,12 +311,12 @@ class _Trace(Step):
 
     # -- the backward -------------------------------------------------------------------------------------------------
 
-    def replay_begins(self, record: Record) -> None:
-        """A region is about to be replayed."""
+    def recomputation_begins(self, record: Record) -> None:
+        """A region is about to be recomputed."""
         self._clocks.append([_now(), 0.0])
 
-    def replay_done(self, record: Record) -> None:
-        """A region was replayed, and what the replay made is in its slots."""
+    def recomputation_done(self, record: Record) -> None:
+        """A region was recomputed, and what the recomputation made is in its slots."""
         began, others = self._clocks.pop()
         seconds = _now() - began
         if self._clocks:

@@ -19,9 +19,9 @@ class Entry:
     """A site: a call, and what is kept or made again for it.
 
     Attributes:
-        kind: "region"; "saved call" inside of a region, which its replay skips; "call run again", which was to be saved
-            and cannot be skipped; "recomputed", what a replay makes again for one line of the region; "outside", what
-            autograd keeps for one line of the rest of the model.
+        kind: "region"; "saved call" inside of a region, which its recomputation skips; "call run again", which was to be
+            saved and cannot be skipped; "recomputed", what a recomputation makes again for one line of the region;
+            "outside", what autograd keeps for one line of the rest of the model.
         path: the module that is called, or in which the call is, as in `model.named_modules()`.
         name: what is called; for "recomputed" and "outside" empty.
         action: "recompute", "save", "keep".
@@ -32,9 +32,9 @@ class Entry:
         input_bytes: of the inputs of a region.
         snapshot_bytes: of what guards keep: states of generators, buffers as they were.
         result_bytes: of the results of a saved call and of what it saved; of what is kept outside.
-        recomputed_bytes: what a replay makes again for the backward. Of a region it is the whole, which its
+        recomputed_bytes: what a recomputation makes again for the backward. Of a region it is the whole, which its
             "recomputed" entries divide up.
-        seconds: what the replay of a region took; None where there was no such thing, or nothing was computed.
+        seconds: what the recomputation of a region took; None where there was no such thing, or nothing was computed.
         inside: the sites inside of a region.
     """
 
@@ -106,12 +106,12 @@ class Explanation:
 
     @property
     def recomputed_bytes(self) -> int:
-        """What all replays make again."""
+        """What all recomputations make again."""
         return sum(entry.recomputed_bytes for entry in self.walk() if entry.kind == "region")
 
     @property
     def seconds(self) -> float | None:
-        """What all replays took, None on fake tensors."""
+        """What all recomputations took, None on fake tensors."""
         return None if self.is_fake else sum(entry.seconds or 0.0 for entry in self.walk())
 
     def text(self, *, width: int | None = None, plain: bool = False) -> str:

@@ -250,7 +250,7 @@ def _refuse_untranslatable(options: Options) -> None:
         names = ", ".join(type(guard).__name__ for guard in others)
         raise UnsupportedError(
             f"These guards cannot be used inside of a trace of JAX: {names}. JAX recomputes from the trace and does not "
-            "call the function again, so that there is no replay to guard. Leave them out there."
+            "call the function again, so that there is no recomputation to guard. Leave them out there."
         )
     if options.choice is not None and options.choice.interest.functions:
         names = ", ".join(sorted(function.__name__ for function in options.choice.interest.functions))

@@ -65,7 +65,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Save:
-    """Keep what a call computed, so that a replay need not run it.
+    """Keep what a call computed, so that a recomputation need not run it.
 
     Args:
         storage: where to keep it.
@@ -163,12 +163,12 @@ class Unrestored(NamedTuple):
 
 
 class Guard:
-    """State that a replay must see as the forward pass saw it, and must not advance a second time.
+    """State that a recomputation must see as the forward pass saw it, and must not advance a second time.
 
     Subclass it, and give an instance to `checkpoint(fn, guards=guards.DEFAULT.adding(MyGuard()))`. The engine calls
     `before`, runs the forward pass, and calls `after` with what `before` returned. What `after` returns is kept until
-    the region's backward is done and is given to `replay` for each replay; None keeps nothing and leaves the replays
-    alone.
+    the region's backward is done and is given to `recompute` for each recomputation; None keeps nothing and leaves the
+    recomputations alone.
 
     Example:
         >>> import contextlib, reactivate
@@ -180,7 +180,7 @@ class Guard:
         ...     def after(self, token):
         ...         return token if token != self.value else None
         ...     @contextlib.contextmanager
-        ...     def replay(self, snapshot):
+        ...     def recompute(self, snapshot):
         ...         now, self.value = self.value, snapshot
         ...         yield
         ...         self.value = now
@@ -190,36 +190,36 @@ class Guard:
     """What `guards.DEFAULT.without(name)` calls it. Several guards may share a name."""
 
     replaces_tensors: bool = False
-    """Whether the function may meet other tensors in a replay than in the forward pass, with versions of their own."""
+    """Whether the function may meet other tensors in a recomputation than in the forward pass, with versions of their own."""
 
     def before(self, call: Call) -> Any:
         """Read the state as the forward pass is about to see it. None: there is none, and no more questions."""
         return None
 
     def after(self, token: Any) -> Any | None:
-        """What a replay needs to see that state again, or None. May be called twice for one `before`."""
+        """What a recomputation needs to see that state again, or None. May be called twice for one `before`."""
         return token
 
-    def replay(self, snapshot: Any) -> AbstractContextManager[Any] | None:
-        """A context with the state as it was; afterwards the state is as if the replay had not happened.
+    def recompute(self, snapshot: Any) -> AbstractContextManager[Any] | None:
+        """A context with the state as it was; afterwards the state is as if the recomputation had not happened.
 
         None where nothing has changed and nothing will: that saves entering a context.
         """
         raise NotImplementedError
 
     def skip(self, call: Call, token: Any) -> Callable[[], AbstractContextManager[Any] | None] | None:
-        """Right after a saved call, which replays will skip: what brings a replay to the state that there is now.
+        """Return, right after a saved call, what brings a recomputation that skips the call to the present state.
 
         None if nothing has changed since `before` returned `token`. The context that the function returns, if any, is
-        left when the replay ends.
+        left when the recomputation ends.
         """
         if token is None or self.after(token) is None:
             return None
         snapshot = self.after(self.before(call))
-        return None if snapshot is None else functools.partial(self.replay, snapshot)
+        return None if snapshot is None else functools.partial(self.recompute, snapshot)
 
     def unrestored(self, token: Any) -> Sequence[Unrestored]:
-        """Return what was modified since `before` and what `replay` does not bring back.
+        """Return what was modified since `before` and what `recompute` does not bring back.
 
         Asked after the forward and before each recomputation.
         """

@@ -36,7 +36,7 @@ class Verdict:
             `difference` is that of the plain model to itself.
         compared: how many tensors and random states were compared.
         regions: how many regions ran in the checkpointed forward pass.
-        replays: how many replays ran in its backward.
+        recomputations: how many recomputations ran in its backward.
         plain_bytes: what autograd kept of the plain forward pass, without parameters.
         kept_bytes: what it kept of the checkpointed one.
     """
@@ -46,7 +46,7 @@ class Verdict:
     is_deterministic: bool
     compared: int
     regions: int
-    replays: int
+    recomputations: int
     plain_bytes: int
     kept_bytes: int
 
@@ -57,8 +57,8 @@ class Verdict:
         if not self.is_deterministic:
             return f"The plain model differs between two runs of itself: {self.difference}"
         facts = (
-            f"{self.regions} regions, {self.replays} replays; autograd kept {_megabytes(self.kept_bytes)} where the "
-            f"plain model keeps {_megabytes(self.plain_bytes)}"
+            f"{self.regions} regions, {self.recomputations} recomputations; autograd kept {_megabytes(self.kept_bytes)} "
+            f"where the plain model keeps {_megabytes(self.plain_bytes)}"
         )
         if self.is_same:
             return f"The same, bit for bit ({self.compared} tensors and random states; {facts})."
@@ -126,13 +126,13 @@ class _Run:
     results: dict[str, Any] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)  # bytes of each storage that autograd kept
     regions: int = 0
-    replays: int = 0
+    recomputations: int = 0
 
     def forward_done(self, record: Record) -> None:
         self.regions += 1
 
-    def replay_done(self, record: Record) -> None:
-        self.replays += 1
+    def recomputation_done(self, record: Record) -> None:
+        self.recomputations += 1
 
 
 @contextmanager
@@ -296,7 +296,7 @@ def _verdict(plain: _Run, ours: _Run, difference: str | None, *, is_deterministi
         is_deterministic=is_deterministic,
         compared=len(plain.results),
         regions=ours.regions,
-        replays=ours.replays,
+        recomputations=ours.recomputations,
         plain_bytes=sum(plain.kept.values()),
         kept_bytes=sum(ours.kept.values()),
     )

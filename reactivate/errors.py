@@ -3,9 +3,9 @@
 ::
 
     ReactivateError (RuntimeError)
-    |-- MutationError          what a replay must read was changed after the forward pass read it
-    |-- ReplayMismatchError    the replay did not do what the forward pass did
-    |-- PlanInfeasible         no policy lets the step fit in the budget
+    |-- MutationError           what a recomputation must read was changed after the forward pass read it
+    |-- RecomputeMismatchError  the recomputation did not do what the forward pass did
+    |-- PlanInfeasible          no policy lets the step fit in the budget
     |-- UsageError (ValueError)  the request itself is wrong: an unknown option, a bad value
     `-- UnsupportedError (NotImplementedError)  a part of torch that cannot be checkpointed
 
@@ -18,7 +18,7 @@ __all__ = [
     "MutationError",
     "PlanInfeasible",
     "ReactivateError",
-    "ReplayMismatchError",
+    "RecomputeMismatchError",
     "UnsupportedError",
     "UsageError",
 ]
@@ -29,11 +29,11 @@ class ReactivateError(RuntimeError):
 
 
 class MutationError(ReactivateError):
-    """Something that a replay must read was changed after the forward pass read it (Rule 15)."""
+    """Something that a recomputation must read was changed after the forward pass read it (Rule 15)."""
 
 
-class ReplayMismatchError(ReactivateError):
-    """A replay did something else than the forward pass (Rule 16).
+class RecomputeMismatchError(ReactivateError):
+    """A recomputation did something else than the forward pass (Rule 16).
 
     Attributes:
         kind: "fewer" or "more" tensors were saved, or some with other "metadata", or an op had other "values".

@@ -29,7 +29,7 @@ PROCESSES = 2
 WIDTH = 16
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-collectives = Journal()  # that this process has run: the name, and whether it was in a replay
+collectives = Journal()  # that this process has run: the name, and whether it was in a recomputation
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Case:
 
     make: Callable[[Wrap], Training]
     regions: int
-    replays: int
+    recomputations: int
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     early_stop: bool = True
     determinism: str = "first"
-    collectives_of_a_replay: list[str] | None = None  # that the case itself calls
+    collectives_of_a_recomputation: list[str] | None = None  # that the case itself calls
 
 
 def plain(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,7 +213,7 @@ def sharded(wrap: Wrap, *, place: str, **options: Any) -> Training:
 
 
 def whole_sharded(wrap: Wrap) -> Training:
-    """The hooks of all shards run in the region, and again in its replay, which gathers the parameters."""
+    """The hooks of all shards run in the region, and again in its recomputation, which gathers the parameters."""
     return region_around(sharded(plain, place="module").model, wrap)
 
 
@@ -435,16 +435,22 @@ CASES: dict[str, Case] = {
     "ddp, whole model, static graph": Case(partial(whole_ddp, static_graph=True), 3, 3),
     "ddp, whole model, unused parameters": Case(partial(whole_ddp, find_unused_parameters=True), 3, 3),
     "ddp, checkpoint_wrapper": Case(wrapped_in_ddp, 9, 9, around=reactivate.dropin.install),
-    "SyncBatchNorm": Case(sync_norm, 6, 6, collectives_of_a_replay=["all_reduce"]),
-    "SyncBatchNorm, no early stop": Case(sync_norm, 6, 6, early_stop=False, collectives_of_a_replay=["all_reduce"]),
-    "all-to-all": Case(experts, 6, 6, collectives_of_a_replay=["all_to_all"] * 2),
-    "all-to-all, no early stop": Case(experts, 6, 6, early_stop=False, collectives_of_a_replay=["all_to_all"] * 2),
-    "collective at the end": Case(collective_at_the_end, 3, 3, determinism="metadata", collectives_of_a_replay=[]),
+    "SyncBatchNorm": Case(sync_norm, 6, 6, collectives_of_a_recomputation=["all_reduce"]),
+    "SyncBatchNorm, no early stop": Case(
+        sync_norm, 6, 6, early_stop=False, collectives_of_a_recomputation=["all_reduce"]
+    ),
+    "all-to-all": Case(experts, 6, 6, collectives_of_a_recomputation=["all_to_all"] * 2),
+    "all-to-all, no early stop": Case(
+        experts, 6, 6, early_stop=False, collectives_of_a_recomputation=["all_to_all"] * 2
+    ),
+    "collective at the end": Case(
+        collective_at_the_end, 3, 3, determinism="metadata", collectives_of_a_recomputation=[]
+    ),
     "collective at the end, no early stop": Case(
-        collective_at_the_end, 3, 3, early_stop=False, collectives_of_a_replay=["all_reduce"]
+        collective_at_the_end, 3, 3, early_stop=False, collectives_of_a_recomputation=["all_reduce"]
     ),
     "processes need different outputs, no early stop": Case(
-        other_needs, 3, 3, early_stop=False, collectives_of_a_replay=["all_reduce"]
+        other_needs, 3, 3, early_stop=False, collectives_of_a_recomputation=["all_reduce"]
     ),
     "tensor parallel": Case(tensor_parallel, 6, 6),
     "policy, ddp": Case(applied_in_ddp, 9, 9),

@@ -39,7 +39,7 @@ class Report:
 
     error: str | None = None
     regions: int = 0
-    replays: int = 0
+    recomputations: int = 0
     kept_bytes: int = 0
     kept_bytes_plain: int = 0
     collectives: list[list[Any]] = field(default_factory=list)
@@ -92,7 +92,7 @@ def compare(case: Case) -> Report:
             ran, found = train(
                 case, partial(reactivate.checkpoint, early_stop=case.early_stop, determinism=case.determinism)
             )
-        report.regions, report.replays, report.kept_bytes = ran.regions, ran.replays, ran.kept_bytes
+        report.regions, report.recomputations, report.kept_bytes = ran.regions, ran.recomputations, ran.kept_bytes
         report.collectives = [*collectives]
         found = unwrapped(found)
         assert expected.keys() == found.keys()

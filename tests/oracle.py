@@ -52,17 +52,17 @@ class Watched:
     """What the engine did, for whom it is the observer.
 
     Attributes:
-        regions, replays: how many there were.
+        regions, recomputations: how many there were.
     """
 
     regions: int = 0
-    replays: int = 0
+    recomputations: int = 0
 
     def forward_done(self, record: Any) -> None:
         self.regions += 1
 
-    def replay_done(self, record: Any) -> None:
-        self.replays += 1
+    def recomputation_done(self, record: Any) -> None:
+        self.recomputations += 1
 
 
 @dataclass
@@ -195,16 +195,16 @@ def check(
     *,
     backward: Callable[[list[Tensor], dict[str, Tensor]], Any] = backward_once,
     regions: int = 1,
-    replays: int = 1,
+    recomputations: int = 1,
     saves_memory: bool = True,
     **options: Any,
 ) -> tuple[Ran, Ran]:
-    """Plain and checkpointed are the same, and there was a checkpoint: regions ran, replays ran, less was kept."""
+    """Plain and checkpointed are the same, and there was a checkpoint: regions ran, recomputations ran, less was kept."""
     plain = run(make, None, backward)
     ours = run(make, lambda fn: reactivate.checkpoint(fn, **options), backward)
     assert_same(plain, ours)
     assert ours.regions == regions, "as many regions as expected"
-    assert ours.replays == replays, "as many replays as expected"
+    assert ours.recomputations == recomputations, "as many recomputations as expected"
     if saves_memory:
         assert ours.kept_bytes < plain.kept_bytes, "less was kept than plain"
     return plain, ours

@@ -24,12 +24,12 @@ class Program:
 
     Attributes:
         may_refuse: whether `reactivate` may raise a `ReactivateError` instead of being right.
-        replays: how many recomputations there are at least.
+        recomputations: how many recomputations there are at least.
     """
 
     run: Callable[[Wrap], Any]
     may_refuse: bool = False
-    replays: int = 1
+    recomputations: int = 1
 
     def __str__(self) -> str:
         return self.run.__name__
@@ -46,11 +46,11 @@ class Programs:
         self.listed.append(Program(run))
         return run
 
-    def right_with(self, *, replays: int) -> Callable[[Callable[[Wrap], Any]], Callable[[Wrap], Any]]:
+    def right_with(self, *, recomputations: int) -> Callable[[Callable[[Wrap], Any]], Callable[[Wrap], Any]]:
         """Add a program that must be bitwise right, with at least so many recomputations."""
 
         def add(run: Callable[[Wrap], Any]) -> Callable[[Wrap], Any]:
-            self.listed.append(Program(run, replays=replays))
+            self.listed.append(Program(run, recomputations=recomputations))
             return run
 
         return add
@@ -114,7 +114,7 @@ def check_program(program: Program) -> None:
         return
     assert_same_results(plain, ours)
     assert watched.regions >= 1, "a region ran"
-    assert watched.replays >= program.replays, "regions were recomputed"
+    assert watched.recomputations >= program.recomputations, "regions were recomputed"
 
 
 def torch_is_right(program: Program, plain: dict[str, Any]) -> bool:

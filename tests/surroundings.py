@@ -72,7 +72,7 @@ class Kept(saved_tensors_hooks):
 
 
 class Everything(nn.Module):
-    """Touches all that a replay sets back: random numbers, statistics, flags, attributes, context variables."""
+    """Touches all that a recomputation sets back: random numbers, statistics, flags, attributes, context variables."""
 
     def __init__(self, trap: Callable[[], None]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def identity(value: Any) -> Any:
 
 
 def surroundings(*modules: nn.Module) -> dict[str, Any]:
-    """Whatever a region or a replay might leave changed."""
+    """Whatever a region or a recomputation might leave changed."""
     state: dict[str, Any] = random_states()
     state |= {f"flag {flag.name}": flag.read() for flag in FLAGS}
     state["autocast"] = (
@@ -126,7 +126,7 @@ def surroundings(*modules: nn.Module) -> dict[str, Any]:
     state["saved-tensor hooks"] = torch._C._autograd._top_saved_tensors_default_hooks(True)
     state["grad mode"] = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     state["context variable"] = setting.get()
-    state["replaying"] = reactivate.is_recomputing()
+    state["recomputing"] = reactivate.is_recomputing()
     for index, root in enumerate(modules):
         for name, module in root.named_modules():
             state |= {f"{index}.{name}.{key} is": identity(value) for key, value in vars(module).items()}

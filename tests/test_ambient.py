@@ -1,4 +1,4 @@
-"""Rule 11: a replay runs under the settings that were around its forward pass."""
+"""Rule 11: a recomputation runs under the settings that were around its forward pass."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_the_guard_is_what_makes_it_right(fn_setting: Any) -> None:
 
 
 def test_autocast_with_a_weight_that_two_regions_share() -> None:
-    """The second region's forward pass finds the cast weight in autocast's cache; its replay must not."""
+    """The second region's forward pass finds the cast weight in autocast's cache; its recomputation must not."""
 
     def once(wrap: Callable[..., Any], backward_inside: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -192,7 +192,7 @@ def test_a_stale_cast_weight_is_not_used() -> None:
 
 
 def test_every_flag_is_restored_and_set() -> None:
-    """Each flag changed between forward and backward: the replay sees the old value, then the new one is back."""
+    """Each flag changed between forward and backward: the recomputation sees the old value, then the new one is back."""
     for flag in FLAGS:
         before = flag.read()
         other = _another(flag.name, before)
@@ -234,7 +234,7 @@ def test_grad_mode_inside_is_the_functions_own() -> None:
 
 
 def test_current_device_and_stream_are_the_forwards() -> None:
-    """Through a fake device module: the replay is at the place of the forward pass, the backward at its own again."""
+    """Through a fake device module: the recomputation is at the place of the forward pass, the backward at its own again."""
 
     class Devices:
         place = [0, "stream 0"]

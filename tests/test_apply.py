@@ -69,7 +69,7 @@ def check(change: Callable[[Model], Any], regions: int = 4) -> None:
     """The changed model does what the plain one does, by regions, with less kept."""
     plain, ours = oracle.run(case()), oracle.run(case(change))
     oracle.assert_same(plain, ours)
-    assert (ours.regions, ours.replays) == (regions, regions)
+    assert (ours.regions, ours.recomputations) == (regions, regions)
     assert ours.kept_bytes < plain.kept_bytes
 
 

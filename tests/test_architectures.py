@@ -178,7 +178,7 @@ def check_switched_on(make: Callable[[], Case], switch: Callable[[nn.Module], An
     assert_same(plain, ours)
     assert any(gradient is not None and gradient.any() for gradient in plain.gradients.values())
     assert ours.regions == regions
-    assert ours.replays == regions
+    assert ours.recomputations == regions
     assert ours.kept_bytes < plain.kept_bytes
 
 
@@ -226,7 +226,7 @@ def test_torchtune_selective(mode: str, option: int | None, regions: int, from_f
 
 
 def test_torchtune_selective_with_dropout(from_first_layer: None) -> None:
-    """There the masks of a replay are new ones, as torchtune asks for: the very ones that they are with torch."""
+    """There the masks of a recomputation are new ones, as torchtune asks for: the very ones that they are with torch."""
 
     def switched(model: nn.Module) -> nn.Module:
         apply_selective_activation_checkpointing(model, ac_mode="selective", ac_option=1)
@@ -236,7 +236,7 @@ def test_torchtune_selective_with_dropout(from_first_layer: None) -> None:
     with dropin.install():
         ours = run(torchtune_llama, switched)
     assert_same(upstream, ours)
-    assert (upstream.regions, ours.regions, ours.replays) == (0, LAYERS, LAYERS)
+    assert (upstream.regions, ours.regions, ours.recomputations) == (0, LAYERS, LAYERS)
 
 
 @pytest.fixture

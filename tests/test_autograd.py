@@ -85,10 +85,10 @@ BACKWARDS: list[tuple[Backward, int]] = [
 
 
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early_stop", "whole"])
-@pytest.mark.parametrize(("backward", "replays"), BACKWARDS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("backward", "recomputations"), BACKWARDS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("make", [two_outputs, random_block])
-def test_backwards(make: Callable[[], Case], backward: Backward, replays: int, early_stop: bool) -> None:
-    check(make, backward=backward, replays=replays, early_stop=early_stop)
+def test_backwards(make: Callable[[], Case], backward: Backward, recomputations: int, early_stop: bool) -> None:
+    check(make, backward=backward, recomputations=recomputations, early_stop=early_stop)
 
 
 def smooth_block() -> Case:
@@ -100,7 +100,7 @@ def smooth_block() -> Case:
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early_stop", "whole"])
 @pytest.mark.parametrize("make", [two_outputs, smooth_block])
 def test_triple_backward(make: Callable[[], Case], early_stop: bool) -> None:
-    check(make, backward=triple_backward, replays=3, early_stop=early_stop)
+    check(make, backward=triple_backward, recomputations=3, early_stop=early_stop)
 
 
 def test_backward_inside_the_forward() -> None:
@@ -114,7 +114,7 @@ def test_backward_inside_the_forward() -> None:
         return Case(fn, (leaf(8, 16),))
 
     for early_stop in (True, False):
-        check(make, replays=2, early_stop=early_stop, saves_memory=False)
+        check(make, recomputations=2, early_stop=early_stop, saves_memory=False)
 
 
 def test_backward_inside_the_forward_with_retained_graph_and_dropout() -> None:
@@ -130,7 +130,7 @@ def test_backward_inside_the_forward_with_retained_graph_and_dropout() -> None:
         return Case(fn, (leaf(8, 16),))
 
     for early_stop in (True, False):
-        check(make, replays=2, early_stop=early_stop)
+        check(make, recomputations=2, early_stop=early_stop)
 
 
 def test_overlapping_graphs() -> None:
@@ -170,7 +170,7 @@ def test_custom_functions() -> None:
         return Case(lambda x, y: Bulk.apply(x.sin(), y.cos()).sin(), (leaf(8, 16), leaf(8, 16)))
 
     check(make)
-    check(make, backward=backward_three_times, replays=3)
+    check(make, backward=backward_three_times, recomputations=3)
 
 
 def test_custom_function_reads_again_after_others_have_run() -> None:
@@ -193,10 +193,10 @@ def test_custom_function_reads_again_after_others_have_run() -> None:
 
     x = leaf(8)
     _, ours = check(lambda: Case(lambda x: Twice.apply(x.sin()).exp(), (leaf(8),)))
-    assert ours.replays == 1 and read == [True, True] and x is not None
+    assert ours.recomputations == 1 and read == [True, True] and x is not None
 
 
-def test_early_stop_ends_the_replay_and_not_inside_a_custom_forward() -> None:
+def test_early_stop_ends_the_recomputation_and_not_inside_a_custom_forward() -> None:
     reached = Journal()
 
     class Careful(torch.autograd.Function):
@@ -282,7 +282,7 @@ def test_nested_to_any_depth(depth: int) -> None:
     ours = run(make, reactivate.checkpoint)
     assert_same(plain, ours)
     assert ours.kept_bytes < plain.kept_bytes
-    assert ours.replays == depth, "each region of the forward pass was replayed once"
+    assert ours.recomputations == depth, "each region of the forward pass was recomputed once"
 
 
 def test_nested_closure_does_not_keep_an_intermediate_of_the_outer_region() -> None:
@@ -511,7 +511,7 @@ def test_a_region_that_writes_to_its_input_and_reads_it_before_is_refused() -> N
         out.sum().backward()
 
 
-def test_shared_replay() -> None:
+def test_shared_recompute() -> None:
     calls = Journal()
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -521,7 +521,7 @@ def test_shared_replay() -> None:
 
     x = leaf(4)
     grads = []
-    for context in (torch.enable_grad(), reactivate.shared_replay()):
+    for context in (torch.enable_grad(), reactivate.shared_recompute()):
         calls.clear()
         y, z = reactivate.checkpoint(fn)(x)
         with context:
@@ -532,12 +532,12 @@ def test_shared_replay() -> None:
     assert (grads[1].item(), grads[3].item()) == (3, 2)
 
 
-def test_shared_replay_frees_at_its_end_and_refuses_itself() -> None:
+def test_shared_recompute_frees_at_its_end_and_refuses_itself() -> None:
     x = leaf(64, 64)
     y, _ = reactivate.checkpoint(lambda x: (x.sin().cos(), x.exp().sin()))(x)
-    with reactivate.shared_replay():
+    with reactivate.shared_recompute():
         y.sum().backward(retain_graph=True)
-        with pytest.raises(reactivate.ReactivateError, match="inside of itself"), reactivate.shared_replay():
+        with pytest.raises(reactivate.ReactivateError, match="inside of itself"), reactivate.shared_recompute():
             pass
     y.sum().backward()
 
@@ -557,7 +557,7 @@ def test_saved_tensors_read_outside_a_backward() -> None:
     assert len(calls) == 3
 
 
-def test_a_shared_replay_on_a_thread_of_autograds_own() -> None:
+def test_a_shared_recompute_on_a_thread_of_autograds_own() -> None:
     """Such a thread, as each device has one, is none of Python's: it shares what the context opened last shares."""
     found: list[Any] = []
 
@@ -567,13 +567,13 @@ def test_a_shared_replay_on_a_thread_of_autograds_own() -> None:
         found.append(current_group())
 
     for start in (lambda: _thread.start_new_thread(lambda: (look(), done.set()), ()), lambda: (look(), done.set())):
-        with reactivate.shared_replay() as group:
+        with reactivate.shared_recompute() as group:
             done = threading.Event()
             start()
             assert done.wait(10)
         assert found == [group, group]
         found.clear()
-    with reactivate.shared_replay():
+    with reactivate.shared_recompute():
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()

@@ -195,7 +195,7 @@ def test_subjects_are_what_they_are_called() -> None:
         with observed_by(ran):
             wrap(probe)(torch.ones(1, requires_grad=True)).backward()
         assert len(runs) == (1 if name == _subjects.PLAIN else 2), name
-        assert (ran.regions, ran.replays) == ((1, 1) if name in _subjects.ALL_OURS else (0, 0)), name
+        assert (ran.regions, ran.recomputations) == ((1, 1) if name in _subjects.ALL_OURS else (0, 0)), name
 
 
 def test_a_subject_that_is_not_what_it_is_called_is_refused() -> None:

@@ -112,7 +112,7 @@ def test_allocated_bytes_are_those_that_torch_allocates() -> None:
     assert peak >= 3 * 4000
 
 
-def test_recomputed_alone_is_what_a_replay_must_do() -> None:
+def test_recomputed_alone_is_what_a_recomputation_must_do() -> None:
     model, x = block.small_block(CPU)
     expected = {ways.NOTHING: (4, 2), ways.ONLY_LINEARS: (0, 2), ways.PRODUCTS: (0, 0)}
     for keeps, (linears, matmuls) in expected.items():

@@ -67,21 +67,21 @@ class Regions:
     """Counts the regions that it watches."""
 
     def __init__(self) -> None:
-        self.forwards = self.replays = 0
+        self.forwards = self.recomputations = 0
 
     def forward_done(self, record: Any) -> None:
         self.forwards += not reactivate.is_recomputing()
 
-    def replay_done(self, record: Any) -> None:
-        self.replays += 1
+    def recomputation_done(self, record: Any) -> None:
+        self.recomputations += 1
 
 
 def regions_of(call: Callable[[], Tensor]) -> int:
-    """How many regions a step of `call` makes; each is replayed once."""
+    """How many regions a step of `call` makes; each is recomputed once."""
     found = Regions()
     with observed_by(found):
         call().sum().backward()
-    assert found.replays == found.forwards
+    assert found.recomputations == found.forwards
     return found.forwards
 
 
@@ -123,7 +123,7 @@ COPIES: list[Callable[[Any], Any]] = [copy.deepcopy, through_pickle, through_a_f
 def test_a_registered_view_is_bitwise_the_plain_module(wrap: Any, then: Any) -> None:
     plain, ours = oracle.run(case(lambda block: block, lambda model: model)), oracle.run(case(wrap, then))
     oracle.assert_same(plain, ours)
-    assert (ours.regions, ours.replays) == (3, 3)
+    assert (ours.regions, ours.recomputations) == (3, 3)
     assert ours.kept_bytes < plain.kept_bytes
 
 
@@ -252,7 +252,7 @@ def test_a_view_of_a_view_is_a_region_in_a_region() -> None:
     x = batch()
     with observed_by(found):
         view(x).sum().backward()
-    assert (found.forwards, found.replays) == (2, 1)
+    assert (found.forwards, found.recomputations) == (2, 1)
     assert x.grad is not None and block.count == 1
 
 

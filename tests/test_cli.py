@@ -254,7 +254,7 @@ def test_verify_says_yes(saved: Path) -> None:
     assert result.stdout.startswith("The same, bit for bit")
     document = answer("verify", "test_cli:blocks", "--policy", "recompute_every(2)")
     assert document["is_same"] is True
-    assert document["regions"] == document["replays"] == 2
+    assert document["regions"] == document["recomputations"] == 2
     assert document["kept_bytes"] < document["plain_bytes"]
     assert answer("verify", "test_cli:blocks", "--plan", saved)["is_same"] is True
     assert answer("verify", "test_cli:blocks")["regions"] == 1

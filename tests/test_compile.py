@@ -243,7 +243,7 @@ def test_a_graph_break_inside_leaves_the_region_to_this_engine(backend: str) -> 
     with observed_by(ran):
         ours = gradients(nn.Module(), torch.compile(model(reactivate.checkpoint), backend=backend), [(4, 16)] * 3)
     assert_same(expected, ours)
-    assert ran.regions == ran.replays == 3
+    assert ran.regions == ran.recomputations == 3
 
 
 def test_what_cannot_be_compiled_is_refused_by_name() -> None:
@@ -271,8 +271,8 @@ def test_inside_is_bitwise(backend: str) -> None:
             results.append(gradients(model, model, [(4, 16)] * 3))
         counts.append(counter.frame_count)
     assert_same(*results)
-    assert counts[0] == counts[1] >= 1, "neither the engine nor a replay is compiled"
-    assert ran.regions == ran.replays == 9
+    assert counts[0] == counts[1] >= 1, "neither the engine nor a recomputation is compiled"
+    assert ran.regions == ran.recomputations == 9
 
 
 def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ def test_fused_bias_gelu_with_shapes_that_vary_past_the_limit(backend: str) -> N
             found += [x.grad for x in xs]
         results.append([*found, bias.grad])
     assert_same(*results)
-    assert ran.regions == ran.replays == sum(map(len, STEPS))
+    assert ran.regions == ran.recomputations == sum(map(len, STEPS))
 
 
 @pytest.mark.parametrize("backend", EXACT_BACKENDS)
@@ -351,8 +351,8 @@ class Versions:
         return version
 
 
-def test_a_replay_runs_the_version_that_its_forward_pass_ran() -> None:
-    """A dynamic version is compiled between forward and backward, and would fit the replay too."""
+def test_a_recomputation_runs_the_version_that_its_forward_pass_ran() -> None:
+    """A dynamic version is compiled between forward and backward, and would fit the recomputation too."""
     versions = Versions()
     fused = torch.compile(lambda x: x.tanh() * 0.5, backend=versions)
     fn = reactivate.checkpoint(lambda x: fused(x).exp())

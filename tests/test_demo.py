@@ -71,14 +71,14 @@ def test_prints_json_alone_and_writes_the_same_and_a_plot(tmp_path: Path) -> Non
         assert results["ratios"][name] == ours[name] / plain[name]
 
 
-def test_the_planned_regions_are_replayed_in_every_step(source: Tensor, tmp_path: Path) -> None:
+def test_the_planned_regions_are_recomputed_in_every_step(source: Tensor, tmp_path: Path) -> None:
     regions: list[int] = []
     apply = reactivate.apply
 
     def counted(model: nn.Module, policy: Any) -> object:
         handle = apply(model, policy)
         regions.append(len(handle.regions))
-        ran.regions = ran.replays = 0  # those of planning are over
+        ran.regions = ran.recomputations = 0  # those of planning are over
         return handle
 
     ran = oracle.Ran()
@@ -86,7 +86,7 @@ def test_the_planned_regions_are_replayed_in_every_step(source: Tensor, tmp_path
         patch.setattr(byte_gpt.reactivate, "apply", counted)
         results = run(tmp_path)
     assert results["identical"] and results["holds"]
-    assert regions[0] > 0 and ran.regions == ran.replays == regions[0] * (STEPS + 1)
+    assert regions[0] > 0 and ran.regions == ran.recomputations == regions[0] * (STEPS + 1)
     assert results["planned"]["peak_activation_bytes"] <= results["plan"]["activation_budget_bytes"]
     assert (tmp_path / "plan.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
     assert reactivate.Plan.load(tmp_path / "plan.json").budget == "70%"
@@ -97,12 +97,12 @@ def test_the_table_says_yes(source: Tensor, tmp_path: Path, capsys: pytest.Captu
     assert "losses, gradients and RNG identical: yes" in capsys.readouterr().out
 
 
-def test_a_replay_that_draws_other_numbers_is_noticed(
+def test_a_recomputation_that_draws_other_numbers_is_noticed(
     source: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unguarded = partial(reactivate.apply, guards=reactivate.guards.DEFAULT.without("rng"))
     monkeypatch.setattr(byte_gpt.reactivate, "apply", unguarded)
-    # The replay draws on, so that the second batch is another one.
+    # The recomputation draws on, so that the second batch is another one.
     with pytest.raises(SystemExit, match=r"first difference: the loss of step 2\."):
         run(tmp_path)
     assert "losses, gradients and RNG identical: no" in capsys.readouterr().out

@@ -76,16 +76,18 @@ def test_bitwise(name: str, directory: Path) -> None:
     case = CASES[name]
     for rank, report in enumerate(reports_of(directory, name)):
         assert report.error is None, f"process {rank}:\n{report.error}"
-        assert (report.regions, report.replays) == (case.regions, case.replays)
+        assert (report.regions, report.recomputations) == (case.regions, case.recomputations)
         assert report.kept_bytes < report.kept_bytes_plain
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.collectives_of_a_replay is not None])
-def test_every_process_replays_the_same_collectives(name: str, directory: Path) -> None:
-    """Those of the plain training in their order, and those of the replays between them, early stop or not."""
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case.collectives_of_a_recomputation is not None]
+)
+def test_every_process_recomputations_the_same_collectives(name: str, directory: Path) -> None:
+    """Those of the plain training in their order, and those of the recomputations between them, early stop or not."""
     first, second = reports_of(directory, name)
     assert first.collectives == second.collectives
     assert first.collectives_plain == second.collectives_plain
     assert [entry for entry in first.collectives if not entry[1]] == first.collectives_plain
-    replayed = [collective for collective, is_in_a_replay in first.collectives if is_in_a_replay]
-    assert replayed == CASES[name].collectives_of_a_replay * CASES[name].replays
+    recomputed = [collective for collective, is_in_a_recomputation in first.collectives if is_in_a_recomputation]
+    assert recomputed == CASES[name].collectives_of_a_recomputation * CASES[name].recomputations

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from reactivate._engine.record import observed_by
 from reactivate.dropin import torch as ours
-from reactivate.errors import ReplayMismatchError
+from reactivate.errors import RecomputeMismatchError
 
 Wrap = Callable[[Any], Any]
 VARIANTS = pytest.mark.parametrize("use_reentrant", [False, True])
@@ -34,7 +34,7 @@ def wrapped(engine: Any = ours, **options: Any) -> Wrap:
 def check(make: Callable[[], Case], wrap: Wrap, regions: int = 1) -> None:
     plain, checkpointed = run(make), run(make, wrap)
     assert_same(plain, checkpointed)
-    assert (checkpointed.regions, checkpointed.replays) == (regions, regions)
+    assert (checkpointed.regions, checkpointed.recomputations) == (regions, regions)
     assert checkpointed.kept_bytes < plain.kept_bytes
 
 
@@ -171,7 +171,7 @@ def test_reentrant_without_its_limits() -> None:
         warnings.simplefilter("error")  # torch's "None of the inputs have requires_grad=True" would be wrong here
         plain, reentrant = run(make, None, backward), run(make, wrapped(use_reentrant=True), backward)
     assert_same(plain, reentrant)
-    assert (reentrant.regions, reentrant.replays) == (1, 1)
+    assert (reentrant.regions, reentrant.recomputations) == (1, 1)
     assert reentrant.kept_bytes < plain.kept_bytes
 
 
@@ -200,21 +200,21 @@ class Noting(contextlib.AbstractContextManager[None]):
 
 
 def noting(events: list[str]) -> Callable[[], Any]:
-    return lambda: (Noting(events, "forward"), Noting(events, "replay"))
+    return lambda: (Noting(events, "forward"), Noting(events, "recomputation"))
 
 
 def test_context_fn() -> None:
-    """Its first context is around the forward pass, its second around each replay."""
+    """Its first context is around the forward pass, its second around each recomputation."""
     events: list[str] = []
     check(one_block, wrapped(context_fn=noting(events)))
-    forward, replay = ["forward begins", "forward ends"], ["replay begins", "replay ends"]
-    assert [event.replace("fails: ReplayComplete", "ends") for event in events] == forward + replay
+    forward, recomputation = ["forward begins", "forward ends"], ["recomputation begins", "recomputation ends"]
+    assert [event.replace("fails: RecomputationComplete", "ends") for event in events] == forward + recomputation
 
     events.clear()
     y = wrapped(context_fn=noting(events), early_stop=False)(lambda x: x.sin().exp())(leaf(3))
     y.sum().backward(retain_graph=True)
     y.sum().backward()
-    assert events == forward + 2 * replay
+    assert events == forward + 2 * recomputation
 
 
 def test_context_fn_and_an_exception_in_the_forward_pass() -> None:
@@ -266,13 +266,13 @@ def test_determinism_check(name: str) -> None:
         y = wrapped(engine, early_stop=False)(Unsteady(difference))(leaf(3))
         with pytest.raises(upstream.CheckpointError, match=words) as caught:
             y.sum().backward()
-    assert isinstance(caught.value, ReplayMismatchError)
+    assert isinstance(caught.value, RecomputeMismatchError)
     assert caught.value.kind in (name, "metadata")
     assert "`debug=True` names the first op that differs" in str(caught.value), "the remedy, as it is called here"
 
 
 def test_determinism_check_none() -> None:
-    """Metadata are not compared, so the gradient is that of what the replay did; the number of tensors still is."""
+    """Metadata are not compared, so the gradient is that of what the recomputation did; the number of tensors still is."""
     gradients = []
     for engine in (upstream, ours):
         x = torch.linspace(0, 1, 3).requires_grad_()
@@ -291,13 +291,13 @@ def test_debug_names_the_first_op() -> None:
     y = wrapped(debug=True)(Unsteady(lambda y: y.mul(1.0)))(leaf(3))
     with pytest.raises(upstream.CheckpointError, match="Op 2 is the first that differs") as caught:
         y.sum().backward()
-    forward, replay = str(caught.value).split("forward:")[1].split("replay:")
+    forward, recomputation = str(caught.value).split("forward:")[1].split("recomputation:")
     assert "aten.sin" in forward.splitlines()[1]
     assert "->    2 aten.exp" in forward
     assert f"{__file__}:{line}" in forward
-    assert "aten.sin" in replay.splitlines()[1]
-    assert "->    2 aten.mul" in replay
-    assert "because you passed `debug=True`" in replay
+    assert "aten.sin" in recomputation.splitlines()[1]
+    assert "->    2 aten.mul" in recomputation
+    assert "because you passed `debug=True`" in recomputation
 
 
 def test_debug_where_nothing_differs() -> None:
@@ -320,7 +320,7 @@ def test_set_checkpoint_debug_enabled(override: bool | None, debug: bool, is_fou
 # -- early_stop ------------------------------------------------------------------------------------------------------
 
 
-def ends_in_replays(override: Any = None, **options: Any) -> int:
+def ends_in_recomputations(override: Any = None, **options: Any) -> int:
     """Return how often a function came to its end, beyond what its backward needs, in a recomputation.
 
     The first call, the second, the fourth and so on run to their ends again, to be compared; each third is none of these.
@@ -339,28 +339,28 @@ def ends_in_replays(override: Any = None, **options: Any) -> int:
             with observed_by(ran):
                 y = wrapped(**options)(fn)(leaf(3))
                 y.sum().backward()
-            assert (ran.regions, ran.replays) == (1, 1)
+            assert (ran.regions, ran.recomputations) == (1, 1)
     return len(ends) - 1
 
 
 @VARIANTS
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_early_stop(early_stop: bool, use_reentrant: bool) -> None:
-    assert ends_in_replays(early_stop=early_stop, use_reentrant=use_reentrant) == (not early_stop)
+    assert ends_in_recomputations(early_stop=early_stop, use_reentrant=use_reentrant) == (not early_stop)
     check(one_block, wrapped(early_stop=early_stop, use_reentrant=use_reentrant))
 
 
 def test_set_checkpoint_early_stop() -> None:
     """It decides for the forward passes inside of it; None leaves it to `early_stop`."""
     set_to = ours.set_checkpoint_early_stop
-    assert ends_in_replays(set_to(False), early_stop=True) == 1
-    assert ends_in_replays(set_to(True), early_stop=False) == 0
-    assert ends_in_replays(set_to(None), early_stop=False) == 1
+    assert ends_in_recomputations(set_to(False), early_stop=True) == 1
+    assert ends_in_recomputations(set_to(True), early_stop=False) == 0
+    assert ends_in_recomputations(set_to(None), early_stop=False) == 1
     with set_to(False):
         with pytest.raises(KeyError), set_to(True):
             raise KeyError
-        assert ends_in_replays() == 1, "as it was before the inner one"
-    assert ends_in_replays() == 0
+        assert ends_in_recomputations() == 1, "as it was before the inner one"
+    assert ends_in_recomputations() == 0
 
 
 # -- preserve_rng_state ----------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ def test_set_checkpoint_early_stop() -> None:
 
 @VARIANTS
 def test_preserve_rng_state(use_reentrant: bool) -> None:
-    """Without it a replay draws new numbers, as torch's does: the same ones, and the stream moves on as far."""
+    """Without it a recomputation draws new numbers, as torch's does: the same ones, and the stream moves on as far."""
 
     def make() -> Case:
         return Case(lambda x: (x.sin() * torch.rand(64)).exp().sin(), (leaf(64),))
@@ -377,7 +377,7 @@ def test_preserve_rng_state(use_reentrant: bool) -> None:
     options = {"use_reentrant": use_reentrant, "preserve_rng_state": False}
     theirs, new = run(make, wrapped(upstream, **options)), run(make, wrapped(**options))
     assert_same(theirs, new)
-    assert new.replays == 1
+    assert new.recomputations == 1
     plain = run(make)
     assert not torch.equal(plain.gradients["input 0"], new.gradients["input 0"])
     assert not torch.equal(plain.state["torch"], new.state["torch"])
@@ -470,19 +470,19 @@ def stem_and_branches() -> Case:
 
 
 @pytest.mark.parametrize(
-    ("make", "context", "replays"),
+    ("make", "context", "recomputations"),
     [
         (branches, ours.GraphExecGroup, 1),
         (branches, contextlib.nullcontext, 2),
         (stem_and_branches, ours.GraphExecGroup, 2),
     ],
 )
-def test_graph_exec_group(make: Callable[[], Case], context: Callable[[], Any], replays: int) -> None:
-    """Backward calls inside of it share a replay. Both may need the stem, which torch refuses; that is replayed again."""
+def test_graph_exec_group(make: Callable[[], Case], context: Callable[[], Any], recomputations: int) -> None:
+    """Backward calls inside of it share a recomputation. Both may need the stem, which torch refuses: it is run again."""
     backward = backward_twice(context)
     plain, grouped = run(make, None, backward), run(make, wrapped(), backward)
     assert_same(plain, grouped)
-    assert (grouped.regions, grouped.replays) == (1, replays)
+    assert (grouped.regions, grouped.recomputations) == (1, recomputations)
     assert grouped.kept_bytes < plain.kept_bytes
 
 
@@ -529,7 +529,7 @@ def test_decorator() -> None:
         return case
 
     assert_same(run(plain), found := run(make))
-    assert (found.regions, found.replays) == (1, 1)
+    assert (found.regions, found.recomputations) == (1, 1)
 
 
 def test_decorated_method() -> None:
@@ -551,7 +551,7 @@ def test_decorated_method() -> None:
         return case
 
     assert_same(run(plain), found := run(make))
-    assert (found.regions, found.replays) == (1, 1)
+    assert (found.regions, found.recomputations) == (1, 1)
 
 
 def test_a_decorator_takes_options_and_no_arguments() -> None:
@@ -620,7 +620,7 @@ def test_selective_checkpointing(name: str) -> None:
     runs.clear()
     check(counted, selecting(policy))
     forward = ["first", "second"]
-    assert runs == forward + forward + again, "plain; the forward pass; the replay"
+    assert runs == forward + forward + again, "plain; the forward pass; the recomputation"
 
 
 def test_selective_checkpointing_keeps_what_it_saves() -> None:
@@ -656,7 +656,7 @@ def test_saved_random_ops_do_not_shift_the_others(is_saved: tuple[bool, ...]) ->
         return Case(fn, (leaf(16, 8),))
 
     def wrap(fn: Any) -> Any:
-        answers = {False: iter(is_saved), True: iter(is_saved)}  # torch 2.9 asks again in the replay
+        answers = {False: iter(is_saved), True: iter(is_saved)}  # torch 2.9 asks again in the recomputation
         return selecting(lambda context, op, *args, **kwargs: op is RANDOM and next(answers[context.is_recompute]))(fn)
 
     check(make, wrap)
@@ -684,7 +684,7 @@ def test_saved_attention_before_a_dropout() -> None:
 
 
 def test_selective_checkpointing_without_the_rng() -> None:
-    """With `preserve_rng_state=False` the stream moves on in the replay, as torch's does."""
+    """With `preserve_rng_state=False` the stream moves on in the recomputation, as torch's does."""
     make = counted
     options = {"context_fn": functools.partial(upstream.create_selective_checkpoint_contexts, [COUNTED])}
     theirs = run(make, wrapped(upstream, preserve_rng_state=False, **options))

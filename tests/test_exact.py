@@ -245,7 +245,7 @@ def test_verify_agrees(problem: Any) -> None:
     case = problem()
     verdict = reactivate.verify(case.fn, case.args, case.kwargs)
     assert verdict, verdict
-    assert verdict.regions == verdict.replays == 1
+    assert verdict.regions == verdict.recomputations == 1
 
 
 def test_decorator_with_and_without_options() -> None:

@@ -72,11 +72,11 @@ def test_in_the_forward(error: type[BaseException], determinism: Any) -> None:
     with observed_by(ran):
         ours = once(lambda fn: reactivate.checkpoint(fn, determinism=determinism))
     after = surroundings()
-    assert (ran.regions, ran.replays) == (1, 1), "only a forward pass that came to its end makes a region"
+    assert (ran.regions, ran.recomputations) == (1, 1), "only a forward pass that came to its end makes a region"
     for one, other in zip(plain[:2], ours[:2]):
         assert_unchanged(one, other)
     assert_same_gradients(plain[2], ours[2])
-    for name in ("saved-tensor hooks", "modes", "grad mode", "replaying", "autocast"):
+    for name in ("saved-tensor hooks", "modes", "grad mode", "recomputing", "autocast"):
         assert outside[name] == after[name], name
 
 
@@ -99,13 +99,13 @@ def test_a_failed_forward_leaves_nothing_alive() -> None:
         gc.enable()
 
 
-# -- in the replay ----------------------------------------------------------------------------------------------------
+# -- in the recomputation ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [nullcontext, around_the_forward])
 @pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"determinism": "values"}], ids=str)
 @pytest.mark.parametrize("error", ERRORS)
-def test_in_the_replay(
+def test_in_the_recomputation(
     error: type[BaseException], options: dict[str, Any], settings: Callable[[], AbstractContextManager[None]]
 ) -> None:
     """Three times in a row; then the same backward gives the gradients of the plain module."""
@@ -131,11 +131,11 @@ def test_in_the_replay(
         ours = gradients(out, module, x)
     assert_unchanged(before, surroundings(module))
     assert_same_gradients(expected, ours)
-    assert (ran.regions, ran.replays) == (1, 1), "a replay that failed is none"
+    assert (ran.regions, ran.recomputations) == (1, 1), "a recomputation that failed is none"
     assert kept.kept_bytes < kept_plain.kept_bytes
 
 
-def test_a_failed_replay_keeps_nothing() -> None:
+def test_a_failed_recomputation_keeps_nothing() -> None:
     """What it had computed by then goes, although the graph and its slots stay."""
     made, trap = Journal(), Trap()
 
@@ -152,14 +152,14 @@ def test_a_failed_replay_keeps_nothing() -> None:
     with suppress(Failure):
         out.backward(torch.ones_like(out))
     trap.error = None  # its traceback holds the frames
-    assert len(made) == 2, "the replay came that far"
+    assert len(made) == 2, "the recomputation came that far"
     assert made[1]() is None
     out.backward(torch.ones_like(out))
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().cos().exp().tanh().sum(), x)[0])
 
 
 def test_the_second_of_two_regions_fails() -> None:
-    """The first has had its replay in the same backward, and has another one in the next."""
+    """The first has had its recomputation in the same backward, and has another one in the next."""
 
     def once(wrap: Callable[..., Any], ran: Ran, *, fails: bool) -> list[Tensor]:
         trap = Trap()
@@ -189,13 +189,13 @@ def test_the_second_of_two_regions_fails() -> None:
     plain = once(lambda fn: fn, Ran(), fails=False)
     ours = once(reactivate.checkpoint, ran, fails=True)
     assert_same_gradients(plain, ours)
-    assert (ran.regions, ran.replays) == (2, 3)
+    assert (ran.regions, ran.recomputations) == (2, 3)
 
 
-@pytest.mark.parametrize("pass_that_fails", [2, 3], ids=["outer replay", "inner replay"])
+@pytest.mark.parametrize("pass_that_fails", [2, 3], ids=["outer recomputation", "inner recomputation"])
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_in_a_nested_region(pass_that_fails: int, early_stop: bool) -> None:
-    """The inner function runs in the forward, in the outer region's replay, and in its own."""
+    """The inner function runs in the forward, in the outer region's recomputation, and in its own."""
     trap, ran = Trap(), Ran()
     calls = Journal()
 
@@ -226,7 +226,7 @@ def test_in_a_nested_region(pass_that_fails: int, early_stop: bool) -> None:
         with observed_by(ran):
             ours = once(lambda fn: reactivate.checkpoint(fn, early_stop=early_stop), error)
         assert_same_gradients(plain, ours)
-    assert ran.replays >= 4, "both regions were replayed for both errors"
+    assert ran.recomputations >= 4, "both regions were recomputed for both errors"
 
 
 # -- modules with hooks ------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_a_module_with_hooks(where: str, error: type[BaseException]) -> None:
     with observed_by(ran):
         ours = gradients(reactivate.checkpoint(module)(x), module, x)
     assert_same_gradients(expected, ours)
-    assert (ran.regions, ran.replays) == (1, 1)
+    assert (ran.regions, ran.recomputations) == (1, 1)
     assert_unchanged(before, surroundings(module))
 
 
@@ -274,7 +274,7 @@ def test_a_module_with_hooks(where: str, error: type[BaseException]) -> None:
 @pytest.mark.parametrize(
     "context", [torch.no_grad, torch.enable_grad, torch.autograd.graph.save_on_cpu, SinIsCos, Counted]
 )
-def test_in_a_replay_under_other_contexts(context: Callable[[], AbstractContextManager[Any]]) -> None:
+def test_in_a_recomputation_under_other_contexts(context: Callable[[], AbstractContextManager[Any]]) -> None:
     """What is around the backward is still around it after the failure."""
     trap = Trap()
     module, x = prepared(trap)
@@ -298,7 +298,7 @@ def test_in_a_replay_under_other_contexts(context: Callable[[], AbstractContextM
 
 
 @pytest.mark.unfenced(reason="the node of an output is its exit")
-def test_a_replay_outside_of_a_backward() -> None:
+def test_a_recomputation_outside_of_a_backward() -> None:
     """Somebody looks at what a node has saved, under `no_grad`."""
     trap = Trap()
 
@@ -320,7 +320,7 @@ def test_a_replay_outside_of_a_backward() -> None:
         assert_unchanged(before, surroundings())
 
 
-def test_shared_replay_ends_by_an_error() -> None:
+def test_shared_recompute_ends_by_an_error() -> None:
     """The next one can be entered, and shares nothing with it."""
     trap, ran = Trap(), Ran()
 
@@ -333,11 +333,11 @@ def test_shared_replay_ends_by_an_error() -> None:
     with observed_by(ran):
         first, second = reactivate.checkpoint(fn)(x)
         trap.arm(Failure())
-        with pytest.raises(Failure), reactivate.shared_replay():
+        with pytest.raises(Failure), reactivate.shared_recompute():
             first.sum().backward(retain_graph=True)
-        with reactivate.shared_replay():
+        with reactivate.shared_recompute():
             first.sum().backward(retain_graph=True)
             second.sum().backward()
     expected = torch.autograd.grad(x.sin().exp().sum(), x)[0] + torch.autograd.grad(x.cos().tanh().sum(), x)[0]
     assert torch.equal(x.grad, expected)
-    assert (ran.regions, ran.replays) == (1, 1)
+    assert (ran.regions, ran.recomputations) == (1, 1)

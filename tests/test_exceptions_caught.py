@@ -67,7 +67,7 @@ def catches_in_a_loop(x: Tensor) -> Tensor:
 
 
 def drops_a_tail(x: Tensor) -> Tensor:
-    """What autograd saved for the tail is dead when the replay comes to it, and the tail of the handler is another."""
+    """What autograd saved for the tail is dead when the recomputation comes to it, and the tail of the handler is another."""
     h = x.sin()
     try:
         out = h.exp()
@@ -82,7 +82,9 @@ CATCHING = [falls_back, suppresses, catches_everything, catches_in_a_loop, drops
 
 @pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"determinism": "values"}], ids=str)
 @pytest.mark.parametrize("fn", CATCHING, ids=lambda fn: fn.__name__)
-def test_a_function_that_catches_what_ends_a_replay(fn: Callable[[Tensor], Tensor], options: dict[str, Any]) -> None:
+def test_a_function_that_catches_what_ends_a_recomputation(
+    fn: Callable[[Tensor], Tensor], options: dict[str, Any]
+) -> None:
     fallbacks.clear()
     ran = Ran()
     x = torch.linspace(-1, 1, 4, requires_grad=True)
@@ -93,13 +95,13 @@ def test_a_function_that_catches_what_ends_a_replay(fn: Callable[[Tensor], Tenso
         (grad,) = torch.autograd.grad(out.sum(), x)
     assert_bitwise(expected, grad, "gradient")
     assert_unchanged(before, surroundings())
-    assert (ran.regions, ran.replays) == (1, 1)
-    assert not fallbacks, "`except Exception` does not catch the end of a replay"
+    assert (ran.regions, ran.recomputations) == (1, 1)
+    assert not fallbacks, "`except Exception` does not catch the end of a recomputation"
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_function_that_catches_a_refusal(early_stop: bool) -> None:
-    """It cannot make a replay that differs look like one that does not."""
+    """It cannot make a recomputation that differs look like one that does not."""
 
     def fn(x: Tensor) -> Tensor:
         h = x.sin()
@@ -109,7 +111,7 @@ def test_a_function_that_catches_a_refusal(early_stop: bool) -> None:
 
     x = torch.ones(4, requires_grad=True)
     out = reactivate.checkpoint(fn, early_stop=early_stop)(x)
-    with pytest.raises(reactivate.errors.ReplayMismatchError):
+    with pytest.raises(reactivate.errors.RecomputeMismatchError):
         out.sum().backward()
 
 
@@ -134,13 +136,13 @@ def test_an_error_that_the_function_expects(early_stop: bool) -> None:
     with observed_by(ran):
         (grad,) = torch.autograd.grad(reactivate.checkpoint(fn, early_stop=early_stop)(x).sum(), x)
     assert_bitwise(expected, grad, "gradient")
-    assert (ran.regions, ran.replays) == (1, 1)
+    assert (ran.regions, ran.recomputations) == (1, 1)
 
 
 # -- `finally` --------------------------------------------------------------------------------------------------------
 
 
-def test_finally_runs_in_the_replay_and_may_fail() -> None:
+def test_finally_runs_in_the_recomputation_and_may_fail() -> None:
     """Once early stop has ended the function, nothing that its `finally` raises matters."""
     seen = Journal()
 
@@ -166,7 +168,7 @@ def test_finally_runs_in_the_replay_and_may_fail() -> None:
 
 
 def test_finally_is_interrupted() -> None:
-    """An interruption is never lost, not even when the replay had all that it needs."""
+    """An interruption is never lost, not even when the recomputation had all that it needs."""
     trap = Trap()
 
     def fn(x: Tensor) -> Tensor:
@@ -220,7 +222,7 @@ class Notes(Guard):
         return "token"
 
     @contextmanager
-    def replay(self, snapshot: Any) -> Iterator[None]:
+    def recompute(self, snapshot: Any) -> Iterator[None]:
         self.open += 1
         try:
             yield
@@ -251,8 +253,8 @@ class Faulty(Guard):
         self._at("after")
         return token
 
-    def replay(self, snapshot: Any) -> Any:
-        self._at("replay")
+    def recompute(self, snapshot: Any) -> Any:
+        self._at("recomputation")
         return self._entered()
 
     @contextmanager
@@ -266,13 +268,13 @@ class Faulty(Guard):
 
 
 IN_FORWARD = ["before", "after", "leave"]
-IN_REPLAY = ["replay", "enter", "exit"]
+IN_RECOMPUTATION = ["recomputation", "enter", "exit"]
 
 
 @pytest.mark.parametrize(
     "error", [Failure("guard"), KeyboardInterrupt("guard")], ids=lambda error: type(error).__name__
 )
-@pytest.mark.parametrize("where", IN_FORWARD + IN_REPLAY)
+@pytest.mark.parametrize("where", IN_FORWARD + IN_RECOMPUTATION)
 def test_in_a_guard(where: str, error: BaseException) -> None:
     """Those before it and those behind it are left in order, and it all works once the guard does."""
     trap, ran = Trap(), Ran()
@@ -298,7 +300,7 @@ def test_in_a_guard(where: str, error: BaseException) -> None:
             fn = reactivate.checkpoint(module, guards=DEFAULT.adding(first, faulty, last))
         out = fn(x)
         before = surroundings(module)
-        if where in IN_REPLAY:
+        if where in IN_RECOMPUTATION:
             with pytest.raises(type(error), match="guard"):
                 gradients(out, module, x)
             assert_unchanged(before, surroundings(module))
@@ -308,7 +310,7 @@ def test_in_a_guard(where: str, error: BaseException) -> None:
     assert_unchanged(before, surroundings(module))
     assert_bitwise(plain.detach(), out.detach(), "output")
     assert_same_gradients(expected, ours)
-    assert ran.replays >= 1
+    assert ran.recomputations >= 1
 
 
 def test_guards_are_told_of_the_error() -> None:
@@ -357,7 +359,7 @@ def test_a_pair_of_contexts_is_left(where: str) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-@pytest.mark.parametrize("failing_call", [1, 2], ids=["before the replay", "after the replay"])
+@pytest.mark.parametrize("failing_call", [1, 2], ids=["before the recomputation", "after the recomputation"])
 def test_a_module_that_cannot_load_its_state(failing_call: int) -> None:
     """Its buffers, its attributes and those of its neighbours are set back all the same."""
 
@@ -371,10 +373,10 @@ def test_a_module_that_cannot_load_its_state(failing_call: int) -> None:
             self.total += 1
             return self.norm(x).sin().exp() * self.total
 
-        def replay_state(self) -> float:
+        def recompute_state(self) -> float:
             return self.total
 
-        def load_replay_state(self, state: float) -> None:
+        def load_recompute_state(self, state: float) -> None:
             attempts.append(state)
             if not len(disarmed) and len(attempts) == failing_call:
                 raise Failure

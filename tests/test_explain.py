@@ -155,8 +155,8 @@ class Counted:
     def forward_done(self, record: Any) -> None:
         self.records.append(record)
 
-    def replay_done(self, record: Any) -> None:
-        raise AssertionError("nothing is replayed in a forward pass")
+    def recomputation_done(self, record: Any) -> None:
+        raise AssertionError("nothing is recomputed in a forward pass")
 
     @staticmethod
     def snapshots(record: Any) -> Iterator[Tensor]:
@@ -550,27 +550,27 @@ SHORTAGES = {
 
 
 class Short(nn.Module):
-    """Runs out of memory in the forward pass or in the replay of the third layer."""
+    """Runs out of memory in the forward pass or in the recomputation of the third layer."""
 
-    def __init__(self, kind: str, is_in_replay: bool) -> None:
+    def __init__(self, kind: str, is_in_recomputation: bool) -> None:
         super().__init__()
         self.kind = kind
-        self.is_in_replay = is_in_replay
+        self.is_in_recomputation = is_in_recomputation
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        if reactivate.is_recomputing() == self.is_in_replay:
+        if reactivate.is_recomputing() == self.is_in_recomputation:
             error = SHORTAGES[self.kind]
             raise type(error)(*error.args)
         return self.linear(x).sin()
 
 
 @pytest.mark.parametrize("kind", SHORTAGES)
-@pytest.mark.parametrize("is_in_replay", [False, True])
-def test_out_of_memory_says_who_keeps_what(kind: str, is_in_replay: bool) -> None:
+@pytest.mark.parametrize("is_in_recomputation", [False, True])
+def test_out_of_memory_says_who_keeps_what(kind: str, is_in_recomputation: bool) -> None:
     gc.collect()  # what other tests left
     model = made("dropout")
-    short = model.layers[2] = Short(kind, is_in_replay)
+    short = model.layers[2] = Short(kind, is_in_recomputation)
     reactivate.Handle.of(model).remove()
     reactivate.apply(model, first_match(save_ops("gelu"), recompute_modules("layers.*")))
     assert isinstance(model.layers[2], Short) and short is model.layers[2]
@@ -581,18 +581,20 @@ def test_out_of_memory_says_who_keeps_what(kind: str, is_in_replay: bool) -> Non
     assert "reactivate.explain" in text
     each = 5 * 8 * 4 + RNG_BYTES + 5 * 16 * 4  # the input, the state of the generator, the result of gelu
     assert f"\n  layers.0: {in_words(each)}\n  layers.1: {in_words(each)}\n" in text
-    last = 5 * 8 * 4 + (RNG_BYTES if is_in_replay else 0)  # a state is kept when the forward has ended
+    last = 5 * 8 * 4 + (RNG_BYTES if is_in_recomputation else 0)  # a state is kept when the forward has ended
     assert f"\n  layers.2: {in_words(last)}\n" in text
 
 
-def test_out_of_memory_in_a_nested_region_is_noted_once_and_replays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_a_nested_region_is_noted_once_and_recomputes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(accounts, "_LINES", 10**6)  # tests before this one may have left regions
     gc.collect()
-    replays: list[str] = []
+    recomputations: list[str] = []
 
     def inner(x: Tensor) -> Tensor:
         if reactivate.is_recomputing():
-            replays.append("inner")
+            recomputations.append("inner")
         return x.sin().cos()
 
     def last(x: Tensor) -> Tensor:
@@ -605,7 +607,7 @@ def test_out_of_memory_in_a_nested_region_is_noted_once_and_replays_nothing(monk
     with pytest.raises(torch.OutOfMemoryError) as caught:
         reactivate.checkpoint(outer, name="outer")(torch.randn(64, requires_grad=True) * 1)
     text = notes_of(caught.value)
-    assert text.count("Kept for the backward by regions") == 1 and not replays
+    assert text.count("Kept for the backward by regions") == 1 and not recomputations
     assert "outer: 256 B" in text and f"inner: {in_words(RNG_BYTES)}" in text and "last: 0 B" in text
 
 

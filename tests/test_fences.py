@@ -41,8 +41,8 @@ def fence() -> Iterator[Fence]:
     register_fence("cpu", None)
 
 
-class ReadInReplays(TorchDispatchMode):
-    """Notes the memory that the ops of replays read."""
+class ReadInRecomputations(TorchDispatchMode):
+    """Notes the memory that the ops of recomputations read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ def step(wrap: Callable[[Any], Any], kind: str) -> tuple[list[Tensor], list[Tens
 
 
 @pytest.mark.parametrize("kind", ["module", "bound method", "lambda", "closure"])
-def test_no_op_of_a_replay_reads_what_is_in_front(kind: str, fence: Fence) -> None:
-    with ReadInReplays() as read:
+def test_no_op_of_a_recomputation_reads_what_is_in_front(kind: str, fence: Fence) -> None:
+    with ReadInRecomputations() as read:
         ours, there = step(reactivate.checkpoint, kind)
     assert read.ops > 5
     assert not read.memory & set(map(memory_of, there))
@@ -119,7 +119,7 @@ def test_no_op_of_a_replay_reads_what_is_in_front(kind: str, fence: Fence) -> No
 
 
 def test_without_a_fence_it_is_read() -> None:
-    with ReadInReplays() as read:
+    with ReadInRecomputations() as read:
         _, there = step(reactivate.checkpoint, "module")
     assert len(read.memory & set(map(memory_of, there))) >= 6
 

@@ -184,7 +184,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 
     plain = run(make(fn), backward=backward_on_device)
     checkpointed = run(make(around), backward=backward_on_device)
-    assert checkpointed.replays == 1
+    assert checkpointed.recomputations == 1
     assert_same(plain, checkpointed)
 
 

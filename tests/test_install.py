@@ -71,14 +71,14 @@ def check_runs_here(wrap: Callable[[Any], Any], make: Callable[[], Case] = one_b
     """What `wrap` makes of the function runs on this engine, and does what the function does."""
     plain, ours = run(make), run(make, wrap)
     assert_same(plain, ours)
-    assert (ours.regions, ours.replays) == (regions, regions)
+    assert (ours.regions, ours.recomputations) == (regions, regions)
     assert ours.kept_bytes < plain.kept_bytes
 
 
 def check_runs_on_torch(wrap: Callable[[Any], Any], make: Callable[[], Case] = one_block) -> None:
     plain, theirs = run(make), run(make, wrap)
     assert_bitwise(plain.outputs[0], theirs.outputs[0], "output")
-    assert (theirs.regions, theirs.replays) == (0, 0)
+    assert (theirs.regions, theirs.recomputations) == (0, 0)
     assert theirs.kept_bytes < plain.kept_bytes
 
 
@@ -318,7 +318,7 @@ def test_early_stop() -> None:
                 with set_checkpoint_early_stop(enable):
                     y = checkpoint(fn, torch.ones(3, requires_grad=True), use_reentrant=False)
                 y.sum().backward()
-            assert (ran.regions, ran.replays) == (1, 1)
+            assert (ran.regions, ran.recomputations) == (1, 1)
         return len(ends)
 
     with dropin.install():
@@ -349,20 +349,20 @@ def test_debug() -> None:
 
 
 def test_graph_exec_group() -> None:
-    """Two backward calls share a replay in one group, and have two without."""
+    """Two backward calls share a recomputation in one group, and have two without."""
 
-    def replays(context: Any) -> int:
+    def recomputations(context: Any) -> int:
         ran, x = Ran(), torch.ones(3, requires_grad=True)
         with observed_by(ran):
             one, other = checkpoint(lambda x: (x.sin().exp(), x.cos().exp()), x, use_reentrant=False)
             with context:
                 one.sum().backward(retain_graph=True)
                 other.sum().backward()
-        return ran.replays
+        return ran.recomputations
 
     with dropin.install():
-        assert replays(GraphExecGroup()) == 1
-        assert replays(contextlib.nullcontext()) == 2
+        assert recomputations(GraphExecGroup()) == 1
+        assert recomputations(contextlib.nullcontext()) == 2
 
 
 # -- torch.distributed -----------------------------------------------------------------------------------------------
@@ -514,14 +514,14 @@ def test_guards_reach_the_regions() -> None:
             self.events += ("before",)
             return self
 
-        def replay(self, snapshot: Any) -> Any:
-            self.events += ("replay",)
+        def recompute(self, snapshot: Any) -> Any:
+            self.events += ("recomputation",)
 
     guard = Count()
     with dropin.install(guards=DEFAULT.adding(guard)):
         for wrap in (checkpoint_wrapper, composable, with_checkpoint(lambda: checkpoint)):
             check_runs_here(wrap)
-            assert guard.events == ("before", "replay")
+            assert guard.events == ("before", "recomputation")
             guard.events = ()
     with dropin.install():
         check_runs_here(checkpoint_wrapper)
@@ -553,9 +553,9 @@ def test_regions_keep_their_engine(use_reentrant: bool) -> None:
         return checkpointed
 
     theirs = across(contextlib.nullcontext, dropin.install)
-    assert (theirs.regions, theirs.replays) == (0, 0)
+    assert (theirs.regions, theirs.recomputations) == (0, 0)
     ours = across(dropin.install, contextlib.nullcontext)
-    assert (ours.regions, ours.replays) == (1, 1)
+    assert (ours.regions, ours.recomputations) == (1, 1)
 
 
 # -- compilers -------------------------------------------------------------------------------------------------------
@@ -609,7 +609,7 @@ def test_compile_with_a_graph_break_in_the_region() -> None:
         ours = run(make, lambda module: torch.compile(module, backend="aot_eager"))
     torch.compiler.reset()
     assert_same(plain, ours)
-    assert (ours.regions, ours.replays) == (1, 1)
+    assert (ours.regions, ours.recomputations) == (1, 1)
 
 
 def test_export() -> None:
@@ -627,5 +627,5 @@ def regions_of(module: nn.Module, x: Tensor) -> int:
     ran = Ran()
     with observed_by(ran):
         module(x).sum().backward()
-    assert ran.replays == ran.regions
+    assert ran.recomputations == ran.regions
     return ran.regions

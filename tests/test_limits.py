@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import reactivate
 from reactivate import policies
-from reactivate.errors import MutationError, ReplayMismatchError, UnsupportedError
+from reactivate.errors import MutationError, RecomputeMismatchError, UnsupportedError
 from reactivate.guards import DEFAULT, ContextPair
 
 ENTRIES = re.findall(r"^\*\*(.+?)\.\*\*", (Path(__file__).parent.parent / "docs/limits.md").read_text(), re.MULTILINE)
@@ -121,10 +121,10 @@ def long_statistics() -> tuple[Any, ...]:
 def test_writes_that_no_version_counter_sees() -> None:
     assert is_right(torchs, written_unseen) == NEVER
     assert is_right(ours(determinism="metadata"), written_unseen) == NEVER
-    assert is_right(ours(), written_unseen) == [ReplayMismatchError, ReplayMismatchError, False]
-    assert is_right(ours(determinism="values"), written_unseen) == [ReplayMismatchError] * 3
+    assert is_right(ours(), written_unseen) == [RecomputeMismatchError, RecomputeMismatchError, False]
+    assert is_right(ours(determinism="values"), written_unseen) == [RecomputeMismatchError] * 3
     assert is_right(torchs, long_statistics) == NEVER
-    assert is_right(ours(), long_statistics)[0] is ReplayMismatchError
+    assert is_right(ours(), long_statistics)[0] is RecomputeMismatchError
 
 
 class Link:
@@ -178,7 +178,7 @@ def test_how_far_objects_are_looked_into() -> None:
     for make in FAR.values():
         assert is_right(torchs, make) == NEVER
         assert is_right(ours(determinism="metadata"), make) == NEVER
-        assert ReplayMismatchError in is_right(ours(), make)
+        assert RecomputeMismatchError in is_right(ours(), make)
     assert is_right(ours(), lambda: counts(Link(2), lambda link: link.last)) == [True] * 3
 
 
@@ -337,7 +337,7 @@ def test_trees_of_more_than_64_modules() -> None:
         False,
         False,
     ]  # at first all are noted
-    assert is_right(ours(), lambda: (LargeTree(),))[1] is ReplayMismatchError
+    assert is_right(ours(), lambda: (LargeTree(),))[1] is RecomputeMismatchError
 
 
 @shows("Generators")
@@ -385,7 +385,7 @@ def test_one_iterator_in_two_places() -> None:
 
     assert is_right(torchs, make) == NEVER
     assert is_right(ours(determinism="metadata"), make) == NEVER
-    assert ReplayMismatchError in is_right(ours(), make)
+    assert RecomputeMismatchError in is_right(ours(), make)
     assert is_right(ours(), make_in_a_tuple) == [True] * 3
 
 
@@ -451,7 +451,7 @@ def test_more_tensors_than_before() -> None:
     x = leaf()
     reactivate.checkpoint(fn, determinism="metadata")(x).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
-    with pytest.raises(ReplayMismatchError, match="more"):
+    with pytest.raises(RecomputeMismatchError, match="more"):
         reactivate.checkpoint(fn, determinism="metadata", early_stop=False)(leaf()).sum().backward()
 
 
@@ -520,7 +520,7 @@ def test_jagged_nested_tensors() -> None:
     def inside(x: Tensor) -> Tensor:
         return fn(x, torch.tensor([0, 2, 4]))
 
-    for wrap, error in ((torchs, RuntimeError), (ours(), ReplayMismatchError)):
+    for wrap, error in ((torchs, RuntimeError), (ours(), RecomputeMismatchError)):
         with pytest.raises(error):
             wrap(inside)(leaf()).sum().backward()
     assert is_right(ours(), lambda: (fn, torch.tensor([0, 2, 4]))) == [True] * 3
@@ -835,7 +835,7 @@ def test_parameters_that_the_forward_gives_other_memory() -> None:
         first, *others = gradients(ours(determinism=determinism), lambda: (Swaps(),))
         assert first is MutationError and all(map(torch.equal, others, expected[1:]))
     assert gradients(torchs, lambda: (Swaps(),))[0] is not MutationError
-    assert gradients(ours(), in_closure)[0] is ReplayMismatchError
+    assert gradients(ours(), in_closure)[0] is RecomputeMismatchError
     wrong = gradients(ours(determinism="metadata"), in_closure)
     assert not torch.equal(wrong[0], gradients(plain, in_closure)[0])
     assert torch.equal(wrong[0], gradients(torchs, in_closure)[0])
@@ -885,12 +885,12 @@ def test_state_on_tensor_subclasses_and_function_modes() -> None:
             found.append(x.grad.as_subclass(Tensor))  # type: ignore[union-attr]
         return found
 
-    with pytest.raises(ReplayMismatchError):
+    with pytest.raises(RecomputeMismatchError):
         under_mode(ours())
     assert under_mode(ours(determinism="metadata"))[1] == 2 and under_mode(plain)[1] == 1
     right = of_class(plain)
     assert not torch.equal(of_class(torchs)[1], right[1])
-    with pytest.raises(ReplayMismatchError):
+    with pytest.raises(RecomputeMismatchError):
         of_class(ours())
 
 
@@ -908,5 +908,5 @@ def test_gradients_that_the_forward_reads() -> None:
         if wrap is torchs or wrap is plain:
             outputs[1].backward()  # torch's checkpoint is silently wrong
         else:
-            with pytest.raises(ReplayMismatchError):
+            with pytest.raises(RecomputeMismatchError):
                 outputs[1].backward()

@@ -37,17 +37,17 @@ class Watch:
 
     def __init__(self) -> None:
         self.records: list[weakref.ref[Record]] = []
-        self.replays = 0
+        self.recomputations = 0
 
     def forward_done(self, record: Record) -> None:
         self.records.append(weakref.ref(record))
 
-    def replay_done(self, record: Record) -> None:
-        self.replays += 1
+    def recomputation_done(self, record: Record) -> None:
+        self.recomputations += 1
 
     def counts(self) -> tuple[int, int]:
-        """Of forward passes and of replays."""
-        return len(self.records), self.replays
+        """Of forward passes and of recomputations."""
+        return len(self.records), self.recomputations
 
     def alive(self) -> int:
         return sum(reference() is not None for reference in self.records)
@@ -188,7 +188,7 @@ def test_a_forward_without_a_backward_leaves_nothing(no_collector: None) -> None
 @pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(same, same)])
 @pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"determinism": "values"}, {"policy": save_ops("cos")}])
 def test_hooks_inside_of_a_region_hold_no_region(options: Any, hooks: Any, no_collector: None) -> None:
-    """Hooks that give back an op's own output tie a graph that no backward goes through, the replay's, into a cycle."""
+    """Hooks that give back an op's own output tie the recomputation's graph, which no backward goes through, into a cycle."""
     x = torch.randn(64, 32, requires_grad=True)
     x.grad = torch.zeros_like(x)
     watch = Watch()
@@ -213,7 +213,7 @@ def test_hooks_inside_of_a_region_hold_no_region(options: Any, hooks: Any, no_co
     assert ours.left_bytes <= torchs.left_bytes, "the graph itself is torch's"
 
 
-def test_a_failed_replay_holds_no_region_after_another_one_did(no_collector: None) -> None:
+def test_a_failed_recomputation_holds_no_region_after_another_one_did(no_collector: None) -> None:
     """Its graph, which hooks tie into a cycle, must not hold the error either: that knows the frames."""
     x = torch.randn(64, 32, requires_grad=True)
     watch, calls = Watch(), Journal()
@@ -288,12 +288,12 @@ def test_errors_in_the_backward_leave_nothing(no_collector: None) -> None:
 
     def fn(x: Tensor) -> Tensor:
         if reactivate.is_recomputing():
-            raise ValueError("in the replay")
+            raise ValueError("in the recomputation")
         return x.sin().exp().cos()
 
     def step() -> None:
         out = reactivate.checkpoint(fn)(x)
-        with pytest.raises(ValueError, match="in the replay"):
+        with pytest.raises(ValueError, match="in the recomputation"):
             out.sum().backward()
 
     with observed_by(watch):

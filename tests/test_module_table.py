@@ -33,7 +33,7 @@ def cases_of(info: Any, training: bool) -> list[Case]:
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.formatted_name)
 def test_module(info: Any, training: bool, samples: slice) -> None:
-    replays = 0
+    recomputations = 0
     for first, second in zip(cases_of(info, training)[samples], cases_of(info, training)[samples], strict=True):
         if not first.inputs():
             continue
@@ -44,5 +44,5 @@ def test_module(info: Any, training: bool, samples: slice) -> None:
             assert any(tensor._version > 0 for tensor in tensors_in(second.args)) or "inplace" in str(second.fn)
             continue
         assert_same(plain, ours)
-        assert ours.regions == 1 and ours.replays <= 1
-        replays += ours.replays
+        assert ours.regions == 1 and ours.recomputations <= 1
+        recomputations += ours.recomputations

@@ -249,10 +249,10 @@ class Stateful(nn.Module):
         self.deep[0] += 1.0
         return (self.inner(x) * self.deep[0]).tanh()
 
-    def replay_state(self) -> Any:
+    def recompute_state(self) -> Any:
         return copy.deepcopy(self.deep)
 
-    def load_replay_state(self, state: Any) -> None:
+    def load_recompute_state(self, state: Any) -> None:
         self.deep = copy.deepcopy(state)
 
 
@@ -423,7 +423,7 @@ def test_statistics_of_a_plain_batch_norm_call() -> None:
 
 
 def test_functional_call_swaps_parameters_for_the_forward_only() -> None:
-    """As meta-learning does it: the replay must see the parameters of the forward pass."""
+    """As meta-learning does it: the recomputation must see the parameters of the forward pass."""
 
     def once(wrap: Any) -> list[Tensor]:
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Saved calls in regions inside of regions: how often each runs, what is kept of it, and every bit (Rules 1, 2, 5, 7).
 
-A call runs once in the forward pass. A backward replays each region around it, and it runs once more in those that save
+A call runs once in the forward pass. A backward recomputes each region around it, and it runs once more in those that save
 neither it nor a call around it: the policy of a region speaks of the calls that are directly inside of it, and of a
 region in it as of one call.
 """
@@ -215,7 +215,7 @@ def test_a_call_runs_once_more_for_each_region_around_it_that_does_not_save_it(
         assert_same(plain, ours)
         assert Counter(calls) == {place: expected(place, saved, backwards) for place in PLACES}, saved
         assert ours.regions == 1 + sum(expected(region, saved, backwards) for region in regions), saved
-        assert ours.replays == DEPTH * backwards, saved
+        assert ours.recomputations == DEPTH * backwards, saved
         assert ours.kept_bytes < plain.kept_bytes, saved
 
 
@@ -237,7 +237,7 @@ def test_double_backward(kinds: tuple[str, ...]) -> None:
     for saved in SAVED[1::3]:
         ours = run(partial(made, kinds), applied(policy_of(kinds, saved)), double)
         assert_same(plain, ours)
-        assert ours.replays >= DEPTH and ours.kept_bytes < plain.kept_bytes
+        assert ours.recomputations >= DEPTH and ours.kept_bytes < plain.kept_bytes
 
 
 # -- regions with policies of their own -------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_policy_speaks_of_its_own_region(outer: Any, inner: Any, counts: tuple
     found = Counter(calls)
     assert (found["outer"], found["inner"]) == counts
     assert_same(plain, ours)
-    assert ours.regions == 3 and 1 <= ours.replays <= 2 and ours.kept_bytes < plain.kept_bytes
+    assert ours.regions == 3 and 1 <= ours.recomputations <= 2 and ours.kept_bytes < plain.kept_bytes
 
 
 def test_a_policy_that_names_only_calls_of_a_region_inside_matches_nothing() -> None:
@@ -327,7 +327,7 @@ def test_microbatches_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("inner", [None, SINE])
-def test_a_shared_replay_is_one_of_each_region(inner: Any) -> None:
+def test_a_shared_recompute_is_one_of_each_region(inner: Any) -> None:
     """First from the result of the region inside to its argument, then from there on."""
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -336,7 +336,7 @@ def test_a_shared_replay_is_one_of_each_region(inner: Any) -> None:
 
     inside = reactivate.checkpoint(lambda x: sine("inner")(x.exp()).tanh().exp(), policy=inner)
     found: list[Tensor] = []
-    for context, times in ((torch.enable_grad(), 2), (reactivate.shared_replay(), 1)):
+    for context, times in ((torch.enable_grad(), 2), (reactivate.shared_recompute(), 1)):
         torch.manual_seed(0)
         calls.clear()
         x = leaf()
@@ -359,7 +359,7 @@ def test_a_shared_replay_is_one_of_each_region(inner: Any) -> None:
 
 @pytest.mark.parametrize("place", ["outer", "inner"])
 @pytest.mark.parametrize(("outer", "inner"), [(None, SINE), (SINE, None), (SINE, SINE)])
-def test_a_replay_that_failed_can_be_tried_again(
+def test_a_recomputation_that_failed_can_be_tried_again(
     outer: Any, inner: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails at each call of the function that runs again, one after the other."""

@@ -1,10 +1,11 @@
 """Storages in regions inside of regions: what is stored, loaded and let go of, how often, and every bit (Rules 2, 9, 13).
 
-What a saved call keeps is stored each time that the call really runs: in the forward pass, and in the replays of regions
-around its own. What the forward pass has stored is loaded once in each backward (a result that the call has saved as well
-is stored once, and loaded for both), and goes with the graph; what a replay stores is not loaded, and goes with the replay.
+What a saved call keeps is stored each time that the call really runs: in the forward pass, and in the recomputations of
+regions around its own. What the forward pass has stored is loaded once in each backward (a result that the call has saved
+as well is stored once, and loaded for both), and goes with the graph; what a recomputation stores is not loaded, and goes
+with it.
 Only where what a storage gives for a tensor is a tensor, the region around keeps that no more than any other: then what
-its replays store is loaded.
+its recomputations store is loaded.
 """
 
 from __future__ import annotations
@@ -271,7 +272,7 @@ def test_stored_for_each_run_loaded_for_each_backward_and_let_go_of(
     assert_same(plain, ours)
     outer_is, region_is, inner_is = saved
     inner_runs = 1 if region_is else 1 + backwards
-    assert ours.regions == 1 + inner_runs and ours.replays == 2 * backwards
+    assert ours.regions == 1 + inner_runs and ours.recomputations == 2 * backwards
 
     each = KINDS[kind][2]  # so many tensors
     handles = each * inner_is if storage is Doubles else 0  # that the outer region sees
@@ -279,7 +280,7 @@ def test_stored_for_each_run_loaded_for_each_backward_and_let_go_of(
     times = backwards * (2 if kind == "result" else 1)
     loads = [[times] * stored[0], ([backwards] + [times] * handles) * region_is, [times] * stored[2]]
     loads[2] += [0] * (stored[2] * (inner_runs - 1))
-    if handles and not region_is:  # it drops them: what its replays store is loaded
+    if handles and not region_is:  # it drops them: what its recomputations store is loaded
         loads[2] = [0] * each + [times // backwards] * (each * backwards)
     assert [shelf.loads for shelf in shelves] == loads
     if handles:
@@ -342,7 +343,7 @@ def test_a_graph_that_is_dropped_lets_go_of_what_is_stored(folders: list[pathlib
 def test_where_the_region_inside_comes_last(
     storage: type[Shelf], kind: str, early_stop: bool, folders: list[pathlib.Path]
 ) -> None:
-    """So that a replay may end where that region hands over to its storage."""
+    """So that a recomputation may end where that region hands over to its storage."""
     product, save, each = KINDS[kind]
     shelves = [storage(folder) for folder in folders]
 

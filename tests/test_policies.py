@@ -95,7 +95,7 @@ class Sites:
         if not reactivate.is_recomputing():
             self.labels.append([site.label for site in record.sites])
 
-    def replay_done(self, record: Any) -> None:
+    def recomputation_done(self, record: Any) -> None:
         pass
 
 

@@ -8,7 +8,7 @@ and each backward are events, compared in order:
   gradient was written to while the region still had to read it, by the program inside of a region or after it;
 - where plain raises, ours raises, or is bitwise what the run with copies computes. Never anything else.
 
-Of a program that raises nowhere, the number of regions and of replays is compared with what the run with copies saw
+Of a program that raises nowhere, the number of regions and of recomputations is compared with what the run with copies saw
 being read, and no byte is kept but the inputs'. With `determinism="first"` every region is compared with its forward.
 
 `REACTIVATE_EXAMPLES=20000 pytest tests/test_property.py` runs as many as that, other ones each time (or those of
@@ -176,7 +176,7 @@ class Copies:
     Attributes:
         read: for each region, the backward calls that read something which it or a region inside of it saved.
         own: the same, of what it saved itself.
-        reads_again: whether a backward read one of these twice. (A custom function may without another replay.)
+        reads_again: whether a backward read one of these twice. (A custom function may without another recomputation.)
         inputs: what each region reads and has no copy of, with versions as the region began.
     """
 
@@ -225,22 +225,22 @@ class Copies:
 
 
 class Counts:
-    """Regions of the forward pass, and their replays; not those that replays of others run."""
+    """Regions of the forward pass, and their recomputations; not those that recomputations of others run."""
 
     def __init__(self) -> None:
         self.regions: set[weakref.ref[Any]] = set()  # a region that is held would hold the graph around it
-        self.replayed: list[weakref.ref[Any]] = []
+        self.recomputed: list[weakref.ref[Any]] = []
 
     def forward_done(self, record: Any) -> None:
         if not reactivate.is_recomputing():
             self.regions.add(weakref.ref(record))
 
-    def replay_done(self, record: Any) -> None:
-        self.replayed.append(weakref.ref(record))
-        hash(self.replayed[-1])  # while it has one
+    def recomputation_done(self, record: Any) -> None:
+        self.recomputed.append(weakref.ref(record))
+        hash(self.recomputed[-1])  # while it has one
 
-    def replays(self) -> int:
-        return sum(reference in self.regions for reference in self.replayed)
+    def recomputations(self) -> int:
+        return sum(reference in self.regions for reference in self.recomputed)
 
 
 def plain(fn: Callable[..., Any], values: Sequence[Tensor]) -> Callable[..., Any]:
@@ -296,9 +296,9 @@ def compare(program: Program, wrap: Wrap) -> tuple[Copies, Counts] | None:
 
 
 def check(program: Program, **options: Any) -> None:
-    """The same, with as many replays as the backwards need, and nothing kept.
+    """The same, with as many recomputations as the backwards need, and nothing kept.
 
-    A region inside of another one is replayed without that where its inputs are still there.
+    A region inside of another one is recomputed without that where its inputs are still there.
     """
     wrap = checkpointed(**options)
     found = compare(program, wrap)
@@ -306,9 +306,11 @@ def check(program: Program, **options: Any) -> None:
         return
     copies, counts = found
     least, most = sum(map(len, copies.own)), sum(map(len, copies.read))
-    if fences():  # a backward that comes to an exit replays, whether it will read what is saved or not
+    if fences():  # a backward that comes to an exit recomputes, whether it will read what is saved or not
         most += len(counts.regions) * len(program.backwards)
-    assert counts.replays() >= least and (counts.replays() <= most or copies.reads_again), "as many as expected"
+    assert counts.recomputations() >= least and (counts.recomputations() <= most or copies.reads_again), (
+        "as many as expected"
+    )
     kept, given_bytes = kept_bytes(program, wrap)
     assert kept <= given_bytes, "nothing was kept but inputs"
 

@@ -32,7 +32,7 @@ from torchtune.training import activations, set_activation_checkpointing
 import reactivate
 from reactivate import policies, recipe, storage
 from reactivate._types import Policy, Save, Site
-from reactivate.errors import ReplayMismatchError, UsageError
+from reactivate.errors import RecomputeMismatchError, UsageError
 from reactivate.guards import DEFAULT
 from reactivate.policies._base import Interest, ReadyMade, interest_of
 
@@ -147,7 +147,7 @@ def model_of(make: Callable[[], Case]) -> nn.Module:
 
 
 def check(make: Callable[[], Case], source: Any, regions: tuple[str, ...]) -> recipe.Recipe:
-    """Under the recipe the model does what it does without, and the regions are these; every one ran and was replayed."""
+    """Under the recipe the model does what it does without, and the regions are these; every one ran and was recomputed."""
     handles = []
 
     def applied(model: nn.Module) -> nn.Module:
@@ -159,7 +159,7 @@ def check(make: Callable[[], Case], source: Any, regions: tuple[str, ...]) -> re
     assert_same(without, ours)
     assert any(gradient is not None and gradient.any() for gradient in without.gradients.values())
     assert handles[0].regions == regions
-    assert ours.regions == ours.replays == len(regions)
+    assert ours.regions == ours.recomputations == len(regions)
     assert (ours.kept_bytes < without.kept_bytes) == bool(regions)
     return recipe.load(source)
 
@@ -431,7 +431,7 @@ def test_without_the_rng_guard_a_model_that_draws_nothing_is_exact() -> None:
 
 def test_without_the_rng_guard_dropout_differs() -> None:
     options = {"mode": "full", "preserve_rng_state": False}
-    with pytest.raises(ReplayMismatchError, match="computes other values"):
+    with pytest.raises(RecomputeMismatchError, match="computes other values"):
         check(plain, options, ALL)
     with pytest.raises(AssertionError, match="differs"):
         check(plain, {**options, "determinism_check": "none"}, ALL)

@@ -1,4 +1,4 @@
-"""Rules 5 and 16 to 18: what cannot be replayed is refused, with the place and the remedy; what can be is right."""
+"""Rules 5 and 16 to 18: what cannot be recomputed is refused, with the place and the remedy; what can be is right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reactivate.errors import (
     MutationError,
     PlanInfeasible,
     ReactivateError,
-    ReplayMismatchError,
+    RecomputeMismatchError,
     UnsupportedError,
     UsageError,
 )
@@ -37,48 +37,48 @@ def line_of(function: Callable[..., Any], text: str) -> int:
     return next(first + index for index, line in enumerate(lines) if text in line)
 
 
-# -- a replay that does something else (Rule 16) ----------------------------------------------------------------------
+# -- a recomputation that does something else (Rule 16) ----------------------------------------------------------------------
 
 
-def replaying() -> bool:
+def recomputing() -> bool:
     return reactivate.is_recomputing()
 
 
 def saves_fewer(x: Tensor) -> Tensor:
     y = x.sin()
-    if replaying():
+    if recomputing():
         return y
     return y.exp().cos()  # the first that is missing
 
 
 def saves_more(x: Tensor) -> Tensor:
     y = x.sin()
-    return y.exp() if replaying() else y  # one too many
+    return y.exp() if recomputing() else y  # one too many
 
 
 def has_another_shape(x: Tensor) -> Tensor:
     y = x.sin()
-    if replaying():
+    if recomputing():
         y = y[:2]
     return y.exp().sum()  # another shape
 
 
 def has_another_dtype(x: Tensor) -> Tensor:
     y = x.sin()
-    if replaying():
+    if recomputing():
         y = y.double()
     return y.exp()  # another dtype
 
 
 def has_another_device(x: Tensor) -> Tensor:
     y = x.sin()
-    if replaying():
+    if recomputing():
         y = y.to("meta")
     return y.exp()  # another device
 
 
 MISMATCHES = [
-    (saves_fewer, "fewer", "missing", ("3 in the forward", "1 in the replay", "float32[4, 3] on cpu"), True),
+    (saves_fewer, "fewer", "missing", ("3 in the forward", "1 in the recomputation", "float32[4, 3] on cpu"), True),
     (saves_more, "more", "too many", ("1 tensors", "float32[4, 3] on cpu"), False),
     (has_another_shape, "metadata", "another shape", ("float32[4, 3] on cpu", "float32[2, 3] on cpu"), True),
     (has_another_dtype, "metadata", "another dtype", ("float32[4, 3] on cpu", "float64[4, 3] on cpu"), True),
@@ -93,7 +93,7 @@ def test_the_first_difference(
     fn: Callable[[Tensor], Tensor], kind: str, mark: str, facts: tuple[str, ...], early_stop: bool
 ) -> None:
     out = reactivate.checkpoint(fn, early_stop=early_stop, name="block 7")(leaf(4, 3)).sum()
-    with pytest.raises(ReplayMismatchError) as raised:
+    with pytest.raises(RecomputeMismatchError) as raised:
         out.backward()
     message = str(raised.value)
     assert raised.value.kind == kind
@@ -113,7 +113,7 @@ class Drifting:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = x.sin()
-        return (y + 1.0 if replaying() else y).exp()
+        return (y + 1.0 if recomputing() else y).exp()
 
 
 def test_calls_are_counted_for_each_policy() -> None:
@@ -124,7 +124,7 @@ def test_calls_are_counted_for_each_policy() -> None:
         def forward_done(self, record: Any) -> None:
             compared.append(record.check is not None)
 
-        def replay_done(self, record: Any) -> None:
+        def recomputation_done(self, record: Any) -> None:
             """Nothing to see."""
 
     made = [lambda: None, lambda: policies.save_ops("linear"), lambda: policies.save_ops("tanh")]
@@ -143,7 +143,7 @@ def test_first_compares_some_calls_and_leaves_the_others_alone() -> None:
         out = fn(leaf(4, 3)).sum()
         try:
             out.backward()
-        except ReplayMismatchError:
+        except RecomputeMismatchError:
             refused.append(number)
     assert refused == [1, 2, 4, 8]
 
@@ -156,7 +156,7 @@ def test_first_finds_a_write_past_the_version_counter() -> None:
 
     out = reactivate.checkpoint(fn)(x).sum()
     w.data.add_(1)
-    with pytest.raises(ReplayMismatchError, match="computes other values"):
+    with pytest.raises(RecomputeMismatchError, match="computes other values"):
         out.backward()
 
 
@@ -164,7 +164,7 @@ def test_first_warns_of_a_difference_of_rounding_size() -> None:
     class Rounding:
         def __call__(self, x: Tensor) -> Tensor:
             y = x.sin()
-            return (y * (1 + 1e-7) if replaying() else y).exp()
+            return (y * (1 + 1e-7) if recomputing() else y).exp()
 
     out = reactivate.checkpoint(Rounding())(leaf(64, 64)).sum()
     with pytest.warns(UserWarning, match="no more than rounding"):
@@ -173,7 +173,7 @@ def test_first_warns_of_a_difference_of_rounding_size() -> None:
 
 class Fickle(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        if replaying():
+        if recomputing():
             x = x.double()
         return x.exp()  # in a module
 
@@ -181,19 +181,19 @@ class Fickle(nn.Module):
 def test_a_difference_in_a_submodule_is_named_by_path_and_line() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), Fickle()))
     out = reactivate.checkpoint(model)(leaf(4, 3)).sum()
-    with pytest.raises(ReplayMismatchError) as raised:
+    with pytest.raises(RecomputeMismatchError) as raised:
         out.backward()
     line = f"{__file__}:{line_of(Fickle, 'in a module')} in"
-    forward, replay = (text for text in str(raised.value).splitlines() if text.startswith("  "))
+    forward, recomputation = (text for text in str(raised.value).splitlines() if text.startswith("  "))
     assert line in forward and "(module 1.1)" in forward
-    assert line in replay and "(module 1.1)" in replay
+    assert line in recomputation and "(module 1.1)" in recomputation
 
 
 def test_a_difference_in_a_module_of_torchs_is_named_by_path() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Identity(), nn.Tanh()))
-    model[1][0].register_forward_hook(lambda module, args, out: out.double() if replaying() else None)
+    model[1][0].register_forward_hook(lambda module, args, out: out.double() if recomputing() else None)
     out = reactivate.checkpoint(model)(leaf(4, 3)).sum()
-    with pytest.raises(ReplayMismatchError, match=r"replay: .*\(module 1\.1\)"):
+    with pytest.raises(RecomputeMismatchError, match=r"recomputation: .*\(module 1\.1\)"):
         out.backward()
 
 
@@ -201,7 +201,7 @@ def test_none_compares_no_metadata_and_still_counts() -> None:
     out = reactivate.checkpoint(has_another_dtype, determinism="none")(leaf(4, 3))
     out.sum().backward()
     out = reactivate.checkpoint(saves_fewer, determinism="none")(leaf(4, 3))
-    with pytest.raises(ReplayMismatchError, match="1 in the replay"):
+    with pytest.raises(RecomputeMismatchError, match="1 in the recomputation"):
         out.sum().backward()
 
 
@@ -210,7 +210,7 @@ def test_none_compares_no_metadata_and_still_counts() -> None:
 
 def has_other_values(x: Tensor) -> Tensor:
     y = x.sin()
-    y = y + (1.0 if replaying() else 2.0)  # other values
+    y = y + (1.0 if recomputing() else 2.0)  # other values
     return y.exp()
 
 
@@ -223,20 +223,22 @@ def noted(notes: list[str], note: str) -> Iterator[None]:
 @pytest.mark.parametrize("contexts", [False, True], ids=["", "with contexts"])
 def test_values_name_the_first_op_that_differs_with_both_traces(contexts: bool) -> None:
     notes: list[str] = []
-    pair = ContextPair(lambda: (noted(notes, "forward"), noted(notes, "replay")))
+    pair = ContextPair(lambda: (noted(notes, "forward"), noted(notes, "recomputation")))
     guards = DEFAULT.adding(pair) if contexts else DEFAULT
     out = reactivate.checkpoint(has_other_values, determinism="values", guards=guards)(leaf(4, 3)).sum()
-    with pytest.raises(ReplayMismatchError, match="Op 2 is the first that differs") as raised:
+    with pytest.raises(RecomputeMismatchError, match="Op 2 is the first that differs") as raised:
         out.backward()
     assert raised.value.kind == "values"
-    forward, replay = str(raised.value).split("forward:\n")[1].split("replay:\n")
+    forward, recomputation = str(raised.value).split("forward:\n")[1].split("recomputation:\n")
     line = f"{__file__}:{line_of(has_other_values, 'other values')} in has_other_values"
-    for trace in (forward, replay):
+    for trace in (forward, recomputation):
         (marked,) = [text for text in trace.splitlines() if "->    2 " in text]
         assert "aten.add.Tensor" in marked and line in marked
         assert "aten.sin.default" in trace
-    assert "aten.exp.default" in forward and "aten.exp.default" not in replay, "the replay ends where it differs"
-    assert notes == (["forward", "replay"] if contexts else [])
+    assert "aten.exp.default" in forward and "aten.exp.default" not in recomputation, (
+        "the recomputation ends where it differs"
+    )
+    assert notes == (["forward", "recomputation"] if contexts else [])
 
 
 def test_values_and_every_guard_agree_where_nothing_differs() -> None:
@@ -262,7 +264,7 @@ def test_a_write_past_the_version_counter_is_found_by_values() -> None:
         version = w._version
         write(w)
         assert w._version == version
-        with pytest.raises(ReplayMismatchError, match=r"first that differs(.|\n)*aten\.cos"):
+        with pytest.raises(RecomputeMismatchError, match=r"first that differs(.|\n)*aten\.cos"):
             out.backward()
 
 
@@ -286,7 +288,7 @@ def test_a_wrong_request_lists_what_is_allowed(request_it: Callable[[], Any], al
 
 def test_the_errors_are_one_tree() -> None:
     errors = [getattr(reactivate.errors, name) for name in reactivate.errors.__all__]
-    found = {ReactivateError, MutationError, PlanInfeasible, ReplayMismatchError, UsageError, UnsupportedError}
+    found = {ReactivateError, MutationError, PlanInfeasible, RecomputeMismatchError, UsageError, UnsupportedError}
     assert set(errors) == found
     assert all(issubclass(error, ReactivateError) for error in errors)
     assert issubclass(ReactivateError, RuntimeError), "what upstream raises"
@@ -389,18 +391,18 @@ def test_values_of_nested_regions_are_each_written_down_once() -> None:
 
     def outer(x: Tensor) -> Tensor:
         y: Tensor = reactivate.checkpoint(inner, determinism="values")(x.cos())
-        return y + (1.0 if replaying() else 2.0)
+        return y + (1.0 if recomputing() else 2.0)
 
-    with pytest.raises(ReplayMismatchError, match="Op 4 is the first that differs") as raised:
+    with pytest.raises(RecomputeMismatchError, match="Op 4 is the first that differs") as raised:
         reactivate.checkpoint(outer, determinism="values", early_stop=False)(leaf(4)).sum().backward()
-    forward = str(raised.value).split("forward:\n")[1].split("replay:\n")[0]
+    forward = str(raised.value).split("forward:\n")[1].split("recomputation:\n")[0]
     assert [line.split("aten.")[1].split(".")[0] for line in forward.splitlines()] == ["cos", "sin", "exp", "add"]
 
 
-def test_an_error_in_the_replay_of_an_outer_region_stays_what_it_is() -> None:
+def test_an_error_in_the_recomputation_of_an_outer_region_stays_what_it_is() -> None:
     def outer(x: Tensor) -> Tensor:
         y: Tensor = reactivate.checkpoint(torch.exp)(x.cos())
-        if replaying():
+        if recomputing():
             raise RuntimeError("out of memory")
         return y.sin()
 

@@ -1,4 +1,4 @@
-"""Rule 10: a replay draws the forward pass's random numbers, and every stream moves on only once."""
+"""Rule 10: a recomputation draws the forward pass's random numbers, and every stream moves on only once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._backends import Backend
-from reactivate.errors import ReplayMismatchError
+from reactivate.errors import RecomputeMismatchError
 from reactivate.guards import DEFAULT, ContextPair, DeviceRng, HostRng, RngTracker, TrackerGuard
 
 
@@ -138,7 +138,7 @@ def test_streams(make: Callable[[], Case], early_stop: bool) -> None:
         for retain in (True, False):
             torch.autograd.backward(outputs, [torch.ones_like(out) for out in outputs], retain_graph=retain)
 
-    check(remember, backward=twice, replays=2, early_stop=early_stop, saves_memory=False)
+    check(remember, backward=twice, recomputations=2, early_stop=early_stop, saves_memory=False)
     plain, ours = made
     assert draws_left(plain) == draws_left(ours), "the generators are where they are without checkpointing"
 
@@ -148,7 +148,7 @@ def test_without_the_guard_it_is_wrong_and_the_self_check_says_so() -> None:
     with pytest.raises(AssertionError, match="gradient"):
         check(torch_default, guards=DEFAULT.without("rng"), determinism="metadata")
     x, guards = leaf(8, 16), DEFAULT.without("rng")
-    with pytest.raises(ReplayMismatchError) as raised:
+    with pytest.raises(RecomputeMismatchError) as raised:
         reactivate.checkpoint(lambda x: F.dropout(x.sin(), 0.5).exp(), guards=guards)(x).sum().backward()
     assert raised.value.kind == "values"
 

@@ -114,9 +114,9 @@ def twice(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
         torch.autograd.backward(outputs, oracle.cotangents(outputs), retain_graph=not last)
 
 
-# In the forward pass there are four calls; a replay repeats those that are not saved.
+# In the forward pass there are four calls; a recomputation repeats those that are not saved.
 @pytest.mark.parametrize(
-    ("saved", "in_replay"),
+    ("saved", "in_recomputation"),
     [
         ((Old,), ["Random", "New", "New"]),
         ((New,), ["Old", "Random"]),
@@ -127,7 +127,7 @@ def twice(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
 )
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_bitwise(saved: tuple[Any, ...], in_replay: list[str], early_stop: bool, backwards: int) -> None:
+def test_bitwise(saved: tuple[Any, ...], in_recomputation: list[str], early_stop: bool, backwards: int) -> None:
     policy = policies.save_ops(*saved)
     oracle.check(
         make(),
@@ -135,12 +135,12 @@ def test_bitwise(saved: tuple[Any, ...], in_replay: list[str], early_stop: bool,
         policy=policy,
         early_stop=early_stop,
         determinism="metadata",
-        replays=backwards,
+        recomputations=backwards,
     )
-    assert calls == ["Old", "Random", "New", "New", *(in_replay * backwards)]
+    assert calls == ["Old", "Random", "New", "New", *(in_recomputation * backwards)]
 
 
-def test_the_results_are_kept_only_where_the_replay_goes_on() -> None:
+def test_the_results_are_kept_only_where_the_recomputation_goes_on() -> None:
     kept = [
         oracle.check(make(), policy=policies.save_ops(Old), early_stop=early_stop)[1].kept_bytes
         for early_stop in (True, False)
@@ -250,7 +250,9 @@ def test_what_a_saved_function_computes_is_all_its_own(kind: Any, runs_again: bo
         return (found * weight).exp()
 
     policy = policies.save_ops(kind, "mul")
-    oracle.check(make(writes if runs_again else fn), policy=policy, determinism=determinism, backward=twice, replays=2)
+    oracle.check(
+        make(writes if runs_again else fn), policy=policy, determinism=determinism, backward=twice, recomputations=2
+    )
     assert calls == [kind.__name__] * (3 if runs_again else 1)
 
 
@@ -293,7 +295,9 @@ def test_a_region_right_after_a_saved_function() -> None:
         found = Random.apply(x.sin())
         return reactivate.checkpoint(lambda value: (value.exp() * weight).sin().exp())(found).tanh()
 
-    oracle.check(make(fn), policy=policies.save_ops(Random), regions=3, replays=2)  # one in the other's replay
+    oracle.check(
+        make(fn), policy=policies.save_ops(Random), regions=3, recomputations=2
+    )  # one in the other's recomputation
     assert calls == ["Random"]
 
 

@@ -1,4 +1,4 @@
-"""Saved calls: a replay skips them, and every bit is that of the plain function (Rules 1, 2, 5 to 13, 16)."""
+"""Saved calls: a recomputation skips them, and every bit is that of the plain function (Rules 1, 2, 5 to 13, 16)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reasons:
     def forward_done(self, record: Any) -> None:
         self.found |= {saved.label: saved.reason for saved in record.sites}
 
-    def replay_done(self, record: Any) -> None:
+    def recomputation_done(self, record: Any) -> None:
         pass
 
 
@@ -222,9 +222,9 @@ def test_no_grad_is_the_plain_call() -> None:
     assert counted.count() == 1 and found.grad_fn is None
 
 
-def test_shared_replay_skips_as_well() -> None:
+def test_shared_recompute_skips_as_well() -> None:
     def backward(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
-        with reactivate.shared_replay():
+        with reactivate.shared_recompute():
             for output in outputs:
                 output.square().sum().backward(retain_graph=True)
 
@@ -295,8 +295,14 @@ def test_modules_are_written_once_whichever_of_their_calls_are_saved(
     make: Callable[[], nn.Module], saves: str, backward: Any
 ) -> None:
     policy = policies.save_names(*saves.split())
-    replays = 2 if backward is several else 1
-    check(partial(stateful, make, saves=saves), policy=policy, backward=backward, replays=replays, saves_memory=False)
+    recomputations = 2 if backward is several else 1
+    check(
+        partial(stateful, make, saves=saves),
+        policy=policy,
+        backward=backward,
+        recomputations=recomputations,
+        saves_memory=False,
+    )
 
 
 def test_saved_modules_of_a_model() -> None:
@@ -315,7 +321,7 @@ def test_saved_modules_of_a_model() -> None:
     for saved in [("*.1",), ("*.3",), ("*.1", "*.3"), ("*.2", "*.0")]:
         plain, ours = run(make), run(make, applied(saved))
         assert_same(plain, ours)
-        assert ours.regions == 2 and ours.replays == 2 and ours.kept_bytes < plain.kept_bytes
+        assert ours.regions == 2 and ours.recomputations == 2 and ours.kept_bytes < plain.kept_bytes
 
 
 # -- how often things run ---------------------------------------------------------------------------------------------
@@ -462,7 +468,7 @@ def test_calls_inside_of_transforms_and_in_inference_mode_run_again(fn: Any, rea
     for options in ({}, {"early_stop": False}, {"determinism": "metadata"}, {"determinism": "values"}):
         ours = run(make, lambda fn: reactivate.checkpoint(fn, policy=SAVERS[policy], **options))
         assert_same(plain, ours)
-        assert ours.regions >= 1 and ours.replays >= 1
+        assert ours.regions >= 1 and ours.recomputations >= 1
     with observed_by(Sees()):
         reactivate.checkpoint(fn, policy=everything)(*make().args, leaf(4, 4))
     assert any(reason in found for found in reasons)
@@ -664,7 +670,7 @@ def test_two_threads_do_not_see_each_others_saved_calls() -> None:
             assert_bitwise(one, other, f"thread {number}")
 
 
-def test_a_replay_that_calls_something_else_is_refused() -> None:
+def test_a_recomputation_that_calls_something_else_is_refused() -> None:
     calls = Journal()
 
     def fn(x: Tensor) -> Tensor:
@@ -674,7 +680,7 @@ def test_a_replay_that_calls_something_else_is_refused() -> None:
 
     x = torch.randn(4, 16, requires_grad=True)
     out = reactivate.checkpoint(fn, policy=save_ops("linear", "tanh"))(x)
-    with pytest.raises(reactivate.errors.ReplayMismatchError, match="linear"):
+    with pytest.raises(reactivate.errors.RecomputeMismatchError, match="linear"):
         out.sum().backward()
     with Kept() as kept:
         del out
@@ -683,7 +689,7 @@ def test_a_replay_that_calls_something_else_is_refused() -> None:
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_result_that_is_written_to_after_the_region(early_stop: bool) -> None:
-    """Autograd does not need it, so the plain model does not mind: the call runs again in the replay."""
+    """Autograd does not need it, so the plain model does not mind: the call runs again in the recomputation."""
 
     def run(wrap: Any) -> list[Tensor]:
         seed_everything()

@@ -939,7 +939,7 @@ def test_torchs_checkpoint_inside_of_a_region_with_a_policy(
     policy = policies.save_ops(*ops)
     plain, ours = run(make), run(make, partial(reactivate.checkpoint, policy=policy, early_stop=early_stop))
     assert_same(plain, ours)
-    assert ours.regions == 1 and ours.replays == 1
+    assert ours.regions == 1 and ours.recomputations == 1
 
 
 def test_calls_under_hooks_of_the_users_run_again() -> None:
@@ -984,4 +984,4 @@ def test_rrelu_by_any_name(name: str, policy: Any) -> None:
     plain = run(make)
     ours = run(make, partial(reactivate.checkpoint, policy=policy))
     assert_same(plain, ours)
-    assert ours.regions == 1 and ours.replays == 1
+    assert ours.regions == 1 and ours.recomputations == 1

@@ -153,7 +153,7 @@ class Ran:
     """What one step computes and keeps."""
 
     def __init__(self, model: nn.Module, x: Tensor, *, autocast: bool, backwards: int) -> None:
-        self.regions, self.replays = 0, 0
+        self.regions, self.recomputations = 0, 0
         seed_everything()
         storages: dict[int, Tensor] = {}
         parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -174,8 +174,8 @@ class Ran:
     def forward_done(self, record: Any) -> None:
         self.regions += not reactivate.is_recomputing()
 
-    def replay_done(self, record: Any) -> None:
-        self.replays += 1
+    def recomputation_done(self, record: Any) -> None:
+        self.recomputations += 1
 
 
 def pack(storages: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
@@ -213,7 +213,7 @@ def test_every_policy_is_bitwise_the_plain_model(name: str, dropout: float, auto
         blocks = 4 if name == "encoder-decoder" else 2
         regions = {"recompute_every": blocks // 2}.get(policy, REGIONS.get(policy, blocks))
         assert ours.regions == regions, f"{policy}: regions"
-        assert ours.replays == regions * backwards, f"{policy}: replays"
+        assert ours.recomputations == regions * backwards, f"{policy}: recomputations"
         kept[policy] = ours.kept_bytes
     assert kept["none"] == plain.kept_bytes
     for policy, found in kept.items():

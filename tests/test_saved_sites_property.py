@@ -72,7 +72,7 @@ def check(program: Program, policy: Some, **options: Any) -> None:
     copies, counts = found
     # A region around another one may be asked twice for what it kept.
     if len(copies.read) == 1 and not copies.reads_again:
-        assert counts.replays() <= len(copies.read[0]), "no more replays than without a policy"
+        assert counts.recomputations() <= len(copies.read[0]), "no more recomputations than without a policy"
 
 
 @settings(

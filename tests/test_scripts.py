@@ -115,7 +115,7 @@ def test_compiled(reach: Callable[[Any], Callable[..., Tensor]]) -> None:
     plain, _ = train(reach(warmed_up()))
     ours, ran = train(reactivate.checkpoint(reach(warmed_up())))
     assert_same(plain, ours)
-    assert ran.regions == ran.replays == len(SHAPES)
+    assert ran.regions == ran.recomputations == len(SHAPES)
 
 
 @pytest.mark.parametrize("reach", REACHES, ids=lambda reach: reach.__name__)
@@ -125,7 +125,7 @@ def test_not_compiled_yet(reach: Callable[[Any], Callable[..., Tensor]]) -> None
         ours, ran = train(reactivate.checkpoint(reach(new_bias_gelu())))
     assert len([item for item in caught if "bias_gelu" in str(item.message)]) == 1
     assert_same(plain, ours)
-    assert ran.regions == ran.replays == len(SHAPES) - 1, "the first one kept its activations"
+    assert ran.regions == ran.recomputations == len(SHAPES) - 1, "the first one kept its activations"
 
 
 def test_not_compiled_yet_where_it_is_not_found() -> None:
@@ -178,7 +178,7 @@ def test_nested_regions_before_it_is_compiled() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_scripted_module_with_batch_norm() -> None:
-    """Its buffers live in C++: the replay writes the old statistics into them, and the new ones back."""
+    """Its buffers live in C++: the recomputation writes the old statistics into them, and the new ones back."""
 
     def once(wrap: Callable[[Any], Any]) -> list[Tensor]:
         torch.manual_seed(0)

@@ -216,27 +216,27 @@ def updated_every(wrap: Wrap, module: nn.Module, steps: int = 12) -> Any:
     return [train(wrap(module), inputs(steps)), state_of(module), module.calls]
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def buffer_is_first_written_at_step_five(wrap: Wrap) -> Any:
     return updated_every(wrap, Every(1, 5), 8)
 
 
-@right_with(replays=12)
+@right_with(recomputations=12)
 def buffer_is_written_every_second_call(wrap: Wrap) -> Any:
     return updated_every(wrap, Every(2, 2))
 
 
-@right_with(replays=12)
+@right_with(recomputations=12)
 def buffer_is_written_every_fourth_call(wrap: Wrap) -> Any:
     return updated_every(wrap, Every(4, 4))
 
 
-@right_with(replays=21)
+@right_with(recomputations=21)
 def buffer_is_written_every_tenth_call(wrap: Wrap) -> Any:
     return updated_every(wrap, Every(10, 10), 21)
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def buffer_is_written_in_the_first_three_calls_only(wrap: Wrap) -> Any:
     class Observer(Every):
         def forward(self, x: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def buffer_is_written_in_the_first_three_calls_only(wrap: Wrap) -> Any:
     return updated_every(wrap, Observer(1, 1), 8)
 
 
-@right_with(replays=9)
+@right_with(recomputations=9)
 def buffer_is_rebound_every_third_call(wrap: Wrap) -> Any:
     return updated_every(wrap, Every(3, 3, rebinds=True), 9)
 
@@ -299,7 +299,7 @@ def fake_quantize_is_enabled_later(wrap: Wrap) -> Any:
     return [grads, train(checkpointed, inputs(2)), state_of(module)]
 
 
-@right_with(replays=6)
+@right_with(recomputations=6)
 def amax_is_written_on_the_first_microbatch_only(wrap: Wrap) -> Any:
     class Fp8(Scale):
         first = True
@@ -342,22 +342,22 @@ def regions_of(wrap: Wrap, names: str, order: Callable[[list[Tensor]], None]) ->
     return [[x.grad for x in leaves], state_of(model)]
 
 
-@right_with(replays=5)
+@right_with(recomputations=5)
 def readers_stand_between_writers(wrap: Wrap) -> Any:
     return regions_of(wrap, "rwrwr", lambda losses: sum(losses).backward())
 
 
-@right_with(replays=6)
+@right_with(recomputations=6)
 def readers_and_writers_are_taken_backward_in_forward_order(wrap: Wrap) -> Any:
     return regions_of(wrap, "wrrwwr", lambda losses: [loss.backward() for loss in losses])
 
 
-@right_with(replays=4)
+@right_with(recomputations=4)
 def one_region_of_four_writes(wrap: Wrap) -> Any:
     return regions_of(wrap, "rrwr", lambda losses: [loss.backward() for loss in reversed(losses)])
 
 
-@right_with(replays=10)
+@right_with(recomputations=10)
 def readers_and_writers_with_retained_graphs(wrap: Wrap) -> Any:
     def order(losses: list[Tensor]) -> None:
         for loss in [*losses, *reversed(losses)]:
@@ -366,7 +366,7 @@ def readers_and_writers_with_retained_graphs(wrap: Wrap) -> Any:
     return regions_of(wrap, "rwrwr", order)
 
 
-@right_with(replays=6)
+@right_with(recomputations=6)
 def one_forward_one_backward(wrap: Wrap) -> Any:
     """1F1B order: two microbatches are always in flight."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scale())

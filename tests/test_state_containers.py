@@ -646,7 +646,7 @@ def test_advanced_iterator_is_copied(name: str) -> None:
     def run(wrap: Wrap) -> Any:
         return advanced(wrap, *COPIED[name])
 
-    check_program(Program(run, replays=9))
+    check_program(Program(run, recomputations=9))
 
 
 def numbers() -> Iterator[int]:
@@ -702,7 +702,7 @@ def test_iterator_without_a_copy(name: str, where: str) -> None:
         return run
 
     if where != "argument" or "generator" not in name:  # one that somebody has advanced before raises
-        check_program(Program(make(advances=False), replays=3))
+        check_program(Program(make(advances=False), recomputations=3))
     with pytest.raises(reactivate.errors.UnsupportedError, match="list"):
         make(advances=True)(reactivate.checkpoint)
 
@@ -848,7 +848,7 @@ def test_attributes_of_a_container(kind: Any, has_slots: bool) -> None:
 
         return mutated(wrap, make, mutate, lambda items: [list(items), items.count])
 
-    check_program(Program(run, replays=3))
+    check_program(Program(run, recomputations=3))
 
 
 @right
@@ -935,7 +935,7 @@ def test_objects_that_raise_are_held(name: str, policy: str | None) -> None:
         checkpointed, given = wrap(fn, **options), RAISING[name]()
         return [train(wrap(Block(), **options), inputs()), train(lambda x: checkpointed(x, given), inputs())]
 
-    check_program(Program(run, replays=4))
+    check_program(Program(run, recomputations=4))
 
 
 # -- attributes of tensors ------------------------------------------------------------------------------------------------

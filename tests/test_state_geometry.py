@@ -70,7 +70,7 @@ def assert_right(make: Callable[[], Tensor], act: Act, between: Act) -> None:
     plain = steps(lambda module: module, make, act, between)
     with observed_by(watched):
         ours = steps(reactivate.checkpoint, make, act, between)
-    assert watched.replays >= 8, "regions were recomputed"
+    assert watched.recomputations >= 8, "regions were recomputed"
     for one, other in zip(plain, ours, strict=True):
         if isinstance(one, Tensor):
             assert_bitwise(one, other, "a step")
@@ -277,7 +277,7 @@ def test_a_swapped_parameter_is_refused_once_and_then_right(
                 assert_bitwise(one.grad, two.grad, f"call {number}")
             if one.grad is not None:
                 one.grad = two.grad = None
-    assert refused == [first] and watched.replays >= 5, "other calls were recomputed"
+    assert refused == [first] and watched.recomputations >= 5, "other calls were recomputed"
 
 
 def test_a_parameter_that_a_later_forward_swaps_is_refused() -> None:
@@ -307,4 +307,4 @@ def test_parameters_without_memory_of_their_own() -> None:
             wrap(model)(x).sum().backward()
         found.append(x.grad)
     assert_bitwise(*found, "the gradient")
-    assert watched.replays == 1
+    assert watched.recomputations == 1

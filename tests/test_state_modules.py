@@ -297,7 +297,7 @@ def rows_are_renormalised_once_more_outside_of_the_region(wrap: Wrap) -> Any:
     return [x.grad, state_of(module)]
 
 
-@right_with(replays=3)
+@right_with(recomputations=3)
 def rows_are_renormalised_in_interleaved_microbatches(wrap: Wrap) -> Any:
     module = Renormed()
     first, second = wrap(module)(leaf(6, 4)), wrap(module)(leaf(6, 4))
@@ -307,7 +307,7 @@ def rows_are_renormalised_in_interleaved_microbatches(wrap: Wrap) -> Any:
     return state_of(module)
 
 
-@right_with(replays=3)
+@right_with(recomputations=3)
 def rows_are_renormalised_and_stepped_by_a_fused_optimizer(wrap: Wrap) -> Any:
     module = Renormed()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5, fused=True)
@@ -366,7 +366,7 @@ def halved_argument_is_read_by_a_saved_call(wrap: Wrap) -> Any:
     return of_a_halved_argument(wrap, lambda h: other(h).tanh(), policy=policies.save_ops("linear"))
 
 
-@right_with(replays=2)
+@right_with(recomputations=2)
 def halved_default_is_recomputed_twice(wrap: Wrap) -> Any:
     """A default is the caller's tensor, which each recomputation halves again and gives back as it was."""
     layer, x = nn.Linear(4, 4), leaf(6, 4)
@@ -738,18 +738,18 @@ def hook_on_a_masked_input(wrap: Wrap) -> Any:
     return [masked.grad.get_data(), masked.grad.get_mask(), calls]
 
 
-@right_with(replays=20)
+@right_with(recomputations=20)
 def twenty_nested_regions(wrap: Wrap) -> Any:
     return nested_to_the_depth(wrap, 20)
 
 
-@right_with(replays=100)
+@right_with(recomputations=100)
 def a_hundred_nested_regions(wrap: Wrap) -> Any:
     """At Python's own recursion limit."""
     return nested_to_the_depth(wrap, 100)
 
 
-@right_with(replays=200)
+@right_with(recomputations=200)
 def two_hundred_nested_regions(wrap: Wrap) -> Any:
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(20_000)
@@ -784,7 +784,7 @@ def nested_to_the_depth(wrap: Wrap, depth: int) -> Any:
     return [x.grad, weight.grad]
 
 
-@right_with(replays=20)
+@right_with(recomputations=20)
 def regions_of_twenty_blocks_over_one_model(wrap: Wrap) -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -831,22 +831,22 @@ def tensor_in_an_attribute(wrap: Wrap, module: nn.Module, name: str) -> Any:
     return [changed_before_the_backward(wrap, model, lambda step: value.add_(0.1)), value]
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def slope_of_a_leaky_relu_is_a_tensor(wrap: Wrap) -> Any:
     return tensor_in_an_attribute(wrap, nn.LeakyReLU(), "negative_slope")
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def epsilon_of_a_layer_norm_is_a_tensor(wrap: Wrap) -> Any:
     return tensor_in_an_attribute(wrap, nn.LayerNorm(4), "eps")
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def momentum_of_a_batch_norm_is_a_tensor(wrap: Wrap) -> Any:
     return tensor_in_an_attribute(wrap, nn.BatchNorm1d(4), "momentum")
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def slope_is_a_tensor_in_a_large_tree(wrap: Wrap) -> Any:
     activation = nn.LeakyReLU()
     activation.negative_slope = value = torch.tensor(0.1)  # type: ignore[assignment]
@@ -854,7 +854,7 @@ def slope_is_a_tensor_in_a_large_tree(wrap: Wrap) -> Any:
     return changed_before_the_backward(wrap, model, lambda step: value.add_(0.1))
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def slope_becomes_a_tensor(wrap: Wrap) -> Any:
     activation = nn.LeakyReLU()
     model = nn.Sequential(nn.Linear(4, 4), activation, nn.Tanh())
@@ -868,7 +868,7 @@ def slope_becomes_a_tensor(wrap: Wrap) -> Any:
     return changed_before_the_backward(wrap, model, change)
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def activation_of_a_transformer_layer_has_state(wrap: Wrap) -> Any:
     factor = [1.0]
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, activation=lambda x: (x * factor[0]).tanh())
@@ -879,7 +879,7 @@ def activation_of_a_transformer_layer_has_state(wrap: Wrap) -> Any:
     return changed_before_the_backward(wrap, layer, change)
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def weight_of_an_lstm_is_replaced(wrap: Wrap) -> Any:
     module = nn.LSTM(4, 4, 2, dropout=0.1)
 
@@ -889,7 +889,7 @@ def weight_of_an_lstm_is_replaced(wrap: Wrap) -> Any:
     return [changed_before_the_backward(wrap, module, change, 3, 2, 4), module._flat_weights]
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def weight_of_a_gru_inside_is_replaced(wrap: Wrap) -> Any:
     gru = nn.GRU(4, 4)
     model = nn.Sequential(nn.Linear(4, 4), gru)
@@ -923,13 +923,13 @@ class Renamed(nn.Module):
         return x
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def parameter_is_renamed_before_the_backward(wrap: Wrap) -> Any:
     module = Renamed()
     return changed_before_the_backward(wrap, module, module.rename)
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def parameters_change_places_before_the_backward(wrap: Wrap) -> Any:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
 
@@ -939,7 +939,7 @@ def parameters_change_places_before_the_backward(wrap: Wrap) -> Any:
     return changed_before_the_backward(wrap, nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), change)
 
 
-@right_with(replays=8)
+@right_with(recomputations=8)
 def parameter_moves_to_another_module_before_the_backward(wrap: Wrap) -> Any:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
 

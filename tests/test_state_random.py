@@ -176,7 +176,7 @@ def microbatches_in_flight_draw(wrap: Wrap) -> Any:
     return [x.grad for x in leaves]
 
 
-@right_with(replays=4)
+@right_with(recomputations=4)
 def nested_regions_draw(wrap: Wrap) -> Any:
     inner = wrap(noisy)
 
@@ -186,7 +186,7 @@ def nested_regions_draw(wrap: Wrap) -> Any:
     return trained(wrap, fn, lambda: torch.rand(2))
 
 
-@right_with(replays=6)
+@right_with(recomputations=6)
 def retained_graph_draws_the_same(wrap: Wrap) -> Any:
     checkpointed = wrap(noisy)
     leaves = inputs()

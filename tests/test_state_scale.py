@@ -97,7 +97,7 @@ def batch_is_a_slice_of_a_large_data_set(wrap: Wrap) -> Any:
     return [weight.grad, data[:32]]
 
 
-@right_with(replays=120)
+@right_with(recomputations=120)
 def many_blocks_of_one_model(wrap: Wrap) -> Any:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -362,5 +362,5 @@ def test_regions_are_counted_once_a_call() -> None:
         for index in range(200):
             h = region(index, h)
         backward(h * 1e-3)
-    assert (watched.regions, watched.replays) == (200, 200)
+    assert (watched.regions, watched.recomputations) == (200, 200)
     assert all(gradient is not None for gradient in gradients(model).values())

@@ -378,7 +378,7 @@ def stateful() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), Scale(), nn.BatchNorm1d(4), nn.Tanh())
 
 
-@right_with(replays=6)
+@right_with(recomputations=6)
 def graph_is_retained(wrap: Wrap) -> Any:
     model = stateful()
     checkpointed = wrap(model)
@@ -403,7 +403,7 @@ def gradient_penalty(wrap: Wrap) -> Any:
     return [found, state_of(model)]
 
 
-@right_with(replays=4)
+@right_with(recomputations=4)
 def nested_regions_write(wrap: Wrap) -> Any:
     inner, outer = stateful(), Scale()
     nested = wrap(inner)
@@ -414,7 +414,7 @@ def nested_regions_write(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs()), state_of(inner), state_of(outer)]
 
 
-@right_with(replays=4)
+@right_with(recomputations=4)
 def nested_regions_share_a_buffer(wrap: Wrap) -> Any:
     scale = Scale()
     nested = wrap(scale)
@@ -440,7 +440,7 @@ def backward_inside_the_region(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs()), state_of(scale)]
 
 
-@right_with(replays=4)
+@right_with(recomputations=4)
 def backward_of_a_region_inside_a_region(wrap: Wrap) -> Any:
     scale = Scale()
     nested = wrap(scale)
@@ -453,7 +453,7 @@ def backward_of_a_region_inside_a_region(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs()), state_of(scale)]
 
 
-@right_with(replays=6)
+@right_with(recomputations=6)
 def backward_between_the_regions_of_one_forward(wrap: Wrap) -> Any:
     scale = Scale()
     checkpointed = wrap(scale)

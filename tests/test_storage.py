@@ -101,7 +101,7 @@ POLICIES = {
 def test_no_log_sees_it(policy: str, early_stop: bool, determinism: str) -> None:
     storage = Busy()
     options = {"policy": POLICIES[policy](storage), "early_stop": early_stop, "determinism": determinism}
-    oracle.check(make, backward=twice, replays=2, **options)
+    oracle.check(make, backward=twice, recomputations=2, **options)
     assert storage.uses > 4
 
 
@@ -122,7 +122,7 @@ def test_no_log_of_a_region_around_sees_it(inside: str, around: str) -> None:
     policy = POLICIES[around](storages[1])
     ours = oracle.run(nested, lambda fn: reactivate.checkpoint(fn, policy=policy, determinism="values"), twice)
     oracle.assert_same(plain, ours)
-    assert (ours.regions, ours.replays) == (4, 4) and all(storage.uses > 4 for storage in storages)
+    assert (ours.regions, ours.recomputations) == (4, 4) and all(storage.uses > 4 for storage in storages)
 
 
 class Seen(TorchFunctionMode):

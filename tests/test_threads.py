@@ -148,21 +148,21 @@ def test_in_lock_step(names: tuple[str, str], where: str, early_stop: bool) -> N
     )
     for name, (_, kept_plain, plain), (ran, kept, ours) in zip(names, expected, found):
         assert_equal(plain, ours, name)
-        assert (ran.regions, ran.replays) == (2, 2)
+        assert (ran.regions, ran.recomputations) == (2, 2)
         assert kept < kept_plain
 
 
-def test_one_replays_while_the_other_does_not() -> None:
-    """Only the thread that replays says so, though both are inside of a region."""
-    seen = {"forward": Journal(), "replay": Journal()}
+def test_one_recomputations_while_the_other_does_not() -> None:
+    """Only the thread that recomputations says so, though both are inside of a region."""
+    seen = {"forward": Journal(), "recomputation": Journal()}
 
-    def replays(meet: Meet) -> list[Tensor]:
+    def recomputations(meet: Meet) -> list[Tensor]:
         x = torch.linspace(0, 1, 4, requires_grad=True)
 
         def fn(x: Tensor) -> Tensor:
             if reactivate.is_recomputing():
                 meet()
-                seen["replay"].append(reactivate.is_recomputing())
+                seen["recomputation"].append(reactivate.is_recomputing())
                 meet()
             return x.sin().exp()
 
@@ -185,14 +185,14 @@ def test_one_replays_while_the_other_does_not() -> None:
         out.sum().backward()
         return [out.detach(), x.grad]
 
-    for found, first in zip(together(replays, runs_forward), (0, 1)):
+    for found, first in zip(together(recomputations, runs_forward), (0, 1)):
         x = torch.linspace(first, first + 1, 4, requires_grad=True)
         out = x.sin().exp()
         assert_equal([out.detach(), torch.autograd.grad(out.sum(), x)[0]], found, "alone")
-    assert seen == {"forward": [False], "replay": [True]}
+    assert seen == {"forward": [False], "recomputation": [True]}
 
 
-def test_a_thread_that_the_function_starts_does_not_replay() -> None:
+def test_a_thread_that_the_function_starts_does_not_recomputation() -> None:
     """`is_recomputing` speaks of the thread that asks."""
     seen = Journal()
 
@@ -206,8 +206,8 @@ def test_a_thread_that_the_function_starts_does_not_replay() -> None:
     assert seen == [(False, False), (True, False)]
 
 
-def test_one_fails_while_the_other_replays() -> None:
-    """An exception in one thread's replay is nothing to the other."""
+def test_one_fails_while_the_other_recomputations() -> None:
+    """An exception in one thread's recomputation is nothing to the other."""
 
     def job(fails: bool) -> Callable[[Meet], Any]:
         def run(meet: Meet) -> Any:
@@ -269,7 +269,7 @@ def test_backward_on_another_thread(name: str) -> None:
 
     ran = Ran()
     assert_equal(once(lambda fn: fn, Ran()), once(reactivate.checkpoint, ran), name)
-    assert (ran.regions, ran.replays) == (1, 1)
+    assert (ran.regions, ran.recomputations) == (1, 1)
 
 
 def test_microbatches_go_from_one_thread_to_the_other() -> None:
@@ -301,7 +301,7 @@ def test_microbatches_go_from_one_thread_to_the_other() -> None:
 
     ran = Ran()
     assert_equal(once(lambda fn: fn, Ran()), once(reactivate.checkpoint, ran), "training")
-    assert (ran.regions, ran.replays) == (4, 4)
+    assert (ran.regions, ran.recomputations) == (4, 4)
 
 
 # -- two threads on one graph ------------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def test_two_backwards_on_one_graph() -> None:
             for gradients in found:
                 assert_equal(list(expected), list(gradients), "gradients")
     assert ran.regions == 3
-    assert ran.replays >= 3 * 20
+    assert ran.recomputations >= 3 * 20
 
 
 @contextmanager
@@ -350,13 +350,13 @@ def changing_threads_often() -> Iterator[None]:
 
 
 def test_a_backward_ends_while_another_looks_for_what_it_recomputed() -> None:
-    """The one that ends lets go of what was recomputed, between the other's replay and its look at the result."""
+    """The one that ends lets go of what was recomputed, between the other's recomputation and its look at the result."""
     resume, ended = threading.Event(), threading.Event()
 
     class Delayed(Ran):
-        def replay_done(self, record: Any) -> None:
-            super().replay_done(record)
-            if self.replays == 2:
+        def recomputation_done(self, record: Any) -> None:
+            super().recomputation_done(record)
+            if self.recomputations == 2:
                 resume.set()
                 assert ended.wait(PATIENCE_SECONDS)
 
@@ -387,18 +387,18 @@ def test_a_backward_ends_while_another_looks_for_what_it_recomputed() -> None:
         found = together(ends, looks)
     assert torch.equal(found[0], torch.autograd.grad((x * 1).cos().tanh().sum(), x)[0])
     assert torch.equal(found[1], torch.autograd.grad((x * 1).sin().exp().sum(), x)[0])
-    assert ran.replays == 3
+    assert ran.recomputations == 3
 
 
-def test_one_replay_is_enough_for_two_backwards() -> None:
-    """The thread that comes second waits for the replay of the first, and finds what it needs."""
+def test_one_recomputation_is_enough_for_two_backwards() -> None:
+    """The thread that comes second waits for the recomputation of the first, and finds what it needs."""
     x, ran = torch.linspace(0, 1, 4, requires_grad=True), Ran()
     middle = threading.Barrier(2)
 
     def fn(h: Tensor) -> tuple[Tensor, Tensor]:
         if reactivate.is_recomputing():
             with suppress(threading.BrokenBarrierError):
-                middle.wait(timeout=0.3)  # two replays would meet here
+                middle.wait(timeout=0.3)  # two recomputations would meet here
         return h.sin().exp(), h.cos().tanh()
 
     def job(output: int) -> Callable[[Meet], Tensor]:
@@ -417,7 +417,7 @@ def test_one_replay_is_enough_for_two_backwards() -> None:
         found = together(job(0), job(1))
     assert torch.equal(found[0], torch.autograd.grad((x * 1).sin().exp().sum(), x)[0])
     assert torch.equal(found[1], torch.autograd.grad((x * 1).cos().tanh().sum(), x)[0])
-    assert (ran.regions, ran.replays) == (1, 1)
+    assert (ran.regions, ran.recomputations) == (1, 1)
 
 
 # -- one module, two threads -------------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ class Dropping(nn.Module):
 
 
 class Encounter:
-    """Two replays meet in the middle, if they can, and end in the order in which they came."""
+    """Two recomputations meet in the middle, if they can, and end in the order in which they came."""
 
     def __init__(self) -> None:
         self._middle, self._first_ended = threading.Barrier(2), threading.Event()
@@ -471,7 +471,7 @@ class Encounter:
 
 
 @pytest.mark.parametrize("make", [Counting, Dropping])
-def test_two_replays_of_what_they_share(make: Callable[[], nn.Module]) -> None:
+def test_two_recomputations_of_what_they_share(make: Callable[[], nn.Module]) -> None:
     """Both set the same state back, so one has to wait for the other."""
 
     def once(wrap: Callable[..., Any], ran: Ran) -> list[Any]:
@@ -498,7 +498,7 @@ def test_two_replays_of_what_they_share(make: Callable[[], nn.Module]) -> None:
 
     ran = Ran()
     assert_equal(once(lambda fn: fn, Ran()), once(reactivate.checkpoint, ran), "training")
-    assert (ran.regions, ran.replays) == (2, 2)
+    assert (ran.regions, ran.recomputations) == (2, 2)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -531,14 +531,14 @@ def test_a_module_with_hooks_called_by_several_threads(count: int) -> None:
 
     rans = [Ran() for _ in range(count)]
     assert_equal(once(lambda fn: fn, [Ran() for _ in rans]), once(reactivate.checkpoint, rans), "training")
-    assert [(ran.regions, ran.replays) for ran in rans] == [(1, 1)] * count
+    assert [(ran.regions, ran.recomputations) for ran in rans] == [(1, 1)] * count
 
 
 # -- switches are for the thread that sets them ------------------------------------------------------------------------
 
 
 def test_contexts_of_ours_end_at_the_thread() -> None:
-    """`shared_replay` and the plain runs of `verify` are nothing to another thread."""
+    """`shared_recompute` and the plain runs of `verify` are nothing to another thread."""
 
     def job(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Meet], Any]:
         def run(meet: Meet) -> Any:
@@ -551,17 +551,17 @@ def test_contexts_of_ours_end_at_the_thread() -> None:
                 meet()
                 second.sum().backward(retain_graph=True)
                 meet()
-            return ran.regions, ran.replays, x.grad
+            return ran.regions, ran.recomputations, x.grad
 
         return run
 
-    contexts = nullcontext, reactivate.shared_replay, without_regions
+    contexts = nullcontext, reactivate.shared_recompute, without_regions
     expected = torch.linspace(0, 1, 4, requires_grad=True)
     (expected.sin().exp().sum()).backward()
     (expected.cos().tanh().sum()).backward()
     counts = []
-    for regions, replays, grad in together(*map(job, contexts)):
-        counts.append((regions, replays))
+    for regions, recomputations, grad in together(*map(job, contexts)):
+        counts.append((regions, recomputations))
         assert_bitwise(expected.grad, grad, "gradient")
     assert counts == [(1, 2), (1, 1), (0, 0)]
 
@@ -579,7 +579,7 @@ def test_what_another_thread_draws_is_what_it_draws_alone() -> None:
     expected = [draw() for _ in range(3)]
     seed_everything()
 
-    def replays(meet: Meet) -> Tensor:
+    def recomputations(meet: Meet) -> Tensor:
         x = torch.linspace(0, 1, 4, requires_grad=True)
 
         def fn(x: Tensor) -> Tensor:
@@ -603,7 +603,7 @@ def test_what_another_thread_draws_is_what_it_draws_alone() -> None:
         drawn.append(draw())
         return drawn
 
-    grad, drawn = together(replays, draws)
+    grad, drawn = together(recomputations, draws)
     assert_equal(expected, drawn, "random numbers")
     x = torch.linspace(0, 1, 4, requires_grad=True)
     assert torch.equal(grad, 2 * torch.autograd.grad(x.sin().exp().sum(), x)[0])
@@ -698,11 +698,11 @@ def test_a_recomputation_waits_for_a_backward_on_another_thread() -> None:
 
     ran = Ran()
     assert_equal(once(lambda fn: fn, Ran()), once(reactivate.checkpoint, ran), "gradient")
-    assert ran.replays >= 3
+    assert ran.recomputations >= 3
 
 
 def test_generators_of_their_own_are_in_nobodys_way() -> None:
-    """Two threads that draw from a generator each, in forward, backward and replay at the same time."""
+    """Two threads that draw from a generator each, in forward, backward and recomputation at the same time."""
 
     def job(seed: int, wrap: Callable[..., Any], ran: Ran) -> Callable[[Meet], Any]:
         def run(meet: Meet) -> Any:
@@ -727,4 +727,4 @@ def test_generators_of_their_own_are_in_nobodys_way() -> None:
     found = together(*(job(seed, reactivate.checkpoint, ran) for seed, ran in zip((1, 2), rans)))
     for plain, ours in zip(expected, found):
         assert_equal(plain, ours, "generator")
-    assert [(ran.regions, ran.replays) for ran in rans] == [(1, 1)] * 2
+    assert [(ran.regions, ran.recomputations) for ran in rans] == [(1, 1)] * 2

@@ -319,7 +319,7 @@ def a_function_is_called_and_not_traced() -> None:
 
 @needs("prefer_version_used_last")
 def versions_are_taken_in_order() -> None:
-    """Behaviour: `test_compile.test_a_replay_runs_the_version_that_its_forward_pass_ran`."""
+    """Behaviour: `test_compile.test_a_recomputation_runs_the_version_that_its_forward_pass_ran`."""
     assert callable(room.prefer_version_used_last)
 
 
@@ -569,7 +569,7 @@ def a_result_is_handed_back_as_that_of_an_op() -> None:
     given = room.give_back(x.detach())
     assert given.requires_grad and not given.is_leaf and not given._is_view()
     assert given.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    with pytest.raises(RuntimeError, match="its replay skips"):
+    with pytest.raises(RuntimeError, match="its recomputation skips"):
         given.sum().backward()
 
 

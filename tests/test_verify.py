@@ -44,7 +44,7 @@ def network() -> nn.Module:
 
 def assert_good(verdict: reactivate.Verdict, regions: int = 1) -> None:
     assert verdict and verdict.is_same and verdict.is_deterministic and verdict.difference is None, verdict
-    assert verdict.regions == verdict.replays == regions
+    assert verdict.regions == verdict.recomputations == regions
     assert verdict.kept_bytes < verdict.plain_bytes
     assert str(verdict).startswith("The same, bit for bit") and f"{regions} regions" in str(verdict)
 
@@ -116,7 +116,7 @@ def test_a_policy_says_what_is_recomputed() -> None:
     ):
         verdict = reactivate.verify(blocks, torch.randn(4, 8), policy=policy)
         assert bool(verdict) and verdict.regions == regions
-        assert verdict.replays == regions
+        assert verdict.recomputations == regions
         assert reactivate.Handle.of(blocks) is None
     inside = reactivate.verify(lambda x: x.sin().cos().exp(), leaf(4), policy=policies.save_ops("cos"))
     assert bool(inside) and inside.regions == 1
@@ -240,7 +240,7 @@ def test_a_nondeterministic_model_is_reported_as_that() -> None:
     verdict = reactivate.verify(Counting(), leaf(4))
     assert not verdict and not verdict.is_deterministic
     assert str(verdict).startswith("The plain model differs between two runs of itself: output is different")
-    assert verdict.regions == verdict.replays == 0, "nothing was checkpointed"
+    assert verdict.regions == verdict.recomputations == 0, "nothing was checkpointed"
 
 
 def test_a_model_that_nothing_can_be_learnt_of_is_refused() -> None:
@@ -312,7 +312,7 @@ def test_the_model_is_as_it_was(policy: Change | None) -> None:
     assert x.grad is gradient and torch.equal(x, contents)
 
 
-@pytest.mark.parametrize("when", ["plain", "checkpointed", "replay"])
+@pytest.mark.parametrize("when", ["plain", "checkpointed", "recomputation"])
 def test_the_model_is_as_it_was_after_an_exception(when: str) -> None:
     model, x = prepared()
 

@@ -1,4 +1,4 @@
-"""Rules 19, 21 and 23: what code, traces and hooks can see of a region and of its replays."""
+"""Rules 19, 21 and 23: what code, traces and hooks can see of a region and of its recomputations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leaf(*shape: int) -> Tensor:
 # -- is_recomputing (Rule 19) -----------------------------------------------------------------------------------------
 
 
-def test_it_is_recomputing_in_a_replay_and_nowhere_else() -> None:
+def test_it_is_recomputing_in_a_recomputation_and_nowhere_else() -> None:
     seen = Journal()
 
     def note(grad: Tensor) -> None:
@@ -44,11 +44,11 @@ def test_it_is_recomputing_in_a_replay_and_nowhere_else() -> None:
     x.register_hook(note)
     out.sum().backward()
     seen.append(reactivate.is_recomputing())
-    # Before, in the forward pass, in the hook of the output, in the replay, in the hook of the input, after.
+    # Before, in the forward pass, in the hook of the output, in the recomputation, in the hook of the input, after.
     assert seen == [False, False, False, True, False, False]
 
 
-def test_nested_regions_are_recomputing_in_each_of_their_replays() -> None:
+def test_nested_regions_are_recomputing_in_each_of_their_recomputations() -> None:
     seen = Journal()
 
     def inner(x: Tensor) -> Tensor:
@@ -63,37 +63,37 @@ def test_nested_regions_are_recomputing_in_each_of_their_replays() -> None:
 
     reactivate.checkpoint(outer, determinism="metadata")(leaf(4)).sum().backward()
     assert seen[:3] == [("outer", False), ("inner", False), ("outer, later", False)]
-    # The outer replay ends at `tanh`; what it recomputes is what the inner replay starts from.
+    # The outer recomputation ends at `tanh`; what it recomputes is what the inner recomputation starts from.
     assert [name for name, _ in seen[3:]] == ["outer", "inner", "inner"]
-    assert all(is_replay for _, is_replay in seen[3:])
+    assert all(is_recomputation for _, is_recomputation in seen[3:])
 
 
-def test_it_is_over_after_an_exception_in_a_replay() -> None:
+def test_it_is_over_after_an_exception_in_a_recomputation() -> None:
     def fn(x: Tensor) -> Tensor:
         if reactivate.is_recomputing():
-            raise ValueError("in the replay")
+            raise ValueError("in the recomputation")
         return x.sin().exp()
 
     out = reactivate.checkpoint(fn)(leaf(4)).sum()
     for _ in range(2):
-        with pytest.raises(ValueError, match="in the replay"):
+        with pytest.raises(ValueError, match="in the recomputation"):
             out.backward(retain_graph=True)
         assert not reactivate.is_recomputing()
 
 
 def test_another_thread_is_not_recomputing_while_this_one_is() -> None:
-    in_replay, asked = threading.Event(), threading.Event()
+    in_recomputation, asked = threading.Event(), threading.Event()
     seen = Journal()
 
     def fn(x: Tensor) -> Tensor:
         if reactivate.is_recomputing():
-            in_replay.set()
+            in_recomputation.set()
             assert asked.wait(10)
             seen.append(reactivate.is_recomputing())
         return x.sin().exp()
 
     def ask() -> None:
-        assert in_replay.wait(10)
+        assert in_recomputation.wait(10)
         seen.append(reactivate.is_recomputing())
         asked.set()
 
@@ -120,7 +120,7 @@ def test_side_effects_happen_twice_and_is_recomputing_avoids_that() -> None:
 # -- profiler traces --------------------------------------------------------------------------------------------------
 
 
-def replays_in_trace(step: Callable[[], Any]) -> list[str]:
+def recomputations_in_trace(step: Callable[[], Any]) -> list[str]:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         step()
     return [event.name for event in trace.events() if event.name.startswith("reactivate::")]
@@ -150,30 +150,30 @@ def doubled(x: Tensor, factor: float = 2) -> Tensor:
     ],
     ids=["function", "module", "method", "builtin", "partial"],
 )
-def test_a_replay_is_in_the_trace_by_name(fn: Any, name: str) -> None:
+def test_a_recomputation_is_in_the_trace_by_name(fn: Any, name: str) -> None:
     def step(**options: Any) -> None:
         out = reactivate.checkpoint(fn, **options)(leaf(4, 4)).sum()
         out.backward(retain_graph=True)
         out.backward()
 
-    names = replays_in_trace(step)
-    assert len(names) == 2 and all(re.fullmatch(rf"reactivate::replay (\w+\.)?{name}", found) for found in names)
-    assert replays_in_trace(lambda: step(name="block 7")) == ["reactivate::replay block 7"] * 2
+    names = recomputations_in_trace(step)
+    assert len(names) == 2 and all(re.fullmatch(rf"reactivate::recompute (\w+\.)?{name}", found) for found in names)
+    assert recomputations_in_trace(lambda: step(name="block 7")) == ["reactivate::recompute block 7"] * 2
 
 
-def test_the_ops_of_a_replay_are_under_its_name() -> None:
+def test_the_ops_of_a_recomputation_are_under_its_name() -> None:
     out = reactivate.checkpoint(doubled)(leaf(4, 4)).sum()
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         out.backward()
-    (event,) = [event for event in trace.events() if event.name == "reactivate::replay doubled"]
+    (event,) = [event for event in trace.events() if event.name == "reactivate::recompute doubled"]
     ops = {child.name for child in event.cpu_children}
     assert {"aten::mul", "aten::sin", "aten::exp"} <= ops
 
 
 def test_a_plain_call_and_a_forward_pass_leave_no_name_in_the_trace() -> None:
     with torch.no_grad():
-        assert replays_in_trace(lambda: reactivate.checkpoint(doubled)(leaf(4, 4))) == []
-    assert replays_in_trace(lambda: reactivate.checkpoint(doubled)(leaf(4, 4))) == []
+        assert recomputations_in_trace(lambda: reactivate.checkpoint(doubled)(leaf(4, 4))) == []
+    assert recomputations_in_trace(lambda: reactivate.checkpoint(doubled)(leaf(4, 4))) == []
 
 
 # -- what checkpoint takes and gives ----------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_what_cannot_be_called_is_refused(value: Any) -> None:
 
 
 def hooked_module(fired: Journal) -> nn.Module:
-    """A module that notes its own hooks and those of a child, and whether they fired in a replay."""
+    """A module that notes its own hooks and those of a child, and whether they fired in a recomputation."""
 
     def note(name: str) -> Callable[..., None]:
         return lambda *_: fired.append((name, reactivate.is_recomputing()))
@@ -307,8 +307,10 @@ def test_hooks_fire_once_but_for_the_forward_hooks_inside(early_stop: bool) -> N
     x.grad = None
     module.zero_grad()
     reactivate.checkpoint(module, early_stop=early_stop)(x).sum().backward()
-    again = [name for name, is_replay in fired if is_replay]
-    assert [name for name, is_replay in fired if not is_replay] == [name for name, _ in plain], "each once, in order"
+    again = [name for name, is_recomputation in fired if is_recomputation]
+    assert [name for name, is_recomputation in fired if not is_recomputation] == [name for name, _ in plain], (
+        "each once, in order"
+    )
     assert again == ["inner pre", "inner post"], "those inside of the region, a second time"
     for one, other in zip(grads, [x.grad, *(parameter.grad for parameter in module.parameters())], strict=True):
         assert torch.equal(one, other)
@@ -321,9 +323,9 @@ def test_hooks_that_are_called_in_every_backward_are_called_in_every_backward() 
     out.backward(retain_graph=True)
     fired.clear()
     out.backward()
-    names = [name for name, is_replay in fired if not is_replay]
+    names = [name for name, is_recomputation in fired if not is_recomputation]
     assert sorted(names) == sorted(BACKWARD), "each once"
-    assert [name for name, is_replay in fired if is_replay] == ["inner pre", "inner post"]
+    assert [name for name, is_recomputation in fired if is_recomputation] == ["inner pre", "inner post"]
 
 
 def test_a_hook_that_the_function_puts_on_its_input_fires_once() -> None:

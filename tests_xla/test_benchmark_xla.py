@@ -22,7 +22,7 @@ from _xla_ways import NONE, OURS, TORCH
 SIZE = models.Size(6, 128, (256,))
 MLP = models.MODELS["mlp"]
 PRODUCTS = SIZE.blocks * MLP.products * 3  # forward, and twice as many backward
-REPLAYED = SIZE.blocks * MLP.replayed
+RECOMPUTED = SIZE.blocks * MLP.recomputed
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,14 @@ def test_a_region_has_a_barrier_and_its_products_are_computed_again(found: resul
     plain, ours = case_of(found, NONE), case_of(found, OURS)
     assert (plain.traced.barriers, ours.traced.barriers) == (0, SIZE.blocks)
     assert (plain.traced.dots, plain.compiled.dots) == (PRODUCTS, PRODUCTS)
-    assert (ours.traced.dots, ours.compiled.dots) == (PRODUCTS + REPLAYED, PRODUCTS + REPLAYED)
+    assert (ours.traced.dots, ours.compiled.dots) == (PRODUCTS + RECOMPUTED, PRODUCTS + RECOMPUTED)
     assert ours.compiled.outputs == plain.compiled.outputs
 
 
 def test_torchs_own_is_undone(found: results_of.Results) -> None:
     """The negative control: without it, a count that never falls would say nothing."""
     plain, torchs = case_of(found, NONE), case_of(found, TORCH)
-    assert torchs.traced.dots == PRODUCTS + REPLAYED
+    assert torchs.traced.dots == PRODUCTS + RECOMPUTED
     assert torchs.compiled.dots == PRODUCTS
     assert torchs.compiled.temp_bytes >= plain.compiled.temp_bytes
 

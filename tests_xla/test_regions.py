@@ -45,7 +45,7 @@ CALLS: dict[str, Wrap] = {
 @pytest.mark.parametrize("name", ["mlp", "dropout"])
 def test_one_barrier_a_region_and_every_bit(name: str, call: str) -> None:
     before, after = traced(MODELS[name]), traced(MODELS[name], CALLS[call])
-    assert (after.regions, after.replays) == (4, 4)
+    assert (after.regions, after.recomputations) == (4, 4)
     assert (before.count("opt-barrier"), after.count("opt-barrier")) == (0, 4)
     assert after.count("dot") == before.count("dot") + 4  # of two products in a block, one saves nothing that is needed
     assert_same(before, after)
@@ -54,7 +54,7 @@ def test_one_barrier_a_region_and_every_bit(name: str, call: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_op_by_op(name: str, op_by_op: None) -> None:
     after = traced(MODELS[name], ours, steps=2)
-    assert after.replays == 8
+    assert after.recomputations == 8
     assert_same(traced(MODELS[name], steps=2), after)
 
 
@@ -70,13 +70,13 @@ def test_autocast(op_by_op: None) -> None:
         return run
 
     before, after = traced(MLP, step(plain)), traced(MLP, step(ours))
-    assert after.replays == 4
+    assert after.recomputations == 4
     assert_same(before, after)
     assert not torch.equal(before.values()["loss"], traced(MLP).values()["loss"])
 
 
-def test_whatever_the_replay_reads_stands_behind_the_barrier() -> None:
-    """No op of the replay reads what the forward pass read: arguments, parameters, buffers, closures, attributes."""
+def test_whatever_the_recomputation_reads_stands_behind_the_barrier() -> None:
+    """No op of the recomputation reads what the forward pass read: arguments, parameters, buffers, closures, attributes."""
 
     class Holder:
         scale = torch.full((16,), 1.5, device=DEVICE)
@@ -359,7 +359,7 @@ def test_saved_calls_in_nested_regions(op_by_op: None) -> None:
         return model[0]
 
     after = traced(make)
-    assert after.replays == 3
+    assert after.recomputations == 3
     assert_same(traced(Level), after)
 
 

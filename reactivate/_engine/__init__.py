@@ -1,1 +1,1 @@
-"""The engine: one region's forward pass, and its replays. It is given guards and imports none."""
+"""The engine: one region's forward pass, and its recomputations. It is given guards and imports none."""

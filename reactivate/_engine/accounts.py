@@ -164,7 +164,7 @@ counting_threads: list[int] = []  # that ask what is kept for a saved tensor: mo
 
 
 class NotKept(Exception):
-    """A region will bring a tensor back by a replay, and is not to do that only for the tensor to be counted."""
+    """A region will bring a tensor back by a recomputation, and is not to do that only for the tensor to be counted."""
 
 
 _CPU_SAYS = ("not enough memory", "can't allocate memory")  # its allocator's error has no class of its own
@@ -248,7 +248,7 @@ def kept_of(record: Record, site: Any) -> list[Any]:
 
 
 def _tensors_of(saved: Any) -> Iterator[Tensor]:
-    """What is kept for a saved tensor: nothing if a region around this one has it, whose replay brings it back."""
+    """What is kept for a saved tensor: nothing if a region around this one has it, whose recomputation brings it back."""
     if isinstance(saved, SavedTensor):
         counting_threads.append(get_ident())
         try:

@@ -1,4 +1,4 @@
-"""Aliases: what a replay reads in the place of tensors that were there before, on devices with a fence."""
+"""Aliases: what a recomputation reads in the place of tensors that were there before, on devices with a fence."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Aliases(TorchFunctionMode):
 
 @contextmanager
 def seen_by_aliases() -> Iterator[None]:
-    """What a replay brings about, it writes to aliases too, where there are any; without new versions, unseen by others."""
+    """Let a recomputation write what it restores to aliases too, without new versions and unseen by other modes."""
     modes = function_modes()
     aliases = [mode for mode in modes if isinstance(mode, Aliases)]
     replace_function_modes(tuple(aliases))

@@ -239,7 +239,7 @@ class Capture:
         """Return whether there is more to say of these modules than their parts and notes do."""
         if self.scripts or self.generators or self.module_tensors or self.is_lazy or fences():
             return True
-        return any(hasattr(type(module), "replay_state") for module in modules)
+        return any(hasattr(type(module), "recompute_state") for module in modules)
 
     def _walk(self) -> list[Module]:
         found: dict[Module, None] = {}

@@ -1,6 +1,6 @@
 """How a tensor that a call saved for its backward can be had again from the arguments of the call.
 
-A linear layer saves its input, flattened, and its weight, transposed: neither need be kept where a replay makes the
+A linear layer saves its input, flattened, and its weight, transposed: neither need be kept where a recomputation makes the
 argument again. In this order: an argument itself; a view of one; a copy of one, made by casting (autocast) or by making
 it contiguous, which is found by walking autograd's graph from the copy back to the argument. What is none of these is
 the call's own, and has to be kept.

@@ -1,6 +1,6 @@
 """Exits: what a region returns leaves it through a node of autograd's graph, on devices with a fence.
 
-The backward comes there first: with the gradient that the replay has to wait for, before anything in the region is
+The backward comes there first: with the gradient that the recomputation has to wait for, before anything in the region is
 needed.
 """
 
@@ -41,7 +41,7 @@ class Exit(torch.autograd.Function):
         region = ctx.region()
         if region is None or gradient is None:
             return None, gradient
-        fenced = region.replay_behind(gradient)
+        fenced = region.recompute_behind(gradient)
         # A backward that is differentiated itself sums up along its own graph, which has to be that of the plain one.
         return None, gradient if torch.is_grad_enabled() else fenced
 
@@ -56,7 +56,7 @@ def through_exit(region: Any, result: Any, capture: Capture) -> Any:
         modes = [mode for mode in function_modes() if isinstance(mode, Aliases)]
         with without_function_modes():
             handed = _handed_out(region, result, capture)
-        for mode in modes:  # the replay of a region around this one
+        for mode in modes:  # the recomputation of a region around this one
             mode.own(tensors_in((handed,), {}))
         return handed
     return _handed_out(region, result, capture)

@@ -1,10 +1,10 @@
-"""Replays behind a fence, on devices whose compiler would merge them with the forward pass (see `_backends/fence.py`).
+"""Recomputations behind a fence, on devices whose compiler would merge them with the forward pass (see `_backends/fence.py`).
 
 Two things keep them apart. What goes out of a region goes through an exit (see `exits`), which gets the gradient before
-anything in the region needs it. The first exit that a backward comes to puts this gradient and whatever the replay will
-read behind one fence, and replays the region there: no part of it can run before its backward begins. And the replay
-reads aliases: of the arguments, which are rebuilt for it anyway, and of parameters, buffers and whatever else is there
-before it, which a function mode puts in their place (see `aliases`).
+anything in the region needs it. The first exit that a backward comes to puts this gradient and whatever the recomputation
+will read behind one fence, and recomputes the region there: no part of it can run before its backward begins. And the
+recomputation reads aliases: of the arguments, which are rebuilt for it anyway, and of parameters, buffers and whatever else
+is there before it, which a function mode puts in their place (see `aliases`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def fence_of(tensors: Iterable[Tensor]) -> tuple[str, Fence] | None:
     return None
 
 
-class FencedReplay:
-    """What one replay reads, behind a fence.
+class FencedRecomputation:
+    """What one recomputation reads, behind a fence.
 
     Args:
         device_type: of the tensors that need it.
@@ -42,7 +42,7 @@ class FencedReplay:
         gradient: of an output, where a backward comes through its exit.
 
     Attributes:
-        gradient: once the replay has begun, the same behind the fence.
+        gradient: once the recomputation has begun, the same behind the fence.
     """
 
     def __init__(self, device_type: str, fence: Fence, gradient: Tensor | None = None) -> None:
@@ -52,7 +52,7 @@ class FencedReplay:
         self._given: Memo = {}
 
     def read(self, record: Any) -> None:
-        """Get the arguments: a region around this one may have to be replayed for them, as long as all is as it is.
+        """Get the arguments: a region around this one may have to be recomputed for them, as long as all is as it is.
 
         Raises:
             RuntimeError: autograd's own, where one of them was written to since.
@@ -102,7 +102,7 @@ def _is_written(record: Any, tensor: Tensor) -> bool:
 
 
 def _named(record: Any) -> Iterator[Tensor]:
-    """What the replay will find by name, and may read."""
+    """What the recomputation will find by name, and may read."""
     for tensor in tensors_of(record.modules):
         if not _is_written(record, tensor):
             yield whole_of(tensor)

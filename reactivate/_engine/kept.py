@@ -1,4 +1,4 @@
-"""What a region keeps of a saved call: slots that need no replay, results, and what is noted beside them."""
+"""What a region keeps of a saved call: slots that need no recomputation, results, and what is noted beside them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class There(Kept):
 
 
 # What is read more than once is saved in frames of these codes, known by their ids: a region around this one has to have what
-# is kept for a replay and for the backward, and a custom function may read as often as it wants.
+# is kept for a recomputation and for the backward, and a custom function may read as often as it wants.
 SHARED_CODES = frozenset({id(Kept.settle.__code__), id(FUNCTION_APPLY_CODE)})
 
 
@@ -92,14 +92,14 @@ class SavedSite:
 
     Attributes:
         number: which of the calls that the policy has a say in.
-        label: what was called, for messages and to see that the replay calls the same.
+        label: what was called, for messages and to see that the recomputation calls the same.
         start, stop: which entries of the record's `saved` are its.
         count: how many tensors are among its arguments.
         outputs: the tensors that it returned, each a `Kept` or the number of an argument. None: not kept.
         requires: for each of these, whether it needs a gradient.
         contents: what it returned around them.
         changes: what brings guarded state to where the call left it.
-        reason: why it runs again in replays, None if it does not.
+        reason: why it runs again in recomputations, None if it does not.
         is_function: whether it is a custom `autograd.Function`.
         is_nested: whether it is one that another one's `forward` calls.
         place: the code and the instruction that made the call.
@@ -147,7 +147,7 @@ class Argument:
 
 
 def last_needed(saved: Sequence[Saved]) -> int:
-    """The last entry that only a replay can fill, -1 if there is none."""
+    """The last entry that only a recomputation can fill, -1 if there is none."""
     for index in range(len(saved) - 1, -1, -1):
         slot = saved[index][0]()
         if slot is not None and getattr(slot, "kept", None) is None:

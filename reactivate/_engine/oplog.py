@@ -1,6 +1,6 @@
 """`determinism="values"`: the ops of both passes, with a checksum of every result.
 
-A dispatch mode writes them down in the forward pass and compares in the replay, so the first op that differs is named
+A dispatch mode writes them down in the forward pass and compares in the recomputation, so the first op that differs is named
 as it runs. It costs a checksum an op and, on an accelerator, a synchronisation an op: a tool for finding a fault.
 """
 
@@ -89,16 +89,16 @@ class OpLog(TorchDispatchMode):
 
 
 def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
-    """Autocast casts a parameter once and keeps the copy; a replay, which does not read that, casts it again."""
+    """Autocast casts a parameter once and keeps the copy; a recomputation, which does not read that, casts it again."""
     return func is torch.ops.aten._to_copy.default and args[0].requires_grad and args[0].is_leaf
 
 
-def difference(forward: list[Op], replay: list[Op]) -> str:
-    """The last op of `replay`, which differs from the forward's, and the ops of both passes around it."""
-    index = len(replay) - 1
+def difference(forward: list[Op], recomputation: list[Op]) -> str:
+    """The last op of `recomputation`, which differs from the forward's, and the ops of both passes around it."""
+    index = len(recomputation) - 1
     first, last = max(0, index - _AROUND), index + _AROUND + 1
     lines = [f"Op {index + 1} is the first that differs."]
-    for title, ops in (("forward", forward), ("replay", replay)):
+    for title, ops in (("forward", forward), ("recomputation", recomputation)):
         lines.append(f"{title}:")
         for number, op in enumerate(ops[first:last], first):
             lines.append(f"  {'->' if number == index else '  '} {number + 1:4} {op}")

@@ -28,7 +28,7 @@ from reactivate.errors import ReactivateError
 
 Before = Callable[[Any], Any]
 After = Callable[[Any], Any]
-Replay = Callable[[Any], "AbstractContextManager[Any] | None"]
+Recomputation = Callable[[Any], "AbstractContextManager[Any] | None"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Options:
     choice: Choice | None = None
     in_graph: Any = None  # the same for torch.compile: a function for the contexts around the traced region
     befores: tuple[Before, ...] = field(init=False, repr=False, compare=False)
-    afters: tuple[tuple[After | None, Replay], ...] = field(init=False, repr=False, compare=False)
+    afters: tuple[tuple[After | None, Recomputation], ...] = field(init=False, repr=False, compare=False)
     has_leaving: bool = field(init=False, repr=False, compare=False)
     checks_versions: bool = field(init=False, repr=False, compare=False)
     finishes: tuple[tuple[int, After], ...] = field(init=False, repr=False, compare=False)
@@ -53,7 +53,7 @@ class Options:
         befores = tuple(guard.before for guard in self.guards)
         afters = tuple(None if type(guard).after is Guard.after else guard.after for guard in self.guards)
         object.__setattr__(self, "befores", befores)
-        object.__setattr__(self, "afters", tuple(zip(afters, (guard.replay for guard in self.guards))))
+        object.__setattr__(self, "afters", tuple(zip(afters, (guard.recompute for guard in self.guards))))
         object.__setattr__(self, "checks_versions", not any(guard.replaces_tensors for guard in self.guards))
         finishes = tuple(
             (index, guard.finish) for index, guard in enumerate(self.guards) if type(guard).finish is not Guard.finish
@@ -77,7 +77,7 @@ class Options:
 
 
 class Slot:
-    """What autograd holds in the place of a tensor that it saved. A replay puts the tensor in."""
+    """What autograd holds in the place of a tensor that it saved. A recomputation puts the tensor in."""
 
     __slots__ = ("__weakref__", "value", "version")
     value: Tensor | None
@@ -107,7 +107,7 @@ class Record:
         saved: for each tensor that autograd saved, in order, its slot, its metadata, and the code and the instruction
             that saved it.
         tokens: what the guards said before the forward pass; None once it is over.
-        snapshots: for the guards that keep anything, how they replay and what they keep.
+        snapshots: for the guards that keep anything, how they recompute and what they keep.
         notes: what mutable objects held, in the order in which they are rewound.
         inputs: tensors that the recomputation reads where they are.
         states: tensors of which there are copies, None if there are none.
@@ -120,7 +120,7 @@ class Record:
         context: the context variables of the forward pass.
         log: the ops of the forward pass, with `determinism="values"`.
         sites: the calls that are saved, in order.
-        fence: (device type, its fence) where the device's compiler would undo a replay, otherwise None; with a fence
+        fence: (device type, its fence) where the device's compiler would undo a recomputation, otherwise None; with a fence
             `entries`, the forms of all tensors among the arguments, `modules`, all that the function can reach, and the
             `versions` of their tensors by id.
     """
@@ -161,7 +161,7 @@ class Record:
     kwargs: dict[str, Any]
     saved: list[Saved]
     tokens: list[Any] | None
-    snapshots: list[tuple[Replay, Any]]
+    snapshots: list[tuple[Recomputation, Any]]
     notes: Sequence[Note]
     inputs: Sequence[Input]
     states: TensorStates | None
@@ -180,15 +180,15 @@ class Record:
     modules: Sequence[Module]
     versions: dict[int, int]
 
-    def take_snapshots(self) -> list[tuple[Replay, Any]]:
+    def take_snapshots(self) -> list[tuple[Recomputation, Any]]:
         """What the guards would keep if the forward pass ended now."""
         assert self.tokens is not None
         snapshots = []
-        for token, (after, replay) in zip(self.tokens, self.options.afters):
+        for token, (after, recomputation) in zip(self.tokens, self.options.afters):
             if token is not None:
                 snapshot = token if after is None else after(token)
                 if snapshot is not None:
-                    snapshots.append((replay, snapshot))
+                    snapshots.append((recomputation, snapshot))
         return snapshots
 
     def unrestored(self) -> list[Unrestored]:
@@ -220,8 +220,8 @@ class Observer(Protocol):
     def forward_done(self, record: Record) -> None:
         """A region's forward pass is over."""
 
-    def replay_done(self, record: Record) -> None:
-        """A region was replayed."""
+    def recomputation_done(self, record: Record) -> None:
+        """A region was recomputed."""
 
 
 _observer: ContextVar[Observer | None] = ContextVar("reactivate.observer", default=None)
@@ -265,7 +265,7 @@ def are_regions_off() -> bool:
 def tell(context: Context, event: str, record: Any) -> None:
     """Tell the observer of the context in which the region began, if it has a method for the event.
 
-    Beside those of every `Observer`: `call_begins(site)`, `replay_begins(record)`.
+    Beside those of every `Observer`: `call_begins(site)`, `recomputation_begins(record)`.
     """
     observer = context.get(_observer)
     notice = getattr(observer, event, None)

@@ -17,7 +17,7 @@ from reactivate._engine.places import users_site
 from reactivate._engine.record import Record
 from reactivate._engine.sites import Site, called_module, line_of, user_frame
 from reactivate._torch.saved import SavedTensor
-from reactivate.errors import MutationError, ReplayMismatchError
+from reactivate.errors import MutationError, RecomputeMismatchError
 
 _SAME = (
     "The function must do the same in both passes. Look for what decides otherwise between them: a global, a counter "
@@ -44,11 +44,11 @@ def is_of_a_write(error: Exception) -> bool:
     return "modified by an inplace operation" in str(error)
 
 
-def written_before_replay(record: Record, reason: Exception) -> MutationError:
+def written_before_recomputation(record: Record, reason: Exception) -> MutationError:
     """An input of the region was written to in place after the forward pass read it."""
     return MutationError(
-        f"The region `{name_of(record)}` cannot be replayed: {_written_input(record)} has been modified by an inplace "
-        f"operation since the forward pass read it, so the replay would compute other gradients. Do not write to it "
+        f"The region `{name_of(record)}` cannot be recomputed: {_written_input(record)} has been modified by an inplace "
+        f"operation since the forward pass read it, so the recomputation would compute other gradients. Do not write to it "
         f"between forward and backward, or give the region a `.clone()` of it.\n({reason})"
     )
 
@@ -83,7 +83,7 @@ def disproved(record: Record) -> MutationError:
 def written_before_saved(record: Record, index: int, tensor: Tensor) -> MutationError:
     """A tensor from outside that the region's ops save was written to."""
     return MutationError(
-        f"The region `{name_of(record)}` cannot be replayed: {_registered_name(record, tensor)}, {_describe(tensor)}, has "
+        f"The region `{name_of(record)}` cannot be recomputed: {_registered_name(record, tensor)}, {_describe(tensor)}, has "
         f"been modified by an inplace operation since the forward pass read it at {line_of(saved_at(record, index))}. "
         "Do not write to it between forward and backward, or give the region a `.clone()` of it."
     )
@@ -99,67 +99,67 @@ def written_after_saved(record: Record, slot: Any) -> MutationError:
     )
 
 
-def different_tensor(record: Record, index: int, tensor: Tensor, frame: FrameType) -> ReplayMismatchError:
-    """Save number `index` of the replay is another kind of tensor."""
+def different_tensor(record: Record, index: int, tensor: Tensor, frame: FrameType) -> RecomputeMismatchError:
+    """Save number `index` of the recomputation is another kind of tensor."""
     shape, dtype, device, _ = record.saved[index][1]
-    return ReplayMismatchError(
-        f"The replay of the region `{name_of(record)}` differs from its forward pass: save {index + 1} of "
+    return RecomputeMismatchError(
+        f"The recomputation of the region `{name_of(record)}` differs from its forward pass: save {index + 1} of "
         f"{len(record.saved)} has different metadata.\n"
-        f"  forward: {_metadata(shape, dtype, device)}, saved at {_site(record, saved_at(record, index))}\n"
-        f"  replay:  {_metadata(tensor.shape, tensor.dtype, tensor.device)}, saved at {_site_now(record, frame)}\n"
+        f"  forward:       {_metadata(shape, dtype, device)}, saved at {_site(record, saved_at(record, index))}\n"
+        f"  recomputation: {_metadata(tensor.shape, tensor.dtype, tensor.device)}, saved at {_site_now(record, frame)}\n"
         f"{_SAME}",
         kind="metadata",
     )
 
 
-def different_site(record: Record, site: Any, label: str | None = None) -> ReplayMismatchError:
+def different_site(record: Record, site: Any, label: str | None = None) -> RecomputeMismatchError:
     """A saved call is not where it was, or another call is."""
     found = f"calls {label}" if label is not None else "gets there with other tensors saved, or with other arguments"
-    return ReplayMismatchError(
-        f"The replay of the region `{name_of(record)}` differs from its forward pass: the saved call of {site.label} at "
-        f"{_site(record, site.place)} comes after {site.start} saved tensors and takes {site.count} tensors; the replay "
-        f"{found}.\n{_SAME}",
+    return RecomputeMismatchError(
+        f"The recomputation of the region `{name_of(record)}` differs from its forward pass: the saved call of {site.label} "
+        f"at {_site(record, site.place)} comes after {site.start} saved tensors and takes {site.count} tensors; the "
+        f"recomputation {found}.\n{_SAME}",
         kind="metadata",
     )
 
 
-def fewer_tensors(record: Record, count: int, details: str = "") -> ReplayMismatchError:
-    """The replay came to its end too early."""
+def fewer_tensors(record: Record, count: int, details: str = "") -> RecomputeMismatchError:
+    """The recomputation came to its end too early."""
     metadata = record.saved[count][1]
-    return ReplayMismatchError(
-        f"The replay of the region `{name_of(record)}` differs from its forward pass: a different number of tensors "
-        f"was saved, {len(record.saved)} in the forward pass and {count} in the replay. The first that is missing is "
+    return RecomputeMismatchError(
+        f"The recomputation of the region `{name_of(record)}` differs from its forward pass: a different number of tensors "
+        f"was saved, {len(record.saved)} in the forward pass and {count} in the recomputation. The first that is missing is "
         f"{_metadata(*metadata[:3])}, saved by the forward pass at {_site(record, saved_at(record, count))}.\n"
         f"{details or _SAME}",
         kind="fewer",
     )
 
 
-def more_tensors(record: Record, tensor: Tensor, frame: FrameType) -> ReplayMismatchError:
-    """The replay goes on saving (seen only without early stop)."""
-    return ReplayMismatchError(
-        f"The replay of the region `{name_of(record)}` differs from its forward pass: it saves more than the "
+def more_tensors(record: Record, tensor: Tensor, frame: FrameType) -> RecomputeMismatchError:
+    """The recomputation goes on saving (seen only without early stop)."""
+    return RecomputeMismatchError(
+        f"The recomputation of the region `{name_of(record)}` differs from its forward pass: it saves more than the "
         f"{len(record.saved)} tensors of the forward pass. The first one too many is "
         f"{_metadata(tensor.shape, tensor.dtype, tensor.device)}, saved at {_site_now(record, frame)}.\n{_SAME}",
         kind="more",
     )
 
 
-def different_values(record: Record, details: str) -> ReplayMismatchError:
-    """An op of the replay has another name or other results (`determinism="values"`)."""
-    return ReplayMismatchError(
-        f"The replay of the region `{name_of(record)}` computes other values than its forward pass. {details}",
+def different_values(record: Record, details: str) -> RecomputeMismatchError:
+    """An op of the recomputation has another name or other results (`determinism="values"`)."""
+    return RecomputeMismatchError(
+        f"The recomputation of the region `{name_of(record)}` computes other values than its forward pass. {details}",
         kind="values",
     )
 
 
-def missed_state(record: Record, number: int) -> ReplayMismatchError:
+def missed_state(record: Record, number: int) -> RecomputeMismatchError:
     """The recomputation computes something else than the forward, for a reason that no rule knows."""
-    return ReplayMismatchError(
+    return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(record)}` computes other values than its forward, first in "
         f"{_numbered(record, number)}. It reads something that has changed since and that the library cannot see: a write "
         "through `.data` or NumPy, an object with state in C, a file. Keep that state in a buffer or an attribute of a "
-        'module, or give the module `replay_state()` and `load_replay_state(state)`. `determinism="values"` names the '
+        'module, or give the module `recompute_state()` and `load_recompute_state(state)`. `determinism="values"` names the '
         "first op that differs.",
         kind="values",
     )

@@ -1,7 +1,7 @@
 """One region's life: a forward pass that keeps nothing, and a backward that finds everything.
 
 A region puts saved-tensor hooks around its function. For whatever autograd wants to save it gets an empty `Slot`; when
-the backward asks for the first one, a replay fills those that are still alive. The graph owns the slots, the hooks
+the backward asks for the first one, a recomputation fills those that are still alive. The graph owns the slots, the hooks
 beside them own the region, and the region knows its slots weakly: when autograd lets go of its saved tensors the region
 goes too, and no cycle is left (Rule 2). Inputs are kept as saved tensors of autograd's own, outside of the region's
 hooks: so a region around this one, or an offloader, sees them as it sees any saved tensor (Rules 7, 9).
@@ -32,12 +32,13 @@ from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
 from reactivate._engine.capture import Capture
 from reactivate._engine.check import Check, is_due, note_writer, owner_of
 from reactivate._engine.exits import through_exit
-from reactivate._engine.fencing import FencedReplay, fence_of, tensors_of
+from reactivate._engine.fencing import FencedRecomputation, fence_of, tensors_of
 from reactivate._engine.inputs import WrittenInput
 from reactivate._engine.kept import SHARED_CODES, SiteSlot
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.places import Place, Places, are_known, remember
 from reactivate._engine.proof import Proof
+from reactivate._engine.recompute import recompute
 from reactivate._engine.record import (
     Options,
     Record,
@@ -48,7 +49,6 @@ from reactivate._engine.record import (
     plain_contexts,
     tell,
 )
-from reactivate._engine.replay import replay
 from reactivate._engine.saved_sites import ForwardLog
 from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
@@ -80,7 +80,7 @@ from reactivate.errors import UnsupportedError
 
 
 def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    """`fn(*args, **kwargs)`, keeping of it what its replays need and no more."""
+    """`fn(*args, **kwargs)`, keeping of it what its recomputations need and no more."""
     if not is_grad_enabled() or (plain_contexts and are_regions_off()):  # Rule 3
         return fn(*args, **kwargs)
     if open_logs and is_at_work():  # calls inside of this region are not those of a region around it
@@ -232,7 +232,7 @@ class Region(Record):
                 self.forward_log.distrust("the region writes to a tensor of which there is no copy")
 
     def _stand_behind_fence(self, result: Any, capture: Capture) -> Any:
-        """If any tensor of the region is on a device with a fence: note what a replay needs of it, and make the exit."""
+        """On a device with a fence, note what a recomputation needs of it, and make the exit."""
         given = given_tensors(capture)
         self.fence = fence_of(chain(given, tensors_of(capture.modules), tensors_in((result,), {})))
         if self.fence is None:
@@ -329,7 +329,7 @@ class Region(Record):
                         self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
                     if counting_threads and get_ident() in counting_threads:
                         raise NotKept
-                    self._replay()
+                    self._recompute()
                 self._limit_lifetime()
         if value._version != slot.version:
             raise self.options.exception(refusals.written_after_saved(self, slot))
@@ -337,26 +337,26 @@ class Region(Record):
             slot.value = None
         return value
 
-    def _replay(self, gradient: Tensor | None = None) -> Tensor | None:
+    def _recompute(self, gradient: Tensor | None = None) -> Tensor | None:
         """Fill the slots; what a backward has brought to an exit is given back behind the fence."""
-        behind = None if self.fence is None else FencedReplay(*self.fence, gradient)
+        behind = None if self.fence is None else FencedRecomputation(*self.fence, gradient)
         if observers:
-            tell(self.context, "replay_begins", self)
+            tell(self.context, "recomputation_begins", self)
         try:
-            replay(self, behind)
+            recompute(self, behind)
         except BaseException as error:
             note_shortage(error)
             raise
         return None if behind is None else behind.gradient
 
-    def replay_behind(self, gradient: Tensor) -> Tensor | None:
+    def recompute_behind(self, gradient: Tensor) -> Tensor | None:
         """A backward has come to an exit: what it will read of the region is computed from here on, not before."""
         with self.lock:
             slots = [slot for reference, *_ in self.saved if (slot := reference()) is not None]
             is_filled = any(slot.value is not None for slot in slots)  # from another exit, or for another backward
             if is_filled or not any(map(_is_empty, slots)):
                 return gradient
-            fenced = self._replay(gradient)
+            fenced = self._recompute(gradient)
             self._limit_lifetime()
             return fenced
 
@@ -398,7 +398,7 @@ leave_out_of_graphs(Region.unpack)
 
 
 def _is_empty(slot: Slot) -> bool:
-    """Whether only a replay can fill it."""
+    """Whether only a recomputation can fill it."""
     return slot.value is None and getattr(slot, "kept", None) is None
 
 
@@ -410,8 +410,8 @@ def _forget(reference: ref[Region]) -> None:
 
 def _refuse_forward_mode(device_type: str) -> None:
     raise UnsupportedError(
-        f"A checkpointed region was called under torch.autograd.forward_ad on {device_type}. There its replay reads its "
-        "arguments through aliases, which have no tangents. Call the function without checkpointing there."
+        f"A checkpointed region was called under torch.autograd.forward_ad on {device_type}. There its recomputation reads "
+        "its arguments through aliases, which have no tangents. Call the function without checkpointing there."
     )
 
 

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.saved_sites import ForwardLog, Pending
 from reactivate._engine.site_log import current_log, unseen
-from reactivate._engine.skipped_sites import ReplayLog
+from reactivate._engine.skipped_sites import RecomputationLog
 from reactivate._torch.autograd import has_setup_context, next_node_number
 from reactivate._torch.containers import flatten
 
@@ -75,7 +75,7 @@ def _wrap(kind: Any) -> None:
 
         if isinstance(log, ForwardLog):
             return _keep(log, decision, run, inputs)
-        assert isinstance(log, ReplayLog)
+        assert isinstance(log, RecomputationLog)
         skipped = len(log.skipped)
         result = log.call(decision, run, inputs, {})
         if len(log.skipped) > skipped and not is_split:
@@ -84,7 +84,7 @@ def _wrap(kind: Any) -> None:
 
     def wrapped_setup(context: Any, inputs: Any, output: Any) -> Any:
         log = current_log()
-        if isinstance(log, ReplayLog) and log.skipped:
+        if isinstance(log, RecomputationLog) and log.skipped:
             return _mark(context, output, log.skipped.pop())
         if log is not None and log.is_setup_inside:
             log.is_setup_inside = False

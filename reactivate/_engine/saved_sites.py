@@ -1,10 +1,11 @@
-"""Calls inside of a region that are saved: a replay skips them.
+"""Calls inside of a region that are saved: a recomputation skips them.
 
 In the forward pass a saved call runs under hooks of its own. What it saves for its backward is either had again from
-its arguments (see `derive`), which a replay makes anyway, or kept. Its results are kept as well, if a replay has to go
-on after it. In a replay the call is not made: slots are filled from the arguments, and its results are handed back.
+its arguments (see `derive`), which a recomputation makes anyway, or kept. Its results are kept as well, if a recomputation
+has to go on after it. In a recomputation the call is not made: slots are filled from the arguments, and its results are
+handed back.
 
-A call that cannot be skipped runs again in every replay, as if it were not saved: one that writes into its arguments,
+A call that cannot be skipped runs again in every recomputation, as if it were not saved: one that writes into its arguments,
 whose result is written to afterwards or is a view of an argument, or that a backward inside of the region reads.
 `reason` says which; so does `reactivate.explain`.
 
@@ -355,7 +356,7 @@ class ForwardLog(Log):
                     hook_backward(leaf, item.tensor, self._hooks)
 
     def rerun_all(self, reason: str) -> None:
-        """Let replays make every saved call again."""
+        """Let recomputations make every saved call again."""
         self.finish_pending()
         self._must_rerun = reason
         for site in self.sites:
@@ -363,7 +364,7 @@ class ForwardLog(Log):
             self._let_go(site)
 
     def distrust(self, reason: str) -> None:
-        """Let replays make every saved call again, although what it keeps is right: perhaps its arguments are not.
+        """Let recomputations make every saved call again, although what it keeps is right: perhaps its arguments are not.
 
         What is kept stays, since a region around this one has seen it.
         """

@@ -1,8 +1,8 @@
 """TorchScript inside a region.
 
 TorchScript compiles a function after it has watched some calls of it (one, unless told otherwise). The compiled one saves
-other tensors for its backward than the watched one, in another order and of the same shapes. A replay may not be compiled
-where its forward pass was not: its tensors would be taken for others. So the calls that TorchScript watches are not
+other tensors for its backward than the watched one, in another order and of the same shapes. A recomputation may not be
+compiled where its forward pass was not: its tensors would be taken for others. So the calls that TorchScript watches are not
 checkpointed; and where a scripted function was not found by looking at the region's function, its forward pass, once it
 has run, is refused.
 """
@@ -57,11 +57,11 @@ def refuse_watched(graph: Any, region: str) -> None:
     """`graph` is what TorchScript ran last in the forward pass of a region.
 
     Raises:
-        UnsupportedError: it will run another one in the replay.
+        UnsupportedError: it will run another one in the recomputation.
     """
     if graph is not None and is_profiling_graph(graph):
         raise UnsupportedError(
             f"A scripted function ran for the first time inside of the region `{region}`. TorchScript compiles it after "
-            "that, and the replay would save other tensors than the forward pass did. Call the scripted function twice "
-            "on a small input before the first training step."
+            "that, and the recomputation would save other tensors than the forward pass did. Call the scripted function "
+            "twice on a small input before the first training step."
         )

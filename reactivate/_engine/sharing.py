@@ -1,4 +1,4 @@
-"""`shared_replay`: several backward calls use one replay of a region."""
+"""`shared_recompute`: several backward calls use one recomputation of a region."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from reactivate._engine.record import Record
 from reactivate.errors import UsageError
 
 _here = threading.local()
-groups: list[shared_replay] = []  # that are open on any thread: mostly none, and then nobody need look further
+groups: list[shared_recompute] = []  # that are open on any thread: mostly none, and then nobody need look further
 
 
-class shared_replay:  # noqa: N801 - a context manager, named as one
-    """Let the backward calls inside of this context share one replay of each region.
+class shared_recompute:  # noqa: N801 - a context manager, named as one
+    """Let the backward calls inside of this context share one recomputation of each region.
 
     For pipelines that split a backward in two (first the inputs' gradients, then the weights'): without it each call
-    replays, with it the tensors that the first call did not need are kept for the next one, until the context ends.
+    recomputations, with it the tensors that the first call did not need are kept for the next one, until the context ends.
 
     Raises:
         UsageError: when entered inside of itself.
@@ -26,7 +26,7 @@ class shared_replay:  # noqa: N801 - a context manager, named as one
         >>> import torch, reactivate
         >>> x = torch.ones(2, requires_grad=True)
         >>> h = reactivate.checkpoint(lambda x: (x.sin(), x.cos().exp()))(x)
-        >>> with reactivate.shared_replay():
+        >>> with reactivate.shared_recompute():
         ...     h[0].sum().backward(retain_graph=True)
         ...     h[1].sum().backward()
     """
@@ -34,9 +34,9 @@ class shared_replay:  # noqa: N801 - a context manager, named as one
     def __init__(self) -> None:
         self._records: list[weakref.ref[Record]] = []
 
-    def __enter__(self) -> shared_replay:
+    def __enter__(self) -> shared_recompute:
         if current_group() is not None:
-            raise UsageError("shared_replay() cannot be entered inside of itself: one context is shared already.")
+            raise UsageError("shared_recompute() cannot be entered inside of itself: one context is shared already.")
         _here.group = self
         groups.append(self)
         return self
@@ -57,14 +57,14 @@ class shared_replay:  # noqa: N801 - a context manager, named as one
         self._records.append(weakref.ref(record))
 
 
-def current_group() -> shared_replay | None:
+def current_group() -> shared_recompute | None:
     """The context around this backward, if there is one.
 
     A backward runs partly on threads of autograd's own, one for each device. These do not say whose backward it is, so
     there it is the context that was opened last: if two threads share at the same time, a tensor may live longer than it
     need.
     """
-    group: shared_replay | None = getattr(_here, "group", None)
+    group: shared_recompute | None = getattr(_here, "group", None)
     if group is None and groups and not _is_of_python():
         return groups[-1]
     return group

@@ -1,4 +1,4 @@
-"""Where calls inside of a region with a policy go: to the log of its forward pass, or to that of a replay."""
+"""Where calls inside of a region with a policy go: to the log of its forward pass, or to that of a recomputation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def set_aside() -> Iterator[None]:
 
 
 class Log:
-    """What a forward pass and a replay have in common: they number calls."""
+    """What a forward pass and a recomputation have in common: they number calls."""
 
     def __init__(self, record: Any, choice: Choice) -> None:
         self._record = ref(record)  # which has the log, as have the contexts of regions inside of it

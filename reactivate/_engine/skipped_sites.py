@@ -1,4 +1,4 @@
-"""A replay's side of saved calls: they are skipped, and their results handed back."""
+"""A recomputation's side of saved calls: they are skipped, and their results handed back."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from reactivate._torch.autograd import give_back
 from reactivate._torch.modes import is_function_mode_active
 
 
-class ReplayLog(Log):
-    """The saved calls of a replay: they are skipped."""
+class RecomputationLog(Log):
+    """The saved calls of a recomputation: they are skipped."""
 
     def __init__(self, record: Any, choice: Choice, sites: Sequence[SavedSite], matching: Any) -> None:
         super().__init__(record, choice)
@@ -69,7 +69,8 @@ class ReplayLog(Log):
     def _load(self, site: SavedSite, outputs: Iterable[Any]) -> list[Any] | None:
         """What the call returned; None if somebody has written to it since the region ended, so that it runs again."""
         try:
-            return [item.load() if isinstance(item, Kept) else item for item in outputs]  # may replay a region around
+            # To load may recompute a region around this one.
+            return [item.load() if isinstance(item, Kept) else item for item in outputs]
         except RuntimeError as error:
             if not is_of_a_write(error):
                 raise

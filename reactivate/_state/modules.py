@@ -87,8 +87,8 @@ class ModuleNotes:
             own = [module for module in modules if module not in scripted] if scripted else modules
             parts = Parts([module.__dict__ for module in own])
             parts.attributes = held_all(parts.attributes)  # held strongly, graphs would chain the steps
-            stateful: list[Any] = [module for module in own if hasattr(type(module), "replay_state")]
-            self.states += [(module, module.replay_state()) for module in stateful]
+            stateful: list[Any] = [module for module in own if hasattr(type(module), "recompute_state")]
+            self.states += [(module, module.recompute_state()) for module in stateful]
         self.parts = parts
         members, state = parts.layout.parameters_in(parts.entries), parts.layout.buffers_in(parts.entries)
         for module in scripted:
@@ -220,7 +220,7 @@ class RewoundModules:
     def __enter__(self) -> None:
         note = self.note
         self._entered: list[Any] = []
-        self._states = [module.replay_state() for module, _ in note.states]
+        self._states = [module.recompute_state() for module, _ in note.states]
         self._hook_copies: list[Any] | None = None
         self._kinds: list[type] = list(map(type, note.modules))
         self._differentiable: list[bool] = list(map(_REQUIRES_GRAD, note.parameters))
@@ -239,7 +239,7 @@ class RewoundModules:
                 context.__enter__()
                 self._entered.append(context)
             for module, state in note.states:
-                module.load_replay_state(state)
+                module.load_recompute_state(state)
         except BaseException:
             self.__exit__()
             raise
@@ -264,7 +264,7 @@ class RewoundModules:
         note = self.note
         try:
             for (module, _), now in zip(note.states, self._states):
-                module.load_replay_state(now)
+                module.load_recompute_state(now)
         finally:
             for context in reversed(self._entered):
                 context.__exit__()
@@ -322,7 +322,7 @@ class ModuleChanges:
         self._counted = [tensor for tensor, _ in self.contents if not tensor.is_inference()]
         self.versions = list(map(version_of, self._counted))
         self.notes = [(item, item.contents()) for item in note.notes if not item.is_at(item.noted)]
-        self.states = [(module, module.replay_state()) for module, _ in note.states]
+        self.states = [(module, module.recompute_state()) for module, _ in note.states]
 
     def bring(self) -> None:
         """Make it so."""
@@ -335,4 +335,4 @@ class ModuleChanges:
         for note, contents in self.notes:
             note.put(contents)
         for module, state in self.states:
-            module.load_replay_state(state)
+            module.load_recompute_state(state)

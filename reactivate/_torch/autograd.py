@@ -147,7 +147,7 @@ is_profiling: Callable[[], bool] = fastest(
 # -- the backward that runs -------------------------------------------------------------------------------------------
 
 
-# The number of the backward running on this thread, -1 for none: whether a replay has a backward to live as long as.
+# The number of the backward running on this thread, -1 for none: whether a recomputation has a backward to live as long as.
 current_backward: Callable[[], int] = fastest(
     "whether a backward runs",
     "torch._C._current_graph_task_id",
@@ -283,7 +283,7 @@ def has_setup_context(kind: type[torch.autograd.Function]) -> bool:
     return kind.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
 
 
-_NO_WAY_BACK = "A backward inside of a checkpointed region went through a call that its replay skips."
+_NO_WAY_BACK = "A backward inside of a checkpointed region went through a call that its recomputation skips."
 
 
 @functools.cache

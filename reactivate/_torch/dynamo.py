@@ -38,7 +38,7 @@ _set_strategy, _Strategy, _Action = fastest(
 def leave_to_eager(code: CodeType) -> None:
     """Let torch.compile compile neither frames with this code nor what they call.
 
-    A region that a graph break left to eager would otherwise have a forward pass made of compiled pieces and a replay
+    A region that a graph break left to eager would otherwise have a forward pass made of compiled pieces and a recomputation
     that is not. (`torch._dynamo.disable` wraps, and costs 10 us a call.)
     """
     if is_missing(_set_strategy):
@@ -59,19 +59,19 @@ def _warn_of_compiled_regions() -> None:
 def leave_out_of_graphs(function: Any) -> None:
     """`leave_to_eager`, also where a traced function calls this one: the graph ends before the call.
 
-    Compiled autograd traces saved-tensor hooks, and a replay that is compiled saves other tensors than its forward pass.
+    Compiled autograd traces saved-tensor hooks, and a compiled recomputation saves other tensors than its forward pass.
     """
     leave_to_eager(function.__code__)
     function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "a replay runs as its forward pass did"
+    function._torchdynamo_disable_msg = "a recomputation runs as its forward pass did"
 
 
 def _prefer_nothing(is_on: bool) -> None:
     """torch 2.9 has no such switch."""
 
 
-# With `False`: of the compiled versions of a function that fit a call, take the oldest, not the one used last. So a replay
-# takes the version that its forward pass took, also if others were compiled or used in between.
+# With `False`: of the compiled versions of a function that fit a call, take the oldest, not the one used last. So a
+# recomputation takes the version that its forward pass took, also if others were compiled or used in between.
 prefer_version_used_last: Callable[[bool], None] = fastest(
     "compiled versions taken in order",
     "torch._C._dynamo.eval_frame._set_lru_cache",

@@ -42,11 +42,11 @@ from torch.utils.checkpoint import (
 
 from reactivate._engine.record import Options
 from reactivate._engine.region import Region, module_called_by, run, run_module
-from reactivate._engine.sharing import current_group, shared_replay
+from reactivate._engine.sharing import current_group, shared_recompute
 from reactivate._engine.site_log import set_aside
 from reactivate._in_jax import is_traced, run_traced
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
-from reactivate.errors import ReactivateError, ReplayMismatchError, UsageError
+from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError
 from reactivate.guards import DEFAULT, ContextPair, Guards
 
 __all__ = [
@@ -81,15 +81,15 @@ _early_stop: ContextVar[bool | None] = ContextVar("reactivate.dropin.torch.early
 _debug: ContextVar[bool | None] = ContextVar("reactivate.dropin.torch.debug", default=None)
 
 
-class _MismatchError(ReplayMismatchError, CheckpointError):
-    """A replay that differs, for `except CheckpointError` as well."""
+class _MismatchError(RecomputeMismatchError, CheckpointError):
+    """A recomputation that differs, for `except CheckpointError` as well."""
 
 
 class _Options(Options):
     """Options whose errors are torch's too (Rule 18)."""
 
     def exception(self, error: ReactivateError) -> BaseException:
-        if not isinstance(error, ReplayMismatchError):
+        if not isinstance(error, RecomputeMismatchError):
             return error
         lines = [
             str(error).replace('`determinism="values"`', "`debug=True`"),
@@ -188,7 +188,7 @@ def checkpoint(
             keeps inside of it (torch >= 2.14). None: they do not, and a warning says so where there are such hooks.
 
     Raises:
-        CheckpointError: a recomputation differs from the forward pass. It is a `ReplayMismatchError` too.
+        CheckpointError: a recomputation differs from the forward pass. It is a `RecomputeMismatchError` too.
         ReactivateError: see `reactivate.checkpoint`.
         ValueError: an option that does not go with another.
 
@@ -337,14 +337,14 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         _debug.reset(token)
 
 
-class GraphExecGroup(shared_replay):
+class GraphExecGroup(shared_recompute):
     """`torch.utils.checkpoint.GraphExecGroup`: backward calls inside of it share one recomputation of each region.
 
     Two of them may need the same saved tensor; torch refuses that, here the region is recomputed once more.
     """
 
     @classmethod
-    def _get_current_group(cls) -> shared_replay | None:
+    def _get_current_group(cls) -> shared_recompute | None:
         """What torch's own engine asks for, in the backward of regions that were there before `install`."""
         return current_group()
 

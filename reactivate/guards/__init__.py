@@ -1,4 +1,4 @@
-"""Guards: state that a replay must see as the forward pass saw it, and must not advance twice.
+"""Guards: state that a recomputation must see as the forward pass saw it, and must not advance twice.
 
 `DEFAULT` is what `checkpoint` uses. `DEFAULT.without("rng")` leaves out the guards of that name, `DEFAULT.adding(guard)`
 adds one of your own.

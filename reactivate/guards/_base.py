@@ -13,7 +13,7 @@ from reactivate.errors import UsageError
 
 @dataclass(frozen=True)
 class Guards:
-    """Guards in the order in which they enter a replay.
+    """Guards in the order in which they enter a recomputation.
 
     Args:
         members: the guards.

@@ -1,8 +1,8 @@
 """Ambient state (Rule 11): what is set around a call and decides what its ops do.
 
 Flags of torch, autocast, function modes (`torch.device` as a context is one), dispatch modes of the user's, the current
-device and stream: a replay runs under those that were around the forward pass. (Context variables are the engine's
-affair: it runs every replay in the context of its forward pass.)
+device and stream: a recomputation runs under those that were around the forward pass. (Context variables are the engine's
+affair: it runs every recomputation in the context of its forward pass.)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Ambient(Guard):
     def skip(self, call: Call, token: Any) -> None:
         return None  # a function puts back what it sets
 
-    def replay(self, snapshot: Any) -> AbstractContextManager[Any] | None:
+    def recompute(self, snapshot: Any) -> AbstractContextManager[Any] | None:
         settings = list(map(ask, _READERS))
         if settings == snapshot:  # and so there is nothing else
             return None

@@ -1,9 +1,9 @@
-"""A pair of contexts, one for the forward pass and one for each replay, as `torch.utils.checkpoint` takes them.
+"""A pair of contexts, one for the forward pass and one for each recomputation, as `torch.utils.checkpoint` takes them.
 
-The contexts of torch's selective checkpointing give back in the replay what some ops computed. If one of these is random
-(attention with dropout, say), it draws nothing in the replay, and every op after it would draw the numbers meant for
-another one (Rule 10). So the state of the generator after each random op is noted in the forward pass, and set in the
-replay.
+The contexts of torch's selective checkpointing give back in the recomputation what some ops computed. If one of these is
+random (attention with dropout, say), it draws nothing in the recomputation, and every op after it would draw the numbers
+meant for another one (Rule 10). So the state of the generator after each random op is noted in the forward pass, and set in
+the recomputation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _Stream = tuple[Callable[[], Any], Callable[[Any], Any]]  # how to read and writ
 
 
 class ContextPair(Guard):
-    """Runs the forward pass in one context and its replays in another.
+    """Runs the forward pass in one context and its recomputations in another.
 
     Args:
         make: called once a region; returns (forward context, recompute context). The second is entered anew for each
-            replay.
+            recomputation.
         keeps_random_numbers: if the contexts are dispatch modes, which may give back the results of random ops, let the
             ops after them draw the numbers of the forward pass all the same.
 
@@ -40,13 +40,13 @@ class ContextPair(Guard):
         ...     seen.append(name)
         ...     yield
         >>> class Note:
-        ...     def __enter__(self): seen.append("replay")
+        ...     def __enter__(self): seen.append("recomputation")
         ...     def __exit__(self, *error): pass
         >>> pair = reactivate.guards.ContextPair(lambda: (note("forward"), Note()))
         >>> f = reactivate.checkpoint(torch.sin, guards=reactivate.guards.DEFAULT.adding(pair))
         >>> f(torch.ones(2, requires_grad=True)).sum().backward()
         >>> seen
-        ['forward', 'replay']
+        ['forward', 'recomputation']
     """
 
     name = "contexts"
@@ -70,9 +70,9 @@ class ContextPair(Guard):
         return token[1]
 
     def skip(self, call: Call, token: Any) -> None:
-        return None  # the contexts are the user's affair; the call is inside of neither in a replay
+        return None  # the contexts are the user's affair; the call is inside of neither in a recomputation
 
-    def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
+    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
         recompute, states = snapshot
         return _in_step(recompute, states) if states else recompute
 

@@ -6,7 +6,7 @@ Of every module that the region can reach:
   to them is undone;
 - buffers, and tensors in attributes, have the bytes that they had, in the same memory (see `_state/shadows.py`);
 - parameters that something wrote to since are refused where the recomputation reads them (Rule 15);
-- a module with `replay_state()` and `load_replay_state(state)` keeps whatever else it needs.
+- a module with `recompute_state()` and `load_recompute_state(state)` keeps whatever else it needs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from reactivate._types import Call, Guard, Unrestored
 class Stateful(Protocol):
     """A module with state that is neither in buffers nor in attributes: in nested objects, in a kernel library."""
 
-    def replay_state(self) -> Any:
+    def recompute_state(self) -> Any:
         """A copy of the state."""
 
-    def load_replay_state(self, state: Any) -> None:
-        """Set what `replay_state` gave."""
+    def load_recompute_state(self, state: Any) -> None:
+        """Set what `recompute_state` gave."""
 
 
 class Modules(Guard):
@@ -53,7 +53,7 @@ class Modules(Guard):
         found = [Unrestored(item, token.name_of(item), version) for item, version in token.written_parameters()]
         return found + [Unrestored(item, "a gradient", version) for item, version in token.unknown_gradients()]
 
-    def replay(self, snapshot: AnyNotes) -> AbstractContextManager[Any]:
+    def recompute(self, snapshot: AnyNotes) -> AbstractContextManager[Any]:
         return snapshot.rewound()
 
     def skip(self, call: Call, token: AnyNotes | None) -> Callable[[], None] | None:
@@ -61,7 +61,7 @@ class Modules(Guard):
 
     @staticmethod
     def rewound(state: AnyNotes) -> AbstractContextManager[None]:
-        """Return the context of `replay` for a whole step: without the lock, which other threads would wait for."""
+        """Return the context of `recompute` for a whole step: without the lock, which other threads would wait for."""
         return state.rewound(takes_turns=False)
 
 

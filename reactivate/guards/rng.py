@@ -68,7 +68,7 @@ class HostRng(Guard):
         for stream, snapshot in zip(self._streams, snapshots):
             stream.rewind(snapshot)
 
-    def replay(self, snapshot: list[Snapshot]) -> AbstractContextManager[Any]:
+    def recompute(self, snapshot: list[Snapshot]) -> AbstractContextManager[Any]:
         return _RewoundStreams(self, snapshot)
 
     def skip(self, call: Call, token: Any) -> Callable[[], None]:
@@ -157,7 +157,7 @@ class DeviceRng(Guard):
         states = [(backend, backend.read_rng()) for backend, _ in token or () if backend.is_initialized()]
         return functools.partial(_bring, states) if states else None
 
-    def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
+    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
         return undisturbed(_RewoundDevices(snapshot))
 
 
@@ -209,7 +209,7 @@ class Generators(Guard):
         ]
         return functools.partial(_write_all, states) if states else None
 
-    def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
+    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
         generators = [generator for generator, _ in snapshot]
 
         def read() -> Any:

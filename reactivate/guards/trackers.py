@@ -29,7 +29,7 @@ class Tracker(Protocol):
 
 
 class TrackerGuard(Guard):
-    """Replays with the streams of a tracker as they were.
+    """Recomputes with the streams of a tracker as they were.
 
     Contents are cloned, also where the tracker gives out live tensors or generators, so that a later draw does not
     change what was kept.
@@ -65,7 +65,7 @@ class TrackerGuard(Guard):
             self._known = now
         return self._known
 
-    def replay(self, snapshot: Any) -> AbstractContextManager[Any]:
+    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
         return undisturbed(Rewound(lambda: _contents(self._get().get_states()), self._write, snapshot))
 
     def skip(self, call: Call, token: Any) -> Callable[[], None] | None:

@@ -22,7 +22,7 @@ _ROUNDS, _CALLS, _OPS = 7, 8, 8
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of one of each, forward and replay together."""
+    """Seconds of one of each, forward and recomputation together."""
 
     region: float
     saved_tensor: float

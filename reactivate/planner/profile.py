@@ -1,7 +1,7 @@
 """What ops cost on the device at hand: their seconds, and the memory that they take for themselves.
 
 One step runs for real, each op under a clock and the allocator's eye. An op is known by its name, the shapes, strides
-and dtypes of its tensors, and its other arguments: a replay runs the same ops again, so what one step tells holds for
+and dtypes of its tensors, and its other arguments: a recomputation runs the same ops again, so what one step tells holds for
 every policy.
 """
 

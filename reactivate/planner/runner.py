@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from reactivate._apply import Handle, apply, paused
 from reactivate._engine.accounts import in_words
-from reactivate._engine.replay import is_recomputing
+from reactivate._engine.recompute import is_recomputing
 from reactivate._verify import leaves_of
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget

@@ -49,7 +49,7 @@ def _kind_of(allocation: Allocation, trace: Trace) -> int:
     if allocation.born >= len(trace.ops):
         return _WORKSPACE
     born = trace.ops[allocation.born]
-    if born.is_replay:
+    if born.is_recomputation:
         return _RECOMPUTED
     if born.is_backward:
         return _WORKSPACE

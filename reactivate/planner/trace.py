@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.accounts import copied_inputs, held_by_guards, put_aside, storages_of
+from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.record import Record, observed_by
-from reactivate._engine.replay import is_recomputing
 from reactivate._engine.site_log import opened
 from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.containers import flatten
@@ -70,7 +70,7 @@ class Op(NamedTuple):
         turn: which pass over the model it belongs to: micro-batches are several.
         position: which unit (odd), or between which (even).
         is_backward: whether the backward runs.
-        is_replay: whether a region is replayed.
+        is_recomputation: whether a region is recomputed.
         start_bytes: what was alive before.
         top_bytes: the most that was alive while it ran.
         live_bytes: what is alive afterwards.
@@ -80,7 +80,7 @@ class Op(NamedTuple):
     turn: int
     position: int
     is_backward: bool
-    is_replay: bool
+    is_recomputation: bool
     start_bytes: int
     top_bytes: int
     live_bytes: int
@@ -179,7 +179,7 @@ class _Tracer(TorchDispatchMode):
         self._own: set[int] = set()  # those that were not there before
         self._place = _Places()
         self._call: Call | None = None  # that runs
-        self._aside: list[Allocation] = []  # by the guards of the replays that run
+        self._aside: list[Allocation] = []  # by the guards of the recomputations that run
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -239,10 +239,10 @@ class _Tracer(TorchDispatchMode):
         for leaf in flatten(result)[0]:
             if isinstance(leaf, Tensor):
                 self._enter(leaf, next(sizes, 0))
-        is_replay = is_recomputing()
+        is_recomputation = is_recomputing()
         turn, position, is_backward = self._place.now()
         top = max(self._live_bytes, before + cost.top_bytes)
-        op = Op(turn, position, is_backward, is_replay, before, top, self._live_bytes, cost.seconds)
+        op = Op(turn, position, is_backward, is_recomputation, before, top, self._live_bytes, cost.seconds)
         self.trace.ops.append(op)
         return result
 
@@ -281,12 +281,12 @@ class _Tracer(TorchDispatchMode):
         for tensor in (*held_by_guards(record), *copied_inputs(record)):
             self._enter(tensor)
 
-    def replay_begins(self, record: Record) -> None:
+    def recomputation_begins(self, record: Record) -> None:
         """A region is recomputed: state as it is now is put aside, where it is other than it was."""
         self._aside.append(self._allocate(sum(self._rounded(tensor.nbytes) for tensor in put_aside(record))))
 
-    def replay_done(self, record: Record) -> None:
-        """A region was replayed."""
+    def recomputation_done(self, record: Record) -> None:
+        """A region was recomputed."""
         self._release(self._aside.pop())
 
 

@@ -26,8 +26,8 @@ class Treatment:
     Attributes:
         name: what reports call it.
         recompute: paths below the unit, "" for the unit itself: these modules are regions.
-        save_modules: paths below the unit: replays skip these modules.
-        save_ops: replays skip these ops.
+        save_modules: paths below the unit: recomputations skip these modules.
+        save_ops: recomputations skip these ops.
     """
 
     name: str

@@ -26,7 +26,7 @@ class _Modules(ReadyMade):
 
 
 def save_modules(*selectors: Selector, storage: Storage = DEVICE) -> ReadyMade:
-    """Inside of regions, keep what these modules compute: a replay skips them.
+    """Inside of regions, keep what these modules compute: a recomputation skips them.
 
     The cheapest kind of site: nothing is intercepted but the call of the module.
 

@@ -59,7 +59,7 @@ class _Ops(ReadyMade):
 
 
 def save_ops(*ops: Any, within: str | tuple[str, ...] = (), storage: Storage = DEVICE) -> ReadyMade:
-    """Inside of regions, keep what these ops compute: a replay skips them.
+    """Inside of regions, keep what these ops compute: a recomputation skips them.
 
     Args:
         ops: the names that users call ("linear", "matmul", "scaled_dot_product_attention"), functions of torch, ops of
@@ -150,7 +150,7 @@ KINDS = {
 
 
 def save(*kinds: str, within: str | tuple[str, ...] = (), storage: Storage = DEVICE) -> ReadyMade:
-    """Inside of regions, keep what calls of these kinds compute, by whatever op: a replay skips them.
+    """Inside of regions, keep what calls of these kinds compute, by whatever op: a recomputation skips them.
 
     Args:
         kinds: "attention" (scaled dot products, `nn.MultiheadAttention`, sequences of several lengths, flash attention),

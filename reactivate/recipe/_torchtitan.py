@@ -45,8 +45,8 @@ class Torchtitan(Recipe):
         self._check_forced()
         if self.debug and self.determinism_check == "none":
             raise UsageError(
-                "recipe: debug=True compares every op of a replay, and determinism_check='none' compares nothing. Leave "
-                "one out."
+                "recipe: debug=True compares every op of a recomputation, and determinism_check='none' compares nothing. "
+                "Leave one out."
             )
 
     def _check_mode(self) -> None:

@@ -1,4 +1,4 @@
-"""A replay: the function once more, to bring back what the backward needs.
+"""A recomputation: the function once more, to bring back what the backward needs.
 
 It runs with the arguments, closures, context variables and guarded state of the forward pass, and puts the tensors that
 autograd saves, matched by their order, into the slots that are still alive. It ends as soon as the last of these is
@@ -22,13 +22,13 @@ from torch import Tensor, is_grad_enabled
 from reactivate._engine import refusals
 from reactivate._engine.cells import CellTensorNote
 from reactivate._engine.check import OUTPUTS, Check
-from reactivate._engine.fencing import FencedReplay
+from reactivate._engine.fencing import FencedRecomputation
 from reactivate._engine.inputs import Memo, rebuild
 from reactivate._engine.kept import SavedSite, last_needed
 from reactivate._engine.oplog import Op, OpLog, difference
 from reactivate._engine.proof import RenormsOnce
 from reactivate._engine.record import Record, Saved, observers, tell
-from reactivate._engine.skipped_sites import ReplayLog
+from reactivate._engine.skipped_sites import RecomputationLog
 from reactivate._engine.stale import StaleReads, refuse_stale, watches
 from reactivate._state.contents import WeakTensor
 from reactivate._state.memory import memory_of
@@ -53,7 +53,7 @@ _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", defa
 
 
 def is_recomputing() -> bool:
-    """Whether the calling code runs in a replay: exactly then, on this thread (Rule 19).
+    """Whether the calling code runs in a recomputation: exactly then, on this thread (Rule 19).
 
     For code with side effects that no guard knows, which would otherwise happen twice: metrics, logging, counters.
 
@@ -71,14 +71,14 @@ def is_recomputing() -> bool:
     return _is_recomputing.get()
 
 
-class ReplayComplete(BaseException):
+class RecomputationComplete(BaseException):
     """Ends the function when nothing that it could still compute is needed.
 
     No `Exception`, as that is what a function catches when it falls back from one kernel to another.
     """
 
 
-def replay(record: Record, behind: FencedReplay | None = None) -> None:
+def recompute(record: Record, behind: FencedRecomputation | None = None) -> None:
     """Fill every slot of `record` that is still alive.
 
     Args:
@@ -86,14 +86,14 @@ def replay(record: Record, behind: FencedReplay | None = None) -> None:
         behind: the fence that its device needs.
 
     Raises:
-        MutationError: something that the replay would read was changed.
-        ReplayMismatchError: the function does not do what it did.
+        MutationError: something that the recomputation would read was changed.
+        RecomputeMismatchError: the function does not do what it did.
         Exception: whatever the function raises. State is as before, and the same backward can be tried again.
     """
     context = record.context
-    # A copy, since one context cannot be entered twice: a replay may be inside another of the same region.
+    # A copy, since one context cannot be entered twice: a recomputation may be inside another of the same region.
     # And if the forward pass is still running, its log is open, and these are not its ops.
-    run = _replay if record.log is None else record.log.unseen(_replay)
+    run = _recompute if record.log is None else record.log.unseen(_recompute)
     try:
         context.copy().run(run, record, behind)
         if record.check is not None and record.tokens is None:
@@ -104,7 +104,7 @@ def replay(record: Record, behind: FencedReplay | None = None) -> None:
         record.forget()  # what it had filled in by then
         raise
     if observers:
-        tell(context, "replay_done", record)
+        tell(context, "recomputation_done", record)
 
 
 def _compare(record: Record, again: Callable[[], Any]) -> None:
@@ -141,7 +141,7 @@ def _refilled(record: Record) -> list[int]:
     return [index for index, slot in enumerate(slots) if slot is not None and getattr(slot, "kept", None) is None]
 
 
-def _replay(record: Record, behind: FencedReplay | None) -> None:
+def _recompute(record: Record, behind: FencedRecomputation | None) -> None:
     """Run the function with the arguments and in the state of the forward pass."""
     _is_recomputing.set(True)
     was_enabled = is_grad_enabled()
@@ -193,7 +193,7 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
     """Return the contexts in which everything is as the forward saw it."""
     managers: list[Any] = []
     if is_profiling():
-        managers.append(torch.profiler.record_function(f"reactivate::replay {refusals.name_of(record)}"))
+        managers.append(torch.profiler.record_function(f"reactivate::recompute {refusals.name_of(record)}"))
     for rewind, snapshot in record.snapshots if record.tokens is None else record.take_snapshots():
         manager = rewind(snapshot)
         if manager is not None:
@@ -242,14 +242,14 @@ def _refusal(record: Record, stale: list[tuple[Tensor, str]], tensor: Tensor) ->
     return record.options.exception(refusals.modified_input(record, place, tensor))
 
 
-def _read(record: Record, behind: FencedReplay) -> None:
+def _read(record: Record, behind: FencedRecomputation) -> None:
     try:
         behind.read(record)
     except RuntimeError as error:
         raise _in_words(record, error) from None
 
 
-def _refill_behind(record: Record, behind: FencedReplay) -> None:
+def _refill_behind(record: Record, behind: FencedRecomputation) -> None:
     """As `_refill`, where the state of the forward pass is read through aliases as well."""
     with behind.standing(record) as memo:
         call = _call_again(record, memo)
@@ -283,8 +283,8 @@ def _call_again(record: Record, memo: Memo) -> tuple[Callable[..., Any], list[An
 def _in_words(record: Record, error: RuntimeError) -> BaseException:
     """What to raise for an error that came while the arguments were read."""
     if isinstance(error, ReactivateError) or not refusals.is_of_a_write(error):
-        return error  # from the replay of a region around this one
-    return record.options.exception(refusals.written_before_replay(record, error))
+        return error  # from the recomputation of a region around this one
+    return record.options.exception(refusals.written_before_recomputation(record, error))
 
 
 def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
@@ -308,7 +308,7 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         if matching.check is not None:  # which sees more than the outputs; and what was kept proves nothing
             is_computed = all(site.reason is not None for site in record.sites)
             matching.check.has_same_results, is_proved = is_proved and is_computed, True
-    except (Exception, ReplayComplete):
+    except (Exception, RecomputationComplete):
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         if matching.refused is not None:
             raise matching.refused from None
@@ -330,7 +330,7 @@ def _disproved(record: Record) -> BaseException:
 
 
 class _Matching:
-    """The saved-tensor hook of one replay."""
+    """The saved-tensor hook of one recomputation."""
 
     __slots__ = (
         *("check", "detach", "entries", "is_complete", "last", "last_index", "log", "record", "refused"),
@@ -358,9 +358,9 @@ class _Matching:
 
     @not_a_users_hook
     def pack(self, tensor: Tensor) -> Tensor:
-        """Autograd saves `tensor`. What is returned goes into the replay's own graph.
+        """Autograd saves `tensor`. What is returned goes into the recomputation's own graph.
 
-        That graph is for a function that differentiates inside itself; otherwise it ends with the replay.
+        That graph is for a function that differentiates inside itself; otherwise it ends with the recomputation.
         """
         if is_function_mode_active():
             with without_function_modes():
@@ -371,7 +371,7 @@ class _Matching:
         version = tensor._version
         if (tensor.shape, tensor.dtype, tensor.device, version) != saved[1]:
             self._check(saved, tensor)
-        # A slot must not hold the replay's graph.
+        # A slot must not hold the recomputation's graph.
         value = self.detach(tensor) if tensor.requires_grad and not tensor.is_leaf else tensor
         slot = saved[0]()
         if slot is not None:
@@ -427,12 +427,12 @@ class _Matching:
         copied = copy_unseen(value)
         return copied, copied._version
 
-    def follow_sites(self) -> ReplayLog | None:
+    def follow_sites(self) -> RecomputationLog | None:
         """What skips the calls that the policy saved."""
         record = self.record
         if record.options.choice is None:
             return None
-        return ReplayLog(record, record.options.choice, record.sites, self)
+        return RecomputationLog(record, record.options.choice, record.sites, self)
 
     def skip(self, site: SavedSite, arguments: list[Tensor]) -> None:
         """A saved call is not made: fill its slots from its arguments, and go on behind them."""
@@ -462,7 +462,7 @@ class _Matching:
             if not site.is_function:
                 self._stop_if_possible()
             elif self.stops and not site.is_nested:  # its own forward has not begun: it may be left out
-                raise ReplayComplete
+                raise RecomputationComplete
 
     def go_back_to(self, site: SavedSite) -> None:
         """The call is made after all: it saves what it saved."""
@@ -475,15 +475,15 @@ class _Matching:
 
     def _stop_if_possible(self) -> None:
         if self.stops and is_outside_of_functions():  # the forward of a custom function is not cut short (Rule 8)
-            raise ReplayComplete
+            raise RecomputationComplete
 
     def unpack_in_forward(self, tensor: Tensor) -> Tensor:
-        """A backward inside of the replay reads what the replay has saved, and the forward pass is still running.
+        """Return what a backward inside of the recomputation reads while the forward pass is still running.
 
         It runs such a backward, and this is it. What comes after has not run, so no guard knows what it does.
         """
         if self.is_complete:
-            raise ReplayComplete
+            raise RecomputationComplete
         return tensor
 
     def finish(self) -> None:
@@ -495,7 +495,7 @@ class _Matching:
             raise self._refuse(refusals.fewer_tensors(self.record, len(self.record.saved) - missing, self._details()))
 
     def let_go(self) -> None:
-        """Hold nothing of the region any more: the replay is over, but perhaps not its graph, which has `pack`.
+        """Hold nothing of the region any more: the recomputation is over, but perhaps not its graph, which has `pack`.
 
         Hooks inside of the function that give back an op's own output tie that graph into a cycle. No backward goes
         through it and opens the cycle, and no collector sees it (Rule 2).
@@ -506,7 +506,7 @@ class _Matching:
         """`fn`, with each op held against that of the forward pass (`determinism="values"`)."""
 
         def check(ops: list[Op]) -> None:
-            if self.is_complete:  # the function has caught `ReplayComplete`, and does something else
+            if self.is_complete:  # the function has caught `RecomputationComplete`, and does something else
                 return
             index = len(ops) - 1
             if index >= len(forward.ops):
@@ -537,8 +537,8 @@ class _Matching:
             raise self._refuse(refusals.different_tensor(record, index, tensor, _getframe(2)))
 
     def _save_more(self, tensor: Tensor) -> Tensor:
-        # Without early stop a backward inside the forward pass replays more than the forward pass has saved by then.
-        # And a function that swallows `ReplayComplete` goes on, with nothing that is needed.
+        # Without early stop a backward inside the forward pass recomputes more than the forward pass has saved by then.
+        # And a function that swallows `RecomputationComplete` goes on, with nothing that is needed.
         if self.is_complete:
             if not self._may_be_filling(tensor):
                 self._stop_if_possible()
