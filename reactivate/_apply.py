@@ -23,7 +23,6 @@ from reactivate._checkpoint import Determinism, make_options, run_in_graph
 from reactivate._engine.choice import Choice, Unmatched
 from reactivate._engine.record import Options
 from reactivate._engine.region import run
-from reactivate._engine.saved_functions import serve
 from reactivate._engine.site_log import current_log
 from reactivate._in_graph import contexts_for
 from reactivate._in_jax import is_traced, run_traced
@@ -299,7 +298,7 @@ class Applied:
         interest = interest_of(policy)
         choice = in_graph = None
         if interest.any_function or interest.functions or interest.names or interest.modules:
-            choice = serve(Choice(policy, self.unmatched, module, path))
+            choice = Choice(policy, self.unmatched, module, path)
             in_graph = contexts_for(policy, module, path)
         return self.options.of(path, choice, in_graph)
 

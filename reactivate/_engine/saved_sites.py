@@ -30,6 +30,7 @@ from reactivate._engine.derive import Sources
 from reactivate._engine.kept import Argument, Kept, SavedSite, SiteSlot, There, is_parameter, keep, last_needed
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.record import Metadata, Saved, observers, tell
+from reactivate._engine.saved_functions import versions_in
 from reactivate._engine.side_effects import Reached, versions_of
 from reactivate._engine.site_log import Log, objects_in, tensors_in, unseen
 from reactivate._engine.sites import user_frame
@@ -195,6 +196,15 @@ class ForwardLog(Log):
             return self.unlogged(self._save)(call, fn, args, kwargs)
         result = self.run(call, fn, args, kwargs)
         self.finish(call, result, None)
+        return result
+
+    def call_function(self, decision: Decision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
+        call = self.begin(decision, None, args if is_split else args[1:], {})
+        if call is None:
+            return self.run_function(forward, args, is_split)
+        result = self.unlogged(self.run)(call, functools.partial(self.run_function, forward), (args, is_split), {})
+        call.site.is_function = True
+        self.pending = Pending(call, result, unseen(versions_in, result), next_node_number())
         return result
 
     @property

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.oplog import OpLog
+from reactivate._engine.saved_functions import intercept, release
 from reactivate._engine.saved_modules import SavedStandIn
 from reactivate._state.contents import ATOMS
 from reactivate._torch.modes import (
@@ -72,6 +73,7 @@ class Log:
 
     def open(self) -> None:
         """From here on, calls on this thread go to this log."""
+        intercept(self.choice.interest.functions, current_log)
         self._stand_ins = [SavedStandIn.enter(module, current_log) for module in self.choice.find_modules()]
         open_logs.append(self)
         self._token = _current.set(self)
@@ -83,6 +85,7 @@ class Log:
         for stand_in in self._stand_ins:
             stand_in.leave()
         self._stand_ins.clear()
+        release(self.choice.interest.functions)
         if self._mode is not None:
             pop_function_mode()
             self._mode = None  # which knows the log: a cycle would hold the region until the collector runs (Rule 2)
@@ -93,6 +96,30 @@ class Log:
     def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """`fn(*args, **kwargs)`, a call that the policy has a say in."""
         raise NotImplementedError
+
+    def call_function(self, decision: Decision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
+        """`forward(*args)` of a custom function, a call that the policy has a say in.
+
+        Args:
+            decision: what the policy says of its class.
+            forward: of the class.
+            args: its arguments, and in front of them the context unless `is_split`.
+            is_split: whether the class has a `setup_context`.
+        """
+        raise NotImplementedError
+
+    def run_function(self, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
+        """Run the `forward` of a custom function. Its `setup_context` comes right after it."""
+        result = forward(*args)
+        self.is_setup_inside = is_split and self.is_inside
+        return result
+
+    def set_up_function(self, setup: Callable[..., Any], context: Any, inputs: Any, output: Any) -> Any:
+        """`setup(context, inputs, output)` of a custom function."""
+        if not self.is_setup_inside:
+            return setup(context, inputs, output)
+        self.is_setup_inside = False
+        return self.unlogged(self.run_again)(setup, (context, inputs, output), {})
 
     def finish_pending(self) -> None:
         """Nothing that is saved from here on belongs to the call that was the last one."""

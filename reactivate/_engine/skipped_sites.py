@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -14,6 +15,7 @@ from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.kept import Kept, SavedSite
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.refusals import is_of_a_write
+from reactivate._engine.saved_functions import mark
 from reactivate._engine.site_log import Log, objects_in, tensors_in, unseen
 from reactivate._torch.autograd import give_back
 from reactivate._torch.modes import is_function_mode_active
@@ -49,6 +51,22 @@ class RecomputationLog(Log):
         if self.values is not None:
             return self.unlogged(self._skip)(site, fn, args, kwargs)
         return self._skip(site, fn, args, kwargs)
+
+    def call_function(self, decision: Decision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
+        skipped = len(self.skipped)
+        run = functools.partial(self._run_function, forward, args, is_split)
+        result = self.call(decision, run, args if is_split else args[1:], {})
+        if len(self.skipped) > skipped and not is_split:
+            mark(args[0], result, self.skipped.pop())
+        return result
+
+    def _run_function(self, forward: Callable[..., Any], args: Any, is_split: bool, *_: Any) -> Any:
+        return self.run_function(forward, args, is_split)
+
+    def set_up_function(self, setup: Callable[..., Any], context: Any, inputs: Any, output: Any) -> Any:
+        if self.skipped:
+            return mark(context, output, self.skipped.pop())
+        return super().set_up_function(setup, context, inputs, output)
 
     def _skip(self, site: SavedSite, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if site.reason is None:
