@@ -30,7 +30,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Method:
-    """How many times become one.
+    """Ways to make one time of many.
 
     Attributes:
         center: reduces the last axis.
@@ -131,7 +131,7 @@ def slope(sizes: Sequence[int], values: Sequence[Array]) -> Array:
 
 
 def verdict(figure: Estimate, target: float) -> str:
-    """Whether the figure is at most its target, judged by its interval."""
+    """Return whether the figure is at most its target, judged by its interval."""
     if figure.high <= target:
         return "met"
     return "missed" if figure.low > target else "within noise"

@@ -33,7 +33,7 @@ def compiled_peers(subject: Subject, backend: str) -> list[Way]:
 
 
 def compiled_plans(subject: Subject, backend: str) -> list[Way]:
-    """What is done to a planned model: it is compiled as a whole, or block by block, with nothing said of memory."""
+    """Ways to compile a planned model: as a whole, or block by block, with nothing said of memory."""
     makes = ((WHOLE, _whole), (BLOCKS, partial(_by_block, subject)))
     first = partial(_with_budget, 1.0)
     return [Way(f"{OURS} in {system}", "", partial(make, backend), first, True) for system, make in makes]

@@ -81,7 +81,7 @@ def steps_of(what: str, ways: list[Way], subject: Subject, device: torch.device,
 
 
 def planned_ways(plans: Plans, runs: list[Way]) -> list[Way]:
-    """What is planned, run in each of these ways; budgets with the same plan share one."""
+    """Run what is planned in each of these ways; budgets with the same plan share one."""
     different = {plans.name_of(label): plan for label, plan in plans.found.items()}
     return [
         replace(run, mode=label, make=partial(_planned_run, plan, run))

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model and its batch are.
+    """The size of a model and its batch.
 
     Attributes:
         layers: blocks.

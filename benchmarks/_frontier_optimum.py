@@ -1,4 +1,4 @@
-"""Whether the solver finds the optimum of the cost model: every choice of a small chain is looked at."""
+"""A check that the solver finds the optimum of the cost model: every choice of a small chain is looked at."""
 
 from __future__ import annotations
 

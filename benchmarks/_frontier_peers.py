@@ -1,4 +1,4 @@
-"""What plans are compared with: no checkpointing, torch's by block, and torch's selective checkpointing."""
+"""The peers of plans: no checkpointing, torch's by block, and torch's selective checkpointing."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LEAST = "least"
 
 @dataclass
 class Plans:
-    """What was planned, by the budget in words.
+    """The plans, by the budget in words.
 
     Attributes:
         first_seconds: on the wall, of the first plan, which profiles the model.
@@ -37,7 +37,7 @@ class Plans:
 
     @property
     def fixed_bytes(self) -> int:
-        """What is there all the time."""
+        """Return the bytes that are there all the time."""
         return self.found[LEAST].fixed.total
 
     @property
@@ -88,7 +88,7 @@ def _least_bytes(plan: Plan) -> int:
 
 
 def budget_of(plan: Plan) -> int:
-    """What the step may allocate."""
+    """Return the bytes that the step may allocate."""
     return plan.budget_bytes - plan.fixed.total
 
 

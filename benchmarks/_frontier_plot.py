@@ -108,7 +108,7 @@ def _tries(peer: Peer, axes: Axes) -> Iterator[Annotation]:
 
 
 def _boxes(found: Frontier, axes: Axes) -> Iterator[Bbox]:
-    """What is drawn already: every point with its interval, and the line in small pieces."""
+    """List what is drawn already: every point with its interval, and the line in small pieces."""
     for item in (*found.peers, *found.planned):
         x, middle = axes.transData.transform(_place(item))
         low, high = (

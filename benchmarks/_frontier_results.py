@@ -1,4 +1,4 @@
-"""What the benchmark of plans finds, as plain values; a file for each model."""
+"""Results of the benchmark of plans, as plain values; a file for each model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FASTER, SAME, SLOWER, NO_PLAN = "faster", "not separable", "slower", "no plan fi
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure, and what.
+    """Settings: how long to measure, and what.
 
     Attributes:
         seconds: of rounds, for a model.
@@ -131,7 +131,7 @@ class Optimum:
 
 @dataclass(frozen=True)
 class Frontier:
-    """What was found of one model.
+    """The findings on one model.
 
     Attributes:
         fixed_bytes: parameters, buffers, gradients and inputs.
@@ -170,7 +170,7 @@ class Frontier:
 
 
 def read(path: Path) -> Frontier:
-    """What `Frontier.to_json` wrote."""
+    """Read what `Frontier.to_json` wrote."""
     found = json.loads(path.read_text(encoding="utf-8"))
     del found["method"]
     settings = found["settings"]

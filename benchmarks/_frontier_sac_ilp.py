@@ -1,4 +1,4 @@
-"""Whether `torch.distributed._tools.sac_ilp`, torch's own planner, runs here. What stands in its way is recorded."""
+"""A trial of `torch.distributed._tools.sac_ilp`, torch's own planner, here. What stands in its way is recorded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ with FakeTensorMode():
 
 
 def obstacles(device: torch.device) -> list[str]:
-    """What its parts say when they are tried; where all of them run, that they leave the rest to their user."""
+    """Return what its parts say when they are tried; where all of them run, that they leave the rest to their user."""
     found = [
         f"{name}: {said}" for name, code in PARTS.items() if (said := _last_words(code.format(device=str(device))))
     ]

@@ -65,7 +65,7 @@ def ready(
 
 
 def rounds_in(steps: Sequence[Ready], settings: Settings, device: torch.device) -> int:
-    """How many rounds of all steps the settings' seconds have room for."""
+    """Return how many rounds of all steps the settings' seconds have room for."""
     once = sum(seconds_of(item.step, device) for item in steps)
     return max(settings.fewest, min(settings.most, round(settings.seconds / once)))
 
@@ -77,7 +77,7 @@ def _differences(subject: Subject, model: nn.Module, step: Callable[[], Tensor])
 
 
 def _left_by(model: nn.Module, step: Callable[[], Tensor], fresh: nn.Module) -> dict[str, list[Tensor]]:
-    """What one step leaves, from the buffers of a fresh copy and gradients of zero on."""
+    """Return what one step leaves, from the buffers of a fresh copy and gradients of zero on."""
     torch.manual_seed(0)
     with torch.no_grad():
         for buffer, first in zip(model.buffers(), fresh.buffers(), strict=True):

@@ -82,7 +82,7 @@ def in_short(found: Frontier) -> str:
 
 
 def optimum_in_words(found: Frontier) -> str:
-    """How the solver did against every choice."""
+    """Tabulate the solver against every choice."""
     optimum = found.optimum
     return (
         f"On the measured chain of a small model of the same kind ({optimum.blocks} blocks, {optimum.choices} choices), the "

@@ -28,5 +28,5 @@ def ratio_of(ours: Key, theirs: Key, times: Times) -> Estimate:
 
 
 def in_words(ratio: Estimate) -> str:
-    """What the interval says."""
+    """Say what the interval says."""
     return FASTER if ratio.high < 1 else SLOWER if ratio.low > 1 else SAME

@@ -67,7 +67,7 @@ class Timer:
         return (end - start) * 1e-9 / calls
 
     def calls_in(self, seconds: float, step: Step) -> int:
-        """How many calls last as long."""
+        """Return how many calls last as long."""
         step()
         once = min(self.seconds(step, 1) for _ in range(3))
         return max(1, round(seconds / max(once, 1e-9)))

@@ -1,4 +1,4 @@
-"""What the command lines of several benchmarks have in common."""
+"""Options that the command lines of several benchmarks share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 
 def models_among(known: Collection[str]) -> Callable[[str], list[str]]:
-    """What reads `--models`: names with commas between them, each one of `known`."""
+    """Return a parser of `--models`: names with commas between them, each one of `known`."""
 
     def read(text: str) -> list[str]:
         names = [name for name in text.split(",") if name]

@@ -22,7 +22,7 @@ Track = Callable[[str, int], Tick]
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure.
+    """Settings: how long to measure.
 
     Attributes:
         rounds: of warm batches.
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """What the benchmark found.
+    """The results of the benchmark.
 
     Attributes:
         machine: device, versions and how Python was set up.
@@ -140,7 +140,7 @@ def make_row(section: str, quantity: Quantity, subject: str, method: Method, tim
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int | None]:
-    """What the figures hold for."""
+    """Describe what the figures hold for."""
     return {
         "device": device.type,
         "device name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),

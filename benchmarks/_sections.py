@@ -1,4 +1,4 @@
-"""What the benchmark asks, section by section: the steps to time, the figures to take from them, and their targets."""
+"""Sections of the benchmark: the steps to time, the figures to take from them, and their targets."""
 
 from __future__ import annotations
 

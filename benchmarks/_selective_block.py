@@ -47,7 +47,7 @@ def small_block(device: torch.device) -> tuple[TransformerBlock, Tensor]:
 
 
 def large_block(settings: Settings) -> Make:
-    """The same block, so wide that nothing counts but what it computes, and with a batch of one."""
+    """A variant of the block, so wide that nothing counts but what it computes, and with a batch of one."""
 
     def make(device: torch.device) -> tuple[TransformerBlock, Tensor]:
         width = settings.large_width
@@ -93,7 +93,7 @@ def measure_large(settings: Settings, device: torch.device, track: Track) -> lis
 
 
 def kept_by(part: str, make: Make, device: torch.device) -> list[Kept]:
-    """What each way keeps of one forward pass."""
+    """Return what each way keeps of one forward pass."""
     found = []
     for way in make_ways():
         block, x = make(device)
@@ -175,7 +175,7 @@ def _over_ideal(way: Way, times: Times) -> Row:
 
 
 def not_above_zero(figure: Estimate) -> str:
-    """Whether the figure cannot be told from zero, or is within `TOLERANCE` of it."""
+    """Return whether the figure cannot be told from zero, or is within `TOLERANCE` of it."""
     return "met" if figure.low <= 0 else verdict(figure, TOLERANCE)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark shares with the examples: the model, and how the memory of a step is watched."""
+"""Parts of the examples that the benchmark uses: the model, and how the memory of a step is watched."""
 
 from __future__ import annotations
 

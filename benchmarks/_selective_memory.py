@@ -44,7 +44,7 @@ def kept_bytes(forward: Forward, model: nn.Module) -> int:
 
 
 def allocated_bytes(forward: Forward, device: torch.device) -> tuple[int, int]:
-    """What torch has allocated after the forward pass, and at the peak of the step, over what there was before it.
+    """Return what torch has allocated after the forward pass, and at the peak of the step, over what there was before it.
 
     Whatever holds it: also the result of the forward pass, and states of random number generators.
     """
@@ -76,7 +76,7 @@ def _modes() -> list[TorchDispatchMode]:
 
 
 def _tensors_in(value: object, depth: int = 6) -> Iterator[Tensor]:
-    """Those that an object leads to: SAC has {op: {number of the call: [wrapped tensor]}}."""
+    """List the tensors that an object leads to: SAC has {op: {number of the call: [wrapped tensor]}}."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, type):

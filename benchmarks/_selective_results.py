@@ -1,4 +1,4 @@
-"""What the benchmark of selective checkpointing finds, as plain values."""
+"""Results of the benchmark of selective checkpointing, as plain values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OVER_IDEAL = "over the ideal"
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure, and what.
+    """Settings: how long to measure, and what.
 
     Attributes:
         block: of the small block.
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the forward pass of a way leaves for the backward.
+    """The bytes that the forward pass of a way leaves for the backward.
 
     Attributes:
         kept_bytes: of activations, as autograd and the systems hold them, the argument of the block among them.
@@ -131,7 +131,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Results:
-    """What was found, of the parts that were measured.
+    """The findings, of the parts that were measured.
 
     Attributes:
         machine: device, versions and how Python was set up.

@@ -36,7 +36,7 @@ def tables(results: Results, part: str) -> list[Table]:
 
 
 def block_tables(results: Results) -> Iterator[Table]:
-    """What is kept, the times over plain, and the targets."""
+    """Tabulate what is kept, the times over plain, and the targets."""
     rows = [row for row in results.rows if row.part == BLOCK]
     yield kept_table(results, BLOCK)
     for method in METHODS:
@@ -57,7 +57,7 @@ def times_table(rows: Sequence[Row], method: Method, results: Results) -> Table:
 
 
 def large_tables(results: Results) -> Iterator[Table]:
-    """What is kept, and the time over the ideal."""
+    """Tabulate what is kept, and the time over the ideal."""
     rows = [row for row in results.rows if (row.part, row.quantity) == (LARGE, OVER_IDEAL)]
     yield kept_table(results, LARGE)
     lines: list[tuple[str, ...]] = [

@@ -1,4 +1,4 @@
-"""What is compared: a transformer block, checkpointed with the same calls kept, by each system at its best."""
+"""The ways to compare: a transformer block, checkpointed with the same calls kept, by each system at its best."""
 
 from __future__ import annotations
 

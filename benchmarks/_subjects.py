@@ -1,4 +1,4 @@
-"""What is compared: the ways to checkpoint a function, each at its best, and none at all."""
+"""The subjects of the comparison: the ways to checkpoint a function, each at its best, and none at all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def version_of_remat() -> str | None:
 
 
 def _installed() -> Wrap:
-    """What code that calls `torch.utils.checkpoint.checkpoint` gets while reactivate is installed.
+    """Return the function that code which calls `torch.utils.checkpoint.checkpoint` gets while reactivate is installed.
 
     It is copied out of an installation that ends here, because the others are to be measured in the same process, and
     torch_remat calls torch's functions as well. A copy, since the end of an installation takes all references back.
@@ -101,7 +101,7 @@ def _check(name: str, wrap: Wrap) -> None:
 
 
 def differs_from_plain(wrap: Wrap, make: Callable[[], tuple[torch.nn.Module, Tensor]]) -> list[str]:
-    """What one step changes against plain, bit for bit: some of outputs, gradients, buffers, random numbers."""
+    """List what one step changes against plain, bit for bit: some of outputs, gradients, buffers, random numbers."""
     plain, ours = _one_step(lambda fn: fn, make), _one_step(wrap, make)
     return [what for what in plain if not all(map(torch.equal, plain[what], ours[what]))]
 

@@ -21,7 +21,7 @@ TORCH, REACTIVATE = "torch", "reactivate"
 
 @dataclass
 class Outcome:
-    """What became of one test.
+    """The outcome of one test.
 
     Attributes:
         result: "passed", "failed", "skipped" or "xfailed".

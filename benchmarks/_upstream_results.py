@@ -1,4 +1,4 @@
-"""What `upstream.py` found, and its table."""
+"""Results of `upstream.py`, and their table."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Row:
 
     @property
     def differs(self) -> bool:
-        """Whether the outcome depends on the engine."""
+        """Return whether the outcome depends on the engine."""
         return self.upstream != self.ours
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the tests are from.
+    """The source of the tests.
 
     Attributes:
         version: what is in its `version.txt`.
@@ -60,7 +60,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Results:
-    """What the tests said, and what is wrong with that."""
+    """The outcomes of the tests, and what is wrong with them."""
 
     torch: str
     python: str

@@ -1,4 +1,4 @@
-"""What is checkpointed: small on purpose, so that what a region costs stands out from what it computes."""
+"""The workloads: small on purpose, so that what a region costs stands out from what it computes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LONGEST_SECONDS = 300
 
 @dataclass(frozen=True)
 class Case:
-    """What was found of a model in a way.
+    """The findings on a model in a way.
 
     Attributes:
         keeps_barriers: whether XLA was told to keep barriers until after it has scheduled.

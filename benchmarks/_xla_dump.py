@@ -1,4 +1,4 @@
-"""What XLA's text dumps say of a compiled program."""
+"""Facts about a compiled program, from XLA's text dumps."""
 
 from __future__ import annotations
 

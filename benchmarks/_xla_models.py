@@ -13,7 +13,7 @@ HEADS = 4
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is.
+    """The size of a model.
 
     Attributes:
         blocks: how many there are.

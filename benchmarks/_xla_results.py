@@ -1,4 +1,4 @@
-"""What the benchmark on XLA finds, as plain values; one file."""
+"""Results of the benchmark on XLA, as plain values; one file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Results:
-    """What was found.
+    """The findings of the benchmark.
 
     Attributes:
         machine: the processor, and versions.
@@ -105,7 +105,7 @@ def measure(
 
 
 def read(path: Path) -> Results:
-    """What `Results.to_json` wrote."""
+    """Read what `Results.to_json` wrote."""
     found = json.loads(path.read_text(encoding="utf-8"))
     sizes = {name: Size(**{**size, "rows": tuple(size["rows"])}) for name, size in found["sizes"].items()}
     return Results(found["machine"], sizes, [_case(**case) for case in found["cases"]])

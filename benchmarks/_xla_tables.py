@@ -42,7 +42,7 @@ def model_tables(results: Results) -> Iterator[Table]:
 
 
 def early_table(results: Results) -> Table:
-    """What is left where XLA:CPU drops barriers before it schedules."""
+    """Tabulate what is left where XLA:CPU drops barriers before it schedules."""
     rows = []
     for model in results.sizes:
         found = [results.case(model, way, keeps_barriers=False) for way in UNKEPT]

@@ -1,4 +1,4 @@
-"""What is compared: the ways to checkpoint a block on XLA, and none at all."""
+"""The ways to compare: ways to checkpoint a block on XLA, and none at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `reactivate.plan` brings in equal memory, against other checkpointing and torch's own budgets.
+"""Measure what `reactivate.plan` brings in equal memory, against other checkpointing and torch's own budgets.
 
 python benchmarks/frontier.py                         every model on the terminal, in about ten minutes
 python benchmarks/frontier.py --models gpt            one of them

@@ -1,4 +1,4 @@
-"""What a checkpointed region costs, against torch's two variants and torch_remat.
+"""Measure the cost of a checkpointed region, against torch's two variants and torch_remat.
 
 python benchmarks/overhead.py                    every figure on the terminal, in about five minutes
 python benchmarks/overhead.py --quick            the same in a minute, with wider intervals

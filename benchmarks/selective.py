@@ -1,4 +1,4 @@
-"""What saving some calls inside of checkpointed regions costs and brings, against torch's SAC and torch_remat.
+"""Measure what saved calls inside of checkpointed regions cost and bring, against torch's SAC and torch_remat.
 
 python benchmarks/selective.py                      all parts on the terminal, in about ten minutes
 python benchmarks/selective.py --quick              the same in seconds, on less

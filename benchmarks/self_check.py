@@ -1,4 +1,4 @@
-"""What the self-check costs a training run: the steps that it compares, beside those that it does not.
+"""Measure what the self-check costs a training run: the steps that it compares, beside those that it does not.
 
 python benchmarks/self_check.py                    on the terminal, in about five minutes
 python benchmarks/self_check.py --out DIRECTORY    JSON and Markdown as well, named for device and torch version

@@ -239,7 +239,7 @@ def run_pytest(section: Section, tests: Path, options: Sequence[str], log: Path)
 
 
 def find_problems(rows: Sequence[Row], sections: Iterable[Section]) -> Iterator[str]:
-    """What has to be looked into."""
+    """List the tests that have to be looked into."""
     for row in rows:
         if row.differs and not row.reason:
             yield f"{row.test}: {row.upstream} on torch's checkpoint, {row.ours} on reactivate: {row.our_message}"
@@ -253,7 +253,7 @@ def find_problems(rows: Sequence[Row], sections: Iterable[Section]) -> Iterator[
 
 
 def describe_source(checkout: Path, archive: Path | None, files: Sequence[str]) -> Source:
-    """What the tests are."""
+    """Return the source of the tests."""
     commit = None
     if (checkout / ".git").exists():
         command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]

@@ -1,4 +1,4 @@
-"""What XLA's compiler makes of checkpointed regions, against torch's and torch_xla's own. Needs torch_xla; no accelerator.
+"""Measure what XLA's compiler makes of checkpointed regions, against torch's and torch_xla's own; no accelerator needed.
 
 python benchmarks/xla.py                         every model on the terminal, in about ten minutes
 python benchmarks/xla.py --models mlp,open       some of them

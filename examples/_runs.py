@@ -1,4 +1,4 @@
-"""What is kept of a training run: losses, times, the memory of a step, and every bit that must be as in the other run."""
+"""The record of a training run: losses, times, the memory of a step, and every bit that must be as in the other run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Timeline:
 
     @property
     def kept_bytes(self) -> int:
-        """What the forward pass leaves to the backward pass."""
+        """Return what the forward pass leaves to the backward pass."""
         moments = zip(self.seconds, self.allocated_bytes)
         return [allocated for second, allocated in moments if second <= self.forward_seconds][-1]
 

@@ -317,7 +317,7 @@ class Applied:
 
 
 class AppliedForward:
-    """What stands in the place of a module's `forward`: a part of the module, and copied with it."""
+    """Stand in for a module's `forward`: a part of the module, and copied with it."""
 
     def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
         self.applied = applied

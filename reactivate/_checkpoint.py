@@ -244,7 +244,7 @@ class CheckpointedFunction(functools.partial[Any]):
 
 
 def _is_found_by_name(fn: Any) -> bool:
-    """Whether `fn` has taken the place of the function that it wraps, as a decorator does."""
+    """Return whether `fn` has taken the place of the function that it wraps, as a decorator does."""
     found: Any = sys.modules.get(getattr(fn, "__module__", ""))
     for name in getattr(fn, "__qualname__", "").split("."):
         found = getattr(found, name, None)
@@ -340,7 +340,7 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
 
 
 def _context_fn_in_graph(options: Options) -> Any:
-    """What torch.compile is to know of the options."""
+    """Return the contexts of a traced region with these options, for torch.compile."""
     if options is _DEFAULT_OPTIONS:
         return None
     if options.in_graph is not None:

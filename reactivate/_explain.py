@@ -52,7 +52,7 @@ def explain(
     *,
     fake: bool | None = None,
 ) -> Explanation:
-    """What a step of `model` keeps for its backward, by site and source line, and what it makes again.
+    """List what a step of `model` keeps for its backward, by site and source line, and what it recomputes.
 
     A forward and a backward run, on real tensors (twice, for the times) or on fake ones, which have sizes and no memory.
     Gradients, buffers, attributes and generators are then as they were.
@@ -94,7 +94,7 @@ def explain(
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:
-    """Where the arguments are: a model without memory seems to be there, too. None if they have no memory either."""
+    """Return the device of the arguments: a model without memory counts as there, too. None if they have no memory either."""
     devices = [leaf.device for leaf in leaves_of("args", (args, kwargs)).values() if not leaf.is_meta]
     return devices[0] if devices else None
 
@@ -111,7 +111,7 @@ Place = tuple[str, "str | None"]  # module path, source line
 
 
 class _Holder:
-    """What autograd holds in the place of a tensor: it is alive as long as the tensor is kept."""
+    """A token in the place of a saved tensor: it is alive as long as the tensor is kept."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -190,7 +190,7 @@ class _Trace(Step):
         self._clocks: list[list[float]] = []
 
     def explanation(self) -> Explanation:
-        """What was seen."""
+        """Return the explanation of the step that ran."""
         outside = [draft.entry() for draft in self._outside.values() if draft.figures]
         return Explanation(tuple(draft.entry() for draft in self._regions), tuple(outside), self._is_fake)
 
@@ -206,7 +206,7 @@ class _Trace(Step):
             torch.autograd.grad(roots, list(self.inputs.values()), cotangents(roots), allow_unused=True)
 
     def _known(self) -> Iterator[Tensor]:
-        """What is there anyway: parameters, buffers, and leaves that the function closes over."""
+        """List what is there anyway: parameters, buffers, and leaves that the function closes over."""
         for root in self._roots:
             yield from root.parameters()
             yield from root.buffers()

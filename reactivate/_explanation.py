@@ -1,4 +1,4 @@
-"""What `explain` says: a tree of sites with their bytes, as values, as JSON, and as a table."""
+"""The result of `explain`: a tree of sites with their bytes, as values, as JSON, and as a table."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Entry:
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for it, without what is kept for the sites inside."""
+        """Return the bytes kept for this site, without those of the sites inside."""
         return self.input_bytes + self.snapshot_bytes + self.result_bytes
 
     def walk(self) -> Iterator[Entry]:
-        """It and everything inside."""
+        """Iterate over this site and everything inside."""
         yield self
         for entry in self.inside:
             yield from entry.walk()
@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. Printed, it is a table.
+    """The sites of a step and their bytes. Printed, it is a table.
 
     Attributes:
         regions: the outermost regions, in the order in which they ran.
@@ -96,22 +96,22 @@ class Explanation:
 
     @property
     def outside_bytes(self) -> int:
-        """What of it is kept outside of regions."""
+        """Return the bytes that are kept outside of regions."""
         return sum(entry.kept_bytes for entry in self.outside)
 
     @property
     def offloaded_bytes(self) -> int:
-        """What of it a storage keeps elsewhere."""
+        """Return the bytes that a storage keeps elsewhere."""
         return sum(entry.kept_bytes for entry in self.walk() if entry.storage is not None)
 
     @property
     def recomputed_bytes(self) -> int:
-        """What all recomputations make again."""
+        """Return the bytes that all recomputations make again."""
         return sum(entry.recomputed_bytes for entry in self.walk() if entry.kind == "region")
 
     @property
     def seconds(self) -> float | None:
-        """What all recomputations took, None on fake tensors."""
+        """Return the seconds that all recomputations took, None on fake tensors."""
         return None if self.is_fake else sum(entry.seconds or 0.0 for entry in self.walk())
 
     def text(self, *, width: int | None = None, plain: bool = False) -> str:
@@ -142,7 +142,7 @@ class Explanation:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Explanation:
-        """What `to_json` gave.
+        """Make an explanation from what `to_json` returned.
 
         Raises:
             UsageError: it is of another version.
@@ -208,7 +208,7 @@ def _grouped(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _shape(entry: Entry) -> tuple[Entry, ...]:
-    """What two layers have in common that do the same."""
+    """Return what two layers have in common that do the same."""
     return tuple(dataclasses.replace(item, path="", seconds=None, inside=()) for item in entry.walk())
 
 

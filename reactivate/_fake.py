@@ -18,7 +18,7 @@ from reactivate._torch.ops import DEVICE_QUERY
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether `tensor` is fake, or on the meta device."""
+    """Return whether `tensor` is fake, or on the meta device."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -119,7 +119,7 @@ class _Values(TorchDispatchMode):
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an op that may draw random numbers does: attention does not without dropout."""
+    """Return whether an op that may draw random numbers does: attention does not without dropout."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args)) | kwargs
     return "dropout_p" not in names or bool(given.get("dropout_p"))

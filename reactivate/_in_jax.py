@@ -42,7 +42,7 @@ _depth: ContextVar[int] = ContextVar("reactivate.torchax.depth", default=0)  # h
 
 
 def is_traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether JAX traces the call `fn(*args, **kwargs)`: then `run_traced` is for it, and the engine would do nothing.
+    """Return whether JAX traces the call `fn(*args, **kwargs)`: then `run_traced` is for it, and the engine would do nothing.
 
     Plain tensors may be at work during a trace as well; a call that reaches no others is the engine's.
 
@@ -131,7 +131,7 @@ def _checkpointed(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names:
 
 
 def _places(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
-    """Where a call can write: the keys of random numbers, and every tensor that it reaches."""
+    """List the places that a call can write to: the keys of random numbers, and every tensor that it reaches."""
     roots = _roots(_reachable(fn, args, kwargs))
     environments = {id(found): found for found in (_torchax().default_env(), *(root._env for root in roots))}
     keys = [(environment.param, "prng") for environment in environments.values()]
@@ -139,7 +139,7 @@ def _places(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Plac
 
 
 def _written(before: Iterable[tuple[Place, Any]], after: Iterable[Place]) -> list[Place]:
-    """Those places with something else in them than before, and those that were not there before."""
+    """Return the places that hold something else than before, and those that are new."""
     known = {id(owner): value for (owner, _), value in before}
     places = {id(place[0]): place for place in (*(place for place, _ in before), *after)}
     return [place for place in places.values() if getattr(*place) is not known.get(id(place[0]))]

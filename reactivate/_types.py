@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Storage(Protocol):
-    """Where a tensor that is kept for the backward waits.
+    """A storage: the place where a tensor that is kept for the backward waits.
 
     Attributes:
         exact: whether every bit comes back.
@@ -111,7 +111,7 @@ Policy = Callable[[Site], Action | None]
 
 
 class Call(Protocol):
-    """What a guard may look at: the state that one call of a checkpointed function can reach."""
+    """A call as a guard sees it: the state that one call of a checkpointed function can reach."""
 
     @property
     def modules(self) -> Sequence[Module]:
@@ -127,7 +127,7 @@ class Call(Protocol):
 
     @property
     def is_large(self) -> bool:
-        """Whether modules are noted as the forward reaches them, being too many; `modules` is empty then."""
+        """Return whether modules are noted as the forward reaches them, being too many; `modules` is empty then."""
 
     def reach(self, module: Module) -> Sequence[Any]:
         """Return what is found of `module` and of others that it leads to, of each that was not reached before."""
@@ -137,7 +137,7 @@ class Call(Protocol):
 
     @property
     def parts(self) -> Any:
-        """What the modules are made of, None if nobody has looked."""
+        """Return the parts of the modules, None if nobody has looked."""
 
     @property
     def module_notes(self) -> Sequence[Any]:
@@ -197,7 +197,7 @@ class Guard:
         return None
 
     def after(self, token: Any) -> Any | None:
-        """What a recomputation needs to see that state again, or None. May be called twice for one `before`."""
+        """Return what a recomputation needs to see that state again, or None. May be called twice for one `before`."""
         return token
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any] | None:

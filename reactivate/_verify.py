@@ -27,7 +27,7 @@ from reactivate.policies._base import check_policy
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found. True in a condition if the two are the same.
+    """The verdict of `verify`: true in a condition if the two runs are the same.
 
     Attributes:
         is_same: whether everything that was compared is bitwise equal.
@@ -121,7 +121,7 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
 
 @dataclass
 class _Run:
-    """What came out of one run."""
+    """The results of one run."""
 
     results: dict[str, Any] = field(default_factory=dict)
     kept: dict[int, int] = field(default_factory=dict)  # bytes of each storage that autograd kept

@@ -1,4 +1,4 @@
-"""What every test starts from."""
+"""Fixtures that every test starts from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often each op ran."""
+"""A count of the calls of each op."""
 
 from __future__ import annotations
 

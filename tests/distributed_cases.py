@@ -1,4 +1,4 @@
-"""What `test_distributed` trains on two processes, plain and checkpointed."""
+"""The cases of `test_distributed`: trained on two processes, plain and checkpointed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Training:
 
 @dataclass
 class Case:
-    """How to make a training, and what the engine has to do for it in all its steps."""
+    """A case: how to make a training, and what the engine has to do for it in all its steps."""
 
     make: Callable[[Wrap], Training]
     regions: int

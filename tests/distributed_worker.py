@@ -35,7 +35,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=30)
 
 @dataclass
 class Report:
-    """What one process found out about a case."""
+    """The findings of one process about a case."""
 
     error: str | None = None
     regions: int = 0
@@ -76,7 +76,7 @@ def train(case: Case, wrap: Wrap) -> tuple[Ran, dict[str, Any]]:
 
 
 def unwrapped(found: dict[str, Any]) -> dict[str, Any]:
-    """The same without what `checkpoint_wrapper` puts into names."""
+    """Return the names without what `checkpoint_wrapper` puts into them."""
     return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
 
 

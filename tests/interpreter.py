@@ -134,7 +134,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass
 class World:
-    """What a program runs in: made anew for each run."""
+    """The state that a program runs in: made anew for each run."""
 
     program: Program
     leaves: dict[str, Tensor] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What is allocated on the CPU, from the profiler's memory events."""
+"""Memory that is allocated on the CPU, from the profiler's memory events."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class Watched:
-    """What the engine did, for whom it is the observer.
+    """Counts of what the engine did, for whom it is the observer.
 
     Attributes:
         regions, recomputations: how many there were.
@@ -67,7 +67,7 @@ class Watched:
 
 @dataclass
 class Ran(Watched):
-    """What came out of one run, and what the engine did for it."""
+    """The results of one run, and what the engine did for it."""
 
     outputs: list[Any] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What may be left changed, and functions that fail at a given moment."""
+"""Surroundings that may be left changed, and functions that fail at a given moment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ setting: contextvars.ContextVar[float] = contextvars.ContextVar("setting", defau
 
 
 class Failure(Exception):
-    """What the tests' functions raise."""
+    """The error that the tests' functions raise."""
 
 
 class Trap:
@@ -114,7 +114,7 @@ def identity(value: Any) -> Any:
 
 
 def surroundings(*modules: nn.Module) -> dict[str, Any]:
-    """Whatever a region or a recomputation might leave changed."""
+    """Return everything that a region or a recomputation might leave changed."""
     state: dict[str, Any] = random_states()
     state |= {f"flag {flag.name}": flag.read() for flag in FLAGS}
     state["autocast"] = (

@@ -77,7 +77,7 @@ class Regions:
 
 
 def regions_of(call: Callable[[], Tensor]) -> int:
-    """How many regions a step of `call` makes; each is recomputed once."""
+    """Count the regions that a step of `call` makes; each is recomputed once."""
     found = Regions()
     with observed_by(found):
         call().sum().backward()

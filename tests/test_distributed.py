@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 150.0  # after which what has no report is a failure
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the reports are, when all that will come have come."""
+    """Return the folder of the reports, when all that will come have come."""
     base = tmp_path_factory.getbasetemp()
     found = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "distributed"
     done = found / "done"
@@ -84,7 +84,7 @@ def test_bitwise(name: str, directory: Path) -> None:
     "name", [name for name, case in CASES.items() if case.collectives_of_a_recomputation is not None]
 )
 def test_every_process_recomputations_the_same_collectives(name: str, directory: Path) -> None:
-    """Those of the plain training in their order, and those of the recomputations between them, early stop or not."""
+    """Collectives of the plain training in their order, and those of the recomputations between them, early stop or not."""
     first, second = reports_of(directory, name)
     assert first.collectives == second.collectives
     assert first.collectives_plain == second.collectives_plain

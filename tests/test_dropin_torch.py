@@ -27,7 +27,7 @@ VARIANTS = pytest.mark.parametrize("use_reentrant", [False, True])
 
 
 def wrapped(engine: Any = ours, **options: Any) -> Wrap:
-    """How to checkpoint with `options`."""
+    """Return a way to checkpoint with `options`."""
     return lambda fn: functools.partial(engine.checkpoint, fn, **{"use_reentrant": False, **options})
 
 
@@ -113,7 +113,7 @@ def test_both_variants(use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("name", ["checkpoint", "checkpoint_sequential"])
 def test_without_use_reentrant_there_is_torchs_warning(name: str) -> None:
-    """It begins as torch's does, comes once, and points at the caller; what runs is the same."""
+    """The warning begins as torch's does, comes once, and points at the caller; what runs is the same."""
 
     def call(engine: Any) -> Wrap:
         arguments: tuple[Any, ...] = () if name == "checkpoint" else (2,)
@@ -309,7 +309,7 @@ def test_debug_where_nothing_differs() -> None:
     [(True, False, True), (False, True, False), (None, True, True), (None, False, False)],
 )
 def test_set_checkpoint_debug_enabled(override: bool | None, debug: bool, is_found: bool) -> None:
-    """It decides for the forward passes inside of it; None leaves it to `debug`. Only with it the op is named."""
+    """The context decides for the forward passes inside of it; None leaves it to `debug`. Only with it the op is named."""
     with ours.set_checkpoint_debug_enabled(override):
         y = wrapped(debug=debug)(Unsteady(lambda y: y * 2))(leaf(3))
     with pytest.raises(upstream.CheckpointError, match="different values|Op 2") as caught:
@@ -351,7 +351,7 @@ def test_early_stop(early_stop: bool, use_reentrant: bool) -> None:
 
 
 def test_set_checkpoint_early_stop() -> None:
-    """It decides for the forward passes inside of it; None leaves it to `early_stop`."""
+    """The context decides for the forward passes inside of it; None leaves it to `early_stop`."""
     set_to = ours.set_checkpoint_early_stop
     assert ends_in_recomputations(set_to(False), early_stop=True) == 1
     assert ends_in_recomputations(set_to(True), early_stop=False) == 0
@@ -703,7 +703,7 @@ def test_a_second_backward_of_what_was_saved_is_refused() -> None:
 
 
 def hooked(respects: bool | None, is_nested: bool) -> tuple[int, bool]:
-    """How many tensors hooks around a region with selective checkpointing see, and whether it warns."""
+    """Count the tensors that hooks around a region with selective checkpointing see, and say whether it warns."""
     packed: list[Tensor] = []
     fn = selecting([COUNTED], respect_saved_tensors_hooks=respects)(counted_twice)
     x = leaf(4, 4)

@@ -46,7 +46,7 @@ ERRORS: list[type[BaseException]] = [Failure, KeyboardInterrupt, SystemExit, Int
 @pytest.mark.parametrize("determinism", ["metadata", "values"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_in_the_forward(error: type[BaseException], determinism: Any) -> None:
-    """What stays behind is what the same code leaves without a checkpoint; the next call is right."""
+    """Nothing else stays behind than the same code leaves without a checkpoint; the next call is right."""
 
     def once(wrap: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any], list[Tensor]]:
         trap = Trap()
@@ -136,7 +136,7 @@ def test_in_the_recomputation(
 
 
 def test_a_failed_recomputation_keeps_nothing() -> None:
-    """What it had computed by then goes, although the graph and its slots stay."""
+    """The tensors that it had computed by then go, although the graph and its slots stay."""
     made, trap = Journal(), Trap()
 
     def fn(x: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def test_a_module_with_hooks(where: str, error: type[BaseException]) -> None:
     "context", [torch.no_grad, torch.enable_grad, torch.autograd.graph.save_on_cpu, SinIsCos, Counted]
 )
 def test_in_a_recomputation_under_other_contexts(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """What is around the backward is still around it after the failure."""
+    """Contexts around the backward are still around it after the failure."""
     trap = Trap()
     module, x = prepared(trap)
     expected = gradients(module(x), module, x)

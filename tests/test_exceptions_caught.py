@@ -67,7 +67,7 @@ def catches_in_a_loop(x: Tensor) -> Tensor:
 
 
 def drops_a_tail(x: Tensor) -> Tensor:
-    """What autograd saved for the tail is dead when the recomputation comes to it, and the tail of the handler is another."""
+    """Tensors saved for the tail are dead when the recomputation comes to it, and the handler has another tail."""
     h = x.sin()
     try:
         out = h.exp()
@@ -101,7 +101,7 @@ def test_a_function_that_catches_what_ends_a_recomputation(
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_function_that_catches_a_refusal(early_stop: bool) -> None:
-    """It cannot make a recomputation that differs look like one that does not."""
+    """A caught error cannot make a recomputation that differs look like one that does not."""
 
     def fn(x: Tensor) -> Tensor:
         h = x.sin()
@@ -117,7 +117,7 @@ def test_a_function_that_catches_a_refusal(early_stop: bool) -> None:
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_an_error_that_the_function_expects(early_stop: bool) -> None:
-    """It raises and catches in both passes."""
+    """The function raises and catches in both passes."""
 
     def fn(x: Tensor) -> Tensor:
         h = x.sin()
@@ -276,7 +276,7 @@ IN_RECOMPUTATION = ["recomputation", "enter", "exit"]
 )
 @pytest.mark.parametrize("where", IN_FORWARD + IN_RECOMPUTATION)
 def test_in_a_guard(where: str, error: BaseException) -> None:
-    """Those before it and those behind it are left in order, and it all works once the guard does."""
+    """Guards before it and behind it are left in order, and it all works once the guard does."""
     trap, ran = Trap(), Ran()
     module, x = prepared(trap)
     plain = module(x)

@@ -132,7 +132,7 @@ class Held:
 
 
 class Counted:
-    """What is kept after a forward pass, counted another way: what outer hooks hold, and what guards have."""
+    """Return what is kept after a forward pass, counted another way: what outer hooks hold, and what guards have."""
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
         self.held: list[ref[Held]] = []

@@ -96,7 +96,7 @@ def functions(block: Block) -> dict[str, Callable[..., Tensor]]:
 
 
 def step(wrap: Callable[[Any], Any], kind: str) -> tuple[list[Tensor], list[Tensor]]:
-    """What it leaves; and what was there before."""
+    """Return what it leaves, and what was there before."""
     torch.manual_seed(0)
     block = Block(Held())
     x, y = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)

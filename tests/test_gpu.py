@@ -1,4 +1,4 @@
-"""What names CUDA: its generators, flags, streams and memory. Run where there is a GPU, and counted as not run elsewhere."""
+"""Tests of all that names CUDA: generators, flags, streams, memory. Run on a GPU, counted as not run elsewhere."""
 
 from __future__ import annotations
 

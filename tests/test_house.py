@@ -49,7 +49,7 @@ FLOORS = [
 
 
 def floor_of(name: str) -> int:
-    """How high `name` stands: that of the longest room name that it starts with."""
+    """Return how high `name` stands: as high as the longest room name that it starts with."""
     best = max((room for row in FLOORS for room in row if name == room or name.startswith(room + ".")), key=len)
     return next(index for index, row in enumerate(FLOORS) if best in row)
 
@@ -110,7 +110,7 @@ def test_the_public_functions_have_examples() -> None:
 
 
 def test_import_brings_in_torch_and_nothing_else() -> None:
-    """What makes an import slow is what it imports: of that there is the standard library and this package."""
+    """Imports make an import slow: of these there is the standard library and this package."""
     code = (
         "import sys, torch; before = set(sys.modules); import reactivate;"
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"

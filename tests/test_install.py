@@ -68,7 +68,7 @@ def three_blocks() -> Case:
 
 
 def check_runs_here(wrap: Callable[[Any], Any], make: Callable[[], Case] = one_block, regions: int = 1) -> None:
-    """What `wrap` makes of the function runs on this engine, and does what the function does."""
+    """A function that `wrap` makes runs on this engine, and does what the original does."""
     plain, ours = run(make), run(make, wrap)
     assert_same(plain, ours)
     assert (ours.regions, ours.recomputations) == (regions, regions)
@@ -491,7 +491,7 @@ def test_an_exception_takes_it_back() -> None:
 
 
 def test_pickle() -> None:
-    """What is pickled is a name of torch's, so it is read with and without the drop-in."""
+    """A pickle holds a name of torch's, so it is read with and without the drop-in."""
     original = upstream.checkpoint
     with dropin.install():
         values = [getattr(upstream, name) for name in NAMES]
@@ -504,7 +504,7 @@ def test_pickle() -> None:
 
 
 def test_guards_reach_the_regions() -> None:
-    """Those of every way into the engine, and of no other installation."""
+    """List the messages of every way into the engine, and of no other installation."""
 
     class Count(Guard):
         name = "count"
@@ -530,7 +530,7 @@ def test_guards_reach_the_regions() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_regions_keep_their_engine(use_reentrant: bool) -> None:
-    """What is there when it is installed, and when it is taken back, goes on as it began."""
+    """A graph that is there when it is installed, and when it is taken back, goes on as it began."""
 
     def across(installation: Callable[[], Any], other: Callable[[], Any]) -> Ran:
         def wrap(fn: Any) -> Any:
@@ -573,7 +573,7 @@ class Compiled(nn.Module):
 
 
 def test_compile() -> None:
-    """What is compiled is torch's operator, in one graph; its backward holds the ops of the region again."""
+    """The compiler gets torch's operator, in one graph; its backward holds the ops of the region again."""
     graphs: list[list[str]] = []
 
     def note(graph: Any, inputs: Any) -> Any:
@@ -593,7 +593,7 @@ def test_compile() -> None:
 
 
 def test_compile_with_a_graph_break_in_the_region() -> None:
-    """It is left to eager, and there it runs here."""
+    """The call is left to eager, and there it runs here."""
 
     class Breaks(Compiled):
         def forward(self, x: Tensor) -> Tensor:

@@ -425,7 +425,7 @@ def test_a_function_that_swallows_exceptions() -> None:
 @pytest.mark.parametrize("early_stop", [True, False])
 @shows("Collectives and early stop")
 def test_collectives_and_early_stop(early_stop: bool) -> None:
-    """What stands for the collective runs in a recomputation or not, as the output that is differentiated is."""
+    """A stand-in for the collective runs in a recomputation or not, as the output that is differentiated is."""
     reached = Journal()
 
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -183,7 +183,7 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8LinearThatRebinds(Fp8Linear):
-    """The same with `self.buffer = new`, as some libraries do it, and a plain attribute beside."""
+    """State may be set by `self.buffer = new`, as some libraries do it, and by a plain attribute beside."""
 
     def __init__(self) -> None:
         super().__init__()

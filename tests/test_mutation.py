@@ -404,7 +404,7 @@ def test_a_write_that_only_the_gradients_see_is_refused() -> None:
 
 
 def test_a_write_that_no_backward_sees_is_right() -> None:
-    """What autograd saved of the input that is written to went with the forward."""
+    """Autograd's copy of the input that is written to went with the forward."""
 
     def fn(x: Tensor, h: Tensor) -> Tensor:
         h.sin().exp()
@@ -528,7 +528,7 @@ def steps_of(wrap: Any, write: str, microbatches: int, **options: Any) -> list[A
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("reads", ["nowhere", "after", "before"])
 def test_a_parameter_that_each_call_writes_to(reads: str, write: str, needs_grad: bool, microbatches: int) -> None:
-    """It is right wherever torch's checkpoint is; elsewhere the first step is refused, and then there is a copy."""
+    """The program is right wherever torch's checkpoint is; elsewhere the first step is refused, and then there is a copy."""
     found = {
         name: steps_of(wrap, write, microbatches, needs_grad=needs_grad, reads=reads)
         for name, wrap in {

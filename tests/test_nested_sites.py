@@ -165,7 +165,7 @@ SAVED = [
 
 
 def expected(place: str, saved: tuple[str, ...], backwards: int) -> int:
-    """How often what is called there runs."""
+    """Return how often the calls there run."""
     level = int(place[-1])
     outer = [f"region_{number}" for number in range(1, level + (not place.startswith("region")))]
     return 1 + backwards * sum(call not in saved for call in (*outer, place))  # one for each region around it
@@ -362,7 +362,7 @@ def test_a_shared_recompute_is_one_of_each_region(inner: Any) -> None:
 def test_a_recomputation_that_failed_can_be_tried_again(
     outer: Any, inner: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails at each call of the function that runs again, one after the other."""
+    """The storage fails at each call of the function that runs again, one after the other."""
     failures = Journal()
 
     def failing(at: str, x: Tensor) -> Tensor:

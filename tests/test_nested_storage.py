@@ -95,7 +95,7 @@ class Shelf:
         return torch.tensor(data[1:], dtype=dtype).view(size)
 
     def held(self) -> int:
-        """How many tensors are kept."""
+        """Count the tensors that are kept."""
         return sum(not is_expired() for *_, is_expired in self._saved)
 
     @property
@@ -387,7 +387,7 @@ def test_values_are_compared_as_well(storage: type[Shelf], kind: str, saved: Any
 
 
 class Offloaded(saved_tensors_hooks):
-    """Whatever autograd saves goes to a storage."""
+    """Everything that autograd saves goes to a storage."""
 
     def __init__(self, shelf: Shelf) -> None:
         super().__init__(lambda tensor: shelf.save(tensor.detach()), shelf.load)

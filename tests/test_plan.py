@@ -43,7 +43,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def peak_of(case: Case, plan: Plan | None, step: Any = None) -> int:
-    """What a step allocates at most, above what is there before."""
+    """Return what a step allocates at most, above what is there before."""
     for parameter in case.model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)

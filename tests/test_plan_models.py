@@ -15,7 +15,7 @@ BUDGETS = ("90%", "75%", "50%", "35%", "25%")
 
 
 def measured(case: Case, plan: Plan | None) -> int:
-    """What a step allocates at most, above what is there: seen by the profiler, in the way of the tests."""
+    """Return what a step allocates at most, above what is there: seen by the profiler, in the way of the tests."""
     for parameter in case.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     handle = None if plan is None else reactivate.apply(case.model, plan)

@@ -1,4 +1,4 @@
-"""What a budget may look like, and what it comes to."""
+"""Budgets: their spellings and what they come to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call computes and moves, and how long that takes on a device."""
+"""The roofline: what a call computes and moves, and how long that takes on a device."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def test_spans_are_chosen_in_long_chains() -> None:
 
 
 def test_the_last_blocks_steps_spare_work() -> None:
-    """Where the last blocks' needs decide, a hull of them is far below the steps."""
+    """A hull of the last blocks' needs is far below the steps, where these decide."""
     chain = measured(100, random.Random(0))
     budget_bytes = budgets(chain)[0]
     with pytest.MonkeyPatch.context() as patch:

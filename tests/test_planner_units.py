@@ -1,4 +1,4 @@
-"""What a plan decides about, and what it may do with it."""
+"""Units and their treatments."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_calls_of_a_kind_are_saved_by_whatever_op(kinds: tuple[str, ...], attend
 
 
 def test_collectives_are_a_kind() -> None:
-    """What they compute in several processes: `test_distributed`."""
+    """Compute in several processes: `test_distributed`."""
     ops = policies.save("collectives").ops  # type: ignore[attr-defined]
     assert "_c10d_functional.all_to_all_single" in ops and "_c10d_functional.reduce_scatter_tensor" in ops
     with pytest.raises(UsageError, match=r"'attention', 'routing', 'collectives'; 'attn' is none"):

@@ -63,7 +63,7 @@ def graphs_of(fn: Callable[..., Any]) -> tuple[Counter[str], Counter[str]]:
 
 
 def recomputed(policy: Any, op: str = "aten.addmm.default") -> int:
-    """How often the backward of a model with the policy runs the forward's op."""
+    """Count how often the backward of a model with the policy runs the forward's op."""
     made = model()
     if policy is not None:
         reactivate.apply(made, policy)
@@ -71,7 +71,7 @@ def recomputed(policy: Any, op: str = "aten.addmm.default") -> int:
 
 
 def regions_in(fn: Callable[..., Any]) -> int:
-    """How many checkpoint operators dynamo's graph has."""
+    """Count the checkpoint operators in dynamo's graph."""
     found: list[str] = []
 
     def note(graph: Any, _: Any) -> Any:
@@ -140,7 +140,7 @@ def test_named_functions_and_elementwise_ops() -> None:
 
 @pytest.mark.parametrize("where", ["model", "block", "function"])
 def test_bitwise(where: str) -> None:
-    """The same compiled code, with and without the policy."""
+    """One compiled code runs with and without the policy."""
     policy = policies.first_match(policies.save_ops("linear", within="*.down"), policies.full())
 
     def make(is_applied: bool) -> Callable[[], oracle.Case]:

@@ -98,7 +98,7 @@ def programs(draw: Draw) -> Program:
 
 @dataclass
 class Events:
-    """What came out of the forward pass and of each backward, up to the first error."""
+    """Results of the forward pass and of each backward, up to the first error."""
 
     results: list[dict[str, Any]] = field(default_factory=list)
     error: Exception | None = None
@@ -252,7 +252,7 @@ def checkpointed(**options: Any) -> Wrap:
 
 
 def kept_bytes(program: Program, wrap: Wrap) -> tuple[int, int]:
-    """What autograd keeps of a forward pass, without leaves; and how many bytes the inputs have."""
+    """Return what autograd keeps of a forward pass, without leaves; and how many bytes the inputs have."""
     seed_everything()
     world = World(program)
     leaves = {leaf.untyped_storage().data_ptr() for leaf in world.leaves.values()}
@@ -296,7 +296,7 @@ def compare(program: Program, wrap: Wrap) -> tuple[Copies, Counts] | None:
 
 
 def check(program: Program, **options: Any) -> None:
-    """The same, with as many recomputations as the backwards need, and nothing kept.
+    """Results are the same, with as many recomputations as the backwards need, and nothing kept.
 
     A region inside of another one is recomputed without that where its inputs are still there.
     """

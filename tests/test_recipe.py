@@ -185,7 +185,7 @@ def wrapped_in(model: nn.Module) -> tuple[str, ...]:
 
 
 def torchtune_does(model: nn.Module, source: dict[str, Any]) -> nn.Module:
-    """What torchtune's recipes do with these fields."""
+    """Apply these fields as torchtune's recipes do."""
     if source.get("enable_activation_checkpointing"):
         set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     else:
@@ -474,7 +474,7 @@ SPELLED: list[tuple[Any, ReadyMade]] = [
 
 @pytest.mark.parametrize(("spelling", "policy"), SPELLED, ids=lambda value: str(value)[:40])
 def test_a_policy_in_plain_words(spelling: Any, policy: ReadyMade) -> None:
-    """It is the policy that Python makes, and comes back as it was written: through YAML as well."""
+    """A spelled policy is the one that Python makes, and comes back as it was written: through YAML as well."""
     loaded = recipe.load({"policy": spelling})
     assert loaded.policy_for(Plain()) == policy
     assert loaded.to_dict() == {"policy": spelling}

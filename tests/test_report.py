@@ -186,7 +186,7 @@ def line(axes: Any, label: str) -> Line2D:
 
 
 def words_of(axes: Any) -> list[str]:
-    """What is written into a picture; empty texts are lines that lead to others."""
+    """List the texts of a picture; empty texts are lines that lead to others."""
     return [text.get_text() for text in axes.texts if text.get_text()]
 
 
@@ -512,7 +512,7 @@ onload = () => {
 
 
 def opened(path: Path) -> Element:
-    """What a browser makes of a file."""
+    """Return what a browser makes of a file."""
     assert BROWSER is not None
     command = [BROWSER, *_OPTIONS, f"--user-data-dir={path.parent / 'profile'}", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

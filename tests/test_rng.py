@@ -111,7 +111,7 @@ ALL = [
 
 
 def draws_left(case: Case) -> list[Any]:
-    """What every generator that the case can reach would draw next."""
+    """Return what every generator that the case can reach would draw next."""
     found = [*case.args, *(cell.cell_contents for cell in getattr(case.fn, "__closure__", None) or ())]
     found += [getattr(case.fn, "generator", None)]
     left: list[Any] = []

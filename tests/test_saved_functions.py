@@ -323,7 +323,7 @@ def test_a_forward_that_fails_after_a_function_leaves_nothing() -> None:
 
 
 def test_a_region_right_after_a_saved_function() -> None:
-    """What the region keeps of its arguments is not what the function saves."""
+    """A region's copy of its arguments is not what the function saves."""
 
     def fn(x: Tensor, weight: Tensor) -> Tensor:
         found = Random.apply(x.sin())

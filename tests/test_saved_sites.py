@@ -500,7 +500,7 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
 
 
 def selective(ops: list[Any], fn: Callable[..., Tensor], *args: Tensor) -> int:
-    """What torch's selective checkpointing keeps: its inputs, and what it caches."""
+    """Count what torch's selective checkpointing keeps: its inputs, and what it caches."""
 
     def must_save(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE

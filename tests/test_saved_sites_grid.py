@@ -150,7 +150,7 @@ KEEPS_NOTHING_INSIDE = ("none", "full", "recompute_every", "recompute_modules", 
 
 
 class Ran:
-    """What one step computes and keeps."""
+    """Return what one step computes and keeps."""
 
     def __init__(self, model: nn.Module, x: Tensor, *, autocast: bool, backwards: int) -> None:
         self.regions, self.recomputations = 0, 0

@@ -131,7 +131,7 @@ def numpy_reads_the_buffer(wrap: Wrap) -> Any:
 
 @right
 def buffers_are_slices_of_one_storage(wrap: Wrap) -> Any:
-    """What flattened or sharded state looks like: many buffers, one memory."""
+    """Make buffers as flattened or sharded state has them: many buffers, one memory."""
 
     class Sliced(nn.Module):
         def __init__(self) -> None:

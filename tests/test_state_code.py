@@ -714,7 +714,7 @@ def test_a_name_is_removed_and_there_again() -> None:
 
 
 def test_the_next_step_reads_other_code() -> None:
-    """What a helper names is found again when its name stands for another function."""
+    """A name in a helper is found again when it stands for another function."""
 
     def reads_sizes() -> float:
         return sizes["a"]

@@ -437,7 +437,7 @@ def input_that_outer_hooks_copied_is_written_before_backward(wrap: Wrap) -> Any:
 
 @loud
 def argument_is_turned_around(wrap: Wrap) -> Any:
-    """What is saved has the same numbers in another order."""
+    """Saved tensors have the same numbers in another order."""
 
     def fn(x: Tensor, given: Tensor) -> Tensor:
         given.copy_(given.detach().flip(0))
@@ -904,7 +904,7 @@ def weight_of_a_gru_inside_is_replaced(wrap: Wrap) -> Any:
 
 
 class Renamed(nn.Module):
-    """What a parameter does depends on its name, and on its place among the parameters."""
+    """A parameter's effect depends on its name, and on its place among the parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -321,7 +321,7 @@ def test_microbatches_in_flight_share_the_shadow_of_state_that_did_not_change() 
 
 
 def test_a_region_keeps_nothing_for_each_block_that_it_does_not_touch() -> None:
-    """What a step over N blocks allocates for state grows with N, not with its square."""
+    """A step over N blocks allocates for state in proportion to N, not to its square."""
 
     def left_for(blocks: int) -> int:
         class Model(nn.Module):

@@ -1,4 +1,4 @@
-"""What a storage computes is none of the region's calls: whoever looks at these does not see it (Rules 1, 11, 16)."""
+"""A storage's ops are none of the region's calls: whoever looks at these does not see them (Rules 1, 11, 16)."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def alone() -> None:
 
 
 def together(*jobs: Callable[[Meet], Any]) -> list[Any]:
-    """What the jobs return that run on a thread each; `meet()` returns when all of them have called it."""
+    """Return the results of jobs that run on a thread each; `meet()` returns when all of them have called it."""
     barrier = threading.Barrier(len(jobs), timeout=PATIENCE_SECONDS)
 
     def meet() -> None:
@@ -246,7 +246,7 @@ def test_one_fails_while_the_other_recomputations() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_backward_on_another_thread(name: str) -> None:
-    """It sees the settings of the forward's thread, and leaves its own as they were."""
+    """A recomputation sees the settings of the forward's thread, and leaves its own as they were."""
 
     def once(wrap: Callable[..., Any], ran: Ran) -> list[Tensor]:
         seed_everything()
@@ -630,7 +630,7 @@ def test_recomputations_that_set_nothing_back_run_side_by_side() -> None:
 
 
 def test_a_queue_and_its_worker_are_not_rewound() -> None:
-    """What another thread puts into a queue meanwhile is still there; so is the state of a barrier."""
+    """Items that another thread puts into a queue meanwhile are still there; so is the state of a barrier."""
     waiting: queue.Queue[float] = queue.Queue()
     x = torch.linspace(0, 1, 4, requires_grad=True)
 

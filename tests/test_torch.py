@@ -37,7 +37,7 @@ room: Any = SimpleNamespace(**{name: value for part in PARTS for name, value in 
 
 
 def needs(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """What follows is all that the package asks of `names`."""
+    """The attributes asked for below are all that the package asks of `names`."""
 
     def register(check: Callable[[], None]) -> Callable[[], None]:
         CHECKS.update(dict.fromkeys(names, check))
@@ -647,7 +647,7 @@ def test_what_is_needed(check: Callable[[], None]) -> None:
 
 
 def names_of(part: ModuleType) -> set[str]:
-    """What other rooms may import from a file."""
+    """Names that other rooms may import from a file."""
     tree = ast.parse(Path(str(part.__file__)).read_text())
     imported = {
         alias.asname or alias.name

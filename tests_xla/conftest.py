@@ -1,4 +1,4 @@
-"""What every test on XLA starts from."""
+"""Fixtures that every test on XLA starts from."""
 
 from __future__ import annotations
 

@@ -374,7 +374,7 @@ def test_saved_products_are_computed_once() -> None:
 
 
 def live() -> int:
-    """How many tensors would come out of the program if it ended here."""
+    """Count the tensors that would come out of the program if it ended here."""
     return XLA._xla_tensors_report(0, str(DEVICE) + ":0").count("tensor_id") or len(
         XLA._xla_tensors_report(0, "").split("\n\n")
     )

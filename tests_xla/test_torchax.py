@@ -56,7 +56,7 @@ def plain(fn: Any) -> Any:
 
 
 class Block(nn.Module):
-    """What a block has: products, a function that saves its result, random numbers, statistics, a way around."""
+    """Make the parts of a block: products, a function that saves its result, random numbers, statistics, a way around."""
 
     def __init__(self, norm: Callable[..., nn.Module], width: int = 16) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def saving(policy: Any) -> Wrap:
 
 
 def in_jit(fn: Callable[..., Tensor], *arrays: Any) -> Any:
-    """What `fn`, a function of torch, computes of `arrays` inside of `jax.jit`."""
+    """Return what `fn`, a function of torch, computes of `arrays` inside of `jax.jit`."""
     return jax.jit(lambda *given: _of_torch(fn, given))(*arrays)
 
 

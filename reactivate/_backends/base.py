@@ -24,7 +24,7 @@ class Backend:
         self._module = module
 
     def is_initialized(self) -> bool:
-        """Whether the device is in use: to look at its generators would initialise it otherwise."""
+        """Return whether the device is in use: to look at its generators would initialise it otherwise."""
         module = self._module
         if hasattr(module, "is_initialized"):
             return bool(module.is_initialized())
@@ -48,7 +48,7 @@ class Backend:
             module.set_rng_state(state, index)
 
     def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
-        """Whether no number was drawn between two reads."""
+        """Return whether no number was drawn between two reads."""
         return all(equal_unseen(one, other) for one, other in zip(first, second))
 
     def first_rng(self) -> Sequence[Any] | None:

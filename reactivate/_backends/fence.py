@@ -16,7 +16,7 @@ from reactivate._torch.devices import xla_runtime
 
 
 class Fence(Protocol):
-    """What makes a compiler keep two computations apart."""
+    """An optimization barrier: it makes a compiler keep two computations apart."""
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Aliases of `tensors`, one each, without a graph: equal, and to the compiler's eyes not the same.

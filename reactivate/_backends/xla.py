@@ -38,18 +38,18 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class DeviceModule(ModuleType):
-    """What `torch.xla` would be: what torch's own code asks of the module of a device type."""
+    """A stand-in for `torch.xla`: the functions that torch's own code asks of the module of a device type."""
 
     def device_count(self) -> int:
-        """How many devices this process has."""
+        """Return the number of devices of this process."""
         return len(_devices())
 
     def is_available(self) -> bool:
-        """Whether there is one."""
+        """Return whether there is a device."""
         return self.is_initialized() and bool(_devices())
 
     def is_initialized(self) -> bool:
-        """Whether the runtime has begun to use devices: asking for them would make it begin."""
+        """Return whether the runtime has begun to use devices: asking for them would make it begin."""
         runtime = xla_runtime()
         return runtime is not None and runtime._xla_runtime_is_initialized()
 

@@ -64,7 +64,7 @@ class Ledger:
         return new_bytes
 
     def enter_all(self, tensors: Iterable[Tensor]) -> int:
-        """The same for several."""
+        """Enter several tensors and return the bytes that are new."""
         return sum(map(self.enter, tensors))
 
 
@@ -104,7 +104,7 @@ def put_aside(record: Record) -> Iterator[Tensor]:
 
 
 def _specs_of(record: Record) -> Iterator[Any]:
-    """What a region keeps of its function and arguments, with what these are made of."""
+    """List what a region keeps of its function and arguments, with what these are made of."""
     todo: list[Any] = [record.fn, *record.args, *record.kwargs.values(), *record.saved_inputs]
     while todo:
         spec = todo.pop()
@@ -189,7 +189,7 @@ def _is_noted(error: BaseException) -> bool:
 
 
 def _account_of_living() -> str:
-    """What each living region keeps, most first. They are looked for now, so that they need not be listed before."""
+    """Say what each living region keeps, most first. Regions are looked for now, not registered before."""
     regions = [item for item in gc.get_objects() if issubclass(type(item), Record) and hasattr(item, "kwargs")]
     ledger = Ledger(tensor for record in regions for tensor in _own_tensors(record))
     calls: Counter[str] = Counter()
@@ -241,14 +241,14 @@ def _saved_inputs(record: Record) -> Iterator[Tensor]:
 
 
 def kept_of(record: Record, site: Any) -> list[Any]:
-    """What a saved call keeps: results, and what it saved for its backward."""
+    """List what a saved call keeps: results, and what it saved for its backward."""
     slots = (reference() for reference, *_ in record.saved[site.start : site.stop])
     found = [*(site.outputs or ()), *(getattr(slot, "kept", None) for slot in slots)]
     return list({id(item): item for item in found if hasattr(item, "storage")}.values())
 
 
 def _tensors_of(saved: Any) -> Iterator[Tensor]:
-    """What is kept for a saved tensor: nothing if a region around this one has it, whose recomputation brings it back."""
+    """List what is kept for a saved tensor: nothing if a region around this one recomputes it."""
     if isinstance(saved, SavedTensor):
         counting_threads.append(get_ident())
         try:

@@ -135,12 +135,12 @@ _READS: frozenset[Callable[..., Any]] = frozenset(attribute.__get__ for attribut
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """What `tensor` is a view of, or itself."""
+    """Return the base of a view, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """What state is a view of: what is written to one view of it is read through the others."""
+    """Return the base of state: what is written to one view is read through the others."""
     return tensor if tensor.requires_grad else base_of(tensor)
 
 

@@ -1,4 +1,4 @@
-"""What a storage does is none of the calls of the function whose tensors it keeps."""
+"""Storages run aside: their ops are no calls of the function whose tensors they keep."""
 
 from __future__ import annotations
 

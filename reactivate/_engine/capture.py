@@ -106,7 +106,7 @@ class Input(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was found of one module of a large tree.
+    """The notes of one module of a large tree.
 
     Attributes:
         module: the module.

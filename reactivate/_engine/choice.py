@@ -1,4 +1,4 @@
-"""What a policy says of the calls inside of a region, asked as rarely as possible.
+"""A policy's decisions on the calls inside of a region, asked for as rarely as possible.
 
 A policy is a function of a site. Asking it about every op would cost more than the ops, so the answer for an op is kept
 where it depends on nothing else, and ops that the policy cannot speak of are not looked at again.
@@ -52,7 +52,7 @@ _OPENED = frozenset({multi_head_attention_forward})
 
 
 class Decision(NamedTuple):
-    """What is known of an op, a module, a named function.
+    """The decision on an op, a module or a named function.
 
     Attributes:
         label: what messages call it.

@@ -57,7 +57,7 @@ class Again(NamedTuple):
 
 
 class Contents:
-    """What a result holds.
+    """The contents of a result.
 
     Args:
         result: what a call returned.
@@ -155,7 +155,7 @@ def _make(plan: Any, leaves: Sequence[Any], given: Sequence[Any], made: dict[int
 
 
 def has_attributes(tensor: Tensor) -> bool:
-    """Whether somebody has set attributes on a tensor, which a tensor that is handed back would not have."""
+    """Return whether somebody has set attributes on a tensor, which a tensor that is handed back would not have."""
     return type(tensor) is Tensor and bool(tensor.__dict__)
 
 
@@ -169,7 +169,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 @functools.cache
 def is_plain(kind: Any) -> bool:
-    """Whether objects of this class are made of attributes alone."""
+    """Return whether objects of this class are made of attributes alone."""
     if issubclass(kind, BaseException) or hasattr(kind, "__del__"):
         return False
     try:
@@ -180,7 +180,7 @@ def is_plain(kind: Any) -> bool:
 
 
 def _is_as_it_is(value: Any, kind: type) -> bool:
-    """Whether it cannot change, or is somebody else's to look after: modules and generators have guards."""
+    """Return whether a value cannot change, or is somebody else's to look after: modules and generators have guards."""
     if isinstance(value, (Module, Enum, type, BuiltinFunctionType, torch.Generator)):
         return True
     return kind is FunctionType and value.__closure__ is None and not value.__dict__

@@ -1,4 +1,4 @@
-"""How a tensor that a call saved for its backward can be had again from the arguments of the call.
+"""Derived tensors: what a call saved for its backward, rebuilt from the arguments of the call.
 
 A linear layer saves its input, flattened, and its weight, transposed: neither need be kept where a recomputation makes the
 argument again. In this order: an argument itself; a view of one; a copy of one, made by casting (autocast) or by making
@@ -86,7 +86,7 @@ class Sources:
         self.casts = casts
 
     def recipe_for(self, tensor: Tensor) -> Recipe | None:
-        """How to make `tensor`, or None if it is the call's own."""
+        """Return how to derive `tensor`, or None if it is the call's own."""
         index = self.which(tensor)
         if index >= 0:
             return Recipe(index, tensor._version)
@@ -139,7 +139,7 @@ class Sources:
         return Recipe(index, source._version, (source.stride(), tensor.size(), tensor.stride(), offset))
 
     def _copy(self, tensor: Tensor) -> Recipe | None:
-        """How to copy an argument or a leaf, if the call has made `tensor` so and nothing wrote to it afterwards.
+        """Return how to copy an argument or a leaf, if the call made `tensor` so and nothing wrote to it afterwards.
 
         A copy without a graph leaves no trace, and its contents would prove nothing: it is kept.
         """
@@ -165,7 +165,7 @@ class Sources:
         return Recipe(index, source._version, None, _as(tensor, way.changes), leaf if index < 0 else None)
 
     def _is_unwritten(self, leaf: Tensor, index: int, last: Any) -> bool:
-        """Whether a copy of `leaf` still is one: the leaf has the version that it had when the copy was made."""
+        """Return whether a copy of `leaf` is still equal to it: the leaf has the version of when the copy was made."""
         if last._sequence_nr() < self.first_node:
             return self.casts[last] == leaf._version
         if self.is_torchs:

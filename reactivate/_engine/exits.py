@@ -92,7 +92,7 @@ def _given(capture: Capture) -> list[Tensor]:
 
 
 def _last(sources: dict[int, Tensor], capture: Capture) -> dict[int, Tensor]:
-    """Those that none of the others was computed from."""
+    """Return the tensors that none of the others was computed from."""
     todo = [node for tensor in sources.values() for node, _ in tensor.grad_fn.next_functions]  # type: ignore[union-attr]
     seen: set[Any] = {tensor.grad_fn for tensor in _given(capture)}  # what is before the region is not looked at
     while todo:
@@ -104,7 +104,7 @@ def _last(sources: dict[int, Tensor], capture: Capture) -> dict[int, Tensor]:
 
 
 def _sources(outputs: Iterable[Tensor]) -> dict[int, Tensor]:
-    """What goes through an exit, by the id of the output: the output, or the memory that several are views of."""
+    """Return {id of an output: what goes through the exit for it}: the output, or the memory that several are views of."""
     groups: dict[int, list[Tensor]] = {}
     for tensor in outputs:
         groups.setdefault(id(base_of(tensor)), []).append(tensor)

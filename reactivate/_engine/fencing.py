@@ -34,7 +34,7 @@ def fence_of(tensors: Iterable[Tensor]) -> tuple[str, Fence] | None:
 
 
 class FencedRecomputation:
-    """What one recomputation reads, behind a fence.
+    """The tensors that one recomputation reads, behind a fence.
 
     Args:
         device_type: of the tensors that need it.
@@ -97,12 +97,12 @@ class FencedRecomputation:
 
 
 def _is_written(record: Any, tensor: Tensor) -> bool:
-    """Whether a tensor of a module was written to since."""
+    """Return whether a tensor of a module was written to since."""
     return bool(record.versions.get(id(tensor), tensor._version) != tensor._version)
 
 
 def _named(record: Any) -> Iterator[Tensor]:
-    """What the recomputation will find by name, and may read."""
+    """List the tensors that the recomputation will find by name, and may read."""
     for tensor in tensors_of(record.modules):
         if not _is_written(record, tensor):
             yield whole_of(tensor)

@@ -1,4 +1,4 @@
-"""What a region keeps of a saved call: slots that need no recomputation, results, and what is noted beside them."""
+"""Saved calls as a region keeps them: slots that need no recomputation, results, and what is noted beside them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kept:
         self.handle: Any = None
 
     def is_written(self) -> bool:
-        """Whether it was written to, as long as it is not settled."""
+        """Return whether the tensor was written to, as long as it is not settled."""
         return self.tensor is not None and self.tensor._version != self.version
 
     def settle(self) -> None:
@@ -156,7 +156,7 @@ def last_needed(saved: Sequence[Saved]) -> int:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter, or a view of one: then it is there anyway."""
+    """Return whether a tensor is a parameter, or a view of one: then it is there anyway."""
     base = tensor._base
     if base is None:
         return tensor.requires_grad and tensor.is_leaf

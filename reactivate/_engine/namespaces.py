@@ -30,7 +30,7 @@ _MOST_CROSSINGS = 1
 
 
 class Facts(NamedTuple):
-    """What is known of a function from its code.
+    """The facts of a function, from its code.
 
     Attributes:
         code: kept, so that its id stays its own.
@@ -81,7 +81,7 @@ def _overwritten(code: CodeType) -> frozenset[str]:
 
 
 class ClassFacts(NamedTuple):
-    """What is known of a module's class.
+    """The facts of a module's class.
 
     Attributes:
         names: (namespace, name) of everything at module level that its methods read and that may hold state.
@@ -226,7 +226,7 @@ def _leads_to(value: Any) -> Iterable[FunctionType]:
 
 
 def _is_users_function(value: Any) -> bool:
-    """Whether this is a function that no library holds: the user's, also inside of a library's decorator."""
+    """Return whether no library holds this function: it is the user's, also inside of a library's decorator."""
     if not isinstance(value, FunctionType) or not _is_librarys(value.__globals__):
         return isinstance(value, FunctionType)
     if value.__closure__ is None:
@@ -250,7 +250,7 @@ def _named_functions(fn: FunctionType, seen: set[int]) -> Iterator[FunctionType]
 
 
 def _named_values(fn: FunctionType) -> list[Any]:
-    """What `fn` names at module level, also as a name in a module of the user's."""
+    """Return what `fn` names at module level, also as a name in a module of the user's."""
     namespace = fn.__globals__
     names, attributes = _global_names(fn.__code__), set(fn.__code__.co_names)
     values = [namespace[name] for name in names if name in namespace]
@@ -267,7 +267,7 @@ def _is_librarys_class(value: Any) -> bool:
 
 
 def _is_librarys(namespace: dict[str, Any]) -> bool:
-    """Whether these are the names of a module that keeps nothing of the user's at module level."""
+    """Return whether these are the names of a module that keeps nothing of the user's at module level."""
     name = str(namespace.get("__name__", "")).partition(".")[0]
     return name in ("reactivate", "torch", "numpy") or (name in sys.stdlib_module_names and name != "__main__")
 

@@ -39,7 +39,7 @@ class Op:
         self.site = site
 
     def is_like(self, other: Op) -> bool:
-        """Whether the same op had the same results."""
+        """Return whether the same op had the same results."""
         return self.name == other.name and self.results == other.results
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ def difference(forward: list[Op], recomputation: list[Op]) -> str:
 
 
 def _results_unseen(result: Any, func: Any) -> tuple[Any, ...]:
-    """What came out. A log around this one would write the ops of the checksum down, and take a checksum of each."""
+    """Take the checksums of results, unseen by a log around this one, which would take checksums of the checksum's ops."""
     outer = dispatch_modes()
     replace_dispatch_modes(())
     try:

@@ -1,4 +1,4 @@
-"""Where in the user's code a region's tensors were saved.
+"""Places: the lines of the user's code at which a region's tensors were saved.
 
 To look for the innermost line of the user's around every op costs more than the rest of what a saved tensor costs, where
 the op is deep inside of a library. So a region notes the instruction that saves, and looks further out only in the calls
@@ -15,7 +15,7 @@ from reactivate._engine.sites import Site
 
 
 class Place(NamedTuple):
-    """Where one tensor was saved.
+    """The place at which one tensor was saved.
 
     Attributes:
         inner: the instruction that saves, often one of torch's.

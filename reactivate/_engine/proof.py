@@ -27,7 +27,7 @@ from reactivate._types import Unrestored
 
 
 class Proof:
-    """What a forward wrote to without a copy being there, and the checksums of its outputs.
+    """The tensors that a forward wrote to without a copy, and the checksums of its outputs.
 
     Attributes:
         written: the tensors, each a `WeakTensor` or a `WrittenInput` in the place of one with a graph.

@@ -53,7 +53,7 @@ _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", defa
 
 
 def is_recomputing() -> bool:
-    """Whether the calling code runs in a recomputation: exactly then, on this thread (Rule 19).
+    """Return whether the calling code runs in a recomputation: exactly then, on this thread (Rule 19).
 
     For code with side effects that no guard knows, which would otherwise happen twice: metrics, logging, counters.
 
@@ -281,7 +281,7 @@ def _call_again(record: Record, memo: Memo) -> tuple[Callable[..., Any], list[An
 
 
 def _in_words(record: Record, error: RuntimeError) -> BaseException:
-    """What to raise for an error that came while the arguments were read."""
+    """Return the error to raise for one that came while the arguments were read."""
     if isinstance(error, ReactivateError) or not refusals.is_of_a_write(error):
         return error  # from the recomputation of a region around this one
     return record.options.exception(refusals.written_before_recomputation(record, error))
@@ -403,7 +403,7 @@ class _Matching:
     leave_to_eager(pack_checked.__code__)
 
     def _may_be_filling(self, tensor: Tensor) -> bool:
-        """Whether the op that saves `tensor` may yet write to what it has saved.
+        """Return whether the op that saves `tensor` may yet write to what it has saved.
 
         An op may fill a tensor that is no part of the graph after it had it saved, as rrelu does with its noise. All that
         is saved before the next node of autograd's is made may be of one op.
@@ -428,7 +428,7 @@ class _Matching:
         return copied, copied._version
 
     def follow_sites(self) -> RecomputationLog | None:
-        """What skips the calls that the policy saved."""
+        """Return the log that skips the calls that the policy saved, if any."""
         record = self.record
         if record.options.choice is None:
             return None

@@ -1,4 +1,4 @@
-"""What is known of one call of a checkpointed function between its forward pass and its backward."""
+"""The record of one call of a checkpointed function, between its forward pass and its backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Recomputation = Callable[[Any], "AbstractContextManager[Any] | None"]
 
 @dataclass(frozen=True)
 class Options:
-    """How regions behave; one object for all calls of one checkpointed function."""
+    """The options of regions; one object for all calls of one checkpointed function."""
 
     guards: tuple[Guard, ...] = ()
     early_stop: bool = True
@@ -68,16 +68,16 @@ class Options:
         object.__setattr__(self, "has_leaving", any(type(guard).leave is not Guard.leave for guard in self.guards))
 
     def of(self, name: str | None, choice: Choice | None, in_graph: Any) -> Options:
-        """The same for a region of that name, with what a policy says of its inside."""
+        """Return these options for a region of that name, with what a policy says of its inside."""
         return replace(self, name=name, choice=choice, in_graph=in_graph)
 
     def exception(self, error: ReactivateError) -> BaseException:
-        """What to raise for `error`: a drop-in makes it the peer's own type as well (Rule 18)."""
+        """Return the error to raise for `error`: a drop-in makes it the peer's own type as well (Rule 18)."""
         return error
 
 
 class Slot:
-    """What autograd holds in the place of a tensor that it saved. A recomputation puts the tensor in."""
+    """A slot: what autograd holds in the place of a tensor that it saved. A recomputation fills it."""
 
     __slots__ = ("__weakref__", "value", "version")
     value: Tensor | None
@@ -181,7 +181,7 @@ class Record:
     versions: dict[int, int]
 
     def take_snapshots(self) -> list[tuple[Recomputation, Any]]:
-        """What the guards would keep if the forward pass ended now."""
+        """Return what the guards would keep if the forward pass ended now."""
         assert self.tokens is not None
         snapshots = []
         for token, (after, recomputation) in zip(self.tokens, self.options.afters):
@@ -258,7 +258,7 @@ def without_regions() -> Iterator[None]:
 
 
 def are_regions_off() -> bool:
-    """Whether `without_regions` is around the call."""
+    """Return whether `without_regions` is around the call."""
     return _without_regions.get()
 
 

@@ -27,7 +27,7 @@ _SAME = (
 
 
 def name_of(record: Record) -> str:
-    """What messages and traces call the region."""
+    """Return the name of the region in messages and traces."""
     if record.options.name is not None:
         return record.options.name
     fn = record.fn
@@ -40,7 +40,7 @@ def name_of(record: Record) -> str:
 
 
 def is_of_a_write(error: Exception) -> bool:
-    """Whether autograd, or one of the errors below, says that a tensor was written to in place."""
+    """Return whether autograd, or one of the errors below, says that a tensor was written to in place."""
     return "modified by an inplace operation" in str(error)
 
 
@@ -271,7 +271,7 @@ def _roots(record: Record) -> Iterator[Module]:
 
 
 def _registered_name(record: Record, tensor: Tensor) -> str:
-    """What a parameter or buffer is called."""
+    """Return the name of a parameter or buffer."""
     for root in _roots(record):
         for name, value in (*root.named_parameters(), *root.named_buffers()):
             if value is tensor:

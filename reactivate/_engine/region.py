@@ -361,7 +361,7 @@ class Region(Record):
             return fenced
 
     def _load(self, slot: SiteSlot) -> Tensor:
-        """What a saved call keeps."""
+        """Return what a saved call keeps."""
         try:
             return slot.kept.load()  # type: ignore[no-any-return]
         except RuntimeError as error:
@@ -398,7 +398,7 @@ leave_out_of_graphs(Region.unpack)
 
 
 def _is_empty(slot: Slot) -> bool:
-    """Whether only a recomputation can fill it."""
+    """Return whether only a recomputation can fill it."""
     return slot.value is None and getattr(slot, "kept", None) is None
 
 

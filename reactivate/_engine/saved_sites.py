@@ -306,7 +306,7 @@ class ForwardLog(Log):
         return None
 
     def noted(self) -> Noted:
-        """What the region has noted, as it is now."""
+        """Return the notes of the region, as the state is now."""
         record = self.record
         states = record.states
         inputs = (item.tensor for item in record.inputs)
@@ -314,7 +314,7 @@ class ForwardLog(Log):
         return Noted(record.notes, (*(() if states is None else states.tensors), *inputs, *given), states)
 
     def changes(self) -> list[Callable[[], Any]]:
-        """What brings guarded state to where it is now."""
+        """Return what brings guarded state to where it is now."""
         record = self.record
         with without_function_modes():
             pairs = zip(record.options.guards, record.tokens)

@@ -22,7 +22,7 @@ _watched_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def is_being_watched(scripts: Sequence[Any]) -> bool:
-    """Whether TorchScript may run one of these without having compiled it."""
+    """Return whether TorchScript may run one of these without having compiled it."""
     watched = [script for script in scripts if _watched_calls.get(script, 0) < count_of_profiled_runs()]
     for script in list(watched):
         if is_compiled_script(script):

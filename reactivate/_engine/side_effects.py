@@ -55,7 +55,7 @@ class Reached:
         self._memory = list(map(_memory_of, self.tensors()))
 
     def change(self) -> str | None:
-        """What the call may have done to any of it, in words."""
+        """Say what the call may have done to any of it; None if nothing."""
         if self._given.unclear is not None:
             return self._given.unclear
         if self._closed_over.is_too_large:
@@ -85,7 +85,7 @@ class Reached:
 
 
 class _Walk:
-    """What is reachable from a value, modules and generators left out.
+    """The objects that a value leads to, without modules and generators.
 
     Attributes:
         tensors: all of them, each once.
@@ -195,7 +195,7 @@ def _memory_of(tensor: Tensor) -> Any:
 
 
 def _items(value: Any) -> list[Any] | None:
-    """What is in a container, an object, a function; None if that cannot be seen."""
+    """Return what is in a container, an object or a function; None if that cannot be seen."""
     kind: Any = type(value)
     if issubclass(kind, _SIZED) and not issubclass(kind, dict):
         return [*value, *_attributes(value)]
@@ -220,7 +220,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _is_looked_after(value: Any, kind: type) -> bool:
-    """Whether it cannot change, or a guard sees to it, or it is this package's own."""
+    """Return whether a value cannot change, or a guard sees to it, or it is this package's own."""
     if isinstance(value, (Module, Enum, type, BuiltinFunctionType, torch.Generator, random.Random)):
         return True
     if kind.__module__.partition(".")[0] == "reactivate":  # regions and their options, which know how often they ran

@@ -1,4 +1,4 @@
-"""Where calls inside of a region with a policy go: to the log of its forward pass, or to that of a recomputation."""
+"""The log that calls inside of a region with a policy go to: of its forward pass, or of a recomputation."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ open_logs: list[object] = []  # that are at work anywhere: mostly none, and then
 
 
 def current_log() -> Log | None:
-    """Where saved calls are noted or skipped: None outside of regions with a policy, and inside of a saved call."""
+    """Return the log that notes or skips saved calls: None outside of regions with a policy, and inside of a saved call."""
     log = _current.get() if open_logs else None
     return None if log is None or log.is_inside else log
 
 
 def is_at_work() -> bool:
-    """Whether calls on this thread go to a log."""
+    """Return whether calls on this thread go to a log."""
     return _current.get() is not None
 
 
@@ -56,7 +56,7 @@ def set_aside() -> Iterator[None]:
 
 
 class Log:
-    """What a forward pass and a recomputation have in common: they number calls."""
+    """The log of a forward pass or of a recomputation: both number calls."""
 
     def __init__(self, record: Any, choice: Choice) -> None:
         self._record = ref(record)  # which has the log, as have the contexts of regions inside of it
@@ -126,7 +126,7 @@ class Log:
 
     @property
     def values(self) -> OpLog | None:
-        """What writes down the ops of this pass, with `determinism="values"`."""
+        """Return the log of the ops of this pass, with `determinism="values"`."""
         raise NotImplementedError
 
     def unlogged(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,7 +180,7 @@ def opened(function: FunctionType) -> FunctionType:
 
 
 def unseen(function: Callable[..., Any], *args: Any) -> Any:
-    """What is looked at here are not the user's calls: modes around the region do not see them."""
+    """Call a function unseen by the modes around the region: what is looked at here are not the user's calls."""
     if not is_function_mode_active():
         return function(*args)
     modes = function_modes()

@@ -1,4 +1,4 @@
-"""Where in the user's code an op was called, cheaply enough to note it for every saved tensor.
+"""The line of the user's code that called an op, found cheaply enough to note it for every saved tensor.
 
 A site is a code object and an instruction in it; the line is looked up when somebody asks.
 """

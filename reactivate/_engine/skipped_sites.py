@@ -85,7 +85,7 @@ class RecomputationLog(Log):
         return self.run_again(fn, args, kwargs)
 
     def _load(self, site: SavedSite, outputs: Iterable[Any]) -> list[Any] | None:
-        """What the call returned; None if somebody has written to it since the region ended, so that it runs again."""
+        """Load what the call returned; None if somebody has written to it since the region ended, so that it runs again."""
         try:
             # To load may recompute a region around this one.
             return [item.load() if isinstance(item, Kept) else item for item in outputs]
@@ -110,7 +110,7 @@ class RecomputationLog(Log):
 def _hand_back(
     site: SavedSite, results: Iterable[Any], arguments: Sequence[Tensor], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """What the call returned: tensors with a place in a graph where they had one, so that what follows saves."""
+    """Return what the call returned: tensors with a place in a graph where they had one, so that what follows saves."""
     leaves: list[Any] = []
     for item, requires in zip(results, site.requires):
         if isinstance(item, Tensor):

@@ -33,7 +33,7 @@ _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, type(...
 
 
 class Noted:
-    """What a region has noted, as it is when a saved call begins.
+    """The notes of a region, as the state is when a saved call begins.
 
     Args:
         notes: the notes of the region.

@@ -22,7 +22,7 @@ _moved = Known()  # parameters that some forward gave other memory
 
 
 class Geometry(NamedTuple):
-    """Where the elements of a tensor are.
+    """The geometry of a tensor: where its elements are.
 
     Attributes:
         address: of the first element; 0 if there is none, or if the memory was given back.

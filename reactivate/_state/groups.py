@@ -23,7 +23,7 @@ _ndim_of, _shape_of, _dtype_of = map(attrgetter, ("ndim", "shape", "dtype"))
 
 
 class Group:
-    """What some tensors hold.
+    """The contents of some tensors.
 
     Args:
         tensors: one tensor, or vectors of one dtype on one device.

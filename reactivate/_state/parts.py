@@ -1,4 +1,4 @@
-"""What modules are made of: attributes, and the entries of their registries. Taken and compared for every region.
+"""The parts of modules: attributes, and the entries of their registries. Taken and compared for every region.
 
 All of it is in a few flat lists, which are made and compared in C. Of what every module has, only that is looked at which
 a forward reads.
@@ -69,7 +69,7 @@ def _below(item: Any) -> Any:
 
 
 class Layout:
-    """Where the parts of some modules are, without the parts.
+    """The places of the parts of some modules, without the parts.
 
     Args:
         namespaces: the modules' `__dict__`s.

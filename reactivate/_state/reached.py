@@ -16,7 +16,7 @@ from reactivate._types import Call
 
 
 class ReachedNotes:
-    """What `ModuleNotes` is for all modules, for each one that was reached.
+    """The notes of each module that the forward reached, as `ModuleNotes` are of all.
 
     Attributes:
         parts: the notes, one for each module, in the order in which they were reached.

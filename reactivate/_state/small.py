@@ -43,7 +43,7 @@ def is_small(tensor: Tensor) -> bool:
 
 
 class Bytes:
-    """What small tensors hold.
+    """The contents of small tensors.
 
     Args:
         tensors: the tensors.

@@ -48,7 +48,7 @@ def _are_hooked(namespaces: Iterable[dict[str, Any]]) -> bool:
 
 
 class Walked(NamedTuple):
-    """What a walk over a tree found.
+    """The result of a walk over a tree.
 
     Attributes:
         modules: every module, outermost first.

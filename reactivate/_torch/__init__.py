@@ -1,4 +1,4 @@
-"""What torch has no public name for: the only importer of its private ones.
+"""Private names of torch: this room is their only importer.
 
 Each file is about one concept of torch's. Each private name says why no public one serves, what it is relied on for, which a
 probe tries out when the package is imported, and what takes its place where it is gone (see `ways`).

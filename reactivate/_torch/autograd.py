@@ -132,7 +132,7 @@ set_grad_enabled: Callable[[bool], None] = fastest(
 
 
 def is_forward_mode_active() -> bool:
-    """Whether forward-mode AD is at work: how many `forward_ad.dual_level` contexts there are, less one."""
+    """Return whether a context of `forward_ad.dual_level` is open."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
@@ -238,7 +238,7 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 
 
 def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """What `view` is of its base, of another base of the same shape."""
+    """Return the view of another base, of the same shape, that `view` is of its own."""
     return view._view_func(base)  # type: ignore[attr-defined]
 
 
@@ -279,7 +279,7 @@ is_outside_of_functions: Callable[[], bool] = fastest(
 
 
 def has_setup_context(kind: type[torch.autograd.Function]) -> bool:
-    """Whether the context is filled in a function of its own, and `forward` does not get it."""
+    """Return whether the context is filled in a function of its own, and `forward` does not get it."""
     return kind.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
 
 

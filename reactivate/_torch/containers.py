@@ -12,12 +12,12 @@ registered_containers: dict[type, Any] = _pytree.SUPPORTED_NODES
 
 
 def leaves_with_paths(value: Any) -> list[tuple[str, Any]]:
-    """What is in nested containers, with the way to it: "[0]['hidden']"."""
+    """List what is in nested containers, with the way to it: "[0]['hidden']"."""
     return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_leaves_with_path(value)]
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """What is in nested containers, and what `unflatten` needs to put it back."""
+    """Return what is in nested containers, and what `unflatten` needs to put it back."""
     if isinstance(value, torch.Tensor):  # as mostly
         return [value], None
     return _pytree.tree_flatten(value)

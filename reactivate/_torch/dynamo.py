@@ -126,7 +126,7 @@ names_reach_graphs: bool = hasattr(torch.fx.traceback, "annotate")  # since torc
 
 
 def node_being_traced() -> Any:
-    """What dynamo knows of the call that the op being traced comes from."""
+    """Return what Dynamo knows of the call that the op being traced comes from."""
     return torch.fx.traceback.get_current_meta()
 
 
@@ -137,7 +137,7 @@ _recompute_everything: Any = getattr(find(_WRAP), "_always_prefer_recompute", No
 
 
 def runs_as_traced(function: Callable[..., Any]) -> bool:
-    """Whether `function` is the inside of a traced region, which torch is running as it was traced."""
+    """Return whether `function` is the inside of a traced region, which torch is running as it was traced."""
     return function.__module__ == _WRAP and not is_tracing()
 
 
@@ -151,7 +151,7 @@ def warn_of_running_as_traced() -> None:
 
 
 def _contexts_in_graph(context_fn: Callable[[], Any]) -> Any:
-    """What to enter for the forward pass and for the recomputation of a traced region."""
+    """Return the contexts for the forward pass and for the recomputation of a traced region."""
     if is_tracing():
         return context_fn()
     warn_of_running_as_traced()

@@ -136,7 +136,7 @@ def run_unseen(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def equal_unseen(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether they are equal, asked of neither modes of the user's nor a fake-tensor mode, which could not say."""
+    """Compare tensors unseen by the user's modes and by a fake-tensor mode, which could not say."""
     if not is_dispatch_mode_active() and not _count_function_modes():
         return torch.equal(one, other)
     return run_unseen(torch.equal, one, other)

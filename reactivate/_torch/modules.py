@@ -22,7 +22,7 @@ GLOBAL_FLAGS = _module._global_forward_hooks_with_kwargs, _module._global_forwar
 
 
 def has_hooks(module: Module) -> bool:
-    """Whether calling `module` runs more than its `forward`."""
+    """Return whether calling `module` runs more than its `forward`."""
     return bool(
         module._forward_pre_hooks
         or module._forward_hooks
@@ -33,7 +33,7 @@ def has_hooks(module: Module) -> bool:
 
 
 def is_distributed(value: Any) -> bool:
-    """Whether `value` is a DTensor. Importing that takes a second, so it is not imported for asking."""
+    """Return whether `value` is a DTensor. Importing that class takes a second, so it is not imported for asking."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 

@@ -25,7 +25,7 @@ def qualified_name(packet: Any) -> str:
 
 @functools.cache
 def written_arguments(op: Any) -> tuple[tuple[int, str, bool], ...]:
-    """What `op`'s schema says that it writes to: (position, name, whether it can only be named, as `out=`) of each."""
+    """List the arguments that `op`'s schema says it writes to: (position, name, whether it can only be named, as `out=`)."""
     arguments = op._schema.arguments if isinstance(op, OpOverload) else ()
     return tuple(
         (position, item.name, item.kwarg_only)

@@ -88,5 +88,5 @@ SavedTensor, save_tensor = fastest(
 
 
 def data_of(saved: Any) -> Any:
-    """What is kept for a saved tensor: the tensor, or what hooks made of it. (One on a node can only run these hooks.)"""
+    """Return what is kept for a saved tensor: the tensor, or what hooks made of it. (A node can only run them.)"""
     return saved.data if hasattr(saved, "data") else saved.unpack()

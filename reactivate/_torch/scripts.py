@@ -25,12 +25,12 @@ count_of_profiled_runs: Callable[[], int] = fastest(
 
 
 def is_profiling_graph(graph: Any) -> bool:
-    """Whether TorchScript ran `graph` to see what to compile, and will run another one next time."""
+    """Return whether TorchScript ran `graph` to see what to compile, and will run another one next time."""
     return any(node.kind() == "prim::profile" for node in graph.nodes())
 
 
 def is_compiled_script(script: Any) -> bool:
-    """Whether a scripted function or module has been called often enough to be compiled."""
+    """Return whether a scripted function or module has been called often enough to be compiled."""
     try:
         script.get_debug_state()
     except RuntimeError:

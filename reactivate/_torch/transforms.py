@@ -23,5 +23,5 @@ _TRANSFORMS = {
 
 
 def name_of_transform() -> str | None:
-    """What the innermost transform is called; None for functionalization, which is not the user's."""
+    """Return the name of the innermost transform; None for functionalization, which is not the user's."""
     return _TRANSFORMS.get(current_transform().key().name)

@@ -1,4 +1,4 @@
-"""How a command ends: an exit code, one line, and a JSON document where that was asked for."""
+"""The end of a command: an exit code, one line, and a JSON document where that was asked for."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from reactivate.errors import UsageError
 
 @dataclass(frozen=True)
 class Request:
-    """How a target is to be made.
+    """Options that say how a target is made.
 
     Attributes:
         target: `package.module:factory`, the name of a config class, or a config.json or its folder.
@@ -108,7 +108,7 @@ def _itself(model: Module) -> Module:
 
 
 def _found(target: str) -> Callable[..., Any]:
-    """What `package.module:name` names; modules of the current folder are found too."""
+    """Return what `package.module:name` names; modules of the current folder are found too."""
     name, separator, attribute = target.partition(":")
     if not (separator and name and attribute):
         raise UsageError(

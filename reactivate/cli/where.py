@@ -1,4 +1,4 @@
-"""Where a target is to run: on a device that is here, or in a simulation of one that is not."""
+"""The place of a target: a device that is here, or a simulation of one that is not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reactivate.planner.devices import DeviceSpec, find, load
 
 @dataclass(frozen=True)
 class Where:
-    """Where a target is to run.
+    """The place where a target runs.
 
     Attributes:
         device: what it is moved to; None: it stays where it is made.
@@ -27,7 +27,7 @@ class Where:
 
 
 def where_of(name: str | None, on_meta: bool) -> Where:
-    """Where `--device` and `--meta` say.
+    """Return the place that `--device` and `--meta` name.
 
     Args:
         name: a device of torch ("cuda"), one of the table ("H100-SXM"), or a file that describes one ("mine.json").

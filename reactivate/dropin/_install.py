@@ -29,7 +29,7 @@ _active: list[Installation] = []
 
 
 class Installation:
-    """What `install` did: a context manager, whose end takes it back, as `uninstall()` does."""
+    """The handle of `install`: a context manager, whose end takes it back, as `uninstall()` does."""
 
     def __init__(self, guards: Guards) -> None:
         instance = _second_instance(dropin)

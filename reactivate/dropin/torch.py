@@ -117,7 +117,7 @@ def _options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determi
 
 
 class Asked(NamedTuple):
-    """What a call asks of its region."""
+    """The options that a call gives for its region."""
 
     preserve_rng_state: bool = True
     context_fn: Callable[[], Any] = noop_context_fn
@@ -345,7 +345,7 @@ class GraphExecGroup(shared_recompute):
 
     @classmethod
     def _get_current_group(cls) -> shared_recompute | None:
-        """What torch's own engine asks for, in the backward of regions that were there before `install`."""
+        """Return what torch's own engine asks for, in the backward of regions that were there before `install`."""
         return current_group()
 
 

@@ -19,7 +19,7 @@ from reactivate.guards._base import Rewound
 
 
 class Tracker(Protocol):
-    """What Megatron's and TransformerEngine's RNG trackers have in common."""
+    """An RNG tracker: the part that Megatron's and TransformerEngine's have in common."""
 
     def get_states(self) -> dict[str, Any]:
         """{name: a state tensor, or a generator}."""

@@ -112,7 +112,7 @@ class Bound:
         return room_weight * self.rooms[index] - tick_weight * self.gains[index]
 
     def plus(self, corners: list[_Point]) -> Bound:
-        """The same with one more choice in front, of which the hull is given."""
+        """Return this bound with one more choice in front, of which the hull is given."""
         edges = self.edges.copy()
         for edge in _edges_of(corners):
             index = bisect_left(edges, edge[:1])
@@ -123,7 +123,7 @@ class Bound:
         return Bound.of((self.rooms[0] + corners[0][0], self.gains[0] + corners[0][1]), edges)
 
     def cut(self, room: int) -> Bound:
-        """What is not to the left of `room`."""
+        """Return the part that is not to the left of `room`."""
         index = bisect_right(self.rooms, room)
         if index == 0:
             return self

@@ -1,4 +1,4 @@
-"""What a user allows a step to take: bytes in all, or a share of the plain step's activations."""
+"""Budgets: the memory that a user allows a step, as bytes in all or as a share of the plain step's activations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAKES = 'A budget is an int of bytes (8589934592), a text with a unit ("8GiB", 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much memory a step may take at its peak.
+    """The memory that a step may take at its peak.
 
     Attributes:
         text: the budget as `parse` takes it.

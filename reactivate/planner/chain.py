@@ -1,4 +1,4 @@
-"""What is solved: a chain of blocks, what each of them may do, and what a choice among that comes to. No torch."""
+"""The problem: a chain of blocks, what each of them may do, and what a choice among that costs. No torch."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Chain:
         return peak_bytes
 
     def solution_of(self, picks: Iterable[Pick], *, states: int = 0) -> Solution:
-        """What these picks come to.
+        """Return the solution that these picks make.
 
         Args:
             picks: an entry for each block.

@@ -1,4 +1,4 @@
-"""What named devices can do, for estimates where nothing can be run on them.
+"""Named devices and their speed, for estimates where nothing can be run on them.
 
 Rates and bandwidths are peaks as their vendors publish them: of dense matrix products, accumulated in float32. (Data
 sheets since Hopper print rates with sparsity, which are twice these.) Memory is the published number, of 10^9 bytes; a
@@ -30,7 +30,7 @@ FORMATS = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What a device can do.
+    """The speed and memory of a device.
 
     Attributes:
         name: what it is called.
@@ -100,7 +100,7 @@ class DeviceSpec:
         return self.flops_per_second.get(format_) or self.flops_per_second["float32"] / slowdown
 
     def seconds(self, flops: float, moved_bytes: float, format_: str = "float32") -> float:
-        """How long one op takes: its arithmetic or its traffic, whichever takes longer, and its launch.
+        """Return the seconds of one op: its arithmetic or its traffic, whichever takes longer, and its launch.
 
         Args:
             flops: of matrix products; a multiplication and an addition are two.

@@ -92,7 +92,7 @@ def _guess(
     dimension: int,
     size: int,
 ) -> int:
-    """Where the least peaks of two sizes, simulated, lead to, if memory grows along a line."""
+    """Return where the least peaks of two sizes, simulated, lead to, if memory grows along a line."""
     elsewhere = replace(place, is_here=False)
     peaks = []
     for wanted in (size, 2 * size):

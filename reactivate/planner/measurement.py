@@ -9,7 +9,7 @@ from reactivate._engine.accounts import in_words
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was promised, and what was measured.
+    """A promise beside its measurement.
 
     Attributes:
         budget_bytes: what was allowed.
@@ -30,12 +30,12 @@ class Measurement:
 
     @property
     def holds(self) -> bool:
-        """Whether the budget was kept."""
+        """Return whether the budget was kept."""
         return self.measured_bytes <= self.budget_bytes
 
     @property
     def error(self) -> float:
-        """How far the measured peak is above the promise, as a part of the step's own peak; negative: below."""
+        """Return how far the measured peak is above the promise, as a part of the step's own peak; negative: below."""
         return (self.measured_bytes - self.promised_bytes) / max(self.activation_bytes, 1)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What is allocated before a step, and by the optimizer."""
+"""Memory that is allocated before a step, and by the optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reactivate.planner.trace import Costs, traced
 
 
 def fixed_of(model: Module, args: Any, kwargs: Any, optimizer_bytes: int) -> Fixed:
-    """What there is all the time, each storage once."""
+    """Return the bytes that are there all the time, each storage once."""
     ledger = Ledger()
     parameters = ledger.enter_all([*model.parameters(), *model.buffers()])
     gradients = sum(item.nbytes for item in model.parameters() if item.requires_grad)
@@ -30,7 +30,7 @@ def fixed_of(model: Module, args: Any, kwargs: Any, optimizer_bytes: int) -> Fix
 
 
 def optimizer_memory(optimizer: Optimizer, model: Module, costs: Costs, device: torch.device) -> tuple[int, int]:
-    """What an optimizer keeps, and the most that a step of it allocates beside that. Nothing is computed.
+    """Return the bytes that an optimizer keeps, and the most that its step allocates beside that. Nothing is computed.
 
     Args:
         optimizer: of `model`; it is not changed.
@@ -55,7 +55,7 @@ def optimizer_memory(optimizer: Optimizer, model: Module, costs: Costs, device: 
 
 
 class _AnyValue(TorchDispatchMode):
-    """Where an optimizer asks for a number, as for a norm, any will do: memory does not depend on it."""
+    """Answer an optimizer that asks for a number, as for a norm: any will do, since memory does not depend on it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and has_no_memory(args[0]):

@@ -1,4 +1,4 @@
-"""What the engine itself takes: for a region, for a tensor saved in it, for a saved call, for seeing a function.
+"""The engine's own time: for a region, for a tensor saved in it, for a saved call, for seeing a function.
 
 It is Python, and the same wherever the tensors are, so it is measured here and now, on tensors too small to count.
 """
@@ -30,7 +30,7 @@ class Overhead:
     function: float
 
     def of(self, call: Call, functions: int) -> float:
-        """What the engine takes for the call of a unit.
+        """Return the engine's own seconds for the call of a unit.
 
         Args:
             call: as it was traced.

@@ -1,4 +1,4 @@
-"""Where a planned step is to run: here, or on a device that only a table knows."""
+"""The place of a planned step: here, or on a device that only a table knows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reactivate.planner.devices import DeviceSpec, find
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step is to run.
+    """The place where a step runs.
 
     Attributes:
         device: of its tensors.
@@ -38,7 +38,7 @@ class Place:
 def place_of(
     model: Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | str | DeviceSpec | None
 ) -> Place:
-    """Where a model is, or is said to be.
+    """Return the place where a model is, or is said to be.
 
     Raises:
         UsageError: it is elsewhere, or no such device is known.

@@ -27,7 +27,7 @@ VERSION = 1
 
 
 class Runner(Protocol):
-    """What can still run the step that a plan was made for."""
+    """A runner: it can still run the step that a plan was made for."""
 
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Decision:
-    """What is done with a unit of the model.
+    """The decision on a unit of the model.
 
     Attributes:
         path, kind: the module, and the name of its class.
@@ -61,7 +61,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What a plan was made for.
+    """The circumstances that a plan was made for.
 
     Attributes:
         model: the name of its class.
@@ -228,7 +228,7 @@ class Plan(ReadyMade):
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
-        """What `to_json` gave.
+        """Make a plan from what `to_json` returned.
 
         Raises:
             UsageError: it is not that, or of another version.
@@ -268,7 +268,7 @@ class Plan(ReadyMade):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """What `save` wrote.
+        """Read a plan that `save` wrote.
 
         Raises:
             UsageError: there is no such file, it is no plan, or of another version.
@@ -283,7 +283,7 @@ class Plan(ReadyMade):
 
 
 def digest_of(module: Module) -> str:
-    """What tells one block's parameters from another's: names, shapes and dtypes, not values."""
+    """Return a digest of a block's parameters: of names, shapes and dtypes, not values."""
     facts = [(name, tuple(item.shape), str(item.dtype)) for name, item in module.named_parameters()]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

@@ -199,7 +199,7 @@ class Planner:
         return max(self.fixed.total + self.search.smallest().trace.peak_bytes, self.optimizer_bytes)
 
     def default_budget(self) -> Budget:
-        """What is free on the device, less a reserve, and what the step has there already."""
+        """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
         if self.place.device.type == "cpu" and not self.is_predicted:
             raise UsageError(
                 "plan(budget=None): what is free is known of an accelerator. On a CPU say how much: budget='8GiB'."
@@ -266,7 +266,7 @@ class Planner:
 
     @functools.cached_property
     def _policies(self) -> tuple[Point, ...]:
-        """What fixed policies come to."""
+        """Return the peak and time of fixed policies."""
         chain = self.chain
         every = {"none()": 0, "full()": 1, **{f"recompute_every({k})": k for k in (2, 3, 4)}}
         return tuple(

@@ -1,4 +1,4 @@
-"""What a plan says of a step: its memory over time, its peak and what that is made of, its time. No torch."""
+"""The prediction of a plan: memory over time, its peak and what that is made of, time. No torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a step has allocated beyond `Fixed`, at one moment.
+    """The memory that a step has allocated beyond `Fixed`, at one moment.
 
     Attributes:
         seconds: since the step began.
@@ -89,7 +89,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Proof:
-    """How it was seen that a plan holds.
+    """The way in which it was seen that a plan holds.
 
     Attributes:
         method: "simulated": the whole step ran on fake tensors.

@@ -1,4 +1,4 @@
-"""What each treatment of each unit holds, needs and takes: read off simulated steps.
+"""The memory and time of each treatment of each unit: read off simulated steps.
 
 A step in which every unit has some treatment tells, of each unit, how much more is alive after it than before, the most
 that is alive while it runs, forward or backward, and what its ops take. As many steps as there are treatments tell all
@@ -38,7 +38,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one simulated step tells.
+    """The measures of one simulated step.
 
     Attributes:
         paths: the units in the order in which they are called; one that is called twice is there twice.
@@ -110,7 +110,7 @@ def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float]]:
 
 
 def rounds_of(units: Mapping[str, Module], menus: Mapping[str, Sequence[Treatment]]) -> list[dict[str, Treatment]]:
-    """What to simulate: a treatment for each unit, several times over.
+    """List the steps to simulate: a treatment for each unit, several times over.
 
     Args:
         units: the units that are called.
@@ -164,7 +164,7 @@ class Table:
 
     @staticmethod
     def _of(reading: Reading, path: str, plain: Reading) -> Figures:
-        """What is other than in the plain step; of a unit that is called several times, in all."""
+        """Return what differs from the plain step; of a unit that is called several times, in all."""
         pairs = [pair for name, *pair in zip(reading.paths, reading.calls, plain.calls) if name == path]
         return Figures(
             sum(one.held_bytes - other.held_bytes for one, other in pairs),

@@ -1,4 +1,4 @@
-"""What ops cost on the device at hand: their seconds, and the memory that they take for themselves.
+"""The cost of ops on the device at hand: their seconds, and the memory that they take for themselves.
 
 One step runs for real, each op under a clock and the allocator's eye. An op is known by its name, the shapes, strides
 and dtypes of its tensors, and its other arguments: a recomputation runs the same ops again, so what one step tells holds for
@@ -61,7 +61,7 @@ class Measured(Modelled):
 
 
 def key_of(op: Any, args: Any, kwargs: Any) -> Key:
-    """What is known of an op before it runs."""
+    """Return the key of an op's cost: all that is known of the call before it runs."""
     leaves = flatten((args, kwargs))[0]
     return (op, *map(_facts_of, leaves))
 
@@ -225,7 +225,7 @@ def measured_peak(step: Callable[[], object], device: torch.device) -> int:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes."""
+    """Return the seconds that a call takes."""
     _wait(device)
     began = perf_counter()
     run()

@@ -1,4 +1,4 @@
-"""How long a call of an op takes on a device, from what it computes and what it moves.
+"""The time of an op on a device, from what it computes and what it moves.
 
 The roofline model (Williams, Waterman, Patterson: "Roofline: an insightful visual performance model for multicore
 architectures", 2009). Arithmetic is that of matrix products, convolutions, attention and recurrent layers, by torch's
@@ -25,7 +25,7 @@ __all__ = ["bytes_of", "flops_of", "seconds_of"]
 
 
 def seconds_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: DeviceSpec) -> float:
-    """How long this call takes on `device`; 0 for one that only looks at its inputs in another way.
+    """Return the seconds of this call on `device`; 0 for one that only looks at its inputs in another way.
 
     Args:
         op, args, kwargs, out: a call as `__torch_dispatch__` sees it, and its result, on real tensors or fake ones.
@@ -184,13 +184,13 @@ _GATHERING = frozenset(
 
 
 def _allocates(op: Any) -> bool:
-    """Whether the op hands out or gives back memory without touching it."""
+    """Return whether the op hands out or gives back memory without touching it."""
     name = _name_of(op)
     return "empty" in name or name in ("resize_", "set_")
 
 
 def _sum_bytes(tensors: list[Tensor]) -> int:
-    """What they hold together: each tensor once, an expanded dimension once, a sparse tensor as if it were dense."""
+    """Return the bytes of tensors: each once, an expanded dimension once, a sparse tensor as if it were dense."""
     return sum(map(_size_bytes, {id(tensor): tensor for tensor in tensors}.values()))
 
 

@@ -1,4 +1,4 @@
-"""What a plan can do while the step that it was made for is still there: run it, and tell of other shapes."""
+"""The runner of a plan: as long as the step is there, it runs it and predicts other shapes."""
 
 from __future__ import annotations
 

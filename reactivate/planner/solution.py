@@ -105,7 +105,7 @@ class Search:
         return chosen
 
     def _correct(self, found: Proven) -> bool:
-        """Where the simulated step is above or below what was promised, take that into the problem."""
+        """Take into the problem where the simulated step is above or below the promise."""
         reading = self._seen[tuple(found.treatments.values())][1]
         if reading.paths != self._table.plain.paths:
             return False

@@ -202,7 +202,7 @@ class _Problem:
 
 
 def _contracted(graph: _Graph) -> _Graph:
-    """The same with one move in place of two between which there is no choice."""
+    """Return the moves with one in place of two between which there is no choice."""
     arrivals = Counter(move.stop for moves in graph.values() for move in moves)
     passed = {start for start, moves in graph.items() if start and len(moves) == 1 and arrivals[start] == 1}
     shorter = {}
@@ -264,7 +264,7 @@ class _Search:
         return True, is_proof
 
     def _promising(self, start: int, labels: Iterable[_Label], limit: int) -> list[tuple[int, _Label]]:
-        """Those from which a better solution may come within `limit` ticks, each with a bound on the ticks of that."""
+        """Return the labels that may lead to a better solution within `limit` ticks, each with a bound on its ticks."""
         bound, budget_bytes = self.bounds[start], self.budget_bytes
         most_held = budget_bytes - bound.rooms[0]
         peak_limit = self.peak_bytes if limit == self.ticks else budget_bytes + 1
@@ -282,7 +282,7 @@ class _Search:
         return found
 
     def _moved(self, labels: Iterable[_Label], move: Move, way: int) -> list[_Label]:
-        """Where a move leads from those labels that have room for it."""
+        """Return the labels that a move leads to from those that have room for it."""
         _, more_held, need, more_ticks, _ = move
         most_held = self.budget_bytes - need
         return [
@@ -293,7 +293,7 @@ class _Search:
 
 
 def _picks_on(way: int, graph: _Graph, labels: dict[int, list[_Label]], end: int) -> list[Pick]:
-    """What was chosen on a way to the end: back from label to label."""
+    """Return the choices on a way to the end: back from label to label."""
     mask = (1 << _WAY_BITS) - 1
     parts = []
     while end:
@@ -333,7 +333,7 @@ def _slowest(menus: Sequence[Sequence[tuple[int, Sequence[Entry]]]]) -> float:
 
 
 def _undominated(moves: Iterable[Move]) -> list[Move]:
-    """Those that hold, need or take less than every other."""
+    """Return the moves that hold, need or take less than every other."""
     found: list[Move] = []
     for move in sorted(moves, key=lambda move: (move.held, move.ticks, move.need)):
         if not any(other.need <= move.need and other.ticks <= move.ticks for other in found):

@@ -21,7 +21,7 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """What a user trains: a model, what it is called with, and what is made of the result.
+    """A training step: a model, its arguments, and the loss made of its result.
 
     Args:
         model: the model.
@@ -78,7 +78,7 @@ class TrainingStep:
 
 
 def default_loss(output: Any) -> tuple[str, Callable[[], Tensor]]:
-    """What is taken for the loss, in words, and what makes it: the output if it is a scalar, its `.loss`, else its sum."""
+    """Return the name of the loss and what makes it: the output if it is a scalar, its `.loss`, else its sum."""
     if isinstance(output, Tensor) and output.numel() == 1:
         return "the model's output", lambda: output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

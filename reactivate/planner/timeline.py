@@ -11,7 +11,7 @@ _KEPT, _RECOMPUTED, _WORKSPACE = range(3)
 
 
 def prediction_of(trace: Trace, fixed_bytes: int, seconds: float) -> Prediction:
-    """What a simulated step says of the real one.
+    """Return the prediction of the real step that a simulated one makes.
 
     Args:
         trace: the step.

@@ -37,7 +37,7 @@ from reactivate.policies.canonical import name_of
 
 
 class Cost(NamedTuple):
-    """What an op costs.
+    """The cost of an op.
 
     Attributes:
         seconds: how long it takes.
@@ -51,7 +51,7 @@ class Cost(NamedTuple):
 
 
 class Costs(Protocol):
-    """What ops cost.
+    """A source of the cost of ops.
 
     Attributes:
         rounding: the allocator gives multiples of this many bytes.
@@ -136,7 +136,7 @@ class Trace:
 
     @property
     def seconds(self) -> float:
-        """What the ops take."""
+        """Return the seconds of all ops."""
         return sum(op.seconds for op in self.ops)
 
 
@@ -305,7 +305,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Places:
-    """Where in the model the step is."""
+    """The position of the step in the model."""
 
     def __init__(self) -> None:
         self.turn = 0

@@ -1,4 +1,4 @@
-"""What may be done with a unit: keep all of it, recompute all or parts of it, save some calls of what is recomputed."""
+"""The treatments of a unit: keep all of it, recompute all or parts of it, save some calls of what is recomputed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_PARTS = 4  # of a unit that are also tried one by one
 
 @dataclass(frozen=True)
 class Treatment:
-    """What is done with a unit.
+    """A treatment of a unit.
 
     Attributes:
         name: what reports call it.
@@ -41,7 +41,7 @@ FULL = Treatment("recompute", ("",))
 
 
 def treatments_of(unit: Module, ops: frozenset[str]) -> tuple[Treatment, ...]:
-    """What is worth a try, `KEEP` first.
+    """List the treatments that are worth a try, `KEEP` first.
 
     Args:
         unit: the unit.
@@ -80,7 +80,7 @@ def _saving(unit: Module, ops: frozenset[str]) -> list[Treatment]:
 
 
 def _work_of(module: Module) -> int:
-    """How many products go into a number that comes out."""
+    """Return the number of products that go into a number of the result."""
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     return weight[0].numel()
@@ -130,7 +130,7 @@ class Assignment(ReadyMade):
 
 @dataclass(frozen=True, repr=False)
 class _Inside(ReadyMade):
-    """What is saved inside of one unit: regions with nothing to save have no policy to ask."""
+    """The policy inside of one unit: regions with nothing to save have no policy to ask."""
 
     unit: str
     treatment: Treatment
@@ -158,5 +158,5 @@ def join(path: str, below: str) -> str:
 
 
 def is_below(path: str, above: str) -> bool:
-    """Whether a module is, or is inside of, another."""
+    """Return whether a module is, or is inside of, another."""
     return not above or path == above or path.startswith(f"{above}.")

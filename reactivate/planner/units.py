@@ -1,4 +1,4 @@
-"""What a plan decides about: the blocks of a model, and what else of it is made of modules."""
+"""The units of a plan: the blocks of a model, and what else of it is made of modules."""
 
 from __future__ import annotations
 

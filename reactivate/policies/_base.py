@@ -1,4 +1,4 @@
-"""What a ready-made policy is, beside a function from sites to actions."""
+"""Ready-made policies: what they are beside a function from sites to actions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reactivate.errors import UsageError
 
 @dataclass(frozen=True)
 class Interest:
-    """What a policy has to be asked about, so that other calls cost nothing.
+    """The calls that a policy has to be asked about, so that others cost nothing.
 
     Attributes:
         ops: names of ops; None for all there are.
@@ -50,7 +50,7 @@ class Interest:
 
     @property
     def any_function(self) -> bool:
-        """Whether functions of torch are of interest: then a region has to see each of them."""
+        """Return whether functions of torch are of interest: then a region has to see each of them."""
         return self.ops is None or bool(self.ops)
 
 
@@ -75,7 +75,7 @@ class ReadyMade:
         return "first"
 
     def interest(self) -> Interest:
-        """What it has to be asked about."""
+        """Return the calls that the policy has to be asked about."""
         return Interest()
 
     def parts(self) -> tuple[Policy, ...]:
@@ -83,7 +83,7 @@ class ReadyMade:
         return (self,)
 
     def inside(self, path: str) -> Policy:
-        """What it says of the calls inside of the region at `path`: where that is less, less has to be looked at."""
+        """Return the policy for the calls inside of the region at `path`: where that is less, less has to be looked at."""
         return self
 
     def check_blocks(self, blocks: Sequence[str]) -> None:
@@ -94,7 +94,7 @@ class ReadyMade:
         """
 
     def applied_to(self, model: Module) -> Callable[[], None]:
-        """It is applied to `model`.
+        """Take note of being applied to `model`.
 
         Returns:
             What undoes what it did about that.
@@ -106,7 +106,7 @@ class ReadyMade:
 
     @property
     def may_match_nothing(self) -> bool:
-        """Whether it is all right if no site matches: for a policy that lists more than any one model has."""
+        """Return whether it is all right if no site matches: for a policy that lists more than any one model has."""
         return False
 
 
@@ -133,7 +133,7 @@ def _found(policy: Any) -> str:
 
 
 def _is_factory(value: Any) -> bool:
-    """Whether `value` is a function that makes policies."""
+    """Return whether `value` is a function that makes policies."""
     return isinstance(value, FunctionType) and value.__module__.startswith(__package__ + ".")
 
 
@@ -189,7 +189,7 @@ def check_every(n: int, offset: int, function: str, rest: str = "") -> None:
 
 
 def interest_of(policy: Policy) -> Interest:
-    """What `policy` has to be asked about."""
+    """Return the calls that `policy` has to be asked about."""
     return policy.interest() if isinstance(policy, ReadyMade) else ALL
 
 

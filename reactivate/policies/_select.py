@@ -30,7 +30,7 @@ def check(selectors: tuple[Selector, ...], asked_by: str) -> None:
 
 
 def selects(selectors: tuple[Selector, ...], site: Site) -> bool:
-    """Whether one of `selectors` is for the module of `site`, or the module that its function is called in."""
+    """Return whether one of `selectors` is for the module of `site`, or the module that its function is called in."""
     for selector in selectors:
         if isinstance(selector, str):
             if matches(selector, site.path):
@@ -44,7 +44,7 @@ def selects(selectors: tuple[Selector, ...], site: Site) -> bool:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether `path` ends as `pattern` says: `*` stands for one name, `**` for any number of them."""
+    """Return whether `path` ends as `pattern` says: `*` stands for one name, `**` for any number of them."""
     return _compiled(pattern).search(f"{path}.") is not None
 
 

@@ -1,4 +1,4 @@
-"""What the pictures of a plan have in common: a figure without pyplot, units, colours, a file by its suffix."""
+"""The parts that the pictures of a plan share: a figure without pyplot, units, colours, a file by its suffix."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 def svg_of(figure: Figure, name: str = "plan") -> str:
-    """It as SVG, the same in each run.
+    """Return the figure as SVG, the same in each run.
 
     Args:
         figure: the figure.
@@ -94,12 +94,12 @@ def second_unit(most_seconds: float) -> tuple[str, float]:
 
 
 def title(axes: Axes, words: str) -> None:
-    """What stands above a picture."""
+    """Put the title above a picture."""
     axes.set_title(words, loc="left", fontweight="bold", fontsize=11, parse_math=False)
 
 
 def legend(axes: Axes) -> None:
-    """What is what, below a picture."""
+    """Put the legend below a picture."""
     axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, 0.0),

@@ -208,7 +208,7 @@ def _lines(axes: Axes, plan: Planned, scale: int, tick: float) -> Iterator[tuple
 
 
 def _box(axes: Axes, start: _Place, end: _Place, around: float) -> Bbox:
-    """What is around a line between two places of the data, in pixels; `around` is in points."""
+    """Return the box around a line between two places of the data, in pixels; `around` is in points."""
     from matplotlib.transforms import Bbox
 
     (x0, y0), (x1, y1) = axes.transData.transform([start, end])
@@ -217,7 +217,7 @@ def _box(axes: Axes, start: _Place, end: _Place, around: float) -> Bbox:
 
 
 def _common(box: Bbox, other: Bbox) -> float:
-    """How much of two boxes is in both, in square pixels."""
+    """Return the area that two boxes share, in square pixels."""
     width = min(box.x1, other.x1) - max(box.x0, other.x0)
     height = min(box.y1, other.y1) - max(box.y0, other.y0)
     return float(max(0.0, width) * max(0.0, height))

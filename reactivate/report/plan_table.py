@@ -33,7 +33,7 @@ def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str
 
 
 def verdict(plan: Planned) -> str:
-    """What fits into what, and what it costs."""
+    """Say what fits into what, and what it costs."""
     share = f" ({plan.budget} of the plain step's activation peak)" if plan.budget.endswith("%") else ""
     largest = "" if plan.largest is None else f", at a size of {plan.largest}, the largest that does"
     while_ = " while the optimizer steps" if plan.optimizer_bytes > plan.predicted.peak_bytes else ""
@@ -46,7 +46,7 @@ def verdict(plan: Planned) -> str:
 
 
 def proof(plan: Planned) -> str:
-    """How it was seen, and what is only predicted."""
+    """Say how it was seen, and what is only predicted."""
     rounds = (
         "the first plan that was tried" if plan.proof.rounds == 1 else f"the last of {plan.proof.rounds} plans tried"
     )
@@ -58,7 +58,7 @@ def proof(plan: Planned) -> str:
 
 
 def memory(plan: Planned) -> str:
-    """What the peak is made of."""
+    """Say what the peak is made of."""
     parts = ", ".join(f"{name} {in_words(size)}" for name, size in at_peak(plan).items() if size)
     return f"At the peak of forward and backward: {parts}."
 
@@ -197,7 +197,7 @@ def together(points: Sequence[Point]) -> list[Point]:
 
 
 def is_same(point: Point, other: Point) -> bool:
-    """Whether two choices come to the same."""
+    """Return whether two choices come to the same."""
     return point.peak_bytes == other.peak_bytes and abs(point.seconds - other.seconds) <= 1e-9 * abs(other.seconds)
 
 

@@ -1,4 +1,4 @@
-"""What a report reads of a plan, so that a plan can print its report and neither has to import the other."""
+"""The plan as a report reads it, so that a plan can print its report and neither has to import the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reactivate.planner.prediction import Fixed, Point, Prediction, Proof
 
 
 class Done(Protocol):
-    """What is done with a unit: `Treatment`."""
+    """The decision on a unit, as of `Treatment`."""
 
     @property
     def name(self) -> str: ...
@@ -33,7 +33,7 @@ class Decided(Protocol):
 
 
 class MadeFor(Protocol):
-    """What the plan was made for: `Circumstances`."""
+    """The circumstances of a plan, as of `Circumstances`."""
 
     @property
     def model(self) -> str: ...
