@@ -33,6 +33,14 @@ _PRELUDE_FILE = Path(__file__).with_name("prelude.py")
 _PRELUDE = compile(_PRELUDE_FILE.read_text(), str(_PRELUDE_FILE), "exec")
 
 
+def _without_frames(error: BaseException) -> BaseException:
+    """Let an error and its causes hold no frame: a region knows the context of its forward, and with it the trace."""
+    found: BaseException | None = error
+    while found is not None:
+        found = found.with_traceback(None).__context__
+    return error
+
+
 @dataclass(frozen=True)
 class Arm:
     """A way to run the regions of a program.
@@ -161,7 +169,7 @@ def _run(code: CodeType, arm: Arm, seed: int, trace: Trace) -> None:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # an internal signal of the engine that escapes is one
-            trace.error = error.with_traceback(None)
+            trace.error = _without_frames(error)
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
 

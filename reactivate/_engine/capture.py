@@ -480,7 +480,7 @@ class Capture:
                 self.notes.append(NumbersNote(value))
         elif kind in _BUFFERS:
             self._buffer(value, kind, place, depth)
-        elif is_iterator(kind):  # type: ignore[arg-type]
+        elif is_iterator(kind):
             self._parts_of_iterator(value, place, depth)
         elif isinstance(value, Enum):
             self._class(kind)
@@ -544,7 +544,7 @@ class Capture:
         self.notes += parts
         if namespace is not None:
             self._look_at_all(namespace, place, depth)
-        names = slots_of(type(value))  # type: ignore[arg-type]
+        names = slots_of(type(value))
         if names:
             self._slots(value, names, place, depth)
 

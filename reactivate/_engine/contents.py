@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from reactivate._state.bounded import cached
 from reactivate._state.contents import ATOMS, namespace_of, slots_of
 from reactivate._torch.containers import registered_containers
 
@@ -167,7 +168,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
-@functools.cache
+@cached
 def is_plain(kind: Any) -> bool:
     """Return whether objects of this class are made of attributes alone."""
     if issubclass(kind, BaseException) or hasattr(kind, "__del__"):

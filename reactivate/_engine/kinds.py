@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 from enum import Enum
@@ -10,19 +9,20 @@ from typing import Any
 
 import torch
 
+from reactivate._state.bounded import cached
 from reactivate._state.contents import ATOMS, slots_of
 
 SMALL_BYTES = 1 << 14
 """The size up to which a tensor without a graph, or an array, is copied before anybody is known to write to it."""
 
 
-@functools.cache
+@cached
 def users_classes(kind: type) -> tuple[type, ...]:
     """Return a class and those it is derived from, but for those of libraries."""
     return tuple(filter(is_users_class, kind.__mro__))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def names_of_state(names: tuple[str, ...], kinds: tuple[type, ...]) -> tuple[str, ...]:
     """Return the names of those attributes of a class that are neither values nor descriptors nor Python's own."""
     return tuple(
@@ -38,7 +38,7 @@ _SHARED = frozenset(
 """Packages whose objects other threads and processes work with at the same time: barriers, queues, pools."""
 
 
-@functools.cache
+@cached
 def is_plain(kind: type) -> bool:
     """Return whether objects of this class are made of attributes that Python code sees."""
     if issubclass(kind, (Enum, BaseException)):
@@ -47,10 +47,10 @@ def is_plain(kind: type) -> bool:
         return kind.__module__.startswith("torch.distributions.")
     if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
         return False
-    return kind.__dictoffset__ != 0 or bool(slots_of(kind))  # type: ignore[arg-type]
+    return kind.__dictoffset__ != 0 or bool(slots_of(kind))
 
 
-@functools.cache
+@cached
 def is_users_class(kind: type) -> bool:
     """Return whether code of the user's own may change attributes of this class."""
     if kind.__module__ == "torch.nn.utils.parametrize":  # a class that it made for one module

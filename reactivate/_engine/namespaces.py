@@ -22,6 +22,7 @@ from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from reactivate._state.bounded import Bounded, cached
 from reactivate._state.code import CACHED, Bindings, Names, Namespace
 from reactivate._state.contents import ATOMS, slots_of
 
@@ -49,7 +50,7 @@ class Facts(NamedTuple):
     overwritten: frozenset[str]
 
 
-facts_of_code: dict[int, Facts] = {}  # by the id of the code object
+facts_of_code: Bounded[int, Facts] = Bounded()  # by the id of the code object
 
 
 def find_facts(fn: FunctionType) -> Facts:
@@ -108,7 +109,7 @@ class ClassFacts(NamedTuple):
     attributes: frozenset[str]
 
 
-_facts_of_class: dict[type, ClassFacts] = {}
+_facts_of_class: Bounded[type, ClassFacts] = Bounded()
 
 
 def facts_of_class(kind: type) -> ClassFacts:
@@ -272,7 +273,7 @@ def _is_librarys(namespace: dict[str, Any]) -> bool:
     return name in ("reactivate", "torch", "numpy") or (name in sys.stdlib_module_names and name != "__main__")
 
 
-@functools.cache
+@cached
 def _global_names(code: CodeType) -> frozenset[str]:
     names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
     for inner in code.co_consts:
@@ -281,7 +282,7 @@ def _global_names(code: CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
-@functools.cache
+@cached
 def _attribute_names(code: CodeType) -> frozenset[str]:
     inner = (_attribute_names(item) for item in code.co_consts if isinstance(item, CodeType))
     return frozenset(code.co_names).union(*inner)

@@ -11,13 +11,15 @@ from types import CodeType, FrameType
 import torch
 from torch.nn import Module
 
+from reactivate._state.bounded import Bounded
+
 Site = tuple[CodeType, int]
 
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
-_known: dict[int, bool] = {}  # whether code is torch's or ours, by the id of the code object
-_kept: list[CodeType] = []  # so that their ids stay their own
+# Whether code is torch's or ours, by the id of the code object: with the object, so that the id stays its own.
+_known: Bounded[int, tuple[bool, CodeType]] = Bounded()
 
 
 def user_frame(frame: FrameType) -> FrameType:
@@ -34,9 +36,8 @@ def user_frame(frame: FrameType) -> FrameType:
 def _is_library(code: CodeType) -> bool:
     known = _known.get(id(code))
     if known is None:
-        _kept.append(code)
-        known = _known[id(code)] = code.co_filename.startswith(_LIBRARIES)
-    return known
+        known = _known[id(code)] = code.co_filename.startswith(_LIBRARIES), code
+    return known[0]
 
 
 def line_of(site: Site) -> str:

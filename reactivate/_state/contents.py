@@ -7,7 +7,6 @@ are equal are two tensors.
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from reactivate._standin import Placed
+from reactivate._state.bounded import cached
 from reactivate._state.iterators import copied, holds_iterator, is_iterator
 from reactivate._torch.autograd import give_back
 from reactivate._torch.modes import run_unseen
@@ -60,7 +60,7 @@ def _slot_of(value: Any, name: str) -> Any:
         return _EMPTY
 
 
-@functools.cache
+@cached
 def slots_of(kind: Any) -> tuple[str, ...]:
     """Return the names of the slots of a class and its bases, private ones as Python mangles them."""
     names: list[str] = []
@@ -106,7 +106,7 @@ class Position(NamedTuple):
     iterator: Any
 
 
-@functools.cache
+@cached
 def _is_held_otherwise(kind: Any) -> bool:
     return issubclass(kind, (Tensor, tuple)) or is_iterator(kind)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._standin import NAME, Placed
+from reactivate._state.bounded import cached
 from reactivate._state.contents import are_items, given_back, put_dict
 from reactivate._torch.modules import is_distributed
 
@@ -40,7 +41,7 @@ class Names(NamedTuple):
     values: Callable[[Namespace], tuple[Any, ...]]
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def _sorted_out(names: tuple[str, ...]) -> Names:
     own = tuple(name for name in names if name not in _OF_EVERY_MODULE)
     if NAME in own or not own:

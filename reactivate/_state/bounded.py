@@ -1,0 +1,31 @@
+"""Caches of what is known of classes and of code: a program may make ever more of them, and none is held for good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from threading import RLock
+from typing import Any, TypeVar
+
+MOST = 4096
+"""Entries of a cache: more classes and functions than a program has, unless it makes them as it runs."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_adding = RLock()
+
+
+class Bounded(dict[_Key, _Value]):
+    """A dict that forgets its oldest entry for a new one when it has `MOST`."""
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        with _adding:
+            while len(self) >= MOST and key not in self:
+                del self[next(iter(self))]
+            super().__setitem__(key, value)
+
+
+def cached(function: _Function) -> _Function:
+    """Remember what a function returned for its last `MOST` arguments."""
+    return lru_cache(maxsize=MOST)(function)  # type: ignore[return-value]

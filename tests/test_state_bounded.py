@@ -1,0 +1,75 @@
+"""Caches of classes and code: right answers beyond their bound, and nothing held for good."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from torch import nn
+
+import reactivate
+from reactivate._engine import namespaces, sites
+from reactivate._state import bounded
+from reactivate._state.bounded import Bounded
+from reactivate._state.code import CACHED
+
+
+def test_the_oldest_entry_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "MOST", 3)
+    found: Bounded[int, str] = Bounded()
+    for number in range(5):
+        found[number] = str(number)
+    assert dict(found) == {2: "2", 3: "3", 4: "4"}
+    found[2] = "two"
+    assert dict(found) == {2: "two", 3: "3", 4: "4"}
+
+
+def made_anew(number: int) -> nn.Module:
+    class Made(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.calls = 0
+
+        def forward(self, x: Any) -> Any:
+            self.calls += 1
+            return self.inner(x).sin() * (number + self.calls)
+
+    return Made()
+
+
+def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "MOST", 8)
+    for number in range(20):
+        oracle.check(lambda: oracle.Case(made_anew(number), (torch.randn(2, 4, requires_grad=True),)))
+    assert len(namespaces.facts_of_code) <= 8 and len(namespaces._facts_of_class) <= 8 and len(sites._known) <= 8
+
+
+def test_every_cache_with_arguments_is_bounded() -> None:
+    rooms = [name for name in sys.modules if name.startswith(("reactivate._engine", "reactivate._state"))]
+    caches = {
+        value
+        for room in rooms
+        for value in vars(sys.modules[room]).values()
+        if isinstance(value, CACHED) and value.__module__ == room and inspect.signature(value).parameters
+    }
+    assert len(caches) >= 10
+    unbounded = {f"{cache.__module__}.{cache.__name__}" for cache in caches if cache.cache_info().maxsize is None}
+    assert unbounded == {"reactivate._engine.site_log.opened"}  # its arguments are torch's own functions
+
+
+def test_two_classes_in_turn_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "MOST", 1)
+    blocks = [made_anew(0), made_anew(1)]
+    x = torch.randn(2, 4, requires_grad=True)
+    for step in range(3):
+        for number, block in enumerate(blocks):
+            found = reactivate.checkpoint(block)(x)
+            (gradient,) = torch.autograd.grad(found.sum(), x)
+            plain = block.inner(x).sin() * (number + step + 1)
+            assert torch.equal(found, plain) and torch.equal(gradient, torch.autograd.grad(plain.sum(), x)[0])
+            assert block.calls == step + 1

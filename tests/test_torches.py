@@ -1,0 +1,47 @@
+"""The table of torches: what it counts, and that a later run takes the place of an earlier one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import torches
+
+TESTS = """
+import pytest
+def test_passes(): pass
+@pytest.mark.skip(reason="no | GPU")
+def test_is_skipped(): pass
+def test_fails(): {body}
+"""
+
+
+def measured(folder: Path, body: str) -> int | str | None:
+    (folder / "test_some.py").write_text(TESTS.format(body=body), encoding="utf-8")
+    alone = ["-p", "no:cacheprovider", "-c", str(folder / "none.ini"), "--rootdir", str(folder)]
+    (folder / "none.ini").write_text("[pytest]\n", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        out, page = str(folder / "torches.json"), str(folder / "torches.md")
+        torches.main([sys.executable, "--jobs", "0", "--out", out, "--page", page, "--", *alone, str(folder)])
+    return ended.value.code
+
+
+def test_a_row_says_what_became_of_the_tests_and_is_replaced(tmp_path: Path) -> None:
+    version = torch.__version__.partition("+")[0]
+    assert measured(tmp_path, "assert 0") == 1
+    (row,) = json.loads((tmp_path / "torches.json").read_text())
+    assert (row["torch"], row["passed"], row["failed"]) == (version, 1, ["test_some::test_fails"])
+    assert row["skipped"] == {"no | GPU": 1}
+    page = (tmp_path / "torches.md").read_text()
+    assert f"| {version} | {row['python']} | all tests | 1 | 1 | 1 |" in page and "test_some::test_fails" in page
+    assert r"no \| GPU" in page
+
+    assert measured(tmp_path, "pass") == 0
+    (row,) = json.loads((tmp_path / "torches.json").read_text())
+    assert (row["passed"], row["failed"]) == (2, []) and "Failed" not in (tmp_path / "torches.md").read_text()
