@@ -1,9 +1,9 @@
-"""`explain`: what is kept for the backward, by whom, and what is made again.
+"""`explain`: what is kept for the backward, by whom, and what is recomputed.
 
 One forward pass runs under saved-tensor hooks, which see everything that autograd keeps and that no region takes: what
 the rest of the model saves, the inputs of regions, and what saved calls leave. An observer is told of each region, whose
 guards keep what autograd does not know of. Then a backward runs, in which the regions recompute: what is in their slots
-right after a recomputation is what the recomputation made again.
+right after a recomputation is what it recomputed.
 
 Memory is counted in storages, in the order in which they were first kept, each once over everything.
 """

@@ -16,11 +16,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """A site: a call, and what is kept or made again for it.
+    """A site: a call, and what is kept or recomputed for it.
 
     Attributes:
         kind: "region"; "saved call" inside of a region, which its recomputation skips; "call run again", which was to be
-            saved and cannot be skipped; "recomputed", what a recomputation makes again for one line of the region;
+            saved and cannot be skipped; "recomputed", the tensors of one line of the region;
             "outside", what autograd keeps for one line of the rest of the model.
         path: the module that is called, or in which the call is, as in `model.named_modules()`.
         name: what is called; for "recomputed" and "outside" empty.
@@ -28,11 +28,11 @@ class Entry:
         reason: why a saved call runs again, or None.
         source: the line of the call, "file:line in function"; None if no line of the user's is in between.
         storage: where a saved call keeps its results, if not where they were made.
-        tensors: how many tensors are kept or, if "recomputed", made again.
+        tensors: how many tensors are kept, or recomputed if it is "recomputed".
         input_bytes: of the inputs of a region.
         snapshot_bytes: of what guards keep: states of generators, buffers as they were.
         result_bytes: of the results of a saved call and of what it saved; of what is kept outside.
-        recomputed_bytes: what a recomputation makes again for the backward. Of a region it is the whole, which its
+        recomputed_bytes: what is recomputed for the backward. Of a region it is the whole, which its
             "recomputed" entries divide up.
         seconds: what the recomputation of a region took; None where there was no such thing, or nothing was computed.
         inside: the sites inside of a region.
@@ -106,7 +106,7 @@ class Explanation:
 
     @property
     def recomputed_bytes(self) -> int:
-        """Return the bytes that all recomputations make again."""
+        """Return the bytes that are recomputed."""
         return sum(entry.recomputed_bytes for entry in self.walk() if entry.kind == "region")
 
     @property
@@ -161,7 +161,7 @@ _COLUMNS = (
     Column("inputs", True),
     Column("guards", True),
     Column("results", True),
-    Column("made again", True),
+    Column("recomputed", True),
     Column("ms", True),
     Column("line"),
 )
@@ -183,7 +183,7 @@ def _title(explanation: Explanation) -> str:
     if explanation.offloaded_bytes:
         parts.append(f"{in_words(explanation.offloaded_bytes)} offloaded")
     kept, recomputed = in_words(explanation.kept_bytes), in_words(explanation.recomputed_bytes)
-    return f"Kept for the backward: {kept}, of which {' and '.join(parts)}. Made again: {recomputed}."
+    return f"Kept for the backward: {kept}, of which {' and '.join(parts)}. Recomputed: {recomputed}."
 
 
 def _rows(entries: Iterable[Entry], depth: int = 0, around: str = "") -> Iterator[Row]:

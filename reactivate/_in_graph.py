@@ -21,7 +21,7 @@ from reactivate.errors import UnsupportedError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of
 from reactivate.policies.canonical import name_of
 
-# Copies of what the op is called with, which eager saves no more than these: they are made again.
+# Copies of what the op is called with, which eager saves no more than these: they are recomputed.
 _COPIES = frozenset({"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"})
 _KEYS = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 

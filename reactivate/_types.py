@@ -219,7 +219,7 @@ class Guard:
         return None if snapshot is None else functools.partial(self.recompute, snapshot)
 
     def unrestored(self, token: Any) -> Sequence[Unrestored]:
-        """Return what was modified since `before` and what `recompute` does not bring back.
+        """Return what was modified since `before` and what `recompute` does not restore.
 
         Asked after the forward and before each recomputation.
         """

@@ -223,7 +223,7 @@ def without_times(entry: dict[str, Any]) -> dict[str, Any]:
 
 @every_model
 def test_plain_is_what_is_made_again_and_kept(name: str) -> None:
-    """Against the plain model: whatever is not kept any more is made again."""
+    """Against the plain model: whatever is not kept any more is recomputed."""
     model, x = prepared(name)
     ours = explain(model, x)
     handle = reactivate.Handle.of(model)
@@ -497,7 +497,7 @@ def test_the_table() -> None:
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120
     assert lines[0].startswith(
-        "Kept for the backward: 2.17 KiB, of which 300 B outside of regions. Made again: 2.03 KiB."
+        "Kept for the backward: 2.17 KiB, of which 300 B outside of regions. Recomputed: 2.03 KiB."
     )
     assert any("layers.0…3 (4 alike) Block" in line and "640 B" in line for line in lines)
     assert any(line.strip().startswith("up linear") and "test_explain.py:" in line for line in lines)

@@ -37,7 +37,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 class Reasons:
-    """Why saved calls of the forward pass are made again: {what was called: reason}."""
+    """Why saved calls of the forward pass are recomputed: {what was called: reason}."""
 
     def __init__(self) -> None:
         self.found: dict[str, str | None] = {}

@@ -19,7 +19,11 @@ PROSE = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 # An opening without a verb or a noun leaves the reader to guess which of them it stands for.
 OPENING = re.compile(r"(What|Whether|The same|Where|How|Those|It)\b")
-OTHER_WORDS = {"replay": "recompute"}  # {another word for a thing that has one: that one}
+OTHER_WORDS = {
+    "replay": "recompute",
+    "made again": "recomputed",
+    "makes again": "recomputes",
+}  # {another word for a thing that has one: that one}
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""A recomputation: the function once more, to bring back what the backward needs.
+"""A recomputation: the function runs again, for the tensors that the backward needs.
 
 It runs with the arguments, closures, context variables and guarded state of the forward pass, and puts the tensors that
 autograd saves, matched by their order, into the slots that are still alive. It ends as soon as the last of these is
@@ -136,7 +136,7 @@ def _compare(record: Record, again: Callable[[], Any]) -> None:
 
 
 def _refilled(record: Record) -> list[int]:
-    """Return the numbers of the saved tensors that a recomputation has brought back."""
+    """Return the numbers of the saved tensors that a recomputation has filled."""
     slots = [reference() for reference, *_ in record.saved]
     return [index for index, slot in enumerate(slots) if slot is not None and getattr(slot, "kept", None) is None]
 

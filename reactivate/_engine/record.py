@@ -113,7 +113,7 @@ class Record:
         states: tensors of which there are copies, None if there are none.
         saved_inputs: the specs of arguments and closed-over tensors that are saved tensors of autograd's own.
         replaced: {id of a spec: the spec to take in its place}, of arguments that the forward wrote to.
-        asked: functions of guards that say what they do not bring back, with what these guards noted.
+        asked: functions of guards that say what they do not restore, with what these guards noted.
         gradients: those of the arguments, None if none is a leaf.
         proof: of a forward that wrote to what there is no copy of; otherwise None.
         check: checksums of the forward, if the next recomputation is to be compared with it.

@@ -383,7 +383,7 @@ class ForwardLog(Log):
             site.reason = site.reason or reason
 
     def _let_go(self, site: SavedSite) -> None:
-        """Keep nothing of a call that is made again."""
+        """Keep nothing of a call that is recomputed."""
         site.outputs, site.changes = None, ()
         for reference, *_ in self.record.saved[site.start : site.stop]:
             slot: Any = reference()

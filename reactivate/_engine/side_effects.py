@@ -2,7 +2,7 @@
 
 A recomputation skips a saved call, and with it what the call did to a list, a cache or a tensor that it was given or
 closes over. So everything reachable from the arguments and closures is noted when the call begins and compared, item by
-item and by identity, when it returns. A call that changes any of it is made again in a recomputation, unless the region
+item and by identity, when it returns. A call that changes any of it is recomputed, unless the region
 has noted what it changes and the change can be brought about without the call (see `_state/changes`). Modules and
 generators are left out: the guards see to them.
 """

@@ -1,6 +1,6 @@
 """Writes of a saved call that move no version: through `.data`, and through NumPy's view of a tensor.
 
-A recomputation skips a saved call. Where the call wrote to what is computed in the region, it has to be made again, and
+A recomputation skips a saved call. Where the call wrote to what is computed in the region, it has to be recomputed, and
 mostly a version counter tells. `.data` gives out a tensor on the same memory that counts for itself, and an array counts
 nothing. So a call whose code names one of them runs under a function mode that sees them given out: of the one it looks at
 the counter when the call returns, of the other at the bytes.

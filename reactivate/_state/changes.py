@@ -2,7 +2,7 @@
 
 A recomputation begins with everything as the forward found it. What a skipped call would do to a counter, a list or a
 name has to be done in its place. That is possible where it leaves plain values there; a call that leaves anything else, a
-tensor or a new object, is made again.
+tensor or a new object, is recomputed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Noted:
         self._versions = list(map(version_of, self._tensors))
 
     def changes(self) -> tuple[str | None, list[Callable[[], None]]]:
-        """Return why the call has to be made again, or what brings about what it has changed."""
+        """Return why the call has to be recomputed, or what repeats its changes."""
         if self._versions != list(map(version_of, self._tensors)):
             return "it writes to a tensor that the region reads", []
         changed: list[tuple[Note, Any]] = []

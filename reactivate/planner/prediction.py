@@ -36,7 +36,7 @@ class Moment:
     Attributes:
         seconds: since the step began.
         kept: bytes of what the forward pass keeps for the backward.
-        recomputed: bytes of what recomputations have made again.
+        recomputed: bytes of what was recomputed.
         workspace: bytes of all else: values on the way, gradients of them, what kernels take for themselves.
     """
 

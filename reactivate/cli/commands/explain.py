@@ -34,7 +34,7 @@ def explain(
     settings: dict[str, Any],
     **sizes: Any,
 ) -> int:
-    """Show what a step of TARGET keeps for its backward, by module and line, and what it makes again."""
+    """Show what a step of TARGET keeps for its backward, by module and line, and what it recomputes."""
     policy = policy_of(plan_file, policy_text)
     where = device_here(device)
     subject = subject_of(Request(target, settings, **sizes, device=where, on_meta=is_fake and where is None))
