@@ -152,9 +152,7 @@ def _options_of_call(asked: Asked) -> Options:
 
 def _contexts(asked: Asked) -> Any:
     forward, recompute = asked.context_fn()
-    if hasattr(
-        forward, "respect_saved_tensors_hooks"
-    ):  # torch's selective checkpointing, which torch tells it so as well
+    if hasattr(forward, "respect_saved_tensors_hooks"):  # torch's selective checkpointing: torch tells it as well
         forward.respect_saved_tensors_hooks = asked.respect_saved_tensors_hooks
     return forward, recompute
 
