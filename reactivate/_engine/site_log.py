@@ -11,6 +11,7 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from reactivate._engine.choice import Choice, Decision
@@ -125,6 +126,8 @@ class _Mode(TorchFunctionMode):
         self._ignored = choice.ignored
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_compiling():  # torch.compile traces this: its graph is that without the mode
+            return func(*args, **(kwargs or {}))
         if func in self._ignored:
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._log.is_inside or current_log() is not self._log:  # nor what a region inside of this one calls
