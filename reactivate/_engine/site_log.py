@@ -18,6 +18,7 @@ from reactivate._engine.choice import Choice, Decision
 from reactivate._engine.oplog import OpLog
 from reactivate._engine.saved_modules import SavedStandIn
 from reactivate._state.contents import ATOMS
+from reactivate._torch.inductor import COMPILED_CODE, compiled_code_is_shown
 from reactivate._torch.modes import (
     function_modes,
     is_function_mode_active,
@@ -64,6 +65,8 @@ class Log:
         self.number = 0
         self.is_inside = False
         self.is_setup_inside = False  # whether what a custom function sets up next is part of a saved call
+        ops = choice.interest.ops
+        self._shows_compiled = ops is None or COMPILED_CODE in ops
         self._mode: _Mode | None = _Mode(self, choice) if choice.sees_functions else None
 
     @property
@@ -77,6 +80,8 @@ class Log:
         open_logs.append(self)
         self._token = _current.set(self)
         if self._mode is not None:
+            if self._shows_compiled:
+                compiled_code_is_shown.begin()
             push_function_mode(self._mode)
 
     def close(self) -> None:
@@ -86,6 +91,8 @@ class Log:
         self._stand_ins.clear()
         if self._mode is not None:
             pop_function_mode()
+            if self._shows_compiled:
+                compiled_code_is_shown.end()
             self._mode = None  # which knows the log: a cycle would hold the region until the collector runs (Rule 2)
         _current.reset(self._token)
         open_logs.remove(self)
