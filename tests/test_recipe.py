@@ -516,7 +516,9 @@ def test_guards_can_be_left_out_by_name() -> None:
 
 NUMBER = "'op', or k for every k-th layer: a whole number of at least 1"
 MODES = "'none', 'full' or 'selective'"
-TORCHTITANS_MODES = "'none', 'full', 'selective' or 'memory_budget'; since 0.3 'FullAC', 'SelectiveAC' or 'MemoryBudgetAC'"
+TORCHTITANS_MODES = (
+    "'none', 'full', 'selective' or 'memory_budget'; since 0.3 'FullAC', 'SelectiveAC' or 'MemoryBudgetAC'"
+)
 REFUSED: list[tuple[Any, list[str]]] = [
     # what is no recipe
     ({}, ["does not say what to recompute", "'ac_mode'", "'mode'", "'policy'"]),
@@ -546,7 +548,10 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ({"enable_activation_checkpointing": True, "ac_mode": "none"}, ["two switches for one thing"]),
     ({"enable_activation_checkpointing": "yes"}, ["'yes'", "True or False"]),
     ({"enable_activation_checkpointing": 1}, ["=1", "True or False"]),
-    ({"enable_activation_checkpointing": True, "enable_activation_offloading": True}, ["takes False", "no storage takes the inputs of a region yet", "host"]),
+    (
+        {"enable_activation_checkpointing": True, "enable_activation_offloading": True},
+        ["takes False", "no storage takes the inputs of a region yet", "host"],
+    ),
     # torchtitan's
     ({"mode": "Full"}, ["mode='Full'", "Did you mean 'full'?", TORCHTITANS_MODES]),
     ({"mode": None}, ["mode=None", TORCHTITANS_MODES]),

@@ -23,7 +23,11 @@ _FORCED = "per_op_sac_" + FORCED
 _BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
 _SELECTIVE = ("selective_ac_option", _FORCED)
 # What torchtitan does not look at in a mode, and has in its configuration all the same.
-_IGNORED = {"none": (*_SELECTIVE, *_BUDGET), "full": (*_SELECTIVE, *_BUDGET), "memory_budget": (*_SELECTIVE, "early_stop")}
+_IGNORED = {
+    "none": (*_SELECTIVE, *_BUDGET),
+    "full": (*_SELECTIVE, *_BUDGET),
+    "memory_budget": (*_SELECTIVE, "early_stop"),
+}
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

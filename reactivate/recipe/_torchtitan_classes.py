@@ -39,7 +39,8 @@ class TorchtitanClasses(TorchtitanOptions):
     whose = "torchtitan 0.3"
 
     mode: Annotated[
-        Literal["FullAC", "SelectiveAC", "MemoryBudgetAC", "none"], "'FullAC', 'SelectiveAC', 'MemoryBudgetAC' or 'none'"
+        Literal["FullAC", "SelectiveAC", "MemoryBudgetAC", "none"],
+        "'FullAC', 'SelectiveAC', 'MemoryBudgetAC' or 'none'",
     ]
     force_recompute_mm_shapes_by_fqns: Annotated[Sequence[str] | None, NAMES] = None
 

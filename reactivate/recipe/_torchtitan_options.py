@@ -58,9 +58,12 @@ class TorchtitanOptions(Recipe):
             )
 
     def _refuse_budget(self, budget_mode: str) -> None:
-        given = {"memory_budget": self.memory_budget, "visualize_memory_budget_pareto": self.visualize_memory_budget_pareto}
+        given = {
+            "memory_budget": self.memory_budget,
+            "visualize_memory_budget_pareto": self.visualize_memory_budget_pareto,
+        }
         for name, value in given.items():
-            if value not in (None, False) or value == 0.0 and value is not False:
+            if value is not None and value is not False:
                 raise UsageError(
                     f"recipe: {name}={value!r} is an option of mode={budget_mode!r}, and mode is {self.mode!r}. Set that "
                     "mode, or leave the option out."

@@ -58,8 +58,8 @@ class Torchtune(Recipe):
 
     def policy_for(self, model: Module, example: Example | None = None) -> Policy:
         if self.enable_activation_checkpointing:
-            layers = [path for path, module in model.named_modules() if _is_layer(module)]
-            return recompute(layers) if layers else full()
+            paths = [path for path, module in model.named_modules() if _is_layer(module)]
+            return recompute(paths) if paths else full()
         if self.ac_mode in (None, "none"):
             return none()
         layers = layers_of(model)
