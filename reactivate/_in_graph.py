@@ -20,6 +20,7 @@ from reactivate._types import DEVICE, Action, Policy, Save, Site, Storage
 from reactivate.errors import UnsupportedError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of
 from reactivate.policies.canonical import name_of
+from reactivate.policies.host_copies import is_copy_to_host
 
 # Copies of what the op is called with, which eager saves no more than these: they are recomputed.
 _COPIES = frozenset({"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"})
@@ -86,20 +87,22 @@ class _Marker:
         self._counts: dict[Any, int] = {}
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if getattr(op, "is_view", False) or name_of(op) in _COPIES:
+        is_to_host = is_copy_to_host(name_of(op), args, kwargs)
+        if getattr(op, "is_view", False) or (name_of(op) in _COPIES and not is_to_host):
             return CheckpointPolicy.PREFER_RECOMPUTE
         meta = node_being_traced()
-        actions = [self._about_function(op, meta), *self._about_modules(meta), self._about_name(meta)]
+        actions = [self._about_function(op, meta, is_to_host), *self._about_modules(meta), self._about_name(meta)]
         saves = [action for action in actions if isinstance(action, Save)]
         for action in saves:
             _refuse_storage(self._policy, action.storage)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def _about_function(self, op: Any, meta: Mapping[str, Any]) -> Action | None:
+    def _about_function(self, op: Any, meta: Mapping[str, Any], is_to_host: bool) -> Action | None:
         stack = meta.get("source_fn_stack") or []
         call, function = stack[-1] if stack else (str(op), op)
         name = self._name_of(call, function)
-        return self._ask(("call", call), op=name, path=self._innermost(meta), function=function)
+        path = self._innermost(meta)
+        return self._ask(("call", call), op=name, path=path, function=function, is_copy_to_host=is_to_host)
 
     @staticmethod
     def _name_of(call: str, function: Any) -> str:

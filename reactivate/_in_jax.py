@@ -219,7 +219,7 @@ class _Names(Log):
         return result
 
     def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        action = decision.action or self.choice.ask(decision, self._counts)
+        action = decision.action or self.choice.ask(decision, self._counts, args, kwargs)
         if type(action) is not Save:
             return fn(*args, **kwargs)
         if action.storage != DEVICE:

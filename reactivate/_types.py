@@ -93,6 +93,7 @@ class Site:
         module, function: what is called.
         block: the number of the block that the module is, if it is one of the model's blocks (its repeated layers).
         blocks: how many blocks the model has.
+        is_copy_to_host: whether the call copies a tensor from a device to the host.
         counts: for policies that count calls: empty at the start of each call of a region.
     """
 
@@ -104,6 +105,7 @@ class Site:
     function: Any = field(default=None, repr=False)
     block: int | None = None
     blocks: int = 0
+    is_copy_to_host: bool = False
     counts: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
 
 

@@ -609,6 +609,21 @@ def a_traced_op_says_where_it_comes_from() -> None:
     assert not room.node_being_traced().get("custom")
 
 
+@needs("COMPILED_CODE", "compiled_code_is_shown")
+def torch_notes_that_compiled_code_is_shown() -> None:
+    """Behaviour: `test_compute_intensive`."""
+    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+    shown = room.compiled_code_is_shown
+    for _ in range(2):
+        shown.begin()
+        shown.begin()
+        shown.end()
+        assert is_in_torch_dispatch_mode()
+        shown.end()
+        assert not is_in_torch_dispatch_mode()
+
+
 @needs("Flag", "FLAGS")
 def flags_can_be_read_and_written_back() -> None:
     values = [flag.read() for flag in room.FLAGS]

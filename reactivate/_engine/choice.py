@@ -16,11 +16,13 @@ from torch import nn
 from torch.nn import Module
 from torch.nn.functional import multi_head_attention_forward
 
+from reactivate._torch.modes import without_function_modes
 from reactivate._torch.modules import MODULE_CALL_CODE
 from reactivate._types import Action, Policy, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of
 from reactivate.policies.canonical import name_of
+from reactivate.policies.host_copies import OPS as COPIES, is_copy_to_host
 
 # They draw no random number and write to no module: nothing has to be brought along where they are skipped.
 _QUIET = frozenset(
@@ -173,6 +175,8 @@ class Choice:
         decision = Decision(op, op=op, function=function, is_quiet=op in _QUIET)
         if function in _OPENED and not (ops is not None and op in ops):
             decision = decision._replace(is_opened=True)
+        elif op in COPIES and self.interest.copies_to_host:
+            decision = decision._replace(is_of_interest=True)  # which of its calls are, their arguments say
         elif op != "get" and (ops is None or op in ops):
             decision = self._decide(decision)
         else:
@@ -208,12 +212,14 @@ class Choice:
             self.decisions[kind] = self._decide(Decision(kind.__name__, op=kind.__name__, function=kind, is_users=True))
         return self.decisions[kind]
 
-    def ask(self, decision: Decision, counts: dict[Any, int]) -> Action | None:
-        """The policy's answer about one call."""
+    def ask(self, decision: Decision, counts: dict[Any, int], args: Any, kwargs: Any) -> Action | None:
+        """Return the policy's answer about one call."""
         key = (decision.label,)
         index = counts.get(key, 0)
         counts[key] = index + 1
-        site = self._site(decision, index, counts)
+        with without_function_modes():
+            is_copy = is_copy_to_host(decision.op, args, kwargs)
+        site = self._site(decision, index, counts, is_copy)
         if self.unmatched.parts:
             self.unmatched.look_at(site)
         return self.policy(site)
@@ -227,7 +233,7 @@ class Choice:
         action = self.policy(site)
         return decision._replace(is_of_interest=isinstance(action, Save), action=action)
 
-    def _site(self, decision: Decision, index: int, counts: dict[Any, int]) -> Site:
+    def _site(self, decision: Decision, index: int, counts: dict[Any, int], is_copy_to_host: bool = False) -> Site:
         path = decision.path
         if path is None:
             path = self._innermost_path() if self.interest.paths else ""
@@ -238,6 +244,7 @@ class Choice:
             index=index,
             module=decision.module,
             function=decision.function,
+            is_copy_to_host=is_copy_to_host,
             counts=counts,
         )
 

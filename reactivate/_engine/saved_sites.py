@@ -215,7 +215,7 @@ class ForwardLog(Log):
         """A call that the policy has a say in: None if it is not to be saved."""
         number = self.number
         self.number += 1
-        action = decision.action or self.choice.ask(decision, self.counts)
+        action = decision.action or self.choice.ask(decision, self.counts, args, kwargs)
         if type(action) is not Save:
             return None
         if self.pending is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from reactivate._engine.choice import Choice, Decision
@@ -18,6 +19,7 @@ from reactivate._engine.oplog import OpLog
 from reactivate._engine.saved_functions import intercept, release
 from reactivate._engine.saved_modules import SavedStandIn
 from reactivate._state.contents import ATOMS
+from reactivate._torch.inductor import COMPILED_CODE, compiled_code_is_shown
 from reactivate._torch.modes import (
     function_modes,
     is_function_mode_active,
@@ -64,6 +66,8 @@ class Log:
         self.number = 0
         self.is_inside = False
         self.is_setup_inside = False  # whether what a custom function sets up next is part of a saved call
+        ops = choice.interest.ops
+        self._shows_compiled = ops is None or COMPILED_CODE in ops
         self._mode: _Mode | None = _Mode(self, choice) if choice.sees_functions else None
 
     @property
@@ -78,6 +82,8 @@ class Log:
         open_logs.append(self)
         self._token = _current.set(self)
         if self._mode is not None:
+            if self._shows_compiled:
+                compiled_code_is_shown.begin()
             push_function_mode(self._mode)
 
     def close(self) -> None:
@@ -88,6 +94,8 @@ class Log:
         release(self.choice.interest.functions)
         if self._mode is not None:
             pop_function_mode()
+            if self._shows_compiled:
+                compiled_code_is_shown.end()
             self._mode = None  # which knows the log: a cycle would hold the region until the collector runs (Rule 2)
         _current.reset(self._token)
         open_logs.remove(self)
@@ -152,6 +160,8 @@ class _Mode(TorchFunctionMode):
         self._ignored = choice.ignored
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_compiling():  # torch.compile traces this: its graph is that without the mode
+            return func(*args, **(kwargs or {}))
         if func in self._ignored:
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._log.is_inside or current_log() is not self._log:  # nor what a region inside of this one calls

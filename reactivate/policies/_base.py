@@ -28,6 +28,7 @@ class Interest:
         modules: whether calls of modules are, inside of regions.
         paths: whether the answer depends on the module in which a function is called.
         calls: whether it depends on which call it is: the first, the second.
+        copies_to_host: whether copies from a device to the host are of interest.
     """
 
     ops: frozenset[str] | None = frozenset()
@@ -36,6 +37,7 @@ class Interest:
     modules: bool = False
     paths: bool = False
     calls: bool = False
+    copies_to_host: bool = False
 
     def __or__(self, other: Interest) -> Interest:
         ops = None if self.ops is None or other.ops is None else self.ops | other.ops
@@ -46,16 +48,17 @@ class Interest:
             self.modules or other.modules,
             self.paths or other.paths,
             self.calls or other.calls,
+            self.copies_to_host or other.copies_to_host,
         )
 
     @property
     def any_function(self) -> bool:
         """Return whether functions of torch are of interest: then a region has to see each of them."""
-        return self.ops is None or bool(self.ops)
+        return self.ops is None or bool(self.ops) or self.copies_to_host
 
 
 # What has to be assumed of a user's own function.
-ALL = Interest(None, frozenset(), True, True, True, True)
+ALL = Interest(None, frozenset(), True, True, True, True, True)
 
 
 @dataclass(frozen=True, repr=False)

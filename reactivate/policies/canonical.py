@@ -70,7 +70,8 @@ def _is_known(name: str) -> bool:
         return callable(getattr(place, rest, None))
     if name in _SYNTAX.values():
         return True
-    return any(callable(getattr(place, name, None)) for place in _PLACES) or hasattr(torch.ops.aten, name)
+    is_op = hasattr(torch.ops.aten, name) or hasattr(torch.ops.higher_order, name)
+    return is_op or any(callable(getattr(place, name, None)) for place in _PLACES)
 
 
 @functools.cache

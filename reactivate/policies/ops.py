@@ -13,18 +13,39 @@ from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies._select import matches
 from reactivate.policies.canonical import check, name_of
 
-# What torchtitan saves, by the names that users call: the matrix products, attention and convolutions, whose time grows
-# faster than the bytes of their results; reductions over ranks, which cost communication; and the row maxima of FP8
-# scaling, which are tiny.
-COMPUTE_INTENSIVE = (
-    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", "tensordot"),
-    "scaled_dot_product_attention",
-    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *("max", "_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single"),
+_ATTENTION = (
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_flash_attention_forward", "_efficient_attention_forward"),
+    *("scaled_dot_product_attention", "torch_attn._varlen_attn", "flex_attention"),
 )
 
-
-_OUT_OF_SIGHT = frozenset({"flex_attention"})
+# What torchtitan 0.3 saves, by the names that users call.
+COMPUTE_INTENSIVE = (
+    # matrix products, convolutions and attention: their time grows faster than the bytes of their results
+    *(
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "bilinear",
+        "tensordot",
+        "_scaled_mm",
+        "scaled_mm",
+    ),
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+    *_ATTENTION,
+    *("_scaled_dot_product_attention_math", "_scaled_dot_product_fused_attention_overrideable", "upsample_bilinear2d"),
+    "inductor_compiled_code",
+    # the row maxima of FP8 scaling, which are tiny; and which expert gets which token
+    *("max", "topk"),
+    # communication
+    *("_c10d_functional.reduce_scatter_tensor", "_c10d_functional.all_to_all_single"),
+    *("deepep.dispatch", "deepep.combine", "hybridep.dispatch", "hybridep.combine"),
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,24 +55,29 @@ class _Ops(ReadyMade):
     within: tuple[str, ...]
     storage: Storage
     asked: tuple[str, ...] = ()  # the call that stands for a list of ops: its name, and its arguments
+    copies_to_host: bool = False
 
     def __repr__(self) -> str:
         if self.asked == ("compute_intensive",):
-            return written("compute_intensive")
+            return written("compute_intensive", storage=self.storage)
         asked: tuple[Any, ...] = self.asked or ("save_ops", *self.ops, *self.functions)
         return written(*asked, within=self.within or None, storage=self.storage)
 
     def __call__(self, site: Site) -> Action | None:
         if site.function is None or site.name is not None:
             return None
-        if site.function not in self.functions and site.op not in self.ops:
+        if site.function not in self.functions and site.op not in self.ops and not self._takes_copy(site):
             return None
         if self.within and not any(matches(pattern, site.path) for pattern in self.within):
             return None
         return Save(self.storage)
 
+    def _takes_copy(self, site: Site) -> bool:
+        return self.copies_to_host and site.is_copy_to_host
+
     def interest(self) -> Interest:
-        return Interest(frozenset(self.ops), frozenset(self.functions), paths=bool(self.within))
+        ops, functions = frozenset(self.ops), frozenset(self.functions)
+        return Interest(ops, functions, paths=bool(self.within), copies_to_host=self.copies_to_host)
 
     @property
     def may_match_nothing(self) -> bool:
@@ -99,12 +125,6 @@ def _checked_name(op: Any) -> str:
     name = op if isinstance(op, str) else name_of(op) if callable(op) else None
     if name is None:
         raise UsageError(f"save_ops takes names of ops, functions of torch and Function classes; got {op!r}.")
-    if name in _OUT_OF_SIGHT:
-        raise UsageError(
-            f"save_ops cannot see calls of {name!r}: it is a Python function around a kernel that torch.compile makes. "
-            f"Call it as reactivate.site({name}, name='attention') and use save_names('attention'), or save the module "
-            "that calls it with save_modules(...)."
-        )
     check(name, "save_ops")
     if name.endswith("_"):
         raise UsageError(
@@ -117,8 +137,9 @@ def _checked_name(op: Any) -> str:
 def compute_intensive(storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what costs much to compute for each byte: matrix products, attention, convolutions.
 
-    This is what torchtitan's selective mode saves, less its habit of recomputing every second matrix product; see the
-    page on policies for how to have that as well.
+    Kept as well: top-k, which chooses experts, communication between ranks, and copies from a device to the host, such as
+    those of split sizes, which the device waits for. This is what torchtitan 0.3 saves, less its habit of recomputing
+    every second matrix product; see the page on policies for how to have that as well.
 
     Args:
         storage: where to keep it.
@@ -129,15 +150,13 @@ def compute_intensive(storage: Storage = DEVICE) -> ReadyMade:
         >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
         >>> handle = reactivate.apply(model, policies.first_match(policies.compute_intensive(), policies.full()))
     """
-    return _Ops(COMPUTE_INTENSIVE, (), (), storage, ("compute_intensive",))
+    return _Ops(COMPUTE_INTENSIVE, (), (), storage, ("compute_intensive",), copies_to_host=True)
 
 
 KINDS = {
     "attention": (
-        *("scaled_dot_product_attention", "multi_head_attention_forward", "torch_attn._varlen_attn"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
-        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        *("_flash_attention_forward", "_efficient_attention_forward"),
+        *_ATTENTION,
+        "multi_head_attention_forward",
         *("flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward"),
     ),
     "routing": ("topk", "sort", "argsort", "bincount", "histc", "nonzero"),

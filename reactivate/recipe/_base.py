@@ -1,7 +1,8 @@
-"""What a recipe is, whoever's fields it has."""
+"""Recipes: the part that is the same whoever's fields they have."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, ClassVar
@@ -12,8 +13,22 @@ from reactivate._checkpoint import Determinism
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards
+from reactivate.planner.step import Loss
 
 OP_OR_NUMBER = "'op', or k for every k-th layer: a whole number of at least 1"
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call of the model, which a plan is made for.
+
+    Attributes:
+        args, kwargs, loss: as for `reactivate.plan`.
+    """
+
+    args: Any = ()
+    kwargs: Mapping[str, Any] | None = None
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True)
@@ -46,11 +61,25 @@ class Recipe:
     whose: ClassVar[str]
     """What messages call those who made up the fields."""
 
-    def policy_for(self, model: Module) -> Policy:
-        """The policy for `model`.
+    @classmethod
+    def takes(cls, given: Mapping[str, Any]) -> bool:
+        """Return whether `given` may be a recipe of this kind: all of its keys are fields."""
+        return given.keys() <= {item.name for item in fields(cls)}
+
+    @classmethod
+    def prepared(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `given`, written as this kind of recipe is checked."""
+        return given
+
+    def policy_for(self, model: Module, example: Example | None = None) -> Policy:
+        """Return the policy for `model`.
+
+        Args:
+            model: the model.
+            example: one call of it, which a memory budget needs to become a plan.
 
         Raises:
-            UsageError: `model` has not what the recipe names.
+            UsageError: `model` does not have what the recipe names, or the recipe needs an example.
         """
         raise NotImplementedError
 

@@ -13,26 +13,30 @@ from torch.nn import Module
 
 from reactivate._apply import Handle, apply as apply_policy
 from reactivate.errors import UsageError
-from reactivate.recipe._base import Recipe
+from reactivate.planner.step import Loss
+from reactivate.recipe._base import Example, Recipe
 from reactivate.recipe._native import Native
+from reactivate.recipe._objects import fields_of, is_object, sections_of
 from reactivate.recipe._torchtitan import Torchtitan
+from reactivate.recipe._torchtitan_classes import TorchtitanClasses
 from reactivate.recipe._torchtune import Torchtune
 from reactivate.recipe._validate import validated
 from reactivate.recipe._yaml import read_yaml
 
-Source = Mapping[str, Any] | str | os.PathLike[str]
+Source = Mapping[str, Any] | str | os.PathLike[str] | Any  # the last: an object of a dataclass
 
-_KINDS: tuple[type[Recipe], ...] = (Torchtune, Torchtitan, Native)
+_KINDS: tuple[type[Recipe], ...] = (Torchtune, Torchtitan, TorchtitanClasses, Native)
 
 
 def load(source: Source, *, section: str | None = None) -> Recipe:
-    """The recipe in `source`, checked.
+    """Return the recipe in `source`, checked.
 
     Args:
         source: a mapping, or the path of a YAML file that holds one. Its keys are all torchtune's
             (`enable_activation_checkpointing`, `ac_mode`, ...), all torchtitan's (`mode`, `selective_ac_option`, ...) or
-            all ours (`policy`, ...); see the page on recipes.
-        section: the key in `source` under which the recipe is, if it is a part of something larger.
+            all ours (`policy`, ...); see the page on recipes. Or a configuration object of torchtitan's, or what it dumps.
+        section: the key in `source` under which the recipe is, if it is a part of something larger. None there means no
+            checkpointing, as torchtitan writes it.
 
     Returns:
         A frozen value. Equal recipes are equal, and `Recipe.to_dict` gives back what was loaded.
@@ -48,22 +52,32 @@ def load(source: Source, *, section: str | None = None) -> Recipe:
     """
     given = _mapping(source, section)
     kind = _kind_of(given)
-    return validated(kind, given)
+    return validated(kind, kind.prepared(given))
 
 
-def apply(model: Module, source: Source | Recipe, *, section: str | None = None) -> Handle:
+def apply(
+    model: Module,
+    source: Source | Recipe,
+    args: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    section: str | None = None,
+    loss: Loss | None = None,
+) -> Handle:
     """Let the modules of `model` save or recompute their activations as the recipe in `source` says.
 
     Args:
         model: changed in place, until `Handle.remove`.
         source, section: as for `load`; or what `load` returned.
+        args, kwargs, loss: one call of the model and its loss, as for `reactivate.plan`. A memory budget becomes a plan
+            for it; other recipes do not look at it.
 
     Returns:
         What was done, as `reactivate.apply` returns it; without regions if the recipe switches checkpointing off.
 
     Raises:
         UsageError: see `load` and `reactivate.apply`; or `model` has fewer layers than the recipe counts, or no module
-            of a name that it lists.
+            of a name that it lists; or the recipe is a memory budget, and there are no `args`.
 
     Example:
         >>> import torch, reactivate
@@ -76,9 +90,10 @@ def apply(model: Module, source: Source | Recipe, *, section: str | None = None)
         raise UsageError(f"recipe.apply takes a torch.nn.Module; got {type(model).__name__}.")
     recipe = source if isinstance(source, Recipe) else load(source, section=section)
     settings = recipe.settings()
+    example = None if args is None and kwargs is None else Example(() if args is None else args, kwargs, loss)
     return apply_policy(
         model,
-        recipe.policy_for(model),
+        recipe.policy_for(model, example),
         guards=settings.guards,
         early_stop=settings.early_stop,
         determinism=settings.determinism,
@@ -90,10 +105,15 @@ def _mapping(source: Source, section: str | None) -> dict[str, Any]:
     if isinstance(source, (str, os.PathLike)):
         given = read_yaml(Path(source))
     place = "the recipe"
+    if section is not None and is_object(given):
+        given = sections_of(given)
     if section is not None and isinstance(given, Mapping):
         if section not in given:
             raise UsageError(f"recipe: there is no section {section!r}. There are: {_listed(given)}.")
         given, place = given[section], f"section {section!r}"
+        given = {"mode": "none"} if given is None else given
+    if is_object(given):
+        given = fields_of(given)
     if not isinstance(given, Mapping):
         raise UsageError(f"recipe: {place} is to be a mapping of fields or the path of a YAML file; got {given!r}.")
     return {key: _plain(value) for key, value in given.items()}
@@ -105,6 +125,9 @@ def _kind_of(given: Mapping[str, Any]) -> type[Recipe]:
     Raises:
         UsageError: nobody's, those of several, or there is none.
     """
+    found = [kind for kind in _KINDS if kind.takes(given)]
+    if len(found) == 1:
+        return found[0]
     known = {kind: {item.name for item in fields(kind)} for kind in _KINDS}
     every = sorted(set().union(*known.values()))
     for name in given:
@@ -112,9 +135,6 @@ def _kind_of(given: Mapping[str, Any]) -> type[Recipe]:
             close = difflib.get_close_matches(str(name), every, n=1)
             meant = f" Did you mean {close[0]!r}?" if close else ""
             raise UsageError(f"recipe: there is no field {name!r}.{meant} There are: {_fields_of(known)}.")
-    found = [kind for kind, names in known.items() if names >= given.keys()]
-    if len(found) == 1:
-        return found[0]
     if found:
         raise UsageError(
             f"recipe: {_listed(given) or 'nothing at all'} does not say what to recompute. Add a mode, 'ac_mode' or "

@@ -11,7 +11,7 @@ from torch.nn import Module
 from reactivate._checkpoint import Determinism
 from reactivate._types import Policy
 from reactivate.guards import DEFAULT
-from reactivate.recipe._base import Recipe, Settings
+from reactivate.recipe._base import Example, Recipe, Settings
 from reactivate.recipe._spelled import Spelled, understood
 
 
@@ -32,7 +32,7 @@ class Native(Recipe):
         self.policy.policy()  # what is wrong in it is said here,
         self.settings()  # and of these
 
-    def policy_for(self, model: Module) -> Policy:
+    def policy_for(self, model: Module, example: Example | None = None) -> Policy:
         return self.policy.policy()  # type: ignore[no-any-return]
 
     def settings(self) -> Settings:

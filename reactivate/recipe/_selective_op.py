@@ -27,13 +27,13 @@ def selective_op(layers: Layers, names: Sequence[str] | None = None, asked_by: s
     Args:
         layers: the layers.
         names: parts of the paths of `Linear`s. These, and those of the same shape in the same layer, are recomputed.
-            None: torchtitan's own list, where the model has such modules.
+            None, or torchtitan's own list: that list, where the model has such modules.
         asked_by: the field that `names` is from.
 
     Raises:
         UsageError: one of `names` occurs in no path, or in that of another module.
     """
-    if names is not None:
+    if names is not None and tuple(names) != UNLESS_TOLD:
         _check(layers, names, asked_by)
     recomputed = _recomputed(layers, UNLESS_TOLD if names is None else names)
     linears = {path: module for inside in map(_linears, layers.items()) for path, module in inside.items()}

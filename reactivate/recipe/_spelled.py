@@ -22,7 +22,7 @@ _STORAGES: dict[str, Callable[[], Storage]] = {"device": Device, "host": Host}
 
 @dataclass(frozen=True)
 class _Function:
-    """How the arguments of a function in `reactivate.policies` are spelled.
+    """The spelling of the arguments of a function in `reactivate.policies`.
 
     Attributes:
         build: the function.
@@ -88,7 +88,7 @@ class Spelled:
 
 
 def understood(spelling: Any) -> Spelled:
-    """What `spelling` says.
+    """Return the policy that `spelling` spells.
 
     Raises:
         UsageError: it is the spelling of no policy.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,7 +11,7 @@ from torch.nn import Module
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.policies import full, none
-from reactivate.recipe._base import OP_OR_NUMBER, Recipe, Settings
+from reactivate.recipe._base import OP_OR_NUMBER, Example, Recipe, Settings
 from reactivate.recipe._layers import every, layers_of, recompute
 from reactivate.recipe._selective_op import selective_op
 
@@ -26,45 +27,54 @@ class Torchtune(Recipe):
     enable_activation_checkpointing: Annotated[bool, "True or False"] = False
     enable_activation_offloading: Annotated[bool, "False"] = False
     ac_mode: Annotated[Literal["none", "full", "selective"] | None, "'none', 'full' or 'selective'"] = None
-    ac_option: Annotated[int | Literal["op"] | None, OP_OR_NUMBER] = None
+    ac_option: Annotated[int | str | None, OP_OR_NUMBER] = None
 
     def __post_init__(self) -> None:
         if self.enable_activation_offloading:
             raise UsageError(
-                "recipe: enable_activation_offloading=True is not done by a recipe; it takes False. Run the forward pass "
-                "under torchtune's own get_act_offloading_ctx_manager: it sees what regions keep. Or keep the results of "
-                "ops on the host: {'policy': {'first_match': [{'save_ops': {'ops': ['linear'], 'storage': 'host'}}, "
-                "'full']}}."
+                "recipe: enable_activation_offloading=True is not supported because torchtune moves the inputs of "
+                "recomputed layers to the host, and no storage takes the inputs of a region yet; it takes False. Run the "
+                "forward pass under torchtune's own get_act_offloading_ctx_manager: it sees what regions keep. Or keep "
+                "the results of ops on the host: {'policy': {'first_match': [{'save_ops': {'ops': ['linear'], 'storage': "
+                "'host'}}, 'full']}}."
             )
         if self.enable_activation_checkpointing and self.ac_mode is not None:
             raise UsageError(
                 f"recipe: enable_activation_checkpointing=True and ac_mode={self.ac_mode!r} are two switches for one "
                 "thing. Leave one out."
             )
-        if self.ac_option is not None and self.ac_mode != "selective":
+        self._check_option()
+
+    def _check_option(self) -> None:
+        if self.ac_option is not None and not _is_option(self.ac_option):
+            raise UsageError(f"recipe: ac_option={self.ac_option!r} is not allowed. It takes {OP_OR_NUMBER}.")
+        if self.ac_option is not None and self.ac_mode is None:
             raise UsageError(
                 f"recipe: ac_option={self.ac_option!r} is an option of ac_mode='selective', and ac_mode is "
                 f"{self.ac_mode!r}. Set that mode, or leave the option out."
             )
         if self.ac_mode == "selective" and self.ac_option is None:
             raise UsageError(f"recipe: ac_mode='selective' needs ac_option: {OP_OR_NUMBER}.")
-        if isinstance(self.ac_option, int) and self.ac_option < 1:
-            raise UsageError(f"recipe: ac_option={self.ac_option} is not allowed. It takes {OP_OR_NUMBER}.")
 
-    def policy_for(self, model: Module) -> Policy:
+    def policy_for(self, model: Module, example: Example | None = None) -> Policy:
         if self.enable_activation_checkpointing:
-            layers = [path for path, module in model.named_modules() if _is_layer(module)]
-            return recompute(layers) if layers else full()
+            paths = [path for path, module in model.named_modules() if _is_layer(module)]
+            return recompute(paths) if paths else full()
         if self.ac_mode in (None, "none"):
             return none()
-        if self.ac_option is None:
-            return recompute(layers_of(model))
+        layers = layers_of(model)
+        if self.ac_mode == "full":
+            return recompute(layers)
         if self.ac_option == "op":
-            return selective_op(layers_of(model))
-        return recompute(every(layers_of(model), self.ac_option, "ac_option"))
+            return selective_op(layers)
+        return recompute(every(layers, int(self.ac_option or 0), "ac_option"))
 
     def settings(self) -> Settings:
         return Settings()
+
+
+def _is_option(option: int | str) -> bool:
+    return option == "op" or re.fullmatch("[1-9][0-9]*", str(option)) is not None
 
 
 def _is_layer(module: Module) -> bool:

@@ -10,7 +10,7 @@ from reactivate.recipe._base import needed
 
 
 def read_yaml(path: Path) -> Any:
-    """What is in the file at `path`.
+    """Return the contents of the file at `path`.
 
     Raises:
         UsageError: there is no such file, it is no YAML, or a key in it stands twice; or PyYAML is not installed.
