@@ -402,6 +402,11 @@ class _Matching:
     leave_to_eager(pack.__code__)
     leave_to_eager(pack_checked.__code__)
 
+    @property
+    def users_hooks(self) -> tuple[Any, Any] | None:
+        """Return the saved-tensor hooks of the user's around the region."""
+        return self.record.users_hooks
+
     def _may_be_filling(self, tensor: Tensor) -> bool:
         """Return whether the op that saves `tensor` may yet write to what it has saved.
 
@@ -416,12 +421,18 @@ class _Matching:
     def _outlasting(self, value: Tensor, saved_version: int) -> tuple[Tensor, int]:
         """Return what the slot gets of a tensor whose memory may be put back when the recomputation is over.
 
-        Where autograd would read the present memory, this does; where it would refuse to, the bytes of the forward.
+        Where autograd would read the present memory, this does; where it would refuse to, the bytes of the forward. Hooks
+        of the user's around the region decide: autograd would keep what they make of the tensor, a copy maybe.
         """
         memory = memory_of(value)
         present = None if memory is None else rewound_memory.get(memory)
         if present is None:
             return value, value._version
+        if self.users_hooks is not None:
+            pack, unpack = self.users_hooks
+            with torch.no_grad():
+                found = unpack(pack(value))
+            return (found, found._version) if memory_of(found) != memory else (self.detach(value), present)
         if present == saved_version:
             return self.detach(value), present
         copied = copy_unseen(value)

@@ -118,6 +118,7 @@ class Record:
         proof: of a forward that wrote to what there is no copy of; otherwise None.
         check: checksums of the forward, if the next recomputation is to be compared with it.
         context: the context variables of the forward pass.
+        users_hooks: (pack, unpack), saved-tensor hooks of the user's around the region; None without any.
         log: the ops of the forward pass, with `determinism="values"`.
         sites: the calls that are saved, in order.
         fence: (device type, its fence) where the device's compiler would undo a recomputation, otherwise None; with a fence
@@ -152,7 +153,7 @@ class Record:
             "saved_inputs",
             "sites",
         ),
-        *("snapshots", "states", "tokens", "versions"),
+        *("snapshots", "states", "tokens", "users_hooks", "versions"),
     )
     options: Options
     early_stop: bool
@@ -161,6 +162,7 @@ class Record:
     kwargs: dict[str, Any]
     saved: list[Saved]
     tokens: list[Any] | None
+    users_hooks: tuple[Any, Any] | None
     snapshots: list[tuple[Recomputation, Any]]
     notes: Sequence[Note]
     inputs: Sequence[Input]

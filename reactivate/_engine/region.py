@@ -69,6 +69,7 @@ from reactivate._torch.autograd import (
     on_backward_end,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    users_hooks,
 )
 from reactivate._torch.dynamo import leave_out_of_graphs, leave_to_eager, prefer_version_used_last
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
@@ -124,6 +125,7 @@ class Region(Record):
         self.saved = []
         self.lock = RLock()
         self.context = copy_context()
+        self.users_hooks = users_hooks()
         self.log = None if options.determinism != "values" else OpLog()
         self.sites = ()
         self.proof = self.check = self.fence = self.places = None

@@ -78,6 +78,7 @@ class Call:
         "site",
         "sources",
         "storage",
+        "users_hooks",
         "versions",
     )
 
@@ -95,6 +96,7 @@ class Call:
         self.decision = decision
         self.storage = storage
         self.entries = log.record.saved
+        self.users_hooks = log.record.users_hooks
         self.check = log.record.check
         self.saved: list[tuple[SiteSlot, Tensor, int]] = []
         arguments = tensors_in(args, kwargs) if reason is None else []

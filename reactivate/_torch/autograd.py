@@ -93,6 +93,23 @@ def not_a_users_hook(pack: _Hook) -> _Hook:
     return pack
 
 
+def users_hooks() -> tuple[Any, Any] | None:
+    """Return the (pack, unpack) hooks of the user's that are around the caller, None if there are none.
+
+    A marked hook has an owner that knows those around it, as `users_hooks`. torch's checkpoint has hooks for its own use.
+    """
+    hooks = _top_saved_tensor_hooks(True)
+    if hooks is None:
+        return None
+    pack: Any = hooks[0]
+    if getattr(pack, "_checkpoint_internal", False):
+        found: tuple[Any, Any] | None = getattr(
+            getattr(getattr(pack, "func", pack), "__self__", None), "users_hooks", None
+        )
+        return found
+    return None if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else (pack, hooks[1])
+
+
 def beside_users_hooks(pack: Any) -> Any:
     """Return a marked pack hook that also says which hooks of the user's are around it."""
     if _top_saved_tensor_hooks(True) is None:
