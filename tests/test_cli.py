@@ -313,7 +313,7 @@ def test_explain(saved: Path) -> None:
                 policies.save_ops("linear", "gelu", within=("*.0",), storage=Host(pin=False)), policies.full()
             ),
         ),
-        ("except_(full(), recompute_modules('0'))", policies.except_(policies.full(), policies.recompute_modules("0"))),
+        ("exclude(full(), recompute_modules('0'))", policies.exclude(policies.full(), policies.recompute_modules("0"))),
     ],
 )
 def test_a_policy_is_what_python_says(text: str, policy: Any) -> None:

@@ -460,12 +460,12 @@ def test_a_second_installation_is_refused() -> None:
 
 def test_taking_it_back_twice_is_refused() -> None:
     installation = dropin.install()
-    installation.uninstall()
+    installation.remove()
     original = upstream.checkpoint
     with pytest.raises(UsageError, match="taken back already"):
-        installation.uninstall()
+        installation.remove()
     with dropin.install(), pytest.raises(UsageError, match="taken back already"):
-        installation.uninstall()
+        installation.remove()
     assert upstream.checkpoint is original
 
 

@@ -325,9 +325,9 @@ def test_blocks_are_the_outermost_repeated_layers(make: Callable[[], nn.Module],
         (policies.recompute_every(2), [0, 2]),
         (policies.recompute_every(3, offset=1), [1]),
         (policies.recompute_every(4, 3), [3]),
-        (policies.except_(policies.full(), policies.recompute_modules("layers.2")), [0, 1, 3]),
+        (policies.exclude(policies.full(), policies.recompute_modules("layers.2")), [0, 1, 3]),
         (policies.first_match(policies.recompute_modules("layers.1"), policies.recompute_every(2)), [0, 1, 2]),
-        (policies.either(policies.recompute_every(2), policies.recompute_modules("layers.3")), [0, 2, 3]),
+        (policies.union(policies.recompute_every(2), policies.recompute_modules("layers.3")), [0, 2, 3]),
         (policies.none(), []),
         (lambda site: Recompute() if site.block == site.blocks - 1 else None, [3]),
     ],
@@ -348,12 +348,12 @@ def test_first_match_takes_the_first_answer() -> None:
 
 def test_either_prefers_to_save() -> None:
     module = nn.Linear(1, 1)
-    policy = policies.either(policies.recompute_modules(nn.Linear), policies.save_modules(nn.Linear))
+    policy = policies.union(policies.recompute_modules(nn.Linear), policies.save_modules(nn.Linear))
     assert policy(at("x", module=module)) == Save()
 
 
 def test_except_leaves_out_what_an_exception_names() -> None:
-    policy = policies.except_(policies.save_ops("linear", "tanh"), policies.save_ops("linear", within="*.up"))
+    policy = policies.exclude(policies.save_ops("linear", "tanh"), policies.save_ops("linear", within="*.up"))
     assert saved_in(Model(1 + 1), policies.first_match(policy, policies.full())) == [["tanh", "linear"]] * 2
 
 
@@ -456,8 +456,8 @@ def test_policies_are_values() -> None:
         (lambda: policies.every_nth(2, "linear"), "every_nth takes a policy"),
         (lambda: policies.first_match(), "at least one policy"),
         (lambda: policies.first_match(LINEAR, 3), "first_match takes a policy"),
-        (lambda: policies.either(None), "either takes a policy"),
-        (lambda: policies.except_(LINEAR), "at least one exception"),
+        (lambda: policies.union(None), "union takes a policy"),
+        (lambda: policies.exclude(LINEAR), "at least one exception"),
         (lambda: reactivate.apply(Model(), None), "apply takes a policy"),
         (lambda: reactivate.apply(torch.sin, policies.full()), "For a function use checkpoint()"),
         (lambda: reactivate.checkpoint(torch.sin, policy=3), "checkpoint(policy=...) takes a policy"),

@@ -105,7 +105,7 @@ def test_regions_of_an_applied_model_are_in_the_graph() -> None:
         (policies.first_match(policies.save_modules(nn.Sequential), policies.full()), 4),
         (policies.first_match(policies.every_nth(2, policies.save_ops("linear")), policies.full()), 4),
         (policies.first_match(policies.compute_intensive(), policies.full()), 0),
-        (policies.except_(policies.full(), policies.recompute_modules("0")), 4),
+        (policies.exclude(policies.full(), policies.recompute_modules("0")), 4),
         (
             policies.first_match(
                 lambda site: reactivate.Save() if site.op == "linear" and site.path.endswith("down") else None,

@@ -460,10 +460,10 @@ SPELLED: list[tuple[Any, ReadyMade]] = [
         {"first_match": [{"save_ops": ["linear"]}, "full"]},
         policies.first_match(policies.save_ops("linear"), policies.full()),
     ),
-    ({"either": ["full", "none"]}, policies.either(policies.full(), policies.none())),
+    ({"union": ["full", "none"]}, policies.union(policies.full(), policies.none())),
     (
-        {"except_": ["full", {"recompute_modules": ["layers.0"]}]},
-        policies.except_(policies.full(), policies.recompute_modules("layers.0")),
+        {"exclude": ["full", {"recompute_modules": ["layers.0"]}]},
+        policies.exclude(policies.full(), policies.recompute_modules("layers.0")),
     ),
     (
         {"every_nth": {"n": 2, "policy": {"save_ops": ["linear"]}, "offset": 1}},

@@ -114,8 +114,8 @@ def test_checkpoint_names_the_remedy(wrong: Any, remedies: list[str]) -> None:
         lambda policy: reactivate.checkpoint(squashed, policy=policy),
         lambda policy: reactivate.verify(Model(), X, policy=policy),
         lambda policy: policies.first_match(policies.save_ops("linear"), policy),
-        lambda policy: policies.either(policy),
-        lambda policy: policies.except_(policies.full(), policy),
+        lambda policy: policies.union(policy),
+        lambda policy: policies.exclude(policies.full(), policy),
         lambda policy: policies.every_nth(2, policy),
     ],
 )

@@ -140,8 +140,8 @@ POLICIES: dict[str, Any] = {
     "save_names": first_match(listed(policies.save_names("up")), full),
     "every_nth": first_match(policies.every_nth(2, SAVED), full),
     "within": first_match(listed(policies.save_ops(*OPS, within=("*.up", "*.linear1"))), full),
-    "except_": first_match(policies.except_(SAVED, listed(policies.save_ops("matmul"))), full),
-    "either": policies.either(SAVED, listed(policies.save_ops("relu", "dropout")), full),
+    "exclude": first_match(policies.exclude(SAVED, listed(policies.save_ops("matmul"))), full),
+    "union": policies.union(SAVED, listed(policies.save_ops("relu", "dropout")), full),
     "compute_intensive": first_match(policies.compute_intensive(), full),
     "own": own,
 }
@@ -219,6 +219,6 @@ def test_every_policy_is_bitwise_the_plain_model(name: str, dropout: float, auto
     for policy, found in kept.items():
         if policy != "none":
             # The last one keeps results that autograd would not: those of linear layers.
-            assert kept["full"] <= found and (found < plain.kept_bytes or policy == "either"), f"{policy}: bytes"
+            assert kept["full"] <= found and (found < plain.kept_bytes or policy == "union"), f"{policy}: bytes"
         if policy not in KEEPS_NOTHING_INSIDE and policy != "compute_intensive":
             assert kept["full"] < found, f"{policy}: something is kept inside of regions"

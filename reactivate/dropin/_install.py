@@ -29,7 +29,7 @@ _active: list[Installation] = []
 
 
 class Installation:
-    """The handle of `install`: a context manager, whose end takes it back, as `uninstall()` does."""
+    """The handle of `install`: a context manager, whose end takes it back, as `remove()` does."""
 
     def __init__(self, guards: Guards) -> None:
         instance = _second_instance(dropin)
@@ -49,7 +49,7 @@ class Installation:
         instance.replaced = {name: swap.old for name, swap in zip(names, swaps)}  # type: ignore[attr-defined]
         _active.append(self)
 
-    def uninstall(self) -> None:
+    def remove(self) -> None:
         """Put torch's functions back, also where they were imported from torch in the meantime.
 
         Raises:
@@ -66,7 +66,7 @@ class Installation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.uninstall()
+        self.remove()
 
 
 def install(*, guards: Guards = DEFAULT) -> Installation:
@@ -83,7 +83,7 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
         guards: for every region; add to them what the program's libraries need, an RNG tracker say.
 
     Returns:
-        A handle with `uninstall()`; also a context manager.
+        A handle with `remove()`; also a context manager.
 
     Raises:
         UsageError: it is installed already; or `gc.freeze()` has hidden the references.
@@ -95,7 +95,7 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
         ...     torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     """
     if _active:
-        raise UsageError("The drop-in is installed already. Call `uninstall()` on what the first `install()` returned.")
+        raise UsageError("The drop-in is installed already. Call `remove()` on what the first `install()` returned.")
     return Installation(guards)
 
 

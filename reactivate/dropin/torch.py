@@ -220,7 +220,7 @@ def _decorated(use_reentrant: bool | None, asked: Asked, function: Callable[...,
 
     @functools.wraps(function, updated=())
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint_impl(function, args, kwargs, **options)  # by its name: `uninstall` makes it torch's
+        return checkpoint_impl(function, args, kwargs, **options)  # by its name: `remove` makes it torch's
 
     return checkpointed
 

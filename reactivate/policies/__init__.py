@@ -7,7 +7,7 @@ from typing import Any
 
 from reactivate._nearest import did_you_mean
 from reactivate._types import Action, Policy, Recompute, Save, Site
-from reactivate.policies.combine import either, every_nth, except_, first_match
+from reactivate.policies.combine import every_nth, exclude, first_match, union
 from reactivate.policies.layers import full, none, recompute_every, recompute_modules
 from reactivate.policies.names import save_modules, save_names
 from reactivate.policies.ops import compute_intensive, save, save_ops
@@ -19,9 +19,8 @@ __all__ = [
     "Save",
     "Site",
     "compute_intensive",
-    "either",
     "every_nth",
-    "except_",
+    "exclude",
     "first_match",
     "full",
     "none",
@@ -31,6 +30,7 @@ __all__ = [
     "save_modules",
     "save_names",
     "save_ops",
+    "union",
 ]
 
 

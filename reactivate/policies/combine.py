@@ -51,9 +51,9 @@ def first_match(*policies: Policy) -> ReadyMade:
 
 
 @dataclass(frozen=True, repr=False)
-class _Either(_Several):
+class _Union(_Several):
     def __repr__(self) -> str:
-        return written("either", *self.policies)
+        return written("union", *self.policies)
 
     def __call__(self, site: Site) -> Action | None:
         actions = [action for action in (policy(site) for policy in self.policies) if action is not None]
@@ -61,7 +61,7 @@ class _Either(_Several):
         return next(iter(saves or actions), None)
 
 
-def either(*policies: Policy) -> ReadyMade:
+def union(*policies: Policy) -> ReadyMade:
     """Save what any of them saves, recompute what any other of them recomputes.
 
     All are asked about every site, so that those that count (`every_nth`) count all of their own.
@@ -71,16 +71,16 @@ def either(*policies: Policy) -> ReadyMade:
 
     Example:
         >>> from reactivate import policies
-        >>> policy = policies.either(policies.every_nth(2, policies.save_ops("linear")), policies.save_ops("matmul"))
+        >>> policy = policies.union(policies.every_nth(2, policies.save_ops("linear")), policies.save_ops("matmul"))
     """
-    _check(policies, "either")
-    return _Either(policies)
+    _check(policies, "union")
+    return _Union(policies)
 
 
 @dataclass(frozen=True, repr=False)
-class _Except(_Several):
+class _Exclude(_Several):
     def __repr__(self) -> str:
-        return written("except_", *self.policies)
+        return written("exclude", *self.policies)
 
     def __call__(self, site: Site) -> Action | None:
         policy, *exceptions = self.policies
@@ -88,8 +88,8 @@ class _Except(_Several):
         return policy(site) if all(answer is None for answer in answers) else None
 
 
-def except_(policy: Policy, *exceptions: Policy) -> ReadyMade:
-    """`policy`, but not for sites that one of `exceptions` has an action for, whatever that is.
+def exclude(policy: Policy, *exceptions: Policy) -> ReadyMade:
+    """Take the answers of `policy`, except for sites that one of `exceptions` has an action for.
 
     Raises:
         UsageError: one of them cannot be called, or there is no exception.
@@ -99,14 +99,14 @@ def except_(policy: Policy, *exceptions: Policy) -> ReadyMade:
         >>> from reactivate import policies
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 3)
-        >>> policy = policies.except_(policies.full(), policies.recompute_modules("layers.0"))
+        >>> policy = policies.exclude(policies.full(), policies.recompute_modules("layers.0"))
         >>> reactivate.apply(model, policy).regions
         ('layers.1', 'layers.2')
     """
-    _check((policy, *exceptions), "except_")
+    _check((policy, *exceptions), "exclude")
     if not exceptions:
-        raise UsageError("except_ takes a policy and at least one exception to it.")
-    return _Except((policy, *exceptions))
+        raise UsageError("exclude takes a policy and at least one exception to it.")
+    return _Exclude((policy, *exceptions))
 
 
 @dataclass(frozen=True, repr=False)

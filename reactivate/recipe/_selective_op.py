@@ -12,7 +12,7 @@ from torch.nn import Linear, Module
 
 from reactivate._types import Policy
 from reactivate.errors import UsageError
-from reactivate.policies import compute_intensive, either, every_nth, except_, first_match, save_ops
+from reactivate.policies import compute_intensive, every_nth, exclude, first_match, save_ops, union
 from reactivate.policies._select import matches
 from reactivate.recipe._layers import Layers, recompute
 
@@ -40,8 +40,8 @@ def selective_op(layers: Layers, names: Sequence[str] | None = None, asked_by: s
     with_bias = [path for path, module in linears.items() if module.bias is not None and path not in recomputed]
     never = [save_ops("linear", within=_patterns(recomputed, linears))] if recomputed else []
     always = [save_ops("linear", within=_patterns(with_bias, linears))] if with_bias else []
-    counted = except_(_PRODUCTS, *never, *always) if never or always else _PRODUCTS
-    saved = either(every_nth(2, counted), except_(compute_intensive(), _PRODUCTS), *always)
+    counted = exclude(_PRODUCTS, *never, *always) if never or always else _PRODUCTS
+    saved = union(every_nth(2, counted), exclude(compute_intensive(), _PRODUCTS), *always)
     return first_match(saved, recompute(layers))
 
 

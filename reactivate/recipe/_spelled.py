@@ -48,8 +48,8 @@ _FUNCTIONS = {
     "save_modules": _Function(policies.save_modules, ("modules",), many=True, options=("storage",)),
     "save_names": _Function(policies.save_names, ("names",), many=True, options=("storage",)),
     "first_match": _Function(policies.first_match, ("policies",), many=True),
-    "either": _Function(policies.either, ("policies",), many=True),
-    "except_": _Function(policies.except_, ("policies",), many=True),
+    "union": _Function(policies.union, ("policies",), many=True),
+    "exclude": _Function(policies.exclude, ("policies",), many=True),
     "every_nth": _Function(policies.every_nth, ("n", "policy"), options=("offset",)),
 }
 
