@@ -14,7 +14,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-newest test-newest-engine torches refresh lint types docs fuzz bench bench-xla test-upstream clean
+.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -77,6 +77,9 @@ torches: $(VENV)/.test $(VENV)/.models $(XLA)/.installed $(NEWEST)/.installed  #
 	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(XLA)/bin/python -- --ignore tests/test_recipe.py
 	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(BIN)/python $(NEWEST)/bin/python
 	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md --public $(BIN)/python $(NEWEST)/bin/python -- $(ENGINE)
+
+campaign: $(VENV)/.test  ## 100,000 random programs in as many sittings as it takes: make campaign SECONDS=3600
+	$(BIN)/python -m fuzz --record benchmarks/results/fuzzing.json --page docs/fuzzing.md --count 100000 $(if $(SECONDS),--seconds $(SECONDS)) --workers $(JOBS)
 
 fuzz: $(VENV)/.test  ## random training programs, plain and checkpointed: make fuzz SECONDS=600, COUNT=2000, SEED=7
 	$(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) --workers $(JOBS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ from fuzz.generate import generate
 from fuzz.judge import judge
 from fuzz.page import page
 from fuzz.report import Summary, failure_text
+from fuzz.sittings import LEG, Record, load
 from fuzz.source import source_of
 
 PROGRESS = 5.0
@@ -22,15 +24,22 @@ PROGRESS = 5.0
 def main(arguments: list[str] | None = None) -> int:
     """Run a campaign and return 1 if it found a failure."""
     options = _parser().parse_args(arguments)
-    limits = Limits(
-        options.count, None if options.count is not None and options.seconds is None else options.seconds or 60
-    )
-    first = int(time.time()) % 1_000_000 * 1_000_000 if options.seed is None else options.seed
-    _say(f"seeds from {first}")
-    if options.show:
-        print(source_of(generate(first)))
-    summary = _campaign(first, limits, options.workers, Failures(options.shrink))
-    print(summary.as_json() if options.json else summary.text())
+    seconds = 60.0 if options.seconds is None and options.count is None else options.seconds
+    limits = Limits(options.count, seconds)
+    failures = Failures(options.shrink)
+    if options.record:
+        record = load(options.record, options.seed)
+        first, summary = record.first, record.summary
+        _say(f"seeds from {record.next}")
+        _sittings(record, limits, options.workers, failures, options.record)
+    else:
+        first = int(time.time()) % 1_000_000 * 1_000_000 if options.seed is None else options.seed
+        _say(f"seeds from {first}")
+        if options.show:
+            print(source_of(generate(first)))
+        summary = Summary()
+        _campaign(summary, first, limits, options.workers, failures)
+    print(json.dumps(summary.to_json()) if options.json else summary.text())
     if options.page:
         options.page.write_text(page(summary, first, options.workers), encoding="utf-8")
     return int(summary.failed)
@@ -52,23 +61,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="write the counts as a page of the documentation, too"
     )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="keep the counts there, and go on from them next time, as long as the code is the same",
+    )
     return parser
 
 
-def _campaign(first: int, limits: Limits, workers: int, failures: Failures) -> Summary:
-    summary = Summary()
-    start = shown = time.monotonic()
+def _sittings(record: Record, limits: Limits, workers: int, failures: Failures, path: Path) -> None:
+    """Go on with a campaign, leg by leg, until it has its count or the sitting its seconds; a leg is never cut short."""
+    start = time.monotonic()
+    while limits.seconds is None or time.monotonic() - start < limits.seconds:
+        left = LEG if limits.count is None else min(LEG, limits.count - record.summary.programs)
+        if left <= 0:
+            return
+        _campaign(record.summary, record.next, Limits(left), workers, failures)
+        record.save(path)
+
+
+def _campaign(summary: Summary, first: int, limits: Limits, workers: int, failures: Failures) -> None:
+    start, before = time.monotonic(), summary.seconds
+    shown = start
     for seed, verdict in campaign(first, limits, workers):
         summary.add(seed, verdict)
         now = time.monotonic()
-        summary.seconds = now - start
+        summary.seconds = before + now - start
         if now - shown >= PROGRESS:
             shown = now
             _say(summary.line())
         program = failures.add(seed, verdict)
         if program is not None:
             _say(failure_text(seed, judge(program, failures.arm), program))
-    return summary
 
 
 def _say(text: str) -> None:

@@ -15,7 +15,7 @@ regions, policies, `apply`, several steps, six kinds of backward. Each runs plai
 outputs, gradients, state, random streams. What it found has become a named test.
 
 {programs:,} programs, seeds {first} to {last}, torch {torch}, {hours:.1f} hours in {workers} on the CPU:
-`python -m fuzz --count {programs} --seed {first}`.
+`python -m fuzz --count {programs} --seed {first}`. `make campaign` goes on with them, as long as the code is the same.
 
 | Of the programs that run plainly | |
 |---|---:|

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,9 +116,9 @@ class Summary:
         lines += [f"discarded {count}: {kind}" for kind, count in self.discarded.most_common()]
         return "\n".join(lines)
 
-    def as_json(self) -> str:
+    def to_json(self) -> dict[str, Any]:
         """Return all counts for machines."""
-        data: dict[str, Any] = {
+        return {
             "programs": self.programs,
             "seconds": self.seconds,
             "outcomes": dict(self.outcomes),
@@ -137,7 +137,20 @@ class Summary:
             "measured": self.measured,
             "smaller": self.smaller,
         }
-        return json.dumps(data)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Summary:
+        """Make a summary from what `to_json` returned."""
+        plain = ("silent", "crashed", "with_regions", "with_recomputations", "regions", "recomputations")
+        return cls(
+            outcomes=Counter(values["outcomes"]),
+            discarded=Counter(values["discarded"]),
+            refusals={
+                kind: Refusals(item["first"], Counter(item["torch"]), item["example"])
+                for kind, item in values["refusals"].items()
+            },
+            **{name: values[name] for name in (*plain, "measured", "smaller", "seconds")},
+        )
 
 
 def failure_text(seed: int, verdict: Verdict, program: Program) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch import nn, ones
 
 import reactivate
-from fuzz import __main__ as command
+from fuzz import __main__ as command, sittings
 from fuzz.campaign import Limits, campaign, judge_seed
 from fuzz.construct import fill
 from fuzz.failures import Failures
@@ -224,6 +225,35 @@ def test_a_campaign_has_a_page() -> None:
 def test_a_campaign_ends_at_its_count_or_time() -> None:
     assert [seed for seed, _ in campaign(7, Limits(count=3), judging=lambda seed: Verdict(RIGHT))] == [7, 8, 9]
     assert not list(campaign(7, Limits(count=3, seconds=0)))
+
+
+def test_a_campaign_goes_on_in_another_sitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LEG", 3)
+    record, page_path = tmp_path / "record.json", tmp_path / "page.md"
+    given = ["--record", str(record), "--shrink", "0", "--page", str(page_path)]
+    command.main([*given, "--seed", "11", "--count", "4"])
+    assert json.loads(record.read_text())["programs"] == 4
+    command.main([*given, "--count", "9"])
+    found = sittings.load(record, None)
+    assert (found.first, found.summary.programs, found.next) == (11, 9, 20)
+    once = Summary()
+    for seed, verdict in campaign(11, Limits(count=9)):
+        once.add(seed, verdict)
+    once.seconds = found.summary.seconds
+    assert once == found.summary and "seeds 11 to 19" in page_path.read_text()
+
+    command.main([*given, "--seconds", "0"])
+    assert sittings.load(record, None) == found, "no time, no program"
+    monkeypatch.setattr(sittings, "digest_of_engine", lambda: "another")
+    assert sittings.load(record, 5).next == 5, "what another engine did says nothing of this one"
+
+
+def test_the_digest_of_the_engine_is_of_what_it_does() -> None:
+    one = sittings._parts_of("def f(x):\n    return x\n")
+    other = sittings._parts_of(
+        '"""A file."""\nimport os\n\n\ndef f(x):\n    """Return x."""\n\n    # Why.\n    return x\n'
+    )
+    assert one == other != sittings._parts_of("def f(x):\n    return -x\n")
 
 
 def test_the_command_prints_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
