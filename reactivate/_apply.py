@@ -249,9 +249,7 @@ class Applied:
         self.unmatched.regions = self.cache_watch.regions = len(regions)
         self.handle.kept = _kept_beside(model, sites, regions)
 
-    def choose(
-        self, model: Module, sites: list[tuple[Module, Site]]
-    ) -> tuple[dict[str, Module], dict[str, Module]]:
+    def choose(self, model: Module, sites: list[tuple[Module, Site]]) -> tuple[dict[str, Module], dict[str, Module]]:
         """Return the regions and the saved modules of `model`, by their paths."""
         blocks = [site.path for _, site in sites if site.block is not None]
         for part in parts_of(self.policy):

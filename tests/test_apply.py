@@ -157,7 +157,9 @@ def test_the_same_call_again_changes_nothing(name: str) -> None:
         forwards = {path: module.forward for path, module in model.named_modules()}
         again = policies.full() if name == "full" else copy.deepcopy(POLICIES[name])
         assert reactivate.apply(model, again) is handle
-        assert all(module.forward is forwards[path] or path not in handle.regions for path, module in model.named_modules())
+        assert all(
+            module.forward is forwards[path] or path not in handle.regions for path, module in model.named_modules()
+        )
         return model
 
     check(twice)
