@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -88,6 +89,7 @@ def test_wrappers_are_looked_into() -> None:
     training.begin(torch.compile(model))
     assert reactivate.Handle.of(model).regions == ("layers.0", "layers.1", "layers.2")
     training.begin(model)  # again: what was applied before goes first
+    assert pickle.loads(pickle.dumps(training)).handle is None
     training.end()
     assert reactivate.Handle.of(model) is None
 

@@ -56,6 +56,7 @@ def fitted(wrap: Any = None, folder: Path | None = None, mixed_precision: str = 
         handle = reactivate.Handle.of(model)
         assert (handle is not None) == bool(asked)
         if handle is not None:
+            assert not any(path.startswith("module.") for path in handle.regions)
             handle.remove()
             assert reactivate.Handle.of(model) is None
             inner = accelerator.unwrap_model(model)
@@ -110,6 +111,10 @@ def test_a_budget_is_planned_for_at_the_first_batch() -> None:
     assert ours.regions > 0
     for name, value in plain.state.items():
         oracle.assert_bitwise(value, ours.state[name], name)
+    model, optimizer, _ = objects_of()
+    prepare(accelerate.Accelerator(cpu=True), model, optimizer, budget="75%")
+    model(samples()[:BATCH])
+    assert reactivate.Handle.of(model).policy.fixed.optimizer > 0
 
 
 def test_a_plan_from_a_file(tmp_path: Path) -> None:
