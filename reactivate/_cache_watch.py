@@ -18,7 +18,6 @@ from torch import Tensor, is_grad_enabled
 from reactivate._engine.accounts import Ledger, in_words
 from reactivate._engine.record import Options
 from reactivate._engine.region import run
-from reactivate._engine.replay import is_recomputing
 
 
 class CacheWatch:
@@ -40,7 +39,7 @@ class CacheWatch:
 
     def run(self, path: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
         """Call a region, as `region.run` does."""
-        if not is_grad_enabled() or is_recomputing():
+        if not is_grad_enabled():
             return run(fn, args, kwargs, options)
         if path in self._called:
             self._end()
