@@ -138,5 +138,5 @@ def test_bitwise(name: str, use_cache: bool) -> None:
 
     plain, ours = oracle.run(make), oracle.run(make, applied)
     oracle.assert_same(plain, ours)
-    assert ours.regions == ours.replays == MADE[name][2]
+    assert ours.regions == ours.recomputations == MADE[name][2]
     assert ours.kept_bytes < plain.kept_bytes

@@ -242,7 +242,7 @@ trainer:
     cli = cli_class(type(module_of(package)), run=False, args=["--config", str(config)], save_config_callback=None)
     (callback,) = [it for it in cli.trainer.callbacks if isinstance(it, ActivationCheckpointing)]
     ran = fitted(package, [callback])
-    assert ran.regions > 0 and ran.regions == ran.replays
+    assert ran.regions > 0 and ran.regions == ran.recomputations
 
 
 @pytest.mark.parametrize("path", ["", "model"])
@@ -255,7 +255,7 @@ def test_apply_in_configure_model(path: str) -> None:
         trainer.validate(module, loader(), verbose=False)
         trainer.test(module, loader(), verbose=False)
     assert len(module.handles) == 3 and len(set(module.handles)) == 1
-    assert (ran.regions, ran.replays) == (LAYERS * STEPS, LAYERS * STEPS)
+    assert (ran.regions, ran.recomputations) == (LAYERS * STEPS, LAYERS * STEPS)
     module.handles[0].remove()
     assert reactivate.Handle.of(module) is None
 

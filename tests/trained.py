@@ -83,5 +83,5 @@ def assert_same(plain: Trained, ours: Trained, regions: int = LAYERS * STEPS) ->
     for name, value in plain.state.items():
         oracle.assert_bitwise(value, ours.state[name], name)
     assert plain.regions == 0
-    assert (ours.regions, ours.replays) == (regions, regions)
+    assert (ours.regions, ours.recomputations) == (regions, regions)
     assert ours.saved_bytes < plain.saved_bytes

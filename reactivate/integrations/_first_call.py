@@ -63,7 +63,7 @@ class PlanAtFirstCall:
         if loss is None:
             raise UsageError(
                 f"{self._asked_by}(budget={self._budget!r}): there is no loss in what the model returns, so the memory "
-                "that it takes is not known. Return the loss from the model (for a model of transformers: pass labels), or plan "
-                "before training with reactivate.plan(model, batch, budget=..., loss=...)."
+                "that it takes is not known. Return the loss from the model (for a model of transformers: pass labels), or "
+                "plan before training with reactivate.plan(model, batch, budget=..., loss=...)."
             )
         return loss
