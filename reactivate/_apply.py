@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._blocks import blocks_of, siblings_of
+from reactivate._cache_watch import CacheWatch
 from reactivate._checkpoint import Determinism, make_options, run_in_graph
 from reactivate._engine.choice import Choice, Unmatched
 from reactivate._engine.record import Options
@@ -49,6 +50,9 @@ def apply(
     No parameter, buffer, submodule or state_dict key is renamed. Copies (`copy.deepcopy`, `pickle`, `torch.save`) have
     the policy applied as well, with state of their own.
 
+    If `apply` is called again with an equal policy and the same options, it returns the handle that the model has and
+    changes nothing. So it may stand in a hook that a trainer calls more than once, as Lightning calls `configure_model`.
+
     Args:
         model: changed in place, until `Handle.remove`.
         policy: see `reactivate.policies`. It says which modules are regions, and which calls inside of these are kept.
@@ -62,8 +66,8 @@ def apply(
         does the end of `with apply(...):`.
 
     Raises:
-        UsageError: a policy is applied to the model already, and `replace` is not set; or a part of this one matches no
-            module. (A part that selects ops or names is looked at when every region has run: then the forward raises.)
+        UsageError: another policy is applied to the model already, and `replace` is not set; or a part of this one matches
+            no module. (A part that selects ops or names is looked at when every region has run: then the forward raises.)
 
     Example:
         >>> import torch, reactivate
@@ -84,8 +88,8 @@ def apply(
     default = policy.determinism() if isinstance(policy, ReadyMade) else "first"
     options = make_options(guards, early_stop, determinism or default, None)
     if not replace:
-        _refuse_second(model)
-        return _applied(model, policy, options)
+        found = _forward_of(model)
+        return _applied(model, policy, options) if found is None else _repeated(model, found, policy, options)
     taken = _take(model)
     try:
         old = {id(forward.applied): forward.applied.handle for _, forward in taken}.values()
@@ -158,7 +162,8 @@ def _check(model: Any, policy: Any) -> None:
 class Handle:
     """A policy on a model; printed, it says which modules are recomputed and which layers beside them are not, and why.
 
-    As a context manager it removes the policy at the end.
+    As a context manager it removes the policy at the end, unless the model had it before: if `apply` returned the handle
+    that was there, the policy stays.
 
     Attributes:
         policy: the policy.
@@ -175,6 +180,7 @@ class Handle:
         self._kinds: dict[str, list[str]] = {}  # the paths of the regions, by the names of their classes
         self._undo: list[weakref.ref[Module]] = []
         self._undo_policy: Callable[[], None] | None = None
+        self._uses = 1  # calls of `apply` that returned it
 
     @staticmethod
     def of(model: Module) -> Handle | None:
@@ -197,7 +203,9 @@ class Handle:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.remove()
+        self._uses -= 1
+        if self._uses <= 0:
+            self.remove()
 
     def __repr__(self) -> str:
         saved = f", saved={len(self.saved)} modules" if self.saved else ""
@@ -229,10 +237,20 @@ class Applied:
         self.options = options
         self.handle = Handle(policy)
         self.unmatched = Unmatched(policy, "apply")
+        self.cache_watch = CacheWatch()
 
     def attach(self, model: Module) -> None:
         """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
         sites = _sites_of(model)
+        regions, saved = self.choose(model, sites)
+        for kind, modules in ((RegionForward, regions), (SavedForward, saved)):
+            for path, module in modules.items():
+                module.__dict__[FORWARD] = kind(self, module, path, vars(module).get(FORWARD))
+        self.unmatched.regions = self.cache_watch.regions = len(regions)
+        self.handle.kept = _kept_beside(model, sites, regions)
+
+    def choose(self, model: Module, sites: list[tuple[Module, Site]]) -> tuple[dict[str, Module], dict[str, Module]]:
+        """Return the regions and the saved modules of `model`, by their paths."""
         blocks = [site.path for _, site in sites if site.block is not None]
         for part in parts_of(self.policy):
             if isinstance(part, ReadyMade):
@@ -246,11 +264,7 @@ class Applied:
             if isinstance(action, Save) and id(module) in inside
         }
         self._refuse_unmatched(model, sites, regions, saved)
-        for kind, modules in ((RegionForward, regions), (SavedForward, saved)):
-            for path, module in modules.items():
-                module.__dict__[FORWARD] = kind(self, module, path, vars(module).get(FORWARD))
-        self.unmatched.regions = len(regions)
-        self.handle.kept = _kept_beside(model, sites, regions)
+        return regions, saved
 
     def _decide(self, sites: list[tuple[Module, Site]]) -> dict[str, tuple[Module, Action | None]]:
         actions: dict[str, tuple[Module, Action | None]] = {}
@@ -313,6 +327,7 @@ class Applied:
         applied = cls(policy, options)
         applied.handle.kept = dict(kept)
         applied.unmatched.parts = []  # that is the original's affair
+        applied.cache_watch.is_done = True  # so is that
         return applied
 
 
@@ -400,6 +415,9 @@ class RegionForward(AppliedForward):
         original = self.original()
         if "torchax" in sys.modules and is_traced(original, args, kwargs):
             return run_traced(original, args, kwargs, options)
+        watch = self.applied.cache_watch
+        if not watch.is_done:
+            return watch.run(self.path, original, args, kwargs, options)
         return run(original, args, kwargs, options)
 
 
@@ -480,10 +498,34 @@ def _refuse_part_of_larger(model: Module, handles: Iterable[Handle]) -> None:
             )
 
 
-def _refuse_second(model: Module) -> None:
-    found = _forward_of(model)
-    if found is not None:
-        raise UsageError(
-            f"apply: a policy is applied to this model already, {found.applied.handle!r} (at `{found.path}`). Remove "
-            "that handle first, write apply(model, policy, replace=True), or apply one policy made of both."
-        )
+def _repeated(model: Module, found: AppliedForward, policy: Policy, options: Options) -> Handle:
+    """Return the handle that `model` has, if to apply the policy again would change nothing."""
+    applied = found.applied
+    if applied.policy != policy or applied.options != options:
+        difference = "The one that is given now is another, or has other options"
+    elif _placed_on(model, applied) != _chosen_on(model, policy, options):
+        difference = "The one that is given now is equal to it, but selects other modules, or modules by other paths"
+    else:
+        applied.handle._uses += 1
+        return applied.handle
+    raise UsageError(
+        f"apply: a policy is applied to this model already, {applied.handle!r} (at `{found.path}`). {difference}. Write "
+        "apply(model, policy, replace=True), or remove the first one: reactivate.Handle.of(model).remove(). To have both, "
+        "apply one policy made of both."
+    )
+
+
+def _placed_on(model: Module, applied: Applied) -> set[tuple[int, type, str]]:
+    return {
+        (id(module), type(forward), forward.path if forward.applied is applied else f"{forward.path} of another policy")
+        for module, forward in _forwards_of(model)
+    }
+
+
+def _chosen_on(model: Module, policy: Policy, options: Options) -> set[tuple[int, type, str]]:
+    regions, saved = Applied(policy, options).choose(model, _sites_of(model))
+    return {
+        (id(module), kind, path)
+        for kind, modules in ((RegionForward, regions), (SavedForward, saved))
+        for path, module in modules.items()
+    }

@@ -143,9 +143,49 @@ def test_a_second_policy_is_refused_and_names_the_first() -> None:
         reactivate.apply(model, KEEP_LINEAR)
     with pytest.raises(UsageError, match="already"):
         reactivate.apply(nn.Sequential(model), policies.recompute_modules("first"))
+    with pytest.raises(UsageError, match=r"replace=True.* reactivate\.Handle\.of\(model\)\.remove\(\)"):
+        reactivate.apply(model, policies.full(), early_stop=False)
     handle.remove()
     handle.remove()
     reactivate.apply(model, KEEP_LINEAR)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_call_again_changes_nothing(name: str) -> None:
+    def twice(model: Model) -> Model:
+        handle = reactivate.apply(model, POLICIES[name])
+        forwards = {path: module.forward for path, module in model.named_modules()}
+        again = policies.full() if name == "full" else copy.deepcopy(POLICIES[name])
+        assert reactivate.apply(model, again) is handle
+        assert all(
+            module.forward is forwards[path] or path not in handle.regions for path, module in model.named_modules()
+        )
+        return model
+
+    check(twice)
+
+
+def test_the_same_policy_on_a_model_that_has_grown_is_refused() -> None:
+    """The handle that it has is not that of the new layer."""
+    model = Model()
+    handle = reactivate.apply(model, policies.full())
+    model.layers.append(Block())
+    with pytest.raises(UsageError, match="selects other modules"):
+        reactivate.apply(model, policies.full())
+    with pytest.raises(UsageError, match="by other paths"):
+        reactivate.apply(nn.Sequential(model), policies.full())
+    assert reactivate.apply(model, policies.full(), replace=True).regions == (*handle.regions, "layers.4")
+
+
+def test_the_end_of_a_context_leaves_what_was_there_before() -> None:
+    model = Model()
+    handle = reactivate.apply(model, policies.full())
+    with reactivate.apply(model, policies.full()) as same:
+        assert same is handle
+    assert reactivate.Handle.of(model) is handle
+    reactivate.apply(model, policies.full())
+    handle.remove()
+    assert reactivate.Handle.of(model) is None
 
 
 def test_the_model_is_freed_without_the_collector() -> None:

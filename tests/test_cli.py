@@ -23,10 +23,10 @@ import reactivate
 from reactivate import _doctor, policies, report
 from reactivate._torch.ways import Way
 from reactivate.cli import command, demo, huggingface
-from reactivate.cli.policy import parse_policy
 from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
 from reactivate.planner.devices import DEVICES
+from reactivate.recipe._text import parse_policy
 from reactivate.storage import Host
 
 PACKAGE = Path(reactivate.__file__).parents[1]

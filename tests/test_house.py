@@ -37,7 +37,7 @@ FLOORS = [
     ["reactivate._engine"],
     ["reactivate._in_jax"],
     ["reactivate._checkpoint", "reactivate._site"],
-    ["reactivate._apply"],
+    ["reactivate._apply", "reactivate._cache_watch"],
     ["reactivate._verify", "reactivate._explanation", "reactivate._fake", "reactivate._explain"],
     ["reactivate.planner", "reactivate.report.plan_table", "reactivate.report.planned"],
     ["reactivate._plan"],

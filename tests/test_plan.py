@@ -525,8 +525,9 @@ def test_a_model_with_a_policy_is_planned_and_measured_without_it() -> None:
     assert reactivate.Handle.of(case.model) is replaced
     assert abs(plan.measure().error) <= 0.01
     assert plan.at("100%").budget == "100%"
+    assert reactivate.apply(case.model, plan) is replaced
     with pytest.raises(UsageError) as caught:
-        reactivate.apply(case.model, plan)
+        reactivate.apply(case.model, plan.at("100%"))
     assert "replace=True" in str(caught.value) and "\n" not in str(caught.value)
     assert reactivate.Handle.of(case.model) is replaced
 

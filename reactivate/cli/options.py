@@ -11,9 +11,9 @@ import click
 import torch
 
 from reactivate._types import Policy
-from reactivate.cli.policy import parse_policy
 from reactivate.errors import UsageError
 from reactivate.planner.plan import Plan
+from reactivate.recipe._text import parse_policy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -1,5 +1,8 @@
 """Where other libraries plug in.
 
+`integrations.lightning`, `integrations.transformers` and `integrations.accelerate` apply a policy while these train a model.
+Each is imported by its own name, and imports its library: `from reactivate.integrations.lightning import ...`.
+
 `register_fence` is for a lazy or compiled device, whose compiler would merge a recomputation with the forward pass.
 """
 

@@ -79,12 +79,18 @@ class TrainingStep:
 
 def default_loss(output: Any) -> tuple[str, Callable[[], Tensor]]:
     """Return the name of the loss and what makes it: the output if it is a scalar, its `.loss`, else its sum."""
+    loss = loss_in(output)
+    if loss is None:
+        return "the sum of the model's output", lambda: _sum_of(output)
+    return "the model's output" if loss is output else "the output's .loss", lambda: loss
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the output if it is a scalar, or its `.loss`; None if it has neither."""
     if isinstance(output, Tensor) and output.numel() == 1:
-        return "the model's output", lambda: output
+        return output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return "the output's .loss", lambda: loss
-    return "the sum of the model's output", lambda: _sum_of(output)
+    return loss if isinstance(loss, Tensor) else None
 
 
 def _sum_of(output: Any) -> Tensor:

@@ -23,42 +23,50 @@ _POLICIES: Mapping[str, Callable[..., Any]] = {
 _STORAGES: Mapping[str, Callable[..., Any]] = {"Device": storage.Device, "Host": storage.Host}
 
 
-def parse_policy(text: str) -> Policy:
-    """The policy that `text` writes, as in Python.
+def parse_policy(text: str, asked_by: str = "--policy") -> Policy:
+    """Return the policy that `text` writes, as in Python.
 
     Args:
         text: one call of a function in `reactivate.policies`. Its arguments are literals, lists of them, other such calls,
             and the storages `Host()` and `Device()`.
+        asked_by: the option or the function that was given the text, for errors.
 
     Raises:
         UsageError: it is anything else; or a function does not take what it is given.
 
     Example:
-        >>> from reactivate.cli.policy import parse_policy
+        >>> from reactivate.recipe._text import parse_policy
         >>> parse_policy("first_match(save_ops('linear'), full())")
         first_match(save_ops('linear'), full())
     """
+    try:
+        return _parsed(text)
+    except UsageError as error:
+        raise UsageError(f"{asked_by}: {error}") from None
+
+
+def _parsed(text: str) -> Policy:
     if len(text) > LONGEST:
-        raise UsageError(f"--policy: a text of {len(text)} characters; at most {LONGEST} are read.")
+        raise UsageError(f"a text of {len(text)} characters; at most {LONGEST} are read.")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         policy: Policy = _call(tree, _POLICIES, text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"--policy: {_short(text)} is not an expression: {getattr(error, 'msg', error)}.") from None
+        raise UsageError(f"{_short(text)} is not an expression: {getattr(error, 'msg', error)}.") from None
     return policy
 
 
 def _call(node: ast.AST, known: Mapping[str, Callable[..., Any]], text: str) -> Any:
     if isinstance(node, ast.Name) and node.id in known:
-        raise UsageError(f"--policy: {node.id} is a function; write the call: {node.id}(...).")
+        raise UsageError(f"{node.id} is a function; write the call: {node.id}(...).")
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise _refusal(node, text)
     name = node.func.id
     if name not in known:
         there_are = ", ".join(sorted(_POLICIES))
-        raise UsageError(f"--policy: there is no {name!r}.{did_you_mean(name, known)} There are {there_are}.")
+        raise UsageError(f"there is no {name!r}.{did_you_mean(name, known)} There are {there_are}.")
     if any(keyword.arg is None for keyword in node.keywords):
         raise _refusal(node, text)
     args = [_value(item, text) for item in node.args]
@@ -66,7 +74,7 @@ def _call(node: ast.AST, known: Mapping[str, Callable[..., Any]], text: str) -> 
     try:
         return known[name](*args, **kwargs)
     except TypeError as error:
-        raise UsageError(f"--policy: {name} does not take this: {error}.") from None
+        raise UsageError(f"{name} does not take this: {error}.") from None
 
 
 def _value(node: ast.AST, text: str) -> Any:
@@ -87,7 +95,7 @@ def _value(node: ast.AST, text: str) -> Any:
 def _refusal(node: ast.AST, text: str) -> UsageError:
     part = ast.get_source_segment(text.strip(), node) or text
     return UsageError(
-        f"--policy: {_short(part)} is neither a literal nor a call of a function in reactivate.policies. Write, say, "
+        f"{_short(part)} is neither a literal nor a call of a function in reactivate.policies. Write, say, "
         "first_match(save_ops('linear'), full())."
     )
 

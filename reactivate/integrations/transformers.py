@@ -1,0 +1,71 @@
+"""transformers: a callback of its Trainer that applies a policy while a model is trained."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from reactivate._apply import Handle
+from reactivate._types import Policy
+from reactivate.errors import UsageError
+from reactivate.integrations._hosts import bases_of, check_host
+from reactivate.integrations._training import Training
+
+__all__ = ["ActivationCheckpointing"]
+
+_BASES = bases_of(["transformers"], "TrainerCallback")
+
+
+class ActivationCheckpointing(*_BASES):  # type: ignore[misc]
+    """Recompute activations of a model while a `transformers.Trainer` trains it.
+
+    The policy is applied when training begins and removed when it ends. Checkpoints have the names that they have without
+    it. After an exception it stays until the next training, or `handle.remove()`, since Trainer calls no callback then.
+
+    Args:
+        policy: a policy (see `reactivate.policies`), a plan, or the text of a policy: "full()".
+        plan: a file that `Plan.save` wrote.
+        budget: plan at the first batch, for a peak of "8GiB" or "60%" as `reactivate.plan` takes it. The model must return
+            the loss, and there may be one process.
+
+    Attributes:
+        handle: what is applied: a `reactivate.Handle`, None outside of training.
+
+    Raises:
+        UsageError: not exactly one of `policy`, `plan` and `budget` is given, or it cannot be understood; or transformers
+            is not installed. When training begins: `gradient_checkpointing` is on.
+
+    Example:
+        >>> import importlib.util
+        >>> from reactivate.integrations.transformers import ActivationCheckpointing
+        >>> if importlib.util.find_spec("transformers"):
+        ...     callbacks = [ActivationCheckpointing("first_match(save_ops('linear'), full())")]
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str | None = None,
+        *,
+        plan: str | os.PathLike[str] | None = None,
+        budget: int | str | None = None,
+    ) -> None:
+        check_host(_BASES, "integrations.transformers.ActivationCheckpointing", "transformers accelerate")
+        super().__init__()
+        self._training = Training("ActivationCheckpointing", policy, plan, budget)
+
+    @property
+    def handle(self) -> Handle | None:
+        return self._training.handle
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], kwargs.get("optimizer")
+        if getattr(model, "is_gradient_checkpointing", False):
+            raise UsageError(
+                "ActivationCheckpointing: gradient checkpointing of transformers is on, so that layers would be recomputed "
+                "twice. Leave out TrainingArguments(gradient_checkpointing=True), or call "
+                "model.gradient_checkpointing_disable()."
+            )
+        self._training.begin(model, getattr(optimizer, "optimizer", optimizer))  # without accelerate's wrapper
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._training.end()
