@@ -1,4 +1,4 @@
-"""What the integrations have in common: no host is needed to import them, and a budget is planned for in training."""
+"""Parts that the integrations share: no host is needed to import them, and a budget is planned for in training."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_a_plan_from_a_file(tmp_path: Path) -> None:
 
 
 def test_states_have_the_same_names(tmp_path: Path) -> None:
-    """What is saved with a policy is what is saved without, and is loaded without."""
+    """A checkpoint saved with a policy is the one saved without, and is loaded without."""
     fitted(folder=tmp_path / "plain"), fitted(folder=tmp_path / "ours", policy="full()")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "ours")]
     assert files[0] == files[1]

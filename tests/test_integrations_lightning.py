@@ -177,7 +177,7 @@ def test_a_budget_for_what_is_not_called_is_refused() -> None:
 
 
 def test_checkpoints_have_the_same_names(tmp_path: Path) -> None:
-    """What is saved with the callback is loaded without it, and the other way round."""
+    """A checkpoint saved with the callback is loaded without it, and the other way round."""
     saved = {}
     for name, callbacks in {"plain": [], "ours": [ActivationCheckpointing("full()")]}.items():
         oracle.seed_everything()

@@ -142,7 +142,7 @@ def test_a_budget_needs_the_loss_of_the_model(tmp_path: Path) -> None:
 
 
 def test_checkpoints_have_the_same_names(tmp_path: Path) -> None:
-    """What is saved with the callback is loaded without it, and the other way round."""
+    """A checkpoint saved with the callback is loaded without it, and the other way round."""
     made = {"plain": [], "ours": [ActivationCheckpointing("full()")]}
     for name, callbacks in made.items():
         oracle.seed_everything()

@@ -412,7 +412,7 @@ def test_the_default_configurations_of_torchtitan_0_3(titan_03: Any, mirror: Any
 
 
 def test_the_ops_that_torchtitan_0_3_saves(titan_03: Any) -> None:
-    """Those of ATen that users do not call go by what they are called through: a convolution by conv2d, and so on."""
+    """Ops of ATen that users do not call go by what they are called through: a convolution by conv2d, and so on."""
     ops = {op.name() for op in titan_03.SelectiveAC(titan_03.SelectiveAC.Config()).get_save_ops()}
     names = {name.removeprefix("aten::").replace("::", ".") for name in ops} - {"convolution_backward"}
     assert names <= set(policies.compute_intensive().ops)  # type: ignore[attr-defined]

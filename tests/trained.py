@@ -1,4 +1,4 @@
-"""What a host's training left: losses, weights, optimizer, random numbers, and what the engine did for it."""
+"""The results of a host's training: losses, weights, optimizer, random numbers, and what the engine did for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """It returns its loss."""
+    """A model that returns its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def samples() -> Tensor:
 
 @dataclass
 class Trained(oracle.Watched):
-    """What came out of a training."""
+    """The results of a training."""
 
     state: dict[str, Any] = field(default_factory=dict)
     saved_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Where other libraries plug in.
+"""Integrations: the places where other libraries plug in.
 
 `integrations.lightning`, `integrations.transformers` and `integrations.accelerate` apply a policy while these train a model.
 Each is imported by its own name, and imports its library: `from reactivate.integrations.lightning import ...`.
