@@ -9,10 +9,10 @@ import torch
 from _frontier_models import Subject
 from _frontier_results import Optimum
 
-from reactivate.planner.chain import Chain
 from reactivate.planner.place import place_of
 from reactivate.planner.planner import Planner
-from reactivate.planner.solve import solve
+from reactivate.planner.solver.chain import Chain
+from reactivate.planner.solver.solve import solve
 from reactivate.planner.step import TrainingStep
 
 MOST_CHOICES = 100_000

@@ -15,7 +15,7 @@ from _frontier_results import Settings
 from _measure import Step
 from torch import Tensor, nn
 
-from reactivate.planner.profile import measured_peak, seconds_of
+from reactivate.planner.profile.costs import measured_peak, seconds_of
 
 
 @dataclass(frozen=True)

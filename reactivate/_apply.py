@@ -21,12 +21,12 @@ from torch.nn import Module
 from reactivate._blocks import blocks_of, siblings_of
 from reactivate._cache_watch import CacheWatch
 from reactivate._checkpoint import Determinism, make_options, run_in_graph
-from reactivate._engine.choice import Choice, Unmatched
+from reactivate._compilers.graph import contexts_for
+from reactivate._compilers.jax import is_traced, run_traced
+from reactivate._engine.kept_calls.choice import Choice, Unmatched
+from reactivate._engine.kept_calls.site_log import current_log
 from reactivate._engine.record import Options
 from reactivate._engine.region import run
-from reactivate._engine.site_log import current_log
-from reactivate._in_graph import contexts_for
-from reactivate._in_jax import is_traced, run_traced
 from reactivate._nearest import described
 from reactivate._types import Action, Guard, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError

@@ -16,12 +16,12 @@ from reactivate._arguments import check_module, example_of
 from reactivate._nearest import described
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
-from reactivate.planner.devices import DeviceSpec
-from reactivate.planner.maximize import largest
+from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.progress import progress
+from reactivate.planner.solver.maximize import largest
 from reactivate.planner.step import Loss, TrainingStep
 
 
@@ -57,7 +57,7 @@ def plan(
             `.loss`, or the sum of what is in it.
         step: runs forward and backward, in place of all that; not the optimizer.
         optimizer: counts for the budget: its state, and what its step allocates.
-        device: where it is to run; a name or a description of a device that is not here (`reactivate.planner.devices`).
+        device: where it is to run; a name or a description of a device that is not here (`reactivate.planner.cost.devices`).
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:

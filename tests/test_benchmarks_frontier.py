@@ -34,8 +34,8 @@ from _figures import Estimate
 from count_ops import CountOps
 from matplotlib.figure import Figure
 
-from reactivate.planner.chain import Chain, Entry, Solution
-from reactivate.planner.solve import solve
+from reactivate.planner.solver.chain import Chain, Entry, Solution
+from reactivate.planner.solver.solve import solve
 
 CPU = torch.device("cpu")
 TINY = {"gpt": models.Size(4, 32, 2, 32), "llama": models.Size(4, 64, 2, 16), "resnet": models.Size(4, 8, 2, 16)}

@@ -25,7 +25,7 @@ from reactivate._torch.ways import Way
 from reactivate.cli import command, demo, huggingface
 from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
-from reactivate.planner.devices import DEVICES
+from reactivate.planner.cost.devices import DEVICES
 from reactivate.recipe._text import parse_policy
 from reactivate.storage import Host
 

@@ -287,7 +287,7 @@ def test_which_calls_copy_to_the_host(op: str, arguments: Any, options: Any, is_
 def test_a_graph_keeps_copies_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    from reactivate import _in_graph
+    from reactivate._compilers import graph as _in_graph
 
     monkeypatch.setattr(_in_graph, "node_being_traced", dict)
     marker = functools.partial(_in_graph._Marker(policies.compute_intensive(), None, ""), None)

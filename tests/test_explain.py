@@ -22,9 +22,9 @@ import reactivate
 from reactivate._engine import accounts
 from reactivate._engine.accounts import in_words, note_shortage
 from reactivate._engine.record import observed_by
-from reactivate._explain import explain
-from reactivate._explanation import Entry, Explanation
-from reactivate._state.modules import ModuleNotes
+from reactivate._engine.state.modules import ModuleNotes
+from reactivate._inspect.explain import explain
+from reactivate._inspect.explanation import Entry, Explanation
 from reactivate._torch.fake import FakeTensorMode
 from reactivate.errors import UsageError
 from reactivate.policies import first_match, full, recompute_every, recompute_modules, save_modules, save_ops

@@ -2,69 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib
-import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from house import MODULES, floor_of, imports_of, page
 
 import reactivate
-
-PACKAGE = Path(reactivate.__file__).parent
-MODULES = sorted(
-    module.name
-    for module in pkgutil.walk_packages([str(PACKAGE)], "reactivate.")
-    if not module.name.endswith("__main__")
-)
-
-# From the ground up: what stands in a row may import what stands in it or above.
-FLOORS = [
-    ["reactivate.errors", "reactivate._types", "reactivate._nearest"],
-    ["reactivate._torch", "reactivate._standin", "reactivate._view", "reactivate.storage"],
-    ["reactivate._backends", "reactivate.policies", "reactivate._blocks", "reactivate.report.table"],
-    ["reactivate._arguments"],
-    ["reactivate._state"],
-    [
-        *(f"reactivate.planner.{name}" for name in ("budget", "devices", "prediction", "progress", "roofline")),
-        *(f"reactivate.planner.{name}" for name in ("bound", "chain", "solve", "units", "treatments")),
-    ],
-    ["reactivate.guards", "reactivate._in_graph"],
-    ["reactivate._engine"],
-    ["reactivate._in_jax"],
-    ["reactivate._checkpoint", "reactivate._site"],
-    ["reactivate._apply", "reactivate._cache_watch"],
-    ["reactivate._verify", "reactivate._explanation", "reactivate._fake", "reactivate._explain"],
-    ["reactivate.planner", "reactivate.report.plan_table", "reactivate.report.planned"],
-    ["reactivate._plan"],
-    ["reactivate.report"],
-    ["reactivate.dropin", "reactivate.integrations", "reactivate.recipe"],
-    ["reactivate"],
-    ["reactivate.cli", "reactivate._doctor"],
-]
-
-
-def floor_of(name: str) -> int:
-    """Return how high `name` stands: as high as the longest room name that it starts with."""
-    best = max((room for row in FLOORS for room in row if name == room or name.startswith(room + ".")), key=len)
-    return next(index for index, row in enumerate(FLOORS) if best in row)
-
-
-def imports_of(name: str) -> set[str]:
-    module = importlib.import_module(name)
-    found = set()
-    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reactivate"):
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                found.add(full if full in MODULES else str(node.module))
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("reactivate")}
-    return found
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -126,3 +74,8 @@ def test_import_brings_in_few_modules_of_torch() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not [name for name in found if name.startswith(("torch._dynamo", "torch._inductor", "torch.distributed"))]
+
+
+def test_the_page_of_the_house_is_as_the_house_is() -> None:
+    found = (Path(__file__).parent.parent / "docs" / "house.md").read_text(encoding="utf-8")
+    assert found == page() + "\n", "write it again: python tests/house.py > docs/house.md"

@@ -23,7 +23,7 @@ import reactivate
 from reactivate._torch.fake import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner import planner
-from reactivate.planner.devices import find
+from reactivate.planner.cost.devices import find
 from reactivate.planner.place import available_bytes
 from reactivate.planner.plan import Plan
 

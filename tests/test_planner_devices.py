@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from reactivate.errors import UsageError
-from reactivate.planner.devices import DEVICES, FORMATS, DeviceSpec, find, load
+from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec, find, load
 
 GPUS = [device for device in DEVICES.values() if device.name != "cpu"]
 MINE: dict[str, Any] = {

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from reactivate._torch.fake import FakeTensorMode
-from reactivate.planner.devices import DEVICES, find
-from reactivate.planner.roofline import bytes_of, flops_of, seconds_of
+from reactivate.planner.cost.devices import DEVICES, find
+from reactivate.planner.cost.roofline import bytes_of, flops_of, seconds_of
 
 aten = torch.ops.aten
 H100 = find("H100-SXM")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from reactivate.planner.probe import Figures, Reading, Table
-from reactivate.planner.solution import Search
-from reactivate.planner.trace import Op, Trace
+from reactivate.planner.profile.probe import Figures, Reading, Table
+from reactivate.planner.profile.trace import Op, Trace
+from reactivate.planner.solver.solution import Search
 from reactivate.planner.treatments import FULL, KEEP, Treatment
 
 MENU = (KEEP, FULL, Treatment("half", ("part",)))

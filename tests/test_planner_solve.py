@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from reactivate.errors import UsageError
-from reactivate.planner import bound, solve as planner_solve
-from reactivate.planner.chain import Chain, Entry, Pick, Solution, Span
-from reactivate.planner.solve import Infeasible, frontier, least, solve
+from reactivate.planner.solver import bound, solve as planner_solve
+from reactivate.planner.solver.chain import Chain, Entry, Pick, Solution, Span
+from reactivate.planner.solver.solve import Infeasible, frontier, least, solve
 
 Draw = Callable[[Any], Any]
 

@@ -10,7 +10,7 @@ from torch import nn
 import reactivate
 from reactivate._blocks import blocks_of
 from reactivate._types import Recompute, Save, Site
-from reactivate.planner.probe import rounds_of
+from reactivate.planner.profile.probe import rounds_of
 from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
 from reactivate.planner.units import units_of
 

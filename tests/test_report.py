@@ -33,8 +33,8 @@ from matplotlib.transforms import Bbox
 import reactivate
 from reactivate import Plan, report
 from reactivate.errors import UsageError
+from reactivate.planner.cost.prediction import Fixed, Moment, Point, Prediction, Proof
 from reactivate.planner.plan import Circumstances, Decision
-from reactivate.planner.prediction import Fixed, Moment, Point, Prediction, Proof
 from reactivate.planner.treatments import FULL, KEEP, Treatment
 from reactivate.report import figure, pareto, plan_table, timeline
 from reactivate.report.html import page as written

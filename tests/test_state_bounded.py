@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import reactivate
-from reactivate._engine import namespaces, sites
-from reactivate._state import bounded
-from reactivate._state.bounded import Bounded
-from reactivate._state.code import CACHED
+from reactivate._engine.inputs.specs import namespaces
+from reactivate._engine.mismatch import sites
+from reactivate._engine.state import bounded
+from reactivate._engine.state.bounded import Bounded
+from reactivate._engine.state.code import CACHED
 
 
 def test_the_oldest_entry_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +51,7 @@ def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.Monkey
 
 
 def test_every_cache_with_arguments_is_bounded() -> None:
-    rooms = [name for name in sys.modules if name.startswith(("reactivate._engine", "reactivate._state"))]
+    rooms = [name for name in sys.modules if name.startswith(("reactivate._engine", "reactivate._engine.state"))]
     caches = {
         value
         for room in rooms
@@ -59,7 +60,7 @@ def test_every_cache_with_arguments_is_bounded() -> None:
     }
     assert len(caches) >= 10
     unbounded = {f"{cache.__module__}.{cache.__name__}" for cache in caches if cache.cache_info().maxsize is None}
-    assert unbounded == {"reactivate._engine.site_log.opened"}  # its arguments are torch's own functions
+    assert unbounded == {"reactivate._engine.kept_calls.site_log.opened"}  # its arguments are torch's own functions
 
 
 def test_two_classes_in_turn_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

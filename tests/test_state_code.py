@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import reactivate
-from reactivate._state.trees import whole_trees
+from reactivate._engine.state.trees import whole_trees
 
 PROGRAMS = Programs()
 right = PROGRAMS.right

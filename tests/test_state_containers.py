@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import reactivate
-from reactivate._state.iterators import copied, position_of
+from reactivate._engine.state.iterators import copied, position_of
 
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud

@@ -13,8 +13,8 @@ from oracle import assert_bitwise
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.capture import Capture
-from reactivate._state.trees import single_modules, whole_trees
+from reactivate._engine.inputs.capture import Capture
+from reactivate._engine.state.trees import single_modules, whole_trees
 
 scale = 1.0
 counted: int

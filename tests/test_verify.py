@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 import reactivate
 from reactivate import policies
-from reactivate._verify import compare, leaves_of
+from reactivate._inspect.verify import compare, leaves_of
 from reactivate.errors import UsageError
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torchax import interop
 
 import reactivate
-from reactivate import _apply, _checkpoint, _in_jax as in_jax, policies
+from reactivate import _apply, _checkpoint, policies
+from reactivate._compilers import jax as in_jax
 from reactivate._engine.record import without_regions
 from reactivate.dropin import torch as dropin
 from reactivate.errors import UnsupportedError, UsageError
@@ -530,7 +531,7 @@ def test_is_traced() -> None:
 
 def test_nothing_is_imported_for_it() -> None:
     code = (
-        "import sys, torch; from reactivate._in_jax import is_traced;"
+        "import sys, torch; from reactivate._compilers.jax import is_traced;"
         "assert not is_traced(torch.sin, (torch.ones(2),), {});"
         "print([name for name in ('jax', 'torchax') if name in sys.modules])"
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from reactivate._engine.oplog import OpLog
-from reactivate._engine.site_log import set_aside, unseen
+from reactivate._engine.kept_calls.site_log import set_aside, unseen
+from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._torch.modes import dispatch_modes, is_dispatch_mode_active, replace_dispatch_modes
 
 

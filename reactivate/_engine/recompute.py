@@ -19,22 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
-from reactivate._engine import refusals
-from reactivate._engine.cells import CellTensorNote
-from reactivate._engine.check import OUTPUTS, Check
-from reactivate._engine.fencing import FencedRecomputation
-from reactivate._engine.inputs import Memo, rebuild
-from reactivate._engine.kept import SavedSite, last_needed
-from reactivate._engine.oplog import Op, OpLog, difference
-from reactivate._engine.proof import RenormsOnce
+from reactivate._engine.barriers.fencing import FencedRecomputation
+from reactivate._engine.inputs.cells import CellTensorNote
+from reactivate._engine.inputs.specs import Memo, rebuild
+from reactivate._engine.kept_calls.kept import SavedSite, last_needed
+from reactivate._engine.kept_calls.skipped_sites import RecomputationLog
+from reactivate._engine.mismatch import refusals
+from reactivate._engine.mismatch.check import OUTPUTS, Check
+from reactivate._engine.mismatch.oplog import Op, OpLog, difference
+from reactivate._engine.mismatch.proof import RenormsOnce
+from reactivate._engine.mismatch.stale import StaleReads, refuse_stale, watches
 from reactivate._engine.record import Record, Saved, observers, tell
-from reactivate._engine.skipped_sites import RecomputationLog
-from reactivate._engine.stale import StaleReads, refuse_stale, watches
-from reactivate._state.contents import WeakTensor
-from reactivate._state.memory import memory_of
-from reactivate._state.notes import RewoundNotes
-from reactivate._state.shadows import RewoundTensors, rewound_memory
-from reactivate._state.tensor_hooks import KeptHooks
+from reactivate._engine.state.contents import WeakTensor
+from reactivate._engine.state.memory import memory_of
+from reactivate._engine.state.notes import RewoundNotes
+from reactivate._engine.state.shadows import RewoundTensors, rewound_memory
+from reactivate._engine.state.tensor_hooks import KeptHooks
 from reactivate._torch.autograd import (
     is_outside_of_functions,
     is_profiling,

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._backends import Fence
-from reactivate._engine.capture import Input
-from reactivate._engine.choice import Choice
-from reactivate._engine.oplog import OpLog
-from reactivate._state.contents import Note
-from reactivate._state.gradients import Gradients
-from reactivate._state.shadows import TensorStates
+from reactivate._engine.inputs.capture import Input
+from reactivate._engine.kept_calls.choice import Choice
+from reactivate._engine.mismatch.oplog import OpLog
+from reactivate._engine.state.contents import Note
+from reactivate._engine.state.gradients import Gradients
+from reactivate._engine.state.shadows import TensorStates
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE, is_function_running
 from reactivate._types import Guard, Unrestored
 from reactivate.errors import ReactivateError

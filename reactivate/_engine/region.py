@@ -27,17 +27,22 @@ from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
 from reactivate._backends import fences
-from reactivate._engine import refusals
 from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
-from reactivate._engine.capture import Capture
-from reactivate._engine.check import Check, is_due, note_writer, owner_of
-from reactivate._engine.exits import through_exit
-from reactivate._engine.fencing import FencedRecomputation, fence_of, tensors_of
-from reactivate._engine.inputs import WrittenInput
-from reactivate._engine.kept import SHARED_CODES, SiteSlot
-from reactivate._engine.oplog import OpLog
-from reactivate._engine.places import Place, Places, are_known, remember
-from reactivate._engine.proof import Proof
+from reactivate._engine.barriers.exits import through_exit
+from reactivate._engine.barriers.fencing import FencedRecomputation, fence_of, tensors_of
+from reactivate._engine.inputs.capture import Capture
+from reactivate._engine.inputs.scripts import call_watched, is_being_watched, refuse_watched
+from reactivate._engine.inputs.specs import WrittenInput
+from reactivate._engine.kept_calls.kept import SHARED_CODES, SiteSlot
+from reactivate._engine.kept_calls.saved_sites import ForwardLog
+from reactivate._engine.kept_calls.site_log import is_at_work, open_logs, set_aside, tensors_in
+from reactivate._engine.mismatch import refusals
+from reactivate._engine.mismatch.check import Check, is_due, note_writer, owner_of
+from reactivate._engine.mismatch.oplog import OpLog
+from reactivate._engine.mismatch.places import Place, Places, are_known, remember
+from reactivate._engine.mismatch.proof import Proof
+from reactivate._engine.mismatch.sites import user_frame
+from reactivate._engine.mismatch.stale import refuse_stale, watches
 from reactivate._engine.recompute import recompute
 from reactivate._engine.record import (
     Options,
@@ -49,15 +54,10 @@ from reactivate._engine.record import (
     plain_contexts,
     tell,
 )
-from reactivate._engine.saved_sites import ForwardLog
-from reactivate._engine.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.sharing import current_group, groups
-from reactivate._engine.site_log import is_at_work, open_logs, set_aside, tensors_in
-from reactivate._engine.sites import user_frame
-from reactivate._engine.stale import refuse_stale, watches
+from reactivate._engine.state.gradients import Gradients
+from reactivate._engine.state.shadows import TensorStates
 from reactivate._standin import StandIn
-from reactivate._state.gradients import Gradients
-from reactivate._state.shadows import TensorStates
 from reactivate._torch.autograd import (
     asks_for_users_hooks,
     beside_users_hooks,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from reactivate.errors import UsageError
-from reactivate.planner.devices import DeviceSpec, find, load
+from reactivate.planner.cost.devices import DeviceSpec, find, load
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from reactivate._backends import backends, fences
-from reactivate._engine.aliases import Aliases
+from reactivate._engine.barriers.aliases import Aliases
 from reactivate.dropin import torch as dropin
 
 __all__ = ["checkpoint", "context_fn"]

@@ -4,7 +4,7 @@ Of every module that the region can reach:
 
 - attributes (`training`, a counter, a list of losses), children and hooks are what they were; what the recomputation does
   to them is undone;
-- buffers, and tensors in attributes, have the bytes that they had, in the same memory (see `_state/shadows.py`);
+- buffers, and tensors in attributes, have the bytes that they had, in the same memory (see `_engine/state/shadows.py`);
 - parameters that something wrote to since are refused where the recomputation reads them (Rule 15);
 - a module with `recompute_state()` and `load_recompute_state(state)` keeps whatever else it needs.
 """
@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from reactivate._state.modules import ModuleNotes
-from reactivate._state.reached import ReachedNotes
+from reactivate._engine.state.modules import ModuleNotes
+from reactivate._engine.state.reached import ReachedNotes
 from reactivate._types import Call, Guard, Unrestored
 
 

@@ -1,6 +1,6 @@
 """Random numbers (Rule 10): a recomputation draws those of its forward, and the streams move on only once.
 
-A region refers to a snapshot of each stream, and whether it drew is never inferred (see `_state/streams.py`).
+A region refers to a snapshot of each stream, and whether it drew is never inferred (see `_engine/state/streams.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from operator import is_
 from typing import Any
 
 from reactivate._backends import Backend, backends
-from reactivate._state.streams import (
+from reactivate._engine.state.streams import (
     Snapshot,
     Stream,
     numpy_stream,
@@ -22,7 +22,7 @@ from reactivate._state.streams import (
     state_of_generator,
     torch_stream,
 )
-from reactivate._state.turns import everybodys, undisturbed
+from reactivate._engine.state.turns import everybodys, undisturbed
 from reactivate._torch.flags import ask
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from reactivate._backends import accelerator
-from reactivate._state.turns import undisturbed
+from reactivate._engine.state.turns import undisturbed
 from reactivate._torch.modes import equal_unseen
 from reactivate._types import Call, Guard
 from reactivate.errors import UsageError

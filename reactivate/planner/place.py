@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from reactivate._fake import has_no_memory, tensors_of
+from reactivate._inspect.fake import has_no_memory, tensors_of
 from reactivate.errors import UsageError
-from reactivate.planner.devices import DeviceSpec, find
+from reactivate.planner.cost.devices import DeviceSpec, find
 
 
 @dataclass(frozen=True)

@@ -15,26 +15,26 @@ from torch.optim import Optimizer
 from reactivate._apply import apply
 from reactivate._blocks import blocks_of
 from reactivate._engine.accounts import in_words
+from reactivate._inspect.verify import leaves_of
 from reactivate._torch.fake import DataDependentError
-from reactivate._verify import leaves_of
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
-from reactivate.planner.chain import Chain, Entry, Solution
-from reactivate.planner.memory import fixed_of, optimizer_memory
-from reactivate.planner.overhead import measure_overhead
+from reactivate.planner.cost.memory import fixed_of, optimizer_memory
+from reactivate.planner.cost.overhead import measure_overhead
+from reactivate.planner.cost.prediction import Point, Proof
+from reactivate.planner.cost.timeline import prediction_of
 from reactivate.planner.place import Place, available_bytes
 from reactivate.planner.plan import Circumstances, Decision, Plan, digest_of
-from reactivate.planner.prediction import Point, Proof
-from reactivate.planner.probe import Reading, Table, read, rounds_of
-from reactivate.planner.profile import Measured, Modelled, measure, seconds_of
+from reactivate.planner.profile.costs import Measured, Modelled, measure, seconds_of
+from reactivate.planner.profile.probe import Reading, Table, read, rounds_of
+from reactivate.planner.profile.simulate import simulate
+from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
-from reactivate.planner.simulate import simulate
-from reactivate.planner.solution import Proven, Search
-from reactivate.planner.solve import frontier
+from reactivate.planner.solver.chain import Chain, Entry, Solution
+from reactivate.planner.solver.solution import Proven, Search
+from reactivate.planner.solver.solve import frontier
 from reactivate.planner.step import TrainingStep, default_loss
-from reactivate.planner.timeline import prediction_of
-from reactivate.planner.trace import Costs, Trace
 from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
 from reactivate.planner.units import units_of
 

@@ -14,15 +14,15 @@ from torch.nn import Module
 from reactivate._apply import Handle, apply, paused
 from reactivate._engine.accounts import in_words
 from reactivate._engine.recompute import is_recomputing
-from reactivate._verify import leaves_of
+from reactivate._inspect.verify import leaves_of
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.measurement import Measurement
 from reactivate.planner.place import Place
 from reactivate.planner.plan import Plan
-from reactivate.planner.profile import measured_peak, seconds_of
+from reactivate.planner.profile.costs import measured_peak, seconds_of
+from reactivate.planner.profile.trace import Costs, traced
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.trace import Costs, traced
 
 _TIMED = 3
 Shapes = tuple[tuple[int, ...], ...]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from reactivate._fake import faked
-from reactivate._verify import Step, leaves_of
+from reactivate._inspect.fake import faked
+from reactivate._inspect.verify import Step, leaves_of
 from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
-from reactivate.planner.prediction import Point
+from reactivate.planner.cost.prediction import Point
 from reactivate.report.figure import (
     BUDGET,
     INK,

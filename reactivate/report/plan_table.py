@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reactivate._engine.accounts import in_words
-from reactivate.planner.prediction import Point
+from reactivate.planner.cost.prediction import Point
 from reactivate.report.planned import Decided, Planned
 from reactivate.report.table import Column, Row, draw, write_plainly
 

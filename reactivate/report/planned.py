@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from reactivate.planner.prediction import Fixed, Point, Prediction, Proof
+from reactivate.planner.cost.prediction import Fixed, Point, Prediction, Proof
 
 
 class Done(Protocol):

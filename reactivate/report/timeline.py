@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
-from reactivate.planner.prediction import Moment, Prediction
+from reactivate.planner.cost.prediction import Moment, Prediction
 from reactivate.report.figure import (
     BUDGET,
     INK,

@@ -8,7 +8,7 @@ import click
 
 from reactivate.cli.options import REPORTING
 from reactivate.cli.outcome import Code, print_json
-from reactivate.planner.devices import DEVICES, FORMATS, DeviceSpec
+from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec
 from reactivate.report.table import WIDTH, Column, Row, draw
 
 

@@ -1,0 +1,74 @@
+"""Which objects a walk looks into, told by their classes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from enum import Enum
+from typing import Any
+
+import torch
+
+from reactivate._engine.state.bounded import cached
+from reactivate._engine.state.contents import ATOMS, slots_of
+
+SMALL_BYTES = 1 << 14
+"""The size up to which a tensor without a graph, or an array, is copied before anybody is known to write to it."""
+
+
+@cached
+def users_classes(kind: type) -> tuple[type, ...]:
+    """Return a class and those it is derived from, but for those of libraries."""
+    return tuple(filter(is_users_class, kind.__mro__))
+
+
+@cached
+def names_of_state(names: tuple[str, ...], kinds: tuple[type, ...]) -> tuple[str, ...]:
+    """Return the names of those attributes of a class that are neither values nor descriptors nor Python's own."""
+    return tuple(
+        name
+        for name, kind in zip(names, kinds)
+        if kind not in ATOMS and not hasattr(kind, "__get__") and not name.startswith("__")
+    )
+
+
+_SHARED = frozenset(
+    {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "socket", "threading"}
+)
+"""Packages whose objects other threads and processes work with at the same time: barriers, queues, pools."""
+
+
+@cached
+def is_plain(kind: type) -> bool:
+    """Return whether objects of this class are made of attributes that Python code sees."""
+    if issubclass(kind, (Enum, BaseException)):
+        return False
+    if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
+        return kind.__module__.startswith("torch.distributions.")
+    if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
+        return False
+    return kind.__dictoffset__ != 0 or bool(slots_of(kind))
+
+
+@cached
+def is_users_class(kind: type) -> bool:
+    """Return whether code of the user's own may change attributes of this class."""
+    if kind.__module__ == "torch.nn.utils.parametrize":  # a class that it made for one module
+        return True
+    package = kind.__module__.partition(".")[0]
+    is_known = package in ("reactivate", "torch", "numpy", "builtins") or (
+        package in sys.stdlib_module_names and package != "__main__"
+    )
+    return not is_known
+
+
+def is_small_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= SMALL_BYTES
+
+
+def is_random_source(value: Any, kind: type) -> bool:
+    if kind is torch.Generator or isinstance(value, random.Random):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))

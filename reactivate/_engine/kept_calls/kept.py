@@ -1,0 +1,182 @@
+"""Saved calls as a region keeps them: slots that need no recomputation, results, and what is noted beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reactivate._engine.aside import aside
+from reactivate._engine.kept_calls.contents import Contents
+from reactivate._engine.kept_calls.derive import Recipe
+from reactivate._engine.record import Saved, SharedSlot
+from reactivate._torch.autograd import FUNCTION_APPLY_CODE
+from reactivate._torch.saved import SavedTensor, save_tensor
+from reactivate._types import DEVICE, Storage
+
+
+class SiteSlot(SharedSlot):
+    """A slot of a saved call: its tensor is kept, or made from an argument."""
+
+    __slots__ = ("kept", "recipe")
+    recipe: Recipe | None
+    kept: Any  # a `Kept`, or None
+
+
+class Kept:
+    """A tensor that is kept for the backward."""
+
+    __slots__ = ("handle", "storage", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, version: int, storage: Storage) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = version
+        self.storage = storage
+        self.handle: Any = None
+
+    def is_written(self) -> bool:
+        """Return whether the tensor was written to, as long as it is not settled."""
+        return self.tensor is not None and self.tensor._version != self.version
+
+    def settle(self) -> None:
+        """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9)."""
+        tensor, self.tensor = self.tensor, None
+        if tensor is not None and tensor._version == self.version:  # otherwise there is nothing that may be read
+            handle = tensor if self.storage is DEVICE else aside(self.storage.save, tensor)
+            self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
+
+    def load(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: autograd's own, where it was written to since.
+        """
+        if self.handle is None:
+            raise RuntimeError("what a saved call keeps has been modified by an inplace operation")
+        handle = self.handle.unpack() if type(self.handle) is SavedTensor else self.handle
+        return handle if self.storage is DEVICE else aside(self.storage.load, handle)  # type: ignore[no-any-return]
+
+
+class There(Kept):
+    """A parameter, or a view of one: it is there anyway, and no hook need see it."""
+
+    __slots__ = ()
+
+    def __init__(self, parameter: Tensor, version: int) -> None:
+        self.tensor = parameter
+        self.version = version
+        self.storage = DEVICE
+        self.handle = None
+
+    def settle(self) -> None:
+        if self.tensor is not None:
+            self.handle, self.tensor = self.tensor, None
+
+    def load(self) -> Tensor:
+        found: Tensor = self.handle
+        if found._version != self.version:
+            raise RuntimeError("a parameter that a saved call keeps has been modified by an inplace operation")
+        return found
+
+
+# What is read more than once is saved in frames of these codes, known by their ids: a region around this one has to have what
+# is kept for a recomputation and for the backward, and a custom function may read as often as it wants.
+SHARED_CODES = frozenset({id(Kept.settle.__code__), id(FUNCTION_APPLY_CODE)})
+
+
+class SavedSite:
+    """One saved call.
+
+    Attributes:
+        number: which of the calls that the policy has a say in.
+        label: what was called, for messages and to see that the recomputation calls the same.
+        start, stop: which entries of the record's `saved` are its.
+        count: how many tensors are among its arguments.
+        outputs: the tensors that it returned, each a `Kept` or the number of an argument. None: not kept.
+        requires: for each of these, whether it needs a gradient.
+        contents: what it returned around them.
+        changes: what brings guarded state to where the call left it.
+        reason: why it runs again in recomputations, None if it does not.
+        is_function: whether it is a custom `autograd.Function`.
+        is_nested: whether it is one that another one's `forward` calls.
+        place: the code and the instruction that made the call.
+    """
+
+    __slots__ = (
+        *(
+            "changes",
+            "count",
+            "is_function",
+            "is_nested",
+            "label",
+            "number",
+            "outputs",
+            "path",
+            "place",
+            "reason",
+            "requires",
+        ),
+        *("contents", "start", "stop"),
+    )
+    number: int
+    label: str
+    is_function: bool
+    is_nested: bool
+    path: str | None
+    start: int
+    stop: int
+    count: int
+    outputs: list[Any] | None
+    requires: list[bool]
+    contents: Contents | None  # None: a tensor and nothing around it
+    changes: Sequence[Callable[[], Any]]
+    reason: str | None
+    place: tuple[CodeType, int]
+
+
+class Argument:
+    """Says that a call returned one of its arguments."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def last_needed(saved: Sequence[Saved]) -> int:
+    """The last entry that only a recomputation can fill, -1 if there is none."""
+    for index in range(len(saved) - 1, -1, -1):
+        slot = saved[index][0]()
+        if slot is not None and getattr(slot, "kept", None) is None:
+            return index
+    return -1
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Return whether a tensor is a parameter, or a view of one: then it is there anyway."""
+    base = tensor._base
+    if base is None:
+        return tensor.requires_grad and tensor.is_leaf
+    return base.requires_grad and base.is_leaf
+
+
+def keep(tensor: Tensor, version: int, storage: Storage, kept: dict[Any, Kept]) -> Kept:
+    """`tensor` without its graph, which would otherwise hold itself; a parameter as it is: it is there anyway.
+
+    Args:
+        version: of the tensor, when it was saved or returned: if it is written to afterwards, it cannot be read.
+    """
+    if is_parameter(tensor):
+        return There(tensor.detach(), version)
+    key: Any = id(tensor)
+    # A result that was saved is another object. On the device that costs nothing; another storage would keep it twice.
+    if storage is not DEVICE and type(tensor) is Tensor and tensor.layout is torch.strided:
+        memory = tensor.untyped_storage()._cdata
+        key = (memory, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
+    found = kept.get(key)
+    if found is None or found.version != version:
+        found = kept[key] = Kept(tensor.detach(), version, storage)
+    return found

@@ -1,0 +1,441 @@
+"""Calls inside of a region that are saved: a recomputation skips them.
+
+In the forward pass a saved call runs under hooks of its own. What it saves for its backward is either had again from
+its arguments (see `derive`), which a recomputation makes anyway, or kept. Its results are kept as well, if a recomputation
+has to go on after it. In a recomputation the call is not made: slots are filled from the arguments, and its results are
+handed back.
+
+A call that cannot be skipped runs again in every recomputation, as if it were not saved: one that writes into its arguments,
+whose result is written to afterwards or is a view of an argument, or that a backward inside of the region reads.
+`reason` says which; so does `reactivate.explain`.
+
+Calls are matched by number: of all calls that a policy has a say in, which one it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from sys import _getframe
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor, is_inference_mode_enabled
+
+from reactivate._engine.barriers.aliases import base_of
+from reactivate._engine.kept_calls.choice import Choice, Decision
+from reactivate._engine.kept_calls.contents import Contents, has_attributes
+from reactivate._engine.kept_calls.derive import Sources
+from reactivate._engine.kept_calls.kept import (
+    Argument,
+    Kept,
+    SavedSite,
+    SiteSlot,
+    There,
+    is_parameter,
+    keep,
+    last_needed,
+)
+from reactivate._engine.kept_calls.saved_functions import versions_in
+from reactivate._engine.kept_calls.side_effects import Reached, versions_of
+from reactivate._engine.kept_calls.site_log import Log, objects_in, tensors_in, unseen
+from reactivate._engine.kept_calls.unseen_writes import UnseenWrites, may_write_unseen
+from reactivate._engine.mismatch.oplog import OpLog
+from reactivate._engine.mismatch.sites import user_frame
+from reactivate._engine.mismatch.stale import refuse_stale, watches
+from reactivate._engine.record import Metadata, Saved, observers, tell
+from reactivate._engine.state.changes import Noted
+from reactivate._torch.autograd import (
+    hook_backward,
+    innermost_pack_hook,
+    is_outside_of_functions,
+    next_node_number,
+    not_a_users_hook,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+)
+from reactivate._torch.flags import is_any_autocast_enabled
+from reactivate._torch.modes import is_function_mode_active, without_function_modes
+from reactivate._torch.transforms import current_transform, name_of_transform
+from reactivate._types import Save, Storage
+
+_IN_TRANSFORM = "a transform of torch.func inside of the region is around it"
+_IN_INFERENCE = "it runs in inference mode"
+_OF_INFERENCE = "it returns a tensor that was made in inference mode"
+_OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
+_BACKWARD_INSIDE = "a backward inside of the region goes through it"
+
+
+class Call:
+    """A saved call while it runs.
+
+    Args:
+        fn: what is called: what it closes over is within its reach.
+        reason: why it has to run again, if that is known beforehand. Then nothing is noted of it.
+    """
+
+    __slots__ = (
+        "change",
+        "check",
+        "decision",
+        "entries",
+        "noted",
+        "objects",
+        "reached",
+        "saved",
+        "site",
+        "sources",
+        "storage",
+        "users_hooks",
+        "versions",
+    )
+
+    def __init__(
+        self,
+        log: ForwardLog,
+        decision: Decision,
+        number: int,
+        storage: Storage,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        reason: str | None,
+    ) -> None:
+        self.decision = decision
+        self.storage = storage
+        self.entries = log.record.saved
+        self.users_hooks = log.record.users_hooks
+        self.check = log.record.check
+        self.saved: list[tuple[SiteSlot, Tensor, int]] = []
+        arguments = tensors_in(args, kwargs) if reason is None else []
+        self.versions = versions_of(arguments)
+        self.reached: Reached | None = None
+        self.noted = None if decision.is_quiet or reason is not None else log.noted()
+        self.change: str | None = None
+        self.objects: list[Any] = []
+        leaves: dict[int, int] = {}
+        if decision.is_users and reason is None:
+            self.reached = Reached(fn, (args, kwargs), self.noted or log.noted())
+            self.objects = objects_in(args, kwargs)
+            if decision.module is not None and is_any_autocast_enabled():
+                leaves = {id(parameter): parameter._version for parameter in decision.module.parameters()}
+        self.sources = Sources(arguments, next_node_number(), decision.is_quiet, leaves, log.casts)
+        site = self.site = SavedSite()
+        site.number, site.label, site.path = number, decision.label, decision.path
+        site.is_function = site.is_nested = False
+        site.reason, site.changes = reason, ()
+        site.start = len(self.entries)
+        site.count = len(arguments)
+        frame = user_frame(_getframe(4))  # above `call`, and who called that
+        site.place = (frame.f_code, frame.f_lasti)
+
+    @not_a_users_hook
+    def pack(self, tensor: Tensor) -> SiteSlot:
+        """Autograd saves `tensor` for the backward of the call."""
+        if is_function_mode_active():
+            with without_function_modes():
+                return self.pack(tensor)
+        if watches:
+            refuse_stale(tensor)
+        slot = SiteSlot()
+        slot.value = slot.kept = slot.recipe = None
+        version = tensor._version
+        self.saved.append((slot, tensor, version))
+        metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device, version)
+        self.entries.append((ref(slot), metadata, *self.site.place))
+        if self.check is not None:
+            self.check.note(len(self.entries) - 1, tensor)
+        return slot
+
+    def let_go(self) -> None:
+        """Hold no tensor any more: what was saved for the graph knows `pack`, in a cycle that no collector sees."""
+        self.saved.clear()
+        self.reached = self.noted = None
+        self.objects = []
+
+
+class Pending(NamedTuple):
+    """A custom function whose forward has returned, and which has not saved yet.
+
+    Attributes:
+        result: what its forward returned.
+        versions: of the tensors in it, by their ids.
+        number: of the next node of autograd's. The function's own is there by now; any other op makes one, then saves.
+    """
+
+    call: Call
+    result: Any
+    versions: dict[int, int]
+    number: int
+
+    def pack(self, tensor: Tensor) -> SiteSlot:
+        """Autograd saves `tensor` for the backward of the function."""
+        self.call.site.is_nested = not is_outside_of_functions()
+        return self.call.pack(tensor)
+
+
+class ForwardLog(Log):
+    """The saved calls of a forward pass."""
+
+    def __init__(self, record: Any, choice: Choice) -> None:
+        super().__init__(record, choice)
+        self.sites: list[SavedSite] = []
+        self.counts: dict[Any, int] = {}
+        self.pending: Pending | None = None
+        self.casts: dict[Any, int] = {}  # of leaves: {node: version of the leaf}
+        self._must_rerun: str | None = None
+        self._pack: Any = None  # the region's own hook, while the log is open
+        capture = record.capture
+        # Leaves that hooks around the region have moved: somebody may write to them before the backward reads the copies.
+        self._moved = {id(tensor) for tensor, *_ in capture.saved if tensor.is_leaf} if capture.is_hooked else ()
+        self._hooks = {0: functools.partial(_went_through, ref(self))}
+
+    def open(self) -> None:
+        super().open()
+        self._pack = innermost_pack_hook()
+
+    def close(self) -> None:
+        super().close()
+        self._pack = None  # which has the region, which has the log
+
+    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        call = self.begin(decision, fn, args, kwargs)
+        if call is None:
+            return fn(*args, **kwargs)
+        if self.values is not None:
+            return self.unlogged(self._save)(call, fn, args, kwargs)
+        result = self.run(call, fn, args, kwargs)
+        self.finish(call, result, None)
+        return result
+
+    def call_function(self, decision: Decision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
+        call = self.begin(decision, None, args if is_split else args[1:], {})
+        if call is None:
+            return self.run_function(forward, args, is_split)
+        result = self.unlogged(self.run)(call, functools.partial(self.run_function, forward), (args, is_split), {})
+        call.site.is_function = True
+        self.pending = Pending(call, result, unseen(versions_in, result), next_node_number())
+        return result
+
+    @property
+    def values(self) -> OpLog | None:
+        return self.record.log  # type: ignore[no-any-return]
+
+    def begin(self, decision: Decision, fn: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
+        """A call that the policy has a say in: None if it is not to be saved."""
+        number = self.number
+        self.number += 1
+        action = decision.action or self.choice.ask(decision, self.counts, args, kwargs)
+        if type(action) is not Save:
+            return None
+        if self.pending is not None:
+            self.finish_pending()
+        reason = _why_not_saved()
+        if is_function_mode_active():
+            call: Call = unseen(Call, self, decision, number, action.storage, fn, args, kwargs, reason)
+        else:
+            call = Call(self, decision, number, action.storage, fn, args, kwargs, reason)
+        if innermost_pack_hook() is not self._pack:
+            call.site.reason = _OTHER_HOOKS
+        if observers:
+            tell(self.record.context, "call_begins", call.site)
+        return call
+
+    def _save(self, call: Call, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = self.run(call, fn, args, kwargs)
+        self.finish(call, result, None)
+        return result
+
+    def run(self, call: Call, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make a call that is saved: what is saved inside of it is its own."""
+        if call.site.reason is not None:
+            return self.run_again(fn, args, kwargs)
+        writes = None
+        if call.reached is not None and may_write_unseen(fn):
+            writes = UnseenWrites(call.reached.tensors(), self.noted().tensors())
+        push_saved_tensor_hooks(call.pack, self.record.unpack)
+        self.is_inside = True
+        try:
+            with writes or nullcontext():
+                result = fn(*args, **kwargs)
+        except BaseException:
+            call.let_go()
+            raise
+        finally:
+            self.is_inside = False
+            pop_saved_tensor_hooks()
+        if not call.decision.is_quiet:
+            call.site.changes = self.changes()
+            if call.noted is not None:
+                with without_function_modes():
+                    call.change, more = call.noted.changes()
+                call.site.changes += more
+        if writes is not None:
+            call.change = call.change or writes.change()
+        return result
+
+    def finish_pending(self) -> None:
+        """All has been saved that a custom function saves."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.unlogged(self.finish)(pending.call, pending.result, pending.versions)
+
+    def give_up(self) -> None:
+        """The forward pass has failed."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.call.let_go()
+
+    def finish(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
+        """A saved call has returned: take down what is to be kept of it."""
+        site = call.site
+        if site.reason is None:
+            site.stop = len(call.entries)
+            if is_function_mode_active():
+                unseen(self._take_down, call, result, versions)
+            else:
+                self._take_down(call, result, versions)
+        else:
+            site.stop = site.start
+        call.let_go()
+        del call.sources
+        if site.reason is not None:
+            self._let_go(site)
+        self.sites.append(site)
+
+    def _why_again(self, call: Call, computes: bool) -> str | None:
+        if self._must_rerun is not None:
+            return self._must_rerun
+        if call.versions is None or call.versions != versions_of(call.sources.arguments):
+            return "it writes into its arguments"
+        change = call.change if call.reached is None else call.change or call.reached.change()
+        if change is not None:
+            return change
+        if not computes and call.decision.module is None and call.decision.name is None:
+            return "it computes no tensor"  # but may set something, as `set_grad_enabled` does
+        return None
+
+    def noted(self) -> Noted:
+        """Return the notes of the region, as the state is now."""
+        record = self.record
+        states = record.states
+        inputs = (item.tensor for item in record.inputs)
+        given = (tensor for tensor, *_ in record.capture.saved)
+        return Noted(record.notes, (*(() if states is None else states.tensors), *inputs, *given), states)
+
+    def changes(self) -> list[Callable[[], Any]]:
+        """Return what brings guarded state to where it is now."""
+        record = self.record
+        with without_function_modes():
+            pairs = zip(record.options.guards, record.tokens)
+            changes = [guard.skip(record.capture, token) for guard, token in pairs]
+        return [change for change in changes if change is not None]
+
+    def _take_down(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
+        """Sort what was saved and what came out into what is kept and what is derived."""
+        site, sources, storage = call.site, call.sources, call.storage
+        kept: dict[Any, Kept] = {}
+        for slot, tensor, version in call.saved:
+            if is_parameter(tensor) and id(base_of(tensor)) not in self._moved:
+                slot.kept = There(tensor, version)
+                continue
+            if tensor._version == version:
+                slot.recipe = sources.recipe_for(tensor)
+            if slot.recipe is None and sources.is_earlier_cast(tensor):
+                # Not for hooks around the region to see: one around this one would find it in one of its passes only.
+                slot.kept = There(tensor.detach(), version)
+            elif slot.recipe is None:
+                slot.kept = keep(tensor, version, storage, kept)
+        site.outputs, site.requires, site.contents = [], [], None
+        if isinstance(result, Tensor) and not has_attributes(result):
+            leaves = [result]
+        else:
+            contents = site.contents = Contents(result, {id(item): index for index, item in enumerate(call.objects)})
+            leaves, contents.leaves = contents.leaves, []  # which have the graph
+            site.reason = contents.problem
+        computed: list[tuple[Tensor, Kept]] = []
+        for leaf in leaves:
+            if leaf.is_inference():
+                site.reason = _OF_INFERENCE
+                continue
+            site.requires.append(leaf.requires_grad)
+            index = sources.which(leaf)
+            if index >= 0:
+                site.outputs.append(Argument(index))
+            elif sources.sharing_memory(leaf) >= 0:
+                site.reason = "its result is a view of an argument"
+            else:
+                version = leaf._version if versions is None else versions.get(id(leaf), leaf._version)
+                item = keep(leaf, version, storage, kept)
+                site.outputs.append(item)
+                computed.append((leaf, item))
+        site.reason = site.reason or self._why_again(call, bool(computed))
+        if site.reason is None:
+            for leaf, item in computed:
+                if leaf.grad_fn is not None:
+                    hook_backward(leaf, item.tensor, self._hooks)
+
+    def rerun_all(self, reason: str) -> None:
+        """Let recomputations make every saved call again."""
+        self.finish_pending()
+        self._must_rerun = reason
+        for site in self.sites:
+            site.reason = site.reason or reason
+            self._let_go(site)
+
+    def distrust(self, reason: str) -> None:
+        """Let recomputations make every saved call again, although what it keeps is right: perhaps its arguments are not.
+
+        What is kept stays, since a region around this one has seen it.
+        """
+        self.finish_pending()
+        for site in self.sites:
+            site.reason = site.reason or reason
+
+    def _let_go(self, site: SavedSite) -> None:
+        """Keep nothing of a call that is recomputed."""
+        site.outputs, site.changes = None, ()
+        for reference, *_ in self.record.saved[site.start : site.stop]:
+            slot: Any = reference()
+            if slot is not None:
+                slot.kept = slot.recipe = None
+
+    def settle(self) -> None:
+        """The forward pass is over: keep what is to be kept."""
+        self.finish_pending()
+        self._hooks.clear()  # which the graph has
+        for site in self.sites:
+            for item in site.outputs or ():
+                if isinstance(item, Kept) and item.is_written():
+                    site.reason = "its result is written to afterwards"
+                    self._let_go(site)
+                    break
+        saved: Sequence[Saved] = self.record.saved
+        last = last_needed(saved) if self.record.early_stop else len(saved)
+        for site in self.sites:
+            if last < site.stop:
+                site.outputs = None
+            if site.outputs is not None:
+                for item in site.outputs:
+                    if isinstance(item, Kept):
+                        item.settle()
+            for index in range(site.start, site.stop):
+                slot: Any = saved[index][0]()
+                if slot is not None and slot.kept is not None:
+                    slot.kept.settle()
+        if self.choice.unmatched.parts:
+            self.choice.unmatched.region_has_run(self.choice.path)
+
+
+def _why_not_saved() -> str | None:
+    """Return why autograd saves nothing that could be kept of a call that begins now, None if it may."""
+    if current_transform() is not None and name_of_transform() is not None:
+        return _IN_TRANSFORM
+    return _IN_INFERENCE if is_inference_mode_enabled() else None
+
+
+def _went_through(log: ref[ForwardLog], gradients: Any) -> None:
+    found = log()
+    if found is not None:
+        found.rerun_all(_BACKWARD_INSIDE)

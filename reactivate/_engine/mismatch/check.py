@@ -1,0 +1,223 @@
+"""The self-check (Rule 25): the first recomputation of each region is compared with its forward, and ever fewer later.
+
+What no rule foresaw, a write that no version counter sees or state in a place where nobody looks, changes what a
+recomputation computes. So in the first call of a region, and in its 2nd, 4th, 8th, ..., both passes take checksums of the
+tensors that autograd saves and of the outputs, on the device, and one comparison at the end reads them.
+
+A checksum is made of sums of the bits as 64-bit integers: exact, without a large temporary, at the speed of memory. Two
+floating-point sums beside it tell a difference of rounding size, from kernels that were chosen anew, from a missed state.
+
+The gradients depend on the saved tensors alone. So where all that a backward may still read is known to be the same, a
+difference of the outputs is none that matters.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from reactivate._engine.mismatch.stale import comes_from_stale, watches
+from reactivate._engine.state.known import Known
+from reactivate._torch.containers import flatten
+from reactivate._torch.modes import run_unseen
+
+_PLAIN = (Tensor, Parameter)
+_ROUNDINGS = 64
+"""How many units in the last place, of the root mean square of a tensor, a difference of rounding size may have."""
+
+OUTPUTS = 1 << 30
+"""The number of the first output, behind those of all saved tensors."""
+
+# By the id of the region's owner: a reference to it, and how many calls there were with each policy, by the policy's number.
+_calls: dict[int, tuple[Any, dict[int, int]]] = {}
+_writers = Known()  # owners of regions that wrote to what there is no copy of
+
+
+def is_due(fn: Any, determinism: str, choice: Any) -> bool:
+    """Return whether checksums are taken in this call of a region: for a comparison, or for a proof if one is needed.
+
+    With "first" they are in the 1st, 2nd, 4th, 8th, ... call, and but for "none" in every call if an earlier one needed a
+    proof.
+    """
+    if determinism == "values" or (_writers and determinism != "none" and _writers.has(owner_of(fn))):
+        return True
+    if determinism != "first":
+        return False
+    kind = type(fn)
+    owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn  # `owner_of`, inlined
+    entry = _calls.get(id(owner))
+    if entry is None or entry[0]() is not owner:
+        entry = _first_call(owner)
+    number = 0 if choice is None else choice.number
+    entry[1][number] = count = entry[1].get(number, 0) + 1
+    return not count & (count - 1)
+
+
+def note_writer(fn: Any) -> None:
+    """Compare every call of this region from the next one on."""
+    _writers.note(owner_of(fn))
+
+
+def owner_of(fn: Any) -> Any:
+    """Return what stands for a region in all of its calls: wrappers and closures may be made anew for each."""
+    kind = type(fn)
+    return fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
+
+
+def _first_call(owner: Any) -> tuple[Any, dict[int, int]]:
+    key = id(owner)
+    try:
+        reference: Any = ref(owner, functools.partial(_calls.pop, key))
+    except TypeError:  # an object in C, which nobody can wait for: it is compared each time
+        return None, {}
+    entry = _calls[key] = reference, {}
+    return entry
+
+
+class Sums(NamedTuple):
+    """Sums of one tensor, on its device.
+
+    Attributes:
+        bits: of its bits as integers.
+        is_sure: whether they are those of the tensor in the end; an op may fill one without a graph after it had it saved,
+            as rrelu does.
+        values, squares: of its elements, None if these are no real floats.
+        size, unit: how many elements there are, and the relative distance of two floats of the type.
+    """
+
+    bits: Tensor
+    is_sure: bool
+    values: Tensor | None
+    squares: Tensor | None
+    size: int
+    unit: float
+
+
+class Check:
+    """Checksums of one pass.
+
+    Attributes:
+        sums: by the number of the saved tensor, or of the output.
+        versions: of the outputs, by their numbers.
+        has_same_results: whether a proof has found the outputs to be those of the forward.
+        recomputed: those of the last recomputation that came to its end.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Sums] = {}
+        self.versions: dict[int, int] = {}
+        self.has_same_results = False
+        self.recomputed: Check | None = None
+
+    def note(self, number: int, tensor: Tensor) -> None:
+        """Take the checksum of a tensor, if it has bits to look at that come from what the forward had."""
+        if watches and comes_from_stale(tensor):
+            return
+        sums = run_unseen(_sums_of, tensor)
+        if sums is not None:
+            self.sums[number] = sums
+
+    def note_outputs(self, result: Any) -> None:
+        """Take the checksums of the outputs."""
+        for index, leaf in enumerate(flatten(result)[0]):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self.note(OUTPUTS + index, leaf)
+                self.versions[OUTPUTS + index] = leaf._version
+
+    def difference(self, other: Check) -> int | None:
+        """Return the number of the first tensor that differs in another pass, None if none does."""
+        numbers = self._common(other)
+        ones, others = ([check.sums[number].bits for number in numbers] for check in (self, other))
+        if not numbers or run_unseen(_are_equal, ones, others):
+            return None
+        return next(number for number, one, two in zip(numbers, ones, others) if not run_unseen(torch.equal, one, two))
+
+    def proves(self, other: Check, numbers: Iterable[int]) -> bool:
+        """Return whether each of these tensors is known to be the same in another pass."""
+        pairs = [(self.sums.get(number), other.sums.get(number)) for number in numbers]
+        found = [(one.bits, two.bits) for one, two in pairs if one is not None and two is not None]
+        return len(found) == len(pairs) and (not found or bool(run_unseen(_are_equal, *map(list, zip(*found)))))
+
+    def is_on_cpu(self) -> bool:
+        """Return whether no accelerator computed any of the tensors."""
+        return all(item.bits.device.type == "cpu" for item in self.sums.values())
+
+    def is_rounding(self, other: Check) -> bool:
+        """Return whether every difference to another pass is one of rounding size."""
+        return all(run_unseen(_is_rounding, self.sums[number], other.sums[number]) for number in self._common(other))
+
+    def _common(self, other: Check) -> list[int]:
+        """Return the numbers of what both passes have, but for inputs given back that were written to in between."""
+        found = self.sums.keys() & other.sums.keys()
+        return sorted(
+            number
+            for number in found
+            if self.sums[number].is_sure and self.versions.get(number) == other.versions.get(number)
+        )
+
+
+def _is_looked_at(tensor: Tensor) -> bool:
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return False
+    return tensor.device.type not in ("xla", "meta", "jax") and tensor.numel() > 0 and not tensor.is_quantized
+
+
+def _sums_of(tensor: Tensor) -> Sums | None:
+    if not _is_looked_at(tensor):
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.reshape(-1) if plain.is_contiguous() else plain.contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    count = len(flat)
+    whole = count - count % (8 // flat.itemsize)
+    can_be_cast = flat.storage_offset() * flat.itemsize % 8 == 0 and whole
+    bits = _mixed(flat[:whole].view(torch.int64)) if can_be_cast else flat.new_zeros((), dtype=torch.int64)
+    rest = flat[whole:] if can_be_cast else flat
+    if len(rest):
+        bits = bits + _mixed(rest.contiguous().view(torch.uint8).long())
+    if not flat.is_floating_point():
+        return Sums(bits, tensor.requires_grad, None, None, count, 0.0)
+    is_wide = flat.dtype in (torch.float32, torch.float64)
+    squares = torch.dot(flat, flat) if is_wide else None
+    values = flat.sum(dtype=None if is_wide else torch.float32)
+    return Sums(bits, tensor.requires_grad, values, squares, count, torch.finfo(flat.dtype).eps)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Return a number for these integers that depends on their order: of the sums of rows and columns of a square."""
+    width = math.isqrt(len(words))
+    square, rest = words[: width * width].view(width, width), words[width * width :]
+    sums = torch.cat([square.sum(0), square.sum(1), rest])
+    places = torch.arange(1, len(sums) + 1, device=sums.device)
+    return ((sums ^ (sums >> 29)) * (places * 0x2545F4914F6CDD1D)).sum()
+
+
+def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    devices = {item.device for item in (*some, *others)}
+    if len(devices) > 1:
+        return all(map(torch.equal, some, others))
+    return torch.equal(torch.stack(some), torch.stack(others))
+
+
+def _is_rounding(one: Sums, other: Sums) -> bool:
+    if torch.equal(one.bits, other.bits):
+        return True
+    if one.values is None or other.values is None:
+        return False
+    values, others = one.values.item(), other.values.item()
+    if one.squares is None or other.squares is None:
+        scale = abs(values) + one.size**0.5
+    else:
+        scale = one.squares.item() ** 0.5
+        if not abs(one.squares.item() - other.squares.item()) <= _ROUNDINGS * one.unit * one.squares.item():
+            return False
+    return bool(abs(values - others) <= _ROUNDINGS * one.unit * scale)

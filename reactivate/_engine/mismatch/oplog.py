@@ -1,0 +1,140 @@
+"""`determinism="values"`: the ops of both passes, with a checksum of every result.
+
+A dispatch mode writes them down in the forward pass and compares in the recomputation, so the first op that differs is named
+as it runs. It costs a checksum an op and, on an accelerator, a synchronisation an op: a tool for finding a fault.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reactivate._engine.mismatch.counted import call_counted
+from reactivate._engine.mismatch.sites import Site, line_of, user_frame
+from reactivate._engine.mismatch.stale import is_view
+from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes
+
+# Their results are whatever was in memory.
+_UNINITIALIZED = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+)
+# One of their results is a workspace, which is not written to everywhere.
+_WITH_WORKSPACE = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})
+_AROUND = 4  # ops to print before and after the one that differs
+
+
+class Op:
+    """One op that ran: its name, what came out, where it was called."""
+
+    __slots__ = ("name", "results", "site")
+
+    def __init__(self, name: str, results: tuple[Any, ...], site: Site) -> None:
+        self.name = name
+        self.results = results
+        self.site = site
+
+    def is_like(self, other: Op) -> bool:
+        """Return whether the same op had the same results."""
+        return self.name == other.name and self.results == other.results
+
+    def __str__(self) -> str:
+        results = ", ".join(f"{dtype} {list(shape)} #{checksum:016x}" for shape, dtype, checksum in self.results)
+        return f"{self.name} -> {results or 'nothing'}   at {line_of(self.site)}"
+
+
+class OpLog(TorchDispatchMode):
+    """Writes down every op under it, and calls `check` with all of them after each."""
+
+    def __init__(self, check: Callable[[list[Op]], None] | None = None) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self._check = check
+        self._is_paused = False
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with its ops written down."""
+
+        def logged(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return logged
+
+    def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, without its ops written down: they are not the user's."""
+
+        def unlogged(*args: Any, **kwargs: Any) -> Any:
+            was_paused, self._is_paused = self._is_paused, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_paused = was_paused
+
+        return unlogged
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = call_counted(func, args, kwargs)
+        if not self._is_paused and not _is_cast_of_parameter(func, args):
+            frame = user_frame(sys._getframe(1))
+            results = _results_unseen(result, func)
+            self.ops.append(Op(str(func), results, (frame.f_code, frame.f_lasti)))
+            if self._check is not None:
+                self._check(self.ops)
+        return result
+
+
+def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
+    """Autocast casts a parameter once and keeps the copy; a recomputation, which does not read that, casts it again."""
+    return func is torch.ops.aten._to_copy.default and args[0].requires_grad and args[0].is_leaf
+
+
+def difference(forward: list[Op], recomputation: list[Op]) -> str:
+    """The last op of `recomputation`, which differs from the forward's, and the ops of both passes around it."""
+    index = len(recomputation) - 1
+    first, last = max(0, index - _AROUND), index + _AROUND + 1
+    lines = [f"Op {index + 1} is the first that differs."]
+    for title, ops in (("forward", forward), ("recomputation", recomputation)):
+        lines.append(f"{title}:")
+        for number, op in enumerate(ops[first:last], first):
+            lines.append(f"  {'->' if number == index else '  '} {number + 1:4} {op}")
+    return "\n".join(lines)
+
+
+def _results_unseen(result: Any, func: Any) -> tuple[Any, ...]:
+    """Take the checksums of results, unseen by a log around this one, which would take checksums of the checksum's ops."""
+    outer = dispatch_modes()
+    replace_dispatch_modes(())
+    try:
+        name = func.overloadpacket.__name__
+        return tuple(_results(result, name, is_view(func) or name in _UNINITIALIZED))
+    finally:
+        replace_dispatch_modes(outer)
+
+
+def _results(result: Any, op: str, has_no_values: bool) -> Iterator[tuple[torch.Size, torch.dtype, int]]:
+    # Of a view none are compared: it may be written to before anybody reads it, as a parameter is that is clamped.
+    if isinstance(result, Tensor):
+        is_scratch = has_no_values or (result.dtype is torch.uint8 and op in _WITH_WORKSPACE)
+        yield result.shape, result.dtype, 0 if is_scratch else checksum(result)
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _results(item, op, has_no_values)
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number for the bits of `tensor`: 64 bits, exact integer arithmetic, the same on every run of one device."""
+    dense = tensor.detach()
+    if dense.layout is not torch.strided or dense.device.type == "meta" or type(dense) is not Tensor:
+        return 0  # only its shape and dtype are compared
+    plain = dense.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    data = plain.reshape(-1).view(torch.uint8).to(torch.int64)
+    if data.numel() == 0:
+        return 0
+    place = torch.arange(1, data.numel() + 1, dtype=torch.int64, device=data.device)
+    mixed = (data + 0x9E37) * (place * 0x2545F4914F6CDD1D)  # wraps around, which is what a hash wants
+    return int((mixed ^ (mixed >> 29)).sum().item()) & 0xFFFFFFFFFFFFFFFF

@@ -1,0 +1,66 @@
+"""The line of the user's code that called an op, found cheaply enough to note it for every saved tensor.
+
+A site is a code object and an instruction in it; the line is looked up when somebody asks.
+"""
+
+from __future__ import annotations
+
+import os
+from types import CodeType, FrameType
+
+import torch
+from torch.nn import Module
+
+from reactivate._engine.state.bounded import Bounded
+
+Site = tuple[CodeType, int]
+
+_LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+# Whether code is torch's or ours, by the id of the code object: with the object, so that the id stays its own.
+_known: Bounded[int, tuple[bool, CodeType]] = Bounded()
+
+
+def user_frame(frame: FrameType) -> FrameType:
+    """The innermost frame outside of torch and of this package, or `frame` if there is none."""
+    found: FrameType | None = frame
+    while found is not None:
+        code = found.f_code
+        if not _is_library(code):
+            return found
+        found = found.f_back
+    return frame
+
+
+def _is_library(code: CodeType) -> bool:
+    known = _known.get(id(code))
+    if known is None:
+        known = _known[id(code)] = code.co_filename.startswith(_LIBRARIES), code
+    return known[0]
+
+
+def line_of(site: Site) -> str:
+    """`file:line in function`."""
+    code, instruction = site
+    line: int | None = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            line = number
+    return f"{code.co_filename}:{line} in {qualified_name(code)}"
+
+
+def qualified_name(code: CodeType) -> str:
+    """`Class.function` (Python 3.10 knows only `function`)."""
+    return getattr(code, "co_qualname", code.co_name)
+
+
+def called_module(frame: FrameType) -> Module | None:
+    """The innermost module whose method is running in `frame` or around it."""
+    found: FrameType | None = frame
+    while found is not None:
+        owner = found.f_locals.get("self")
+        if isinstance(owner, Module):
+            return owner
+        found = found.f_back
+    return None

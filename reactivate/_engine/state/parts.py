@@ -1,0 +1,218 @@
+"""The parts of modules: attributes, and the entries of their registries. Taken and compared for every region.
+
+All of it is in a few flat lists, which are made and compared in C. Of what every module has, only that is looked at which
+a forward reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Module
+
+from reactivate._engine.state.bounded import cached
+from reactivate._engine.state.contents import are_items, given_back, put_dict
+from reactivate._standin import NAME, Placed
+from reactivate._torch.modules import is_distributed
+
+Namespace = dict[str, Any]
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_OF_EVERY_MODULE = frozenset(Module().__dict__) - {"training"}
+_registries_of = itemgetter(*_REGISTRIES)
+
+
+class Names(NamedTuple):
+    """The names of a module's attributes.
+
+    Attributes:
+        all: those of everything in its `__dict__`, in order.
+        own: those of which values are noted.
+        values: gets these values from the `__dict__`.
+    """
+
+    all: tuple[str, ...]
+    own: tuple[str, ...]
+    values: Callable[[Namespace], tuple[Any, ...]]
+
+
+@cached
+def _sorted_out(names: tuple[str, ...]) -> Names:
+    own = tuple(name for name in names if name not in _OF_EVERY_MODULE)
+    if NAME in own or not own:
+        return Names(names, own, functools.partial(_unplaced, own))
+    own = own if len(own) > 1 else own * 2  # with one name `itemgetter` returns no tuple
+    return Names(names, own, itemgetter(*own))
+
+
+def _unplaced(names: tuple[str, ...], namespace: Namespace) -> tuple[Any, ...]:
+    return tuple(_below(namespace[name]) for name in names)
+
+
+def names_in(namespace: Namespace) -> Names:
+    """Return the names of attributes in a module's `__dict__`, as if nothing stood in for its `forward`."""
+    items = namespace.copy()  # at once: another thread may put something in the place of its `forward` meanwhile
+    if isinstance(placed := items.get(NAME), Placed) and _below(placed) is None:
+        del items[NAME]
+    return _sorted_out(tuple(items))
+
+
+def _below(item: Any) -> Any:
+    """Return what stands in a place when whatever stands in has gone."""
+    while isinstance(item, Placed):
+        item = item.hidden
+    return item
+
+
+class Layout:
+    """The places of the parts of some modules, without the parts.
+
+    Args:
+        namespaces: the modules' `__dict__`s.
+
+    Attributes:
+        names: of each module's attributes; `counts` says how many there are.
+        sizes: how many entries each registry has.
+        keys: the names of all entries.
+    """
+
+    __slots__ = ("_buffers", "_children", "_filled", "_parameters", "counts", "getters", "keys", "names", "sizes")
+
+    def __init__(self, namespaces: Sequence[Namespace]) -> None:
+        self.names = list(map(names_in, namespaces))
+        self.counts = [len(names.all) for names in self.names]
+        self.getters = [names.values for names in self.names]
+        registries = list(chain.from_iterable(map(_registries_of, namespaces)))
+        self.sizes = list(map(len, registries))
+        self.keys: list[str] = list(chain.from_iterable(registries))
+        self._filled = _picking([index for index, size in enumerate(self.sizes) if size])
+        kinds = [index % 3 for index, size in enumerate(self.sizes) for _ in range(size)]
+        entries = list(chain.from_iterable(map(dict.values, registries)))
+        filled = [(index, kind) for index, kind in enumerate(kinds) if entries[index] is not None]
+        self._parameters = _picking([index for index, kind in filled if kind == 0])
+        self._buffers = _picking([index for index, kind in filled if kind == 1])
+        self._children = _picking([index for index, kind in filled if kind == 2])
+
+    def parts_of(self, namespaces: Sequence[Namespace]) -> tuple[list[Any], list[Any]] | None:
+        """Return (attributes, entries) of the modules, None if they are laid out in another way."""
+        if list(map(len, namespaces)) != self.counts:
+            return None
+        registries = list(chain.from_iterable(map(_registries_of, namespaces)))
+        if list(map(len, registries)) != self.sizes:
+            return None
+        filled = self._filled(registries)
+        try:
+            attributes = [get(namespace) for get, namespace in zip(self.getters, namespaces)]
+        except KeyError:  # another one in the place of one
+            return None
+        if list(chain.from_iterable(filled)) != self.keys:
+            return None
+        return list(chain.from_iterable(attributes)), list(chain.from_iterable(map(dict.values, filled)))
+
+    def parameters_in(self, entries: Sequence[Any]) -> list[Any]:
+        """Return those of the entries that are parameters."""
+        return list(self._parameters(entries))
+
+    def children_in(self, entries: Sequence[Any]) -> Sequence[Any]:
+        """Return those of the entries that are modules."""
+        return self._children(entries)
+
+    def buffers_in(self, entries: Sequence[Any]) -> list[Any]:
+        """Return those of the entries that are buffers."""
+        return list(self._buffers(entries))
+
+
+def _picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that takes the items at these places, fast."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return (lambda items: (items[indices[0]],)) if indices else (lambda items: ())
+
+
+class Parts:
+    """The parts of some modules at one moment.
+
+    Args:
+        namespaces: their `__dict__`s.
+        layout: where their parts are, if that is known, with the parts.
+
+    Attributes:
+        attributes: the values of all attributes.
+        entries: all parameters, buffers and children.
+    """
+
+    __slots__ = ("attributes", "entries", "layout", "namespaces")
+
+    def __init__(
+        self,
+        namespaces: Sequence[Namespace],
+        layout: Layout | None = None,
+        parts: tuple[list[Any], list[Any]] | None = None,
+    ) -> None:
+        self.namespaces = namespaces
+        if layout is None or parts is None:
+            layout = Layout(namespaces)
+            parts = layout.parts_of(namespaces) or _parts_of(layout, namespaces)
+        self.layout = layout
+        self.attributes, self.entries = parts
+
+    def are_current(self) -> bool:
+        """Return whether the modules are made of just these parts."""
+        parts = self.layout.parts_of(self.namespaces)
+        if parts is None:
+            return self.are(Parts(self.namespaces))
+        attributes, entries = parts
+        return are_items(entries, self.entries) and are_items(attributes, self.attributes)
+
+    def are(self, others: Parts) -> bool:
+        """Return whether these are the same objects under the same names."""
+        one, other = self.layout, others.layout
+        return (
+            one.names == other.names
+            and one.sizes == other.sizes
+            and one.keys == other.keys
+            and are_items(others.entries, self.entries)
+            and are_items(others.attributes, self.attributes)
+        )
+
+    def put(self) -> None:
+        """Let the modules be made of these parts, but for what a sharding library has moved to another form."""
+        layout = self.layout
+        attributes, sizes, entries = iter(self.attributes), iter(layout.sizes), iter(zip(layout.keys, self.entries))
+        for namespace, names in zip(self.namespaces, layout.names):
+            for name in _REGISTRIES:
+                _assign(namespace[name], dict(next(entries) for _ in range(next(sizes))))
+            noted = dict(zip(names.own, attributes)) if names.own else {}
+            _assign(namespace, {name: noted[name] if name in noted else namespace.get(name) for name in names.all})
+
+
+def _parts_of(layout: Layout, namespaces: Sequence[Namespace]) -> tuple[list[Any], list[Any]]:
+    """Return what `layout.parts_of` does, of modules with something in the place of a `forward`."""
+    attributes = [get(namespace) for get, namespace in zip(layout.getters, namespaces)]
+    registries = chain.from_iterable(map(_registries_of, namespaces))
+    return list(chain.from_iterable(attributes)), list(chain.from_iterable(map(dict.values, registries)))
+
+
+def _assign(namespace: Namespace, noted: Namespace) -> None:
+    items = {name: given_back(item) for name, item in noted.items()}
+    for name, item in items.items():
+        now = namespace.get(name)
+        if now is not item and isinstance(now, Tensor) and isinstance(item, Tensor) and _is_sharded(item, now):
+            items[name] = now
+    if [*items] != [name for name, item in namespace.items() if not isinstance(item, Placed)]:
+        put_dict(namespace, items)
+        return
+    for name, item in items.items():  # touch what differs: another thread may read the rest
+        if _below(namespace[name]) is not item:
+            namespace[name] = item
+
+
+def _is_sharded(before: Tensor, now: Tensor) -> bool:
+    # `functional_call` swaps parameters for the time of a forward: these are put back. A sharding library knows better
+    # which form of a parameter is needed now.
+    return is_distributed(before) or is_distributed(now) or (before.shape != now.shape and before.requires_grad)

@@ -1,0 +1,208 @@
+"""Trees of modules that were walked before: what a walk found holds for as long as it would find the same.
+
+To look whether the modules are still made of the same parts costs less than to walk over them. A tree is remembered only
+if values that cannot change and objects that hold nothing else are all that its modules have besides tensors and children.
+These are remembered weakly: what nobody else has goes, and the tree is forgotten.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Container, Iterable, Sequence
+from enum import Enum
+from itertools import chain
+from logging import Logger
+from operator import is_, itemgetter
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch.nn import Module
+
+from reactivate._engine.state.code import CACHED, CodeNote, are_closed
+from reactivate._engine.state.contents import (
+    ATOMS,
+    CellNote,
+    ClassNote,
+    DictNote,
+    FunctionNote,
+    Inside,
+    KindNote,
+    ListNote,
+    NameNote,
+    Note,
+    SetNote,
+    TensorsNote,
+)
+from reactivate._engine.state.parts import Parts
+from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
+
+_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
+_MOST_MISSES = 4  # in a row, after which it is not tried any more: attributes change with every call, or hold too much
+
+
+def _are_hooked(namespaces: Iterable[dict[str, Any]]) -> bool:
+    """Return whether hooks run in a forward: what they close over is looked at in each."""
+    return any(chain(GLOBAL_FORWARD_HOOKS, chain.from_iterable(map(_HOOKS, namespaces))))
+
+
+class Walked(NamedTuple):
+    """The result of a walk over a tree.
+
+    Attributes:
+        modules: every module, outermost first.
+        notes: of objects in attributes, of classes and of module-level names.
+        parts: what the modules are made of.
+    """
+
+    modules: Sequence[Module]
+    notes: list[Note]
+    parts: Parts
+
+
+class _Tree:
+    """One remembered tree."""
+
+    __slots__ = ("are_empty", "attributes", "children", "kinds", "layout", "modules", "notes")
+
+    def __init__(self, walked: Walked, forget: Any) -> None:
+        modules, notes, parts = walked
+        self.modules = [ref(module, forget) for module in modules]
+        self.kinds = list(map(type, modules))
+        self.are_empty = [entry is None for entry in parts.entries]
+        self.children = list(
+            map(id, parts.layout.children_in(parts.entries))
+        )  # of modules: they live, or it is forgotten
+        self.layout, self.attributes, self.notes = parts.layout, parts.attributes, notes
+
+    def again(self) -> Walked | None:
+        """Return what a walk would find now, None if that is not known."""
+        modules: list[Any] = [reference() for reference in self.modules]
+        namespaces = [module.__dict__ for module in modules]
+        found = self.layout.parts_of(namespaces)
+        if found is None or list(map(type, modules)) != self.kinds:
+            return None
+        attributes, entries = found
+        if list(map(id, self.layout.children_in(entries))) != self.children:
+            return None
+        if [entry is None for entry in entries] != self.are_empty or not all(map(is_, attributes, self.attributes)):
+            return None
+        if _are_hooked(namespaces):
+            return None
+        for note in self.notes:
+            if not note.is_at(note.noted):
+                return None
+        return Walked(modules, self.notes, Parts(namespaces, self.layout, found))
+
+
+class Trees:
+    """Remembered trees, by the ids of their roots."""
+
+    def __init__(self) -> None:
+        self._trees: dict[int, _Tree] = {}
+        self._misses: dict[int, tuple[ref[Module], int]] = {}  # how many there were in a row
+
+    def again(self, root: Module) -> Walked | None:
+        """Return what a walk over the tree under `root` would find now, None if that is not known."""
+        key = id(root)
+        tree = self._trees.get(key)
+        if tree is None:
+            return None
+        walked = tree.again()
+        if walked is None:
+            self._trees.pop(key, None)
+            self._miss(root)
+        elif self._misses:
+            self._misses.pop(key, None)
+        return walked
+
+    def _miss(self, root: Module) -> None:
+        key = id(root)
+        self._misses[key] = ref(root, functools.partial(self._misses.pop, key)), self._misses_of(root) + 1
+
+    def _misses_of(self, root: Module) -> int:
+        reference, count = self._misses.get(id(root), (None, 0))
+        return count if reference is not None and reference() is root else 0
+
+    def remember(self, root: Module, modules: Sequence[Module], notes: list[Note]) -> None:
+        """Remember what a walk over the tree under `root` found, if that can be."""
+        namespaces = [module.__dict__ for module in modules]
+        if self._misses_of(root) >= _MOST_MISSES or _are_hooked(namespaces):
+            return
+        walked = Walked(modules, notes, Parts(namespaces))
+        if _holds_nothing_else(walked):
+            key, trees = id(root), self._trees
+            trees[key] = _Tree(walked, lambda _: trees.pop(key, None))
+        else:
+            self._miss(root)
+
+
+whole_trees = Trees()
+single_modules = Trees()
+"""Modules without what is inside of them: those of large trees (see `reaching`)."""
+
+
+# -- what can be held -------------------------------------------------------------------------------------------------
+
+
+def _holds_nothing_else(walked: Walked) -> bool:
+    """Return whether to hold attributes and notes is to hold no module and no tensor, whatever happens to the tree."""
+    noted = {id(note.target) for note in walked.notes}
+    items = chain(walked.parts.attributes, *map(_items_of, walked.notes))
+    return all(id(item) in noted or _is_fixed(item, noted) for item in items)
+
+
+def _items_of(note: Note) -> Iterable[Any]:
+    if isinstance(note, ClassNote):  # what a class holds that is there for good is not held by the tree
+        return (note.target,)
+    if isinstance(note, FunctionNote):
+        _, defaults, keywords, attributes = note.noted
+        return (note.target, *(defaults or ()), *(keywords or {}).values(), *attributes.values())
+    if isinstance(note, CodeNote):
+        holders = [item for item in note.noted if isinstance(item, (BuiltinFunctionType, CACHED))]
+        return [*holders, *(fn for fn in note.functions if not are_closed([fn]))]
+    if isinstance(note, CellNote):
+        return _items_of_cell(note.noted)
+    if isinstance(note, TensorsNote):
+        return chain.from_iterable(attributes.values() for attributes in note.noted or ())
+    if isinstance(note, (KindNote, NameNote)):
+        return (note.noted,)
+    if isinstance(note, DictNote):
+        return (*note.noted, *note.noted.values())
+    return note.noted if isinstance(note, (ListNote, SetNote)) else (note,)
+
+
+def _items_of_cell(noted: Any) -> Iterable[Any]:
+    if type(noted) is not Inside:
+        return (noted,)
+    return (*noted.items, *noted.items.values()) if isinstance(noted.items, dict) else noted.items
+
+
+def _is_fixed(item: Any, noted: Container[int] = ()) -> bool:
+    """Return whether to hold an item is to hold nothing that could go, but for what is noted."""
+    kind = type(item)
+    if isinstance(item, type):
+        return _is_of_a_file(item)
+    if kind is FunctionType:
+        return (item.__closure__ is None and not item.__dict__ and _is_of_a_file(item)) or _is_in_its_module(item)
+    if kind is BuiltinFunctionType:
+        return isinstance(item.__self__, (ModuleType, NoneType))
+    if kind is CACHED:
+        return _is_in_its_module(item)
+    if kind is tuple or kind is frozenset:
+        return all(id(inner) in noted or _is_fixed(inner, noted) for inner in item)
+    if kind is Logger:
+        return item.manager.loggerDict.get(item.name) is item
+    return kind in ATOMS or (isinstance(item, Enum) and _is_of_a_file(kind))
+
+
+def _is_in_its_module(item: Any) -> bool:
+    """Return whether a function is held by the Python module that it is from."""
+    module = sys.modules.get(item.__module__)
+    return module is not None and vars(module).get(item.__name__) is item
+
+
+def _is_of_a_file(item: Any) -> bool:
+    """Return whether a class or function is there for good, and not made by a function that may be called again."""
+    return "<locals>" not in item.__qualname__

@@ -1,0 +1,129 @@
+"""A model on fake tensors: they have a size and a device, and neither memory nor values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reactivate._engine.inputs.capture import Capture
+from reactivate._torch.containers import flatten, unflatten
+from reactivate._torch.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from reactivate._torch.ops import DEVICE_QUERY
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Return whether `tensor` is fake, or on the meta device."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+def tensors_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Arguments and parameters."""
+    found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    return found + [item for root in Capture(model, args, kwargs).roots for item in root.parameters()]
+
+
+@contextmanager
+def faked(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Fake tensors in the place of arguments, parameters and buffers. Yields the arguments.
+
+    What is computed from no such tensor (a mask, positions) is computed, so that a model that looks at the values takes
+    the turns that it takes. So are arguments that are not numbers on a scale: token ids, masks.
+
+    Args:
+        model, args, kwargs: the call.
+        device: where tensors on the meta device are to seem to be; None: there.
+    """
+    tensors = tensors_of(model, args, kwargs)
+    modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
+    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+    moved: dict[int, Tensor] = {}  # by the ids of tensors on the meta device: shared parameters stay shared
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        if value.is_meta and device is not None:
+            if id(value) not in moved:
+                moved[id(value)] = _on(device, value, mode)
+            return moved[id(value)]
+        return mode.from_tensor(value)
+
+    def fake_argument(value: Any) -> Any:
+        return value if isinstance(value, Tensor) and _has_values(value) else fake(value)
+
+    namespaces: list[dict[str, Any]] = [
+        namespace
+        for module in Capture(model, args, kwargs).modules
+        for namespace in (module._parameters, module._buffers, module.__dict__)
+    ]
+    originals = [{name: item for name, item in namespace.items() if fake(item) is not item} for namespace in namespaces]
+    leaves, structure = flatten((args, kwargs))
+    faked = unflatten([fake_argument(leaf) for leaf in leaves], structure)
+    try:
+        for namespace, before in zip(namespaces, originals):
+            namespace.update({name: fake(item) for name, item in before.items()})
+        with mode, _Values():
+            yield faked
+    finally:
+        for namespace, before in zip(namespaces, originals):
+            namespace.update(before)
+
+
+def _on(device: torch.device, tensor: Tensor, mode: Any) -> Tensor:
+    with mode:
+        made = torch.empty_like(tensor, device=device)
+    is_parameter = isinstance(tensor, Parameter)
+    return Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    is_scale = tensor.is_floating_point() or tensor.is_complex()
+    return not (is_scale or has_no_memory(tensor)) and type(tensor) is Tensor
+
+
+class _Values(TorchDispatchMode):
+    """Computes what depends on no fake tensor, unless it is large; moves generators on where an op would have drawn."""
+
+    limit_bytes = 2**26
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is DEVICE_QUERY:
+            return func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs) and _is_on_cpu(result):
+            generator = kwargs.get("generator") or torch.default_generator
+            generator.manual_seed((generator.initial_seed() + 1) % 2**63)  # guards keep the states of those that moved
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        if any(map(has_no_memory, given)):
+            return func(*args, **kwargs)
+        if not given:  # a new tensor: how large it is, and where, its fake tells
+            made = func(*args, **kwargs)
+            given = [leaf for leaf in flatten(made)[0] if isinstance(leaf, Tensor)]
+            if not given or sum(leaf.nbytes for leaf in given) > self.limit_bytes or given[0].is_meta:
+                return made
+        elif sum(leaf.nbytes for leaf in given) > self.limit_bytes:
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether an op that may draw random numbers does: attention does not without dropout."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args)) | kwargs
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
+
+
+def _is_on_cpu(result: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in flatten(result)[0])

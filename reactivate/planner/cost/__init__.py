@@ -1,0 +1,1 @@
+"""Costs: time and memory of ops, devices and steps."""

@@ -1,0 +1,77 @@
+"""Memory that is allocated before a step, and by the optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reactivate._engine.accounts import Ledger
+from reactivate._inspect.fake import faked, has_no_memory
+from reactivate._torch.containers import flatten
+from reactivate.planner.cost.prediction import Fixed
+from reactivate.planner.profile.trace import Costs, traced
+
+
+def fixed_of(model: Module, args: Any, kwargs: Any, optimizer_bytes: int) -> Fixed:
+    """Return the bytes that are there all the time, each storage once."""
+    ledger = Ledger()
+    parameters = ledger.enter_all([*model.parameters(), *model.buffers()])
+    gradients = sum(item.nbytes for item in model.parameters() if item.requires_grad)
+    inputs = ledger.enter_all(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
+    return Fixed(parameters, gradients, optimizer_bytes, inputs)
+
+
+def optimizer_memory(optimizer: Optimizer, model: Module, costs: Costs, device: torch.device) -> tuple[int, int]:
+    """Return the bytes that an optimizer keeps, and the most that its step allocates beside that. Nothing is computed.
+
+    Args:
+        optimizer: of `model`; it is not changed.
+        model: the model.
+        costs: of ops.
+        device: where tensors on the meta device are to seem to be.
+    """
+    originals = list(model.parameters())
+    with faked(model, (), {}, device):
+        fakes = dict(zip(map(id, originals), model.parameters()))
+        twin = _twin_of(optimizer, fakes)
+        for fake in fakes.values():
+            if fake.requires_grad:
+                fake.grad = torch.empty_like(fake)
+        with _AnyValue():
+            twin.step()  # makes its state
+        state = [leaf for leaf in flatten(_plain(twin.state.values()))[0] if isinstance(leaf, Tensor)]
+        gradients = [fake.grad for fake in fakes.values() if fake.grad is not None]
+        with _AnyValue(), traced({}, [*fakes.values(), *gradients, *state], costs) as trace:
+            twin.step()
+    return Ledger().enter_all(state), trace.peak_bytes
+
+
+class _AnyValue(TorchDispatchMode):
+    """Answer an optimizer that asks for a number, as for a norm: any will do, since memory does not depend on it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and has_no_memory(args[0]):
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _twin_of(optimizer: Optimizer, fakes: Mapping[int, Tensor]) -> Optimizer:
+    twin = copy.copy(optimizer)
+    twin.param_groups = [
+        {**group, "params": [fakes[id(item)] for item in group["params"] if id(item) in fakes]}
+        for group in optimizer.param_groups
+    ]
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def _plain(values: Iterable[Any]) -> list[Any]:
+    return [dict(value) for value in values]

@@ -1,0 +1,58 @@
+"""A trace as a prediction: memory by what it is for, over the seconds of the step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from reactivate.planner.cost.prediction import Moment, Prediction, thinned
+from reactivate.planner.profile.trace import Allocation, Trace
+
+_KEPT, _RECOMPUTED, _WORKSPACE = range(3)
+
+
+def prediction_of(trace: Trace, fixed_bytes: int, seconds: float) -> Prediction:
+    """Return the prediction of the real step that a simulated one makes.
+
+    Args:
+        trace: the step.
+        fixed_bytes: what is there all the time.
+        seconds: what the step takes, which the ops share as their costs say.
+    """
+    scale = seconds / trace.seconds if trace.seconds else 0.0
+    moments = []
+    live = [0, 0, 0]
+    changes = _changes(trace)
+    now = forward_seconds = 0.0
+    for number, op in enumerate(trace.ops):
+        for kind, size in changes.get(number, ()):
+            live[kind] += size
+        now += op.seconds * scale
+        if not op.is_backward:
+            forward_seconds = now
+        inside = op.top_bytes - op.live_bytes  # what went again while it ran
+        moments.append(Moment(now, live[_KEPT], live[_RECOMPUTED], live[_WORKSPACE] + inside))
+    return Prediction(fixed_bytes + trace.peak_bytes, seconds, forward_seconds, thinned(moments))
+
+
+def _changes(trace: Trace) -> dict[int, list[tuple[int, int]]]:
+    """By the number of an op: what it adds to each kind of memory, and what has gone before or while it ran."""
+    changes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for allocation in trace.allocations:
+        kind = _kind_of(allocation, trace)
+        changes[allocation.born].append((kind, allocation.size_bytes))
+        if allocation.died is not None:
+            changes[allocation.died].append((kind, -allocation.size_bytes))
+    return changes
+
+
+def _kind_of(allocation: Allocation, trace: Trace) -> int:
+    if allocation.born >= len(trace.ops):
+        return _WORKSPACE
+    born = trace.ops[allocation.born]
+    if born.is_recomputation:
+        return _RECOMPUTED
+    if born.is_backward:
+        return _WORKSPACE
+    died = allocation.died
+    outlives = died is None or died >= len(trace.ops) or trace.ops[died].is_backward
+    return _KEPT if outlives else _WORKSPACE

@@ -1,0 +1,1 @@
+"""Profiles: simulated and measured steps."""

@@ -1,0 +1,41 @@
+"""A step under a policy, without memory and without compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import torch
+from torch.nn import Module
+
+from reactivate._apply import apply
+from reactivate._types import Policy
+from reactivate.planner.profile.trace import Costs, Trace, traced
+from reactivate.planner.step import TrainingStep
+
+
+def simulate(
+    step: TrainingStep,
+    policy: Policy,
+    units: Mapping[str, Module],
+    costs: Costs,
+    device: torch.device,
+    *,
+    count_functions: bool = False,
+) -> Trace:
+    """Run `step` with `policy` applied to its model, on fake tensors.
+
+    Args:
+        step: the step.
+        policy: a policy.
+        units: the model's units by their paths.
+        costs: what ops cost.
+        device: where tensors on the meta device are to seem to be.
+        count_functions: whether to count the calls of torch's functions.
+    """
+    with ExitStack() as stack:
+        stack.callback(apply(step.model, policy).remove)
+        run, known = stack.enter_context(step.on_fakes(device))
+        trace = stack.enter_context(traced(units, known, costs, count_functions=count_functions))
+        run()
+    return trace

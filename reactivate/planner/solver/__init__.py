@@ -1,0 +1,1 @@
+"""The solver: the fastest choice that fits. No torch."""

@@ -1,0 +1,128 @@
+"""From a table of treatments to a plan that holds: solve, simulate, correct, again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from reactivate.planner.profile.probe import Figures, Reading, Table
+from reactivate.planner.profile.trace import Trace
+from reactivate.planner.solver.chain import Chain, Entry, Pick, Solution
+from reactivate.planner.solver.solve import Infeasible, least, solve
+from reactivate.planner.treatments import Treatment
+
+MOST_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A choice that was simulated.
+
+    Attributes:
+        treatments: by the paths of units.
+        solution: what the solver said of it.
+        trace: the simulated step.
+        rounds: how many choices had been simulated by then, this one included.
+    """
+
+    treatments: dict[str, Treatment]
+    solution: Solution
+    trace: Trace
+    rounds: int
+
+
+class Search:
+    """Looks for choices whose simulated step holds what the solver promised.
+
+    Args:
+        table: the figures of the treatments.
+        menus: what may be done with each unit.
+        simulate: from treatments to the simulated step, and what it reads.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        menus: Mapping[str, Sequence[Treatment]],
+        simulate: Callable[[Mapping[str, Treatment]], tuple[Trace, Reading]],
+    ) -> None:
+        self._table = table
+        self._menus = menus
+        self._simulate = simulate
+        self._corrections: dict[int, int] = {}
+        self._seen: dict[tuple[Treatment, ...], tuple[Trace, Reading]] = {}
+
+    @property
+    def _chain(self) -> Chain:
+        """The problem, as it is known by now."""
+        return self._table.chain(self._menus, self._corrections)
+
+    def fit(self, budget_bytes: int) -> Proven | None:
+        """The fastest choice that holds; None if there is none.
+
+        Args:
+            budget_bytes: of what the step allocates itself.
+        """
+        self._corrections = {}  # so that what comes out does not depend on what was looked for before
+        limit = budget_bytes
+        for _ in range(MOST_ROUNDS):
+            try:
+                found = self._prove(solve(self._chain, limit))
+            except Infeasible:
+                break
+            if found.trace.peak_bytes <= budget_bytes:
+                return found
+            if not self._correct(found):
+                limit -= found.trace.peak_bytes - budget_bytes
+        smallest = self.smallest()
+        return smallest if smallest.trace.peak_bytes <= budget_bytes else None
+
+    def smallest(self) -> Proven:
+        """The choice with the least peak."""
+        best: Proven | None = None
+        self._corrections = {}
+        for _ in range(MOST_ROUNDS):
+            found = self._prove(least(self._chain))
+            if best is None or found.trace.peak_bytes < best.trace.peak_bytes:
+                best = found
+            if not self._correct(found) or least(self._chain).peak_bytes >= best.trace.peak_bytes:
+                break
+        assert best is not None
+        return best
+
+    def _prove(self, solution: Solution) -> Proven:
+        treatments = self._treatments_of(solution.picks)
+        key = tuple(treatments.values())
+        if key not in self._seen:
+            self._seen[key] = self._simulate(treatments)
+        return Proven(treatments, solution, self._seen[key][0], len(self._seen))
+
+    def _treatments_of(self, picks: Sequence[Pick]) -> dict[str, Treatment]:
+        chosen: dict[str, Treatment] = {}
+        for path, pick in zip(self._table.plain.paths, picks):
+            if path not in chosen:
+                chosen[path] = next(item for item in self._menus[path] if item.name == pick.entry.name)
+        return chosen
+
+    def _correct(self, found: Proven) -> bool:
+        """Take into the problem where the simulated step is above or below the promise."""
+        reading = self._seen[tuple(found.treatments.values())][1]
+        if reading.paths != self._table.plain.paths:
+            return False
+        promised = dict(_tops_of([pick.entry for pick in found.solution.picks], self._chain.outside))
+        changed = False
+        for position, top in _tops_of(reading.calls, reading.outside_bytes):
+            if top != promised[position]:
+                self._corrections[position] = self._corrections.get(position, 0) + top - promised[position]
+                changed = True
+        return changed
+
+
+def _tops_of(calls: Sequence[Figures | Entry], outside_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The most that is alive at each position, read or promised."""
+    held = 0
+    for index, call in enumerate(calls):
+        yield 2 * index, held + outside_bytes[index]
+        yield 2 * index + 1, held + call.need_bytes
+        held += call.held_bytes
+    yield 2 * len(calls), held + outside_bytes[-1]
