@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from trained import BATCH, LAYERS, STEPS, Net, Trained, assert_same, samples, trained
+from trained import BATCH, LAYERS, STEPS, Net, Trained, assert_same, plan_of_net, samples, trained
 
 import reactivate
 from reactivate import policies
@@ -57,6 +57,7 @@ def fitted(wrap: Any = None, folder: Path | None = None, mixed_precision: str = 
         assert (handle is not None) == bool(asked)
         if handle is not None:
             assert not any(path.startswith("module.") for path in handle.regions)
+            assert "budget" not in asked or handle.policy.fixed.optimizer > 0
             handle.remove()
             assert reactivate.Handle.of(model) is None
             inner = accelerator.unwrap_model(model)
@@ -111,14 +112,10 @@ def test_a_budget_is_planned_for_at_the_first_batch() -> None:
     assert ours.regions > 0
     for name, value in plain.state.items():
         oracle.assert_bitwise(value, ours.state[name], name)
-    model, optimizer, _ = objects_of()
-    prepare(accelerate.Accelerator(cpu=True), model, optimizer, budget="75%")
-    model(samples()[:BATCH])
-    assert reactivate.Handle.of(model).policy.fixed.optimizer > 0
 
 
 def test_a_plan_from_a_file(tmp_path: Path) -> None:
-    plan = reactivate.plan(Net(), samples()[:BATCH], budget="75%")
+    plan = plan_of_net()
     plan.save(tmp_path / "plan.json")
     regions = len(reactivate.apply(Net(), plan).regions)
     assert_same(fitted(), fitted(plan=tmp_path / "plan.json"), regions * STEPS)

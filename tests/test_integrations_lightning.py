@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from trained import BATCH, LAYERS, STEPS, Net, Trained, assert_same, samples, trained
+from trained import BATCH, LAYERS, STEPS, Net, Trained, assert_same, plan_of_net, samples, trained
 
 import reactivate
 from reactivate import policies
@@ -140,7 +140,7 @@ def test_bitwise_with_what_the_trainer_adds(options: dict[str, Any]) -> None:
 
 
 def test_a_plan_from_a_file(tmp_path: Path) -> None:
-    plan = reactivate.plan(Net(), samples()[:BATCH], budget="75%")
+    plan = plan_of_net()
     plan.save(tmp_path / "plan.json")
     ours = fitted("lightning.pytorch", [ActivationCheckpointing(plan=tmp_path / "plan.json", module="model")])
     regions = len(reactivate.apply(Net(), plan).regions)
@@ -216,20 +216,10 @@ def test_the_callback_is_pickled() -> None:
     assert_same(fitted("lightning.pytorch", []), fitted("lightning.pytorch", [checkpointing]), 2 * STEPS)
 
 
-@pytest.mark.parametrize(
-    "yaml",
-    [
-        "policy: full()",
-        "policy: first_match(save_ops('linear'), recompute_modules('layers.*'))\n        module: model",
-        "budget: 75%\n        module: model",
-    ],
-)
-@pytest.mark.parametrize("package", PACKAGES)
-def test_in_the_yaml_of_the_command_line(
-    package: str, yaml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def callback_in(yaml: str, package: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ActivationCheckpointing:
+    """The callback that `LightningCLI` makes of these arguments."""
     pytest.importorskip("jsonargparse", reason="LightningCLI needs jsonargparse")
-    config = tmp_path / "config.yaml"
+    config = folder / "config.yaml"
     config.write_text(f"""
 trainer:
   callbacks:
@@ -241,8 +231,25 @@ trainer:
     cli_class = importlib.import_module(f"{package}.cli").LightningCLI
     cli = cli_class(type(module_of(package)), run=False, args=["--config", str(config)], save_config_callback=None)
     (callback,) = [it for it in cli.trainer.callbacks if isinstance(it, ActivationCheckpointing)]
-    ran = fitted(package, [callback])
-    assert ran.regions > 0 and ran.regions == ran.recomputations
+    return callback
+
+
+@pytest.mark.parametrize(
+    "yaml",
+    ["policy: full()", "policy: first_match(save_ops('linear'), recompute_modules('layers.*'))\n        module: model"],
+)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_in_the_yaml_of_the_command_line(
+    package: str, yaml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = fitted(package, [callback_in(yaml, package, tmp_path, monkeypatch)])
+    assert ran.regions == ran.recomputations == LAYERS * STEPS
+
+
+@pytest.mark.parametrize("budget", ["75%", "8GiB", "8589934592"])
+def test_a_budget_in_yaml(budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = callback_in(f"budget: {budget}", "lightning.pytorch", tmp_path, monkeypatch)
+    assert callback._training._budget == (budget if budget != "8589934592" else "8589934592B")
 
 
 @pytest.mark.parametrize("path", ["", "model"])

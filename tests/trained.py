@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten_with_path
 
+import reactivate
 from reactivate._engine.record import observed_by
 
 WIDTH, LAYERS, BATCH, STEPS = 8, 3, 64, 3
@@ -44,6 +46,11 @@ class Net(nn.Module):
 
 def samples() -> Tensor:
     return torch.randn(STEPS * BATCH, WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+@functools.cache
+def plan_of_net() -> reactivate.Plan:
+    return reactivate.plan(Net(), samples()[:BATCH], budget="75%")
 
 
 @dataclass
