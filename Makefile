@@ -31,8 +31,8 @@ demo: $(VENV)/.demo  ## train a byte-level GPT plain and checkpointed, and compa
 test: $(VENV)/.test $(VENV)/.models  ## every test that needs no accelerator; those that need one run where there is one
 	$(BIN)/python -m pytest -n $(JOBS)
 
-test-all: $(VENV)/.test  ## torch's tables of ops and modules with every sample, of which `make test` takes the first
-	$(BIN)/python -m pytest -n $(JOBS) --every-sample tests/test_ops.py tests/test_module_table.py
+test-all: $(VENV)/.test $(VENV)/.models  ## what `make test` leaves out: slow tests, and more samples of torch's tables of ops and modules
+	$(BIN)/python -m pytest -n $(JOBS) --all -m 'slow or table'
 
 ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng mutation exceptions ambient memory visibility \
 	saved_sites saved_functions nested_sites architectures dropin_torch property))

@@ -32,21 +32,31 @@ def fresh_state() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs CUDA")
+    config.addinivalue_line("markers", "slow: a benchmark or a search as a whole; runs with --all")
+    config.addinivalue_line("markers", "table: takes more samples of torch's tables with --all")
     config.addinivalue_line("markers", "fast_ways(reason): what it looks at costs more with public names of torch only")
     config.addinivalue_line("markers", "unfenced(reason): what it looks at is different behind a fence, and may be")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--every-sample", action="store_true", help="of each row in torch's tables every sample, not the first"
+        "--all", action="store_true", help="tests marked slow as well, and of each row in torch's tables every sample"
     )
     parser.addoption("--fenced", action="store_true", help="as if the CPU were a device whose compiler needs a fence")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in set(slow)]
 
 
 @pytest.fixture
 def samples(request: pytest.FixtureRequest) -> slice:
     """Which samples of a row in torch's tables are taken."""
-    return slice(None if request.config.getoption("--every-sample") else 1)
+    return slice(None if request.config.getoption("--all") else 1)
 
 
 @pytest.fixture(autouse=True)

@@ -235,6 +235,7 @@ def results() -> _results.Results:
     return _results.measure(_sections.SECTIONS, TINY, CPU)
 
 
+@pytest.mark.slow
 def test_every_section_runs(results: _results.Results) -> None:
     quantities = {(section.name, quantity.name) for section in _sections.SECTIONS for quantity in section.quantities}
     assert {(row.section, row.quantity) for row in results.rows} == quantities
@@ -244,6 +245,7 @@ def test_every_section_runs(results: _results.Results) -> None:
         assert row.target is None or row.subject in _subjects.ALL_OURS
 
 
+@pytest.mark.slow
 def test_results_are_named_for_device_and_torch_version(results: _results.Results) -> None:
     assert results.name == f"overhead-cpu-torch{torch.__version__.partition('+')[0]}"
     read = json.loads(results.to_json())
@@ -252,6 +254,7 @@ def test_results_are_named_for_device_and_torch_version(results: _results.Result
     assert set(read["methods"]) == {"warm batches", "single calls"}
 
 
+@pytest.mark.slow
 def test_markdown_has_every_figure(results: _results.Results) -> None:
     page = _tables.to_markdown(results)
     for table in _tables.tables(results):

@@ -234,6 +234,7 @@ def test_what_stands_in_the_way_of_sac_ilp_is_its_own_words(monkeypatch: pytest.
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_step_is_there_and_holds(found: results_of.Frontier) -> None:
     eager = [peer for peer in found.peers if not peer.is_compiled]
     assert {peer.mode for peer in eager} == EAGER
@@ -255,6 +256,7 @@ def test_every_step_is_there_and_holds(found: results_of.Frontier) -> None:
     assert found.rounds == 2
 
 
+@pytest.mark.slow
 def test_verdicts_are_at_the_peaks_of_peers(found: results_of.Frontier) -> None:
     everyone = {peer.name: peer for peer in found.peers}
     eager = [peer.name for peer in found.peers if not peer.is_compiled]
@@ -271,12 +273,14 @@ def test_verdicts_are_at_the_peaks_of_peers(found: results_of.Frontier) -> None:
         assert item.ratio is None or math.isfinite(item.ratio.value)
 
 
+@pytest.mark.slow
 def test_json_is_read_as_it_was_written(found: results_of.Frontier, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(found.to_json(), encoding="utf-8")
     assert results_of.read(path) == found
 
 
+@pytest.mark.slow
 def test_page_has_every_table(found: results_of.Frontier) -> None:
     infeasible = replace(found.verdicts[0], ratio=None, words=results_of.NO_PLAN, holds=None)
     found = replace(found, verdicts=[infeasible, *found.verdicts[1:]])
@@ -290,6 +294,7 @@ def test_page_has_every_table(found: results_of.Frontier) -> None:
     assert "Nothing has been measured" in page.to_markdown([])
 
 
+@pytest.mark.slow
 def test_labels_of_the_plot_cover_nothing(
     found: results_of.Frontier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -307,6 +312,7 @@ def test_labels_of_the_plot_cover_nothing(
     assert not any(one.overlaps(other) for index, one in enumerate(others) for other in others[:index])
 
 
+@pytest.mark.slow
 def test_terminal_has_every_table(
     found: results_of.Frontier, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +323,7 @@ def test_terminal_has_every_table(
         assert "".join(part.split()) in "".join(said.split())
 
 
+@pytest.mark.slow
 def test_command_line_writes_results_plot_and_page(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def results() -> results_of.Results:
     return selective.measure(results_of.PARTS, TINY, CPU)
 
 
+@pytest.mark.slow
 def test_every_way_has_every_figure(results: results_of.Results) -> None:
     measured = {(way.system, way.keeps) for way in WAYS.values() if way.system != _subjects.PLAIN}
     for part, quantity in (
@@ -186,6 +187,7 @@ def test_every_way_has_every_figure(results: results_of.Results) -> None:
     assert judged == {key for key in block.TARGETS if is_there or key[1] != "of torch_remat's"}
 
 
+@pytest.mark.slow
 def test_experiment_has_every_mode_of_every_system(results: results_of.Results) -> None:
     found = results.experiment
     assert found is not None
@@ -223,6 +225,7 @@ def test_modes_of_the_model_recompute_as_they_say() -> None:
         assert 12 + linears * number - count.ops["addmm"] in early, way.name
 
 
+@pytest.mark.slow
 def test_json_is_read_as_it_was_written(results: results_of.Results, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(results.to_json(), encoding="utf-8")
@@ -230,6 +233,7 @@ def test_json_is_read_as_it_was_written(results: results_of.Results, tmp_path: P
     assert {*json.loads(results.to_json())["methods"]} == {"warm batches", "single calls"}
 
 
+@pytest.mark.slow
 def test_page_has_a_section_for_each_part_that_was_measured(results: results_of.Results) -> None:
     text = page.to_markdown(results)
     for part in results_of.PARTS:
@@ -243,6 +247,7 @@ def test_page_has_a_section_for_each_part_that_was_measured(results: results_of.
     assert "[start:block]" not in only
 
 
+@pytest.mark.slow
 def test_command_line_measures_one_part_and_writes_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_an_engine_without_a_guard_is_caught(arm, construct: str) -> None:
     assert judge(program, arm).outcome == SILENT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", [WITHOUT_RNG, WITHOUT_MODULES])
 def test_random_programs_catch_an_engine_without_a_guard(arm) -> None:
     found = [
@@ -79,6 +80,7 @@ def test_random_programs_catch_an_engine_without_a_guard(arm) -> None:
     assert len(found) >= 2
 
 
+@pytest.mark.slow
 def test_a_failure_is_shrunk_to_its_construct_and_a_second_one_of_its_kind_left_out() -> None:
     program = program_of("calculate", "draw", "parameter", steps=3)
     verdict = judge(program, WITHOUT_RNG)

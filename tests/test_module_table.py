@@ -12,6 +12,8 @@ from torch.testing._internal.common_modules import module_db
 import reactivate
 from reactivate.errors import MutationError
 
+pytestmark = pytest.mark.table
+
 
 def inputs_of(info: Any, training: bool) -> list[Any]:
     # Fractional pooling's table has random samples in double precision.

@@ -18,6 +18,8 @@ import reactivate
 from reactivate._engine.record import observed_by
 from reactivate.errors import MutationError
 
+pytestmark = pytest.mark.table
+
 # Not compared, and why: here plain torch differs from itself.
 _LSTSQ = "LAPACK's least squares give other last bits where the matrices lie otherwise aligned in memory"
 EXCLUDED = {"linalg_lstsq": _LSTSQ, "linalg_lstsq_grad_oriented": _LSTSQ}

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import reactivate
-from reactivate._engine.inputs.specs import namespaces
-from reactivate._engine.mismatch import sites
+from reactivate._engine import sites
+from reactivate._engine.inputs import namespaces
 from reactivate._engine.state import bounded
 from reactivate._engine.state.bounded import Bounded
 from reactivate._engine.state.code import CACHED

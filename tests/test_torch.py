@@ -94,6 +94,30 @@ def a_hook_says_which_hooks_are_the_users() -> None:
     assert found == [(users, unpack), (users, unpack), None]
 
 
+@needs("users_hooks")
+def the_users_hooks_around_are_found_through_marked_ones() -> None:
+    """Behaviour: `test_state_users_hooks`."""
+
+    class Owner:
+        users_hooks: Any = None
+
+        @room.not_a_users_hook
+        def pack(self, tensor: Tensor) -> Tensor:
+            return tensor
+
+    users, unpack, owner = (lambda tensor: tensor), (lambda tensor: tensor), Owner()
+    assert room.users_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(users, unpack):
+        assert room.users_hooks() == (users, unpack)
+        owner.users_hooks = room.users_hooks()
+        room.push_saved_tensor_hooks(owner.pack, unpack)
+        assert room.users_hooks() == (users, unpack)
+        room.pop_saved_tensor_hooks()
+        room.push_saved_tensor_hooks(Owner().pack, unpack)
+        assert room.users_hooks() is None
+        room.pop_saved_tensor_hooks()
+
+
 @needs("set_grad_enabled")
 def grad_mode_is_set() -> None:
     room.set_grad_enabled(False)

@@ -41,7 +41,6 @@ from reactivate._engine.mismatch.check import Check, is_due, note_writer, owner_
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.mismatch.places import Place, Places, are_known, remember
 from reactivate._engine.mismatch.proof import Proof
-from reactivate._engine.mismatch.sites import user_frame
 from reactivate._engine.mismatch.stale import refuse_stale, watches
 from reactivate._engine.recompute import recompute
 from reactivate._engine.record import (
@@ -55,6 +54,7 @@ from reactivate._engine.record import (
     tell,
 )
 from reactivate._engine.sharing import current_group, groups
+from reactivate._engine.sites import user_frame
 from reactivate._engine.state.gradients import Gradients
 from reactivate._engine.state.shadows import TensorStates
 from reactivate._standin import StandIn

@@ -42,9 +42,9 @@ from reactivate._engine.kept_calls.side_effects import Reached, versions_of
 from reactivate._engine.kept_calls.site_log import Log, objects_in, tensors_in, unseen
 from reactivate._engine.kept_calls.unseen_writes import UnseenWrites, may_write_unseen
 from reactivate._engine.mismatch.oplog import OpLog
-from reactivate._engine.mismatch.sites import user_frame
 from reactivate._engine.mismatch.stale import refuse_stale, watches
 from reactivate._engine.record import Metadata, Saved, observers, tell
+from reactivate._engine.sites import user_frame
 from reactivate._engine.state.changes import Noted
 from reactivate._torch.autograd import (
     hook_backward,

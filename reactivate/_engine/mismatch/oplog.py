@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.mismatch.counted import call_counted
-from reactivate._engine.mismatch.sites import Site, line_of, user_frame
 from reactivate._engine.mismatch.stale import is_view
+from reactivate._engine.sites import Site, line_of, user_frame
 from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes
 
 # Their results are whatever was in memory.

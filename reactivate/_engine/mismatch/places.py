@@ -11,7 +11,7 @@ import functools
 from typing import Any, NamedTuple
 from weakref import ref
 
-from reactivate._engine.mismatch.sites import Site
+from reactivate._engine.sites import Site
 
 
 class Place(NamedTuple):

@@ -14,8 +14,8 @@ from torch.nn import Module
 from reactivate._engine.inputs.specs import InputSpec, rebuild
 from reactivate._engine.mismatch.check import OUTPUTS, owner_of
 from reactivate._engine.mismatch.places import users_site
-from reactivate._engine.mismatch.sites import Site, called_module, line_of, user_frame
 from reactivate._engine.record import Record
+from reactivate._engine.sites import Site, called_module, line_of, user_frame
 from reactivate._torch.saved import SavedTensor
 from reactivate.errors import MutationError, RecomputeMismatchError
 
