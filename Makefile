@@ -14,7 +14,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-xla test-upstream clean
+.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -56,8 +56,13 @@ $(XLA)/.installed:  # no prerequisites: another set of pins is another directory
 test-xla: $(XLA)/.installed  ## regions on XLA's CPU device, and in JAX
 	$(IN_XLA) -m pytest tests_xla
 
+WITHOUT_TITAN := --ignore tests/test_recipe.py --ignore tests/test_recipe_configs.py  # torchtitan needs a newer torch
+
 test-oldest: $(XLA)/.installed  ## the tests of `make test` on the oldest torch that is supported
-	$(IN_XLA) -m pytest -n $(JOBS) --ignore tests/test_recipe.py  # torchtitan needs a newer torch
+	$(IN_XLA) -m pytest -n $(JOBS) $(or $(TESTS),$(WITHOUT_TITAN))
+
+test-oldest-engine: TESTS = $(ENGINE)
+test-oldest-engine: test-oldest  ## those of the engine only
 
 $(NEWEST)/.installed: $(if $(TORCH),,refresh)
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
@@ -67,14 +72,16 @@ $(NEWEST)/.installed: $(if $(TORCH),,refresh)
 	$(NEWEST)/bin/pip uninstall --quiet --yes reactivate  # what runs is the package of this directory
 	touch $@
 
-test-newest: $(NEWEST)/.installed  ## the tests of `make test` on the newest torch, or on another one: TORCH=2.11.0
+newest: $(NEWEST)/.installed  ## the environment of the newest torch
+
+test-newest: newest  ## the tests of `make test` on the newest torch, or on another one: TORCH=2.11.0
 	PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest -n $(JOBS) $(TESTS)
 
 test-newest-engine: TESTS = $(ENGINE)
 test-newest-engine: test-newest  ## those of the engine only
 
 torches: $(VENV)/.test $(VENV)/.models $(XLA)/.installed $(NEWEST)/.installed  ## the table in docs/torches.md
-	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(XLA)/bin/python -- --ignore tests/test_recipe.py
+	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(XLA)/bin/python -- $(WITHOUT_TITAN)
 	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(BIN)/python $(NEWEST)/bin/python
 	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md --public $(BIN)/python $(NEWEST)/bin/python -- $(ENGINE)
 
