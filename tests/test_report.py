@@ -33,10 +33,11 @@ from matplotlib.transforms import Bbox
 import reactivate
 from reactivate import Plan, report
 from reactivate.errors import UsageError
+from reactivate.planner import plan_table
 from reactivate.planner.cost.prediction import Fixed, Moment, Point, Prediction, Proof
 from reactivate.planner.plan import Circumstances, Decision
 from reactivate.planner.treatments import FULL, KEEP, Treatment
-from reactivate.report import figure, pareto, plan_table, timeline
+from reactivate.report import figure, pareto, timeline
 from reactivate.report.html import page as written
 
 MIB = 2**20

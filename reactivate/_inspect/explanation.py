@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reactivate._engine.accounts import in_words
+from reactivate._inspect.table import Column, Row, draw, write_plainly
 from reactivate.errors import UsageError
-from reactivate.report.table import Column, Row, draw, write_plainly
 
 VERSION = 1
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._engine.accounts import in_words
+from reactivate._inspect.table import Column, Row, draw
 from reactivate.errors import UsageError
 from reactivate.planner.plan import Plan
-from reactivate.report.table import Column, Row, draw
 
 BUDGET = "50%"
 STEPS, BATCH, CONTEXT = 6, 8, 128

@@ -19,9 +19,9 @@ from reactivate._types import Action, Site
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.prediction import Fixed, Moment, Point, Prediction, Proof
+from reactivate.planner.plan_table import text
 from reactivate.planner.treatments import Assignment, Treatment
 from reactivate.policies._base import Interest, ReadyMade
-from reactivate.report.plan_table import text
 
 VERSION = 1
 

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reactivate._inspect.table import WIDTH
 from reactivate.errors import UsageError
-from reactivate.report import figure, html, pareto, plan_table, timeline
-from reactivate.report.planned import Planned
-from reactivate.report.table import WIDTH
+from reactivate.planner import plan_table
+from reactivate.planner.planned import Planned
+from reactivate.report import figure, html, pareto, timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

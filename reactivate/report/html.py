@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reactivate._engine.accounts import in_words
+from reactivate._inspect.table import Column, Row
 from reactivate.errors import UsageError
-from reactivate.report import pareto, plan_table, timeline
+from reactivate.planner import plan_table
+from reactivate.planner.planned import Planned
+from reactivate.report import pareto, timeline
 from reactivate.report.figure import BUDGET, INK, PAPER, svg_of
-from reactivate.report.planned import Planned
-from reactivate.report.table import Column, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

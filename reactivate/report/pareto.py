@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
 from reactivate.planner.cost.prediction import Point
+from reactivate.planner.plan_table import chosen_of, seconds_in_words, slowdown, together
+from reactivate.planner.planned import Planned
 from reactivate.report.figure import (
     BUDGET,
     INK,
@@ -21,8 +23,6 @@ from reactivate.report.figure import (
     second_unit,
     title,
 )
-from reactivate.report.plan_table import chosen_of, seconds_in_words, slowdown, together
-from reactivate.report.planned import Planned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
 from reactivate.planner.cost.prediction import Moment, Prediction
+from reactivate.planner.plan_table import KINDS
+from reactivate.planner.planned import Planned
 from reactivate.report.figure import (
     BUDGET,
     INK,
@@ -20,8 +22,6 @@ from reactivate.report.figure import (
     second_unit,
     title,
 )
-from reactivate.report.plan_table import KINDS
-from reactivate.report.planned import Planned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,10 +6,10 @@ import dataclasses
 
 import click
 
+from reactivate._inspect.table import WIDTH, Column, Row, draw
 from reactivate.cli.options import REPORTING
 from reactivate.cli.outcome import Code, print_json
 from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec
-from reactivate.report.table import WIDTH, Column, Row, draw
 
 
 @click.command()

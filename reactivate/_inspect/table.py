@@ -51,7 +51,7 @@ def draw(columns: Sequence[Column], rows: Iterable[Row], *, title: str = "", wid
     Without rich it is as wide as it gets (`write_plainly`).
 
     Example:
-        >>> from reactivate.report.table import Column, Row, draw
+        >>> from reactivate._inspect.table import Column, Row, draw
         >>> text = draw([Column("site"), Column("kept", True)], [Row(["layers.0", "4 KiB"]), Row(["linear"], depth=1)])
         >>> text.split()[-4:]
         ['layers.0', '4', 'KiB', 'linear']

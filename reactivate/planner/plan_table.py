@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reactivate._engine.accounts import in_words
+from reactivate._inspect.table import Column, Row, draw, write_plainly
 from reactivate.planner.cost.prediction import Point
-from reactivate.report.planned import Decided, Planned
-from reactivate.report.table import Column, Row, draw, write_plainly
+from reactivate.planner.planned import Decided, Planned
 
 MOST_POINTS = 8  # of the frontier, in a table
 KINDS = ("parameters", "gradients", "optimizer", "inputs", "kept", "recomputed", "workspace")  # of memory, from below
@@ -80,7 +80,7 @@ def seconds_in_words(seconds: float) -> str:
     """A number of seconds, to be read.
 
     Example:
-        >>> from reactivate.report.plan_table import seconds_in_words
+        >>> from reactivate.planner.plan_table import seconds_in_words
         >>> seconds_in_words(75.0), seconds_in_words(4.08), seconds_in_words(0.00026)
         ('75.0 s', '4.08 s', '260 µs')
     """
