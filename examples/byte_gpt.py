@@ -18,7 +18,7 @@ import os
 import random
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -153,8 +153,11 @@ def prepare(settings: Settings, is_planned: bool) -> Trainee:
     return Trainee(model, optimizer, plan)
 
 
-def train(settings: Settings, source: Tensor, trainee: Trainee, on_step: Callable[[float, float], None]) -> Run:
-    """Train, timing each step; the profiler watches one step more, which is not timed."""
+Training = Generator[None, None, Run]
+
+
+def train(settings: Settings, source: Tensor, trainee: Trainee, on_step: Callable[[float, float], None]) -> Training:
+    """Train, one timed step at a time; the profiler watches one step more, which is not timed."""
     model, optimizer = trainee.model, trainee.optimizer
 
     def batch() -> Tensor:
@@ -177,6 +180,7 @@ def train(settings: Settings, source: Tensor, trainee: Trainee, on_step: Callabl
         losses.append(step(tokens))
         step_seconds.append(perf_counter() - start)
         on_step(losses[-1].item(), step_seconds[-1])
+        yield
     tokens = batch()
     timeline = watched(lambda: losses.append(step(tokens)))
     return Run([loss.item() for loss in losses], step_seconds, timeline, evidence_of(losses, model), trainee.plan)
@@ -185,23 +189,46 @@ def train(settings: Settings, source: Tensor, trainee: Trainee, on_step: Callabl
 # The two runs
 
 
+class Turns:
+    """A training that takes turns with another: between its steps the random numbers are the other's."""
+
+    def __init__(self, begin: Callable[[], Training]) -> None:
+        self.training = begin()
+        self.run: Run | None = None
+        self._states = torch.get_rng_state(), random.getstate()
+
+    def take(self) -> None:
+        """Go on to the end of the next step, or of the run."""
+        torch.set_rng_state(self._states[0])
+        random.setstate(self._states[1])
+        try:
+            next(self.training)
+        except StopIteration as end:
+            self.run = end.value
+        self._states = torch.get_rng_state(), random.getstate()
+
+
 def train_both(settings: Settings, console: Console) -> tuple[Run, Run]:
-    """Plain, then planned, with a bar for each."""
+    """Train plain and planned, a step of each in turn, so that a busy machine slows down both; with a bar for each."""
     source = standard_library()
-    plain = train_one(settings, source, LABELS[0], prepare(settings, is_planned=False), console)
-    return plain, train_one(settings, source, LABELS[1], prepare(settings, is_planned=True), console)
-
-
-def train_one(settings: Settings, source: Tensor, label: str, trainee: Trainee, console: Console) -> Run:
-    """Train, with a bar."""
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"))
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(label, total=settings.steps, now="")
+        both = [Turns(partial(begin, settings, source, label, progress)) for label in LABELS]
+        while any(turns.run is None for turns in both):
+            for turns in both:
+                turns.take()
+    plain, planned = (turns.run for turns in both if turns.run is not None)
+    return plain, planned
 
-        def on_step(loss: float, seconds: float) -> None:
-            progress.update(bar, advance=1, now=f"loss {loss:.4f}  {seconds:.2f} s/step")
 
-        return train(settings, source, trainee, on_step)
+def begin(settings: Settings, source: Tensor, label: str, progress: Progress) -> Training:
+    """Prepare a training, with a bar."""
+    bar = progress.add_task(label, total=settings.steps, now="")
+
+    def on_step(loss: float, seconds: float) -> None:
+        progress.update(bar, advance=1, now=f"loss {loss:.4f}  {seconds:.2f} s/step")
+
+    return train(settings, source, prepare(settings, label != LABELS[0]), on_step)
 
 
 def compare(settings: Settings, plain: Run, planned: Run) -> dict[str, Any]:

@@ -149,12 +149,32 @@ def test_an_exit_for_a_difference_is_a_failure_to_the_shell(tmp_path: Path) -> N
     assert "The first difference: the loss of step 2." in done.stderr
 
 
+def trained(settings: Any, source: Tensor, is_planned: bool) -> Any:
+    def begin() -> Any:
+        return byte_gpt.train(settings, source, byte_gpt.prepare(settings, is_planned), lambda *now: None)
+
+    turns = byte_gpt.Turns(begin)
+    while turns.run is None:
+        turns.take()
+    return turns.run
+
+
+def test_the_two_runs_take_turns(source: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+    take = byte_gpt.Turns.take
+
+    def noted(turns: Any) -> None:
+        order.append(id(turns))
+        take(turns)
+
+    monkeypatch.setattr(byte_gpt.Turns, "take", noted)
+    assert run(tmp_path)["identical"]
+    assert len(set(order[:2])) == 2 and order == order[:2] * (STEPS + 1)
+
+
 def test_all_parameters_and_both_generators_are_compared(source: Tensor) -> None:
     settings = byte_gpt.Settings(budget="80%", steps=2, layers=2, dim=32, heads=2, context=32, batch=2)
-    plain, ours = (
-        byte_gpt.train(settings, source, byte_gpt.prepare(settings, is_planned), lambda *now: None)
-        for is_planned in (False, True)
-    )
+    plain, ours = (trained(settings, source, is_planned) for is_planned in (False, True))
     assert _runs.first_difference(plain, ours) is None
     parameters = [name for name, _ in byte_gpt.GPT(settings).named_parameters()]
     assert plain.evidence.keys() == {
