@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -80,7 +81,8 @@ class Results:
     def name(self) -> str:
         """Of the files: device and version of torch."""
         device = "cpu" if self.machine["device"] == "cpu" else str(self.machine["device name"]).replace(" ", "-")
-        return f"overhead-{device}-torch{str(self.machine['torch']).partition('+')[0]}"
+        public = "-public" if self.machine.get("names of torch") == "public" else ""
+        return f"overhead-{device}-torch{str(self.machine['torch']).partition('+')[0]}{public}"
 
     def to_json(self) -> str:
         methods = {method.name: method.describe for method in METHODS}
@@ -148,6 +150,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_remat": version_of_remat(),
+        "names of torch": "public" if "public_ways" in sys.modules else "private where they are faster",
         "threads": 1,
         "garbage collector": "enabled; what was alive before is frozen",
     }

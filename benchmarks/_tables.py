@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from _figures import METHODS, Estimate
@@ -87,12 +87,16 @@ def with_interval(estimate: Estimate) -> str:
     return f"{value} ({low} to {high})"
 
 
+def _only(machine: Mapping[str, object]) -> str:
+    return "; with public names of torch only" if machine.get("names of torch") == "public" else ""
+
+
 def to_markdown(results: Results) -> str:
     """A page for the docs to include; its headings start at the third level."""
     machine = results.machine
     lines = [
-        f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread. All ways run in "
-        "one process, interleaved, in an order that is shuffled in every round; what is timed is the "
+        f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread{_only(machine)}. All ways run "
+        "in one process, interleaved, in an order that is shuffled in every round; what is timed is the "
         f"{_CLOCKS[results.settings.clock]}. The garbage collector is enabled, as users have it.",
         "",
         *(f"- *{method.name}*: {method.describe}." for method in METHODS),

@@ -3,12 +3,15 @@
 python benchmarks/overhead.py                    every figure on the terminal, in about five minutes
 python benchmarks/overhead.py --quick            the same in a minute, with wider intervals
 python benchmarks/overhead.py --only fixed       one section
+python benchmarks/overhead.py --public           without the private names of torch that have a public way beside them
 python benchmarks/overhead.py --out DIRECTORY    JSON, Markdown and a plot as well, named for device and torch version
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +27,8 @@ from _tables import to_markdown
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = parse(arguments)
+    if options.public and "public_ways" not in sys.modules:
+        sys.exit(with_public_ways(sys.argv if arguments is None else [sys.argv[0], *arguments]))
     sections = [section for section in SECTIONS if section.name in (options.only or [section.name])]
     settings = replace(QUICK if options.quick else Settings(), clock=options.clock)
     try:
@@ -58,6 +63,16 @@ def run(sections: Sequence[Section], settings: Settings, options: argparse.Names
     return results
 
 
+def with_public_ways(command: Sequence[str]) -> int:
+    """Run this script in another process, in which `public_ways` is imported before the package."""
+    start = "import sys, runpy, public_ways; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    tests = str(Path(__file__).parents[1] / "tests")
+    path = os.pathsep.join(filter(None, (tests, str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-c", start, *command], check=False, env={**os.environ, "PYTHONPATH": path}
+    ).returncode
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Checked options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,6 +81,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument(
         "--device", default="cpu", help="where the tensors are; what is timed is the host (default: cpu)"
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="with public names of torch only, where there is such a way"
     )
     parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="time of the processor (default) or of the wall")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write the results")
