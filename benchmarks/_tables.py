@@ -95,8 +95,8 @@ def to_markdown(results: Results) -> str:
     """A page for the docs to include; its headings start at the third level."""
     machine = results.machine
     lines = [
-        f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread{_only(machine)}. All ways run "
-        "in one process, interleaved, in an order that is shuffled in every round; what is timed is the "
+        f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread{_only(machine)}. "
+        "All ways run in one process, interleaved, in an order that is shuffled in every round; what is timed is the "
         f"{_CLOCKS[results.settings.clock]}. The garbage collector is enabled, as users have it.",
         "",
         *(f"- *{method.name}*: {method.describe}." for method in METHODS),
