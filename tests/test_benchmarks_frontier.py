@@ -34,7 +34,7 @@ from _figures import Estimate
 from count_ops import CountOps
 from matplotlib.figure import Figure
 
-from reactivate.planner.solver.chain import Chain, Entry, Solution
+from reactivate.planner.solver.chain import Candidate, Chain, Solution
 from reactivate.planner.solver.solve import solve
 
 CPU = torch.device("cpu")
@@ -200,8 +200,8 @@ def test_a_verdict_takes_the_fastest_step_of_a_plan_that_holds() -> None:
 def test_the_solver_is_held_against_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
 
-    def entry(index: int) -> Entry:
-        return Entry(str(index), rng.random(), rng.randrange(100), rng.randrange(100))
+    def entry(index: int) -> Candidate:
+        return Candidate(str(index), rng.random(), rng.randrange(100), rng.randrange(100))
 
     chain = Chain(tuple(tuple(map(entry, range(6))) for _ in range(8)), tuple(rng.randrange(100) for _ in range(9)))
     short = optimum.shortened(chain)

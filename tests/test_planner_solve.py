@@ -13,13 +13,13 @@ from hypothesis import example, given, settings, strategies as st
 
 from reactivate.errors import UsageError
 from reactivate.planner.solver import bound, solve as planner_solve
-from reactivate.planner.solver.chain import Chain, Entry, Pick, Solution, Span
+from reactivate.planner.solver.chain import Candidate, Chain, Pick, Solution, Span
 from reactivate.planner.solver.solve import Infeasible, frontier, least, solve
 
 Draw = Callable[[Any], Any]
 
-KEEP, RECOMPUTE = Entry("keep", 0.0, 4, 5), Entry("recompute", 1.0, 1, 6)
-BIG, SMALL = Entry("big", 1.0, 3, 9), Entry("small", 1.0, 4, 5)
+KEEP, RECOMPUTE = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
+BIG, SMALL = Candidate("big", 1.0, 3, 9), Candidate("small", 1.0, 4, 5)
 
 
 # -- brute force ------------------------------------------------------------------------------------------------------
@@ -72,9 +72,10 @@ sizes = st.one_of(st.integers(-3, 6), st.integers(-(2**20), 2**40))
 
 
 @st.composite
-def menus(draw: Draw, most: int = 4) -> tuple[Entry, ...]:
+def menus(draw: Draw, most: int = 4) -> tuple[Candidate, ...]:
     return tuple(
-        Entry(f"entry {index}", draw(seconds), draw(sizes), draw(sizes)) for index in range(draw(st.integers(1, most)))
+        Candidate(f"entry {index}", draw(seconds), draw(sizes), draw(sizes))
+        for index in range(draw(st.integers(1, most)))
     )
 
 
@@ -150,7 +151,7 @@ def measured(count: int, rng: random.Random) -> Chain:
             share = rng.random() if index else 1.0
             held = int(size * 2**36 * share)
             time = size * rng.uniform(0.5, 1.5) * (1 - share) ** rng.uniform(1, 2)
-            menu.append(Entry(str(index), time, held, held + int(rng.uniform(0.3, 1.5) * size * 2**36)))
+            menu.append(Candidate(str(index), time, held, held + int(rng.uniform(0.3, 1.5) * size * 2**36)))
         blocks.append(tuple(menu))
     return Chain(tuple(blocks), (*(rng.randrange(2**36) for _ in range(count)), 2**38))
 
@@ -159,7 +160,7 @@ def unrelated(count: int, rng: random.Random) -> Chain:
     def size() -> int:
         return rng.randrange(2**40)
 
-    blocks = [tuple(Entry(str(index), rng.random(), size(), size()) for index in range(8)) for _ in range(count)]
+    blocks = [tuple(Candidate(str(index), rng.random(), size(), size()) for index in range(8)) for _ in range(count)]
     return Chain(tuple(blocks), tuple(size() for _ in range(count + 1)))
 
 
@@ -168,11 +169,11 @@ def nearly_in_proportion(count: int, rng: random.Random) -> Chain:
     blocks = []
     for _ in range(count):
         size = rng.uniform(0.2, 5)
-        menu = [Entry("0", 0.0, int(size * 2**36), int(size * 2**36))]
+        menu = [Candidate("0", 0.0, int(size * 2**36), int(size * 2**36))]
         for index in range(1, 8):
             held = int(size * 2**36 * rng.random())
             time = (size - held / 2**36) * rng.uniform(0.95, 1.05)
-            menu.append(Entry(str(index), time, held, held))
+            menu.append(Candidate(str(index), time, held, held))
         blocks.append(tuple(menu))
     return Chain(tuple(blocks), (0,) * count + (2**38,))
 
@@ -189,7 +190,7 @@ def with_spans(count: int, rng: random.Random) -> Chain:
         slow = [max(menu, key=lambda entry: entry.seconds) for menu in chain.menus[start : start + 4]]
         time = sum(entry.seconds for entry in slow) * rng.uniform(1, 1.3)
         need = sum(menu[0].need_bytes for menu in chain.menus[start : start + 4])
-        spans.append(Span(start, start + 4, (Entry("region", time, 2**34, need),)))
+        spans.append(Span(start, start + 4, (Candidate("region", time, 2**34, need),)))
     return Chain(chain.menus, chain.outside, tuple(spans))
 
 
@@ -255,8 +256,8 @@ def test_sums_of_seconds_are_exact() -> None:
     """The tenth of a float's last digit is what decides here: the floats' own sum would say that it is equal."""
     tiny = math.ulp(1.0) / 16
     blocks = (
-        (Entry("long", 1.0, 1, 1), Entry("longer", 1.0 + 2 * tiny * 8, 0, 0)),
-        *(((Entry("tiny", tiny, 1, 1)),),) * 8,
+        (Candidate("long", 1.0, 1, 1), Candidate("longer", 1.0 + 2 * tiny * 8, 0, 0)),
+        *(((Candidate("tiny", tiny, 1, 1)),),) * 8,
     )
     chain = Chain(blocks, (0,) * 10)
     assert solve(chain, 100).picks[0].entry.name == "long"
@@ -282,8 +283,8 @@ def test_a_chain_without_blocks() -> None:
         (lambda: Chain(((),), (0, 0)), "nothing to choose from for block 0"),
         (lambda: Chain(((KEEP,),), (0, 0), (Span(0, 2, (KEEP,)),)), "from 0 up to 2 .* chain of 1"),
         (lambda: Chain(((KEEP,),), (0, 0), (Span(0, 1, ()),)), "nothing to choose from for the span"),
-        (lambda: Chain(((Entry("odd", -1.0, 0, 0),),), (0, 0)), "'odd' of block 0 takes -1.0 seconds"),
-        (lambda: Chain(((Entry("odd", math.nan, 0, 0),),), (0, 0)), "takes nan seconds"),
+        (lambda: Chain(((Candidate("odd", -1.0, 0, 0),),), (0, 0)), "'odd' of block 0 takes -1.0 seconds"),
+        (lambda: Chain(((Candidate("odd", math.nan, 0, 0),),), (0, 0)), "takes nan seconds"),
         (lambda: Chain(((KEEP,),), (0, 2**62)), "below 2\\*\\*62"),
         (lambda: Chain(((KEEP,),), (0, 0)).peak_of(()), "end after 0 of 1 blocks"),
         (lambda: Chain(((KEEP,),), (0, 0)).peak_of([Pick(1, 2, KEEP)]), "from 1 up to 2 was given"),

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._engine.inputs.capture import Capture
-from reactivate._engine.kept_calls.choice import Choice, Decision
+from reactivate._engine.kept_calls.choice import CallDecision, Choice
 from reactivate._engine.kept_calls.site_log import Log, is_at_work, open_logs, set_aside, tensors_in
 from reactivate._engine.record import Options, are_regions_off, plain_contexts
 from reactivate._standin import StandIn
@@ -218,7 +218,7 @@ class _Names(Log):
             self.choice.unmatched.region_has_run(self.choice.path)
         return result
 
-    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, decision: CallDecision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         action = decision.action or self.choice.ask(decision, self._counts, args, kwargs)
         if type(action) is not Save:
             return fn(*args, **kwargs)

@@ -26,7 +26,7 @@ from reactivate._engine.kept_calls.kept import SavedSite, last_needed
 from reactivate._engine.kept_calls.skipped_sites import RecomputationLog
 from reactivate._engine.mismatch import refusals
 from reactivate._engine.mismatch.check import OUTPUTS, Check
-from reactivate._engine.mismatch.oplog import Op, OpLog, difference
+from reactivate._engine.mismatch.oplog import LoggedOp, OpLog, difference
 from reactivate._engine.mismatch.proof import RenormsOnce
 from reactivate._engine.mismatch.stale import StaleReads, refuse_stale, watches
 from reactivate._engine.record import Record, Saved, observers, tell
@@ -516,7 +516,7 @@ class _Matching:
     def compare_ops_of(self, fn: Callable[..., Any], forward: OpLog) -> Callable[..., Any]:
         """`fn`, with each op held against that of the forward pass (`determinism="values"`)."""
 
-        def check(ops: list[Op]) -> None:
+        def check(ops: list[LoggedOp]) -> None:
             if self.is_complete:  # the function has caught `RecomputationComplete`, and does something else
                 return
             index = len(ops) - 1

@@ -39,8 +39,8 @@ from reactivate._engine.kept_calls.site_log import is_at_work, open_logs, set_as
 from reactivate._engine.mismatch import refusals
 from reactivate._engine.mismatch.check import Check, is_due, note_writer, owner_of
 from reactivate._engine.mismatch.oplog import OpLog
-from reactivate._engine.mismatch.places import Place, Places, are_known, remember
-from reactivate._engine.mismatch.proof import Proof
+from reactivate._engine.mismatch.places import Places, SavePlace, are_known, remember
+from reactivate._engine.mismatch.proof import WriteProof
 from reactivate._engine.mismatch.stale import refuse_stale, watches
 from reactivate._engine.recompute import recompute
 from reactivate._engine.record import (
@@ -226,7 +226,7 @@ class Region(Record):
                 written.append(Unrestored(spec, place, version))
         self.saved_inputs = [spec for _, spec, _ in capture.saved]
         if written:
-            self.proof = Proof(written, result)
+            self.proof = WriteProof(written, result)
             self.states = self.states or TensorStates(())
             self.states.note_writes(self.proof.tensors())
             note_writer(self.fn)
@@ -304,7 +304,7 @@ class Region(Record):
         number = len(self.saved) - 1
         if self.places is not None:
             users = user_frame(frame)
-            self.places[number] = Place((frame.f_code, frame.f_lasti), (users.f_code, users.f_lasti))
+            self.places[number] = SavePlace((frame.f_code, frame.f_lasti), (users.f_code, users.f_lasti))
         if self.check is not None:
             self.check.note(number, tensor)
         return slot

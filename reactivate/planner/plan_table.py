@@ -139,7 +139,7 @@ CHOICE_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class PolicyRow:
     """A plan or a fixed policy.
 
     Attributes:
@@ -170,13 +170,13 @@ def choice_rows(plan: Planned) -> list[Row]:
     ]
 
 
-def choices(plan: Planned) -> list[Choice]:
+def choices(plan: Planned) -> list[PolicyRow]:
     """The plan, `MOST_POINTS` of the frontier and the fixed policies, the smallest peak first; equals are one."""
     chosen = chosen_of(plan)
     frontier = [point for point in _spread(plan.frontier) if not is_same(point, chosen)]
     points = together([chosen, *frontier, *plan.policies])
     points.sort(key=lambda point: (point.peak_bytes, -point.seconds))
-    return [Choice(point, is_same(point, chosen), point.peak_bytes <= plan.budget_bytes) for point in points]
+    return [PolicyRow(point, is_same(point, chosen), point.peak_bytes <= plan.budget_bytes) for point in points]
 
 
 def chosen_of(plan: Planned) -> Point:

@@ -31,7 +31,7 @@ from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
-from reactivate.planner.solver.chain import Chain, Entry, Solution
+from reactivate.planner.solver.chain import Candidate, Chain, Solution
 from reactivate.planner.solver.solution import Proven, Search
 from reactivate.planner.solver.solve import frontier
 from reactivate.planner.step import TrainingStep, default_loss
@@ -273,7 +273,7 @@ class Planner:
             self._point(label, chain.solution_of(chain.picks_of(self._every(k, chain)))) for label, k in every.items()
         )
 
-    def _every(self, k: int, chain: Chain) -> Iterator[Entry]:
+    def _every(self, k: int, chain: Chain) -> Iterator[Candidate]:
         """Every k-th block recomputed, all else kept; none for 0."""
         numbers = {path: number for number, path in enumerate(blocks_of(self.step.model))}
         for path, menu in zip(self.plain_reading.paths, chain.menus):

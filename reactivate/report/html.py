@@ -41,7 +41,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Table:
+class HtmlTable:
     """A table on the page.
 
     Attributes:
@@ -109,26 +109,26 @@ def _inline(figure: Figure, name: str) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _blocks(plan: Planned) -> Table:
+def _blocks(plan: Planned) -> HtmlTable:
     runs = plan_table.runs(plan.decisions)
     paths = [[decision.path for decision in alike] if len(alike) > 1 else [] for alike in runs]
-    return Table("Blocks", plan_table.BLOCK_COLUMNS, plan_table.block_rows(plan), [*paths, []])
+    return HtmlTable("Blocks", plan_table.BLOCK_COLUMNS, plan_table.block_rows(plan), [*paths, []])
 
 
-def _memory(plan: Planned) -> Table:
+def _memory(plan: Planned) -> HtmlTable:
     peak = plan.predicted.peak_bytes
     rows = [Row([name, in_words(size), _share(size, peak)]) for name, size in plan_table.at_peak(plan).items()]
     rows.append(Row(["forward and backward", in_words(peak), _share(peak, peak)], is_total=True))
     if plan.optimizer_bytes:
         rows.append(Row(["the optimizer's step", in_words(plan.optimizer_bytes), _share(plan.optimizer_bytes, peak)]))
     columns = (Column("what"), Column("bytes", True), Column("share", True))
-    return Table("Memory at the peak", columns, rows, [[] for _ in rows])
+    return HtmlTable("Memory at the peak", columns, rows, [[] for _ in rows])
 
 
-def _choices(plan: Planned) -> Table:
+def _choices(plan: Planned) -> HtmlTable:
     rows = plan_table.choice_rows(plan)
     chosen = next(index for index, choice in enumerate(plan_table.choices(plan)) if choice.is_chosen)
-    return Table("Other choices", plan_table.CHOICE_COLUMNS, rows, [[] for _ in rows], chosen)
+    return HtmlTable("Other choices", plan_table.CHOICE_COLUMNS, rows, [[] for _ in rows], chosen)
 
 
 def _share(size: int, whole: int) -> str:

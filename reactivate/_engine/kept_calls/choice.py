@@ -53,7 +53,7 @@ _QUIET_MODULES = frozenset(
 _OPENED = frozenset({multi_head_attention_forward})
 
 
-class Decision(NamedTuple):
+class CallDecision(NamedTuple):
     """The decision on an op, a module or a named function.
 
     Attributes:
@@ -150,12 +150,12 @@ class Choice:
         self.path = path
         self._paths: dict[int, str] = {}
         self.sees_functions = self.interest.any_function
-        self.decisions: dict[Any, Decision] = {}
+        self.decisions: dict[Any, CallDecision] = {}
         self.ignored: set[Any] = set()  # functions that are of no interest
-        self._modules: dict[str, Decision] = {}
-        self._names: dict[str, Decision] = {}
+        self._modules: dict[str, CallDecision] = {}
+        self._names: dict[str, CallDecision] = {}
         self._looks_for_modules = self.interest.modules and root is not None and not is_applied
-        self.modules_inside: dict[int, Decision] = {}  # by the ids of the modules
+        self.modules_inside: dict[int, CallDecision] = {}  # by the ids of the modules
 
     def find_modules(self) -> Sequence[Module]:
         """The modules inside of the root whose calls the policy has a say in, which nothing stands in for yet."""
@@ -168,11 +168,11 @@ class Choice:
         self.modules_inside = {id(module): decision for module, decision in found}
         return [module for module, _ in found]
 
-    def look_at(self, function: Any) -> Decision:
+    def look_at(self, function: Any) -> CallDecision:
         """The decision about a function of torch's, from now on in `decisions`."""
         op = name_of(function)
         ops = self.interest.ops
-        decision = Decision(op, op=op, function=function, is_quiet=op in _QUIET)
+        decision = CallDecision(op, op=op, function=function, is_quiet=op in _QUIET)
         if function in _OPENED and not (ops is not None and op in ops):
             decision = decision._replace(is_opened=True)
         elif op in COPIES and self.interest.copies_to_host:
@@ -186,33 +186,35 @@ class Choice:
             self.ignored.add(function)
         return decision
 
-    def of_module(self, module: Module, path: str) -> Decision:
+    def of_module(self, module: Module, path: str) -> CallDecision:
         """The decision about a call of a module."""
         found = self._modules.get(path)
         if found is None or found.module is not module:
             label = f"{path} ({type(module).__name__})"
             is_quiet = type(module) in _QUIET_MODULES
             self._modules[path] = self._decide(
-                Decision(label, path=path, module=module, is_quiet=is_quiet, is_users=not is_quiet)
+                CallDecision(label, path=path, module=module, is_quiet=is_quiet, is_users=not is_quiet)
             )
         return self._modules[path]
 
-    def of_name(self, name: str, function: Any) -> Decision:
+    def of_name(self, name: str, function: Any) -> CallDecision:
         """The decision about a function that `reactivate.site` named."""
         if name not in self._names:
             op = getattr(function, "__name__", type(function).__name__)
             self._names[name] = self._decide(
-                Decision(f"site {name!r}", op=op, name=name, function=function, is_users=True)
+                CallDecision(f"site {name!r}", op=op, name=name, function=function, is_users=True)
             )
         return self._names[name]
 
-    def of_class(self, kind: Any) -> Decision:
+    def of_class(self, kind: Any) -> CallDecision:
         """The decision about a custom `torch.autograd.Function`."""
         if kind not in self.decisions:
-            self.decisions[kind] = self._decide(Decision(kind.__name__, op=kind.__name__, function=kind, is_users=True))
+            self.decisions[kind] = self._decide(
+                CallDecision(kind.__name__, op=kind.__name__, function=kind, is_users=True)
+            )
         return self.decisions[kind]
 
-    def ask(self, decision: Decision, counts: dict[Any, int], args: Any, kwargs: Any) -> Action | None:
+    def ask(self, decision: CallDecision, counts: dict[Any, int], args: Any, kwargs: Any) -> Action | None:
         """Return the policy's answer about one call."""
         key = (decision.label,)
         index = counts.get(key, 0)
@@ -224,7 +226,7 @@ class Choice:
             self.unmatched.look_at(site)
         return self.policy(site)
 
-    def _decide(self, decision: Decision) -> Decision:
+    def _decide(self, decision: CallDecision) -> CallDecision:
         if self.interest.calls or (self.interest.paths and decision.path is None):
             self.unmatched.seen.add(decision.label)
             return decision._replace(is_of_interest=True)
@@ -233,7 +235,7 @@ class Choice:
         action = self.policy(site)
         return decision._replace(is_of_interest=isinstance(action, Save), action=action)
 
-    def _site(self, decision: Decision, index: int, counts: dict[Any, int], is_copy_to_host: bool = False) -> Site:
+    def _site(self, decision: CallDecision, index: int, counts: dict[Any, int], is_copy_to_host: bool = False) -> Site:
         path = decision.path
         if path is None:
             path = self._innermost_path() if self.interest.paths else ""

@@ -24,7 +24,7 @@ _PLAIN = (Tensor, Parameter, FakeTensor)
 Change = Callable[[Tensor], Tensor]
 
 
-class Recipe(NamedTuple):
+class Derived(NamedTuple):
     """A tensor derived from an argument, or from a leaf that is none of the arguments.
 
     Attributes:
@@ -85,11 +85,11 @@ class Sources:
         self.leaves = leaves
         self.casts = casts
 
-    def recipe_for(self, tensor: Tensor) -> Recipe | None:
+    def recipe_for(self, tensor: Tensor) -> Derived | None:
         """Return how to derive `tensor`, or None if it is the call's own."""
         index = self.which(tensor)
         if index >= 0:
-            return Recipe(index, tensor._version)
+            return Derived(index, tensor._version)
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return None
         index = self.sharing_memory(tensor)
@@ -129,16 +129,16 @@ class Sources:
                 return index
         return -1
 
-    def _view(self, index: int, tensor: Tensor) -> Recipe | None:
+    def _view(self, index: int, tensor: Tensor) -> Derived | None:
         source = self.arguments[index]
         if source.dtype != tensor.dtype or source._version != tensor._version:  # with a counter of its own: `.data`
             return None
         if source.is_neg() or tensor.is_neg() or source.is_conj() or tensor.is_conj():
             return None
         offset = tensor.storage_offset() - source.storage_offset()
-        return Recipe(index, source._version, (source.stride(), tensor.size(), tensor.stride(), offset))
+        return Derived(index, source._version, (source.stride(), tensor.size(), tensor.stride(), offset))
 
-    def _copy(self, tensor: Tensor) -> Recipe | None:
+    def _copy(self, tensor: Tensor) -> Derived | None:
         """Return how to copy an argument or a leaf, if the call made `tensor` so and nothing wrote to it afterwards.
 
         A copy without a graph leaves no trace, and its contents would prove nothing: it is kept.
@@ -162,7 +162,7 @@ class Sources:
         if source.size() != way.size:
             return None
         way.changes.reverse()
-        return Recipe(index, source._version, None, _as(tensor, way.changes), leaf if index < 0 else None)
+        return Derived(index, source._version, None, _as(tensor, way.changes), leaf if index < 0 else None)
 
     def _is_unwritten(self, leaf: Tensor, index: int, last: Any) -> bool:
         """Return whether a copy of `leaf` is still equal to it: the leaf has the version of when the copy was made."""
@@ -173,7 +173,7 @@ class Sources:
             return True
         return index >= 0 or self.leaves.get(id(leaf)) == leaf._version
 
-    def _way_back(self, tensor: Tensor, ends: Mapping[Node, Any]) -> Way | None:
+    def _way_back(self, tensor: Tensor, ends: Mapping[Node, Any]) -> Derivation | None:
         """The way from `tensor` as far back as it was only copied, by nodes that the call has made.
 
         The user's code may write to a copy before it copies that again, which leaves no trace: there may be one copy only.
@@ -201,7 +201,7 @@ class Sources:
             node = end[0]
         if last is None or (copies > 1 and not self.is_torchs):
             return None
-        return Way(changes, end, last, size)
+        return Derivation(changes, end, last, size)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -232,7 +232,7 @@ Node = tuple[Any, int]  # with the number of the output
 Size = tuple[int, ...]
 
 
-class Way(NamedTuple):
+class Derivation(NamedTuple):
     """The way from a copy back to what it is a copy of.
 
     Attributes:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from reactivate._engine.aside import aside
-from reactivate._engine.kept_calls.contents import Contents
-from reactivate._engine.kept_calls.derive import Recipe
+from reactivate._engine.kept_calls.derive import Derived
+from reactivate._engine.kept_calls.results import Contents
 from reactivate._engine.record import Saved, SharedSlot
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.saved import SavedTensor, save_tensor
@@ -22,7 +22,7 @@ class SiteSlot(SharedSlot):
     """A slot of a saved call: its tensor is kept, or made from an argument."""
 
     __slots__ = ("kept", "recipe")
-    recipe: Recipe | None
+    recipe: Derived | None
     kept: Any  # a `Kept`, or None
 
 

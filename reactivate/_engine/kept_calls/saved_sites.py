@@ -24,8 +24,7 @@ from weakref import ref
 from torch import Tensor, is_inference_mode_enabled
 
 from reactivate._engine.barriers.aliases import base_of
-from reactivate._engine.kept_calls.choice import Choice, Decision
-from reactivate._engine.kept_calls.contents import Contents, has_attributes
+from reactivate._engine.kept_calls.choice import CallDecision, Choice
 from reactivate._engine.kept_calls.derive import Sources
 from reactivate._engine.kept_calls.kept import (
     Argument,
@@ -37,6 +36,7 @@ from reactivate._engine.kept_calls.kept import (
     keep,
     last_needed,
 )
+from reactivate._engine.kept_calls.results import Contents, has_attributes
 from reactivate._engine.kept_calls.saved_functions import versions_in
 from reactivate._engine.kept_calls.side_effects import Reached, versions_of
 from reactivate._engine.kept_calls.site_log import Log, objects_in, tensors_in, unseen
@@ -67,7 +67,7 @@ _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those 
 _BACKWARD_INSIDE = "a backward inside of the region goes through it"
 
 
-class Call:
+class SavedCall:
     """A saved call while it runs.
 
     Args:
@@ -94,7 +94,7 @@ class Call:
     def __init__(
         self,
         log: ForwardLog,
-        decision: Decision,
+        decision: CallDecision,
         number: int,
         storage: Storage,
         fn: Any,
@@ -164,7 +164,7 @@ class Pending(NamedTuple):
         number: of the next node of autograd's. The function's own is there by now; any other op makes one, then saves.
     """
 
-    call: Call
+    call: SavedCall
     result: Any
     versions: dict[int, int]
     number: int
@@ -199,7 +199,7 @@ class ForwardLog(Log):
         super().close()
         self._pack = None  # which has the region, which has the log
 
-    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, decision: CallDecision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         call = self.begin(decision, fn, args, kwargs)
         if call is None:
             return fn(*args, **kwargs)
@@ -209,7 +209,7 @@ class ForwardLog(Log):
         self.finish(call, result, None)
         return result
 
-    def call_function(self, decision: Decision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
+    def call_function(self, decision: CallDecision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
         call = self.begin(decision, None, args if is_split else args[1:], {})
         if call is None:
             return self.run_function(forward, args, is_split)
@@ -222,7 +222,7 @@ class ForwardLog(Log):
     def values(self) -> OpLog | None:
         return self.record.log  # type: ignore[no-any-return]
 
-    def begin(self, decision: Decision, fn: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
+    def begin(self, decision: CallDecision, fn: Any, args: Any, kwargs: dict[str, Any]) -> SavedCall | None:
         """A call that the policy has a say in: None if it is not to be saved."""
         number = self.number
         self.number += 1
@@ -233,21 +233,21 @@ class ForwardLog(Log):
             self.finish_pending()
         reason = _why_not_saved()
         if is_function_mode_active():
-            call: Call = unseen(Call, self, decision, number, action.storage, fn, args, kwargs, reason)
+            call: SavedCall = unseen(SavedCall, self, decision, number, action.storage, fn, args, kwargs, reason)
         else:
-            call = Call(self, decision, number, action.storage, fn, args, kwargs, reason)
+            call = SavedCall(self, decision, number, action.storage, fn, args, kwargs, reason)
         if innermost_pack_hook() is not self._pack:
             call.site.reason = _OTHER_HOOKS
         if observers:
             tell(self.record.context, "call_begins", call.site)
         return call
 
-    def _save(self, call: Call, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _save(self, call: SavedCall, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = self.run(call, fn, args, kwargs)
         self.finish(call, result, None)
         return result
 
-    def run(self, call: Call, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, call: SavedCall, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call that is saved: what is saved inside of it is its own."""
         if call.site.reason is not None:
             return self.run_again(fn, args, kwargs)
@@ -287,7 +287,7 @@ class ForwardLog(Log):
         if pending is not None:
             pending.call.let_go()
 
-    def finish(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
+    def finish(self, call: SavedCall, result: Any, versions: dict[int, int] | None) -> None:
         """A saved call has returned: take down what is to be kept of it."""
         site = call.site
         if site.reason is None:
@@ -304,7 +304,7 @@ class ForwardLog(Log):
             self._let_go(site)
         self.sites.append(site)
 
-    def _why_again(self, call: Call, computes: bool) -> str | None:
+    def _why_again(self, call: SavedCall, computes: bool) -> str | None:
         if self._must_rerun is not None:
             return self._must_rerun
         if call.versions is None or call.versions != versions_of(call.sources.arguments):
@@ -332,7 +332,7 @@ class ForwardLog(Log):
             changes = [guard.skip(record.capture, token) for guard, token in pairs]
         return [change for change in changes if change is not None]
 
-    def _take_down(self, call: Call, result: Any, versions: dict[int, int] | None) -> None:
+    def _take_down(self, call: SavedCall, result: Any, versions: dict[int, int] | None) -> None:
         """Sort what was saved and what came out into what is kept and what is derived."""
         site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}

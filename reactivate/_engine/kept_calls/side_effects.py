@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._engine.kept_calls.contents import attributes_of, is_plain
+from reactivate._engine.kept_calls.results import attributes_of, is_plain
 from reactivate._engine.state.changes import Noted
 from reactivate._engine.state.contents import ATOMS
 from reactivate._engine.state.iterators import is_iterator, position_of

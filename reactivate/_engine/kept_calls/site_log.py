@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from reactivate._engine.kept_calls.choice import Choice, Decision
+from reactivate._engine.kept_calls.choice import CallDecision, Choice
 from reactivate._engine.kept_calls.saved_functions import intercept, release
 from reactivate._engine.kept_calls.saved_modules import SavedStandIn
 from reactivate._engine.mismatch.oplog import OpLog
@@ -101,11 +101,11 @@ class Log:
         open_logs.remove(self)
         self.is_inside = True  # nothing more is looked at, in contexts that were copied while it was open
 
-    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, decision: CallDecision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """`fn(*args, **kwargs)`, a call that the policy has a say in."""
         raise NotImplementedError
 
-    def call_function(self, decision: Decision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
+    def call_function(self, decision: CallDecision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
         """`forward(*args)` of a custom function, a call that the policy has a say in.
 
         Args:

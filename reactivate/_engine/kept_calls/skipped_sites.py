@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from reactivate._engine.barriers.aliases import seen_by_aliases
-from reactivate._engine.kept_calls.choice import Choice, Decision
+from reactivate._engine.kept_calls.choice import CallDecision, Choice
 from reactivate._engine.kept_calls.kept import Kept, SavedSite
 from reactivate._engine.kept_calls.saved_functions import mark
 from reactivate._engine.kept_calls.site_log import Log, objects_in, tensors_in, unseen
@@ -40,7 +40,7 @@ class RecomputationLog(Log):
     def values(self) -> OpLog | None:
         return self._matching.log  # type: ignore[no-any-return]
 
-    def call(self, decision: Decision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def call(self, decision: CallDecision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         number, site = self.number, self._next
         self.number += 1
         if site is None or site.number != number or self._matching.is_complete:
@@ -52,7 +52,7 @@ class RecomputationLog(Log):
             return self.unlogged(self._skip)(site, fn, args, kwargs)
         return self._skip(site, fn, args, kwargs)
 
-    def call_function(self, decision: Decision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
+    def call_function(self, decision: CallDecision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
         skipped = len(self.skipped)
         run = functools.partial(self._run_function, forward, args, is_split)
         result = self.call(decision, run, args if is_split else args[1:], {})

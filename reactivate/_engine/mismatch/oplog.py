@@ -28,7 +28,7 @@ _WITH_WORKSPACE = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})
 _AROUND = 4  # ops to print before and after the one that differs
 
 
-class Op:
+class LoggedOp:
     """One op that ran: its name, what came out, where it was called."""
 
     __slots__ = ("name", "results", "site")
@@ -38,7 +38,7 @@ class Op:
         self.results = results
         self.site = site
 
-    def is_like(self, other: Op) -> bool:
+    def is_like(self, other: LoggedOp) -> bool:
         """Return whether the same op had the same results."""
         return self.name == other.name and self.results == other.results
 
@@ -50,9 +50,9 @@ class Op:
 class OpLog(TorchDispatchMode):
     """Writes down every op under it, and calls `check` with all of them after each."""
 
-    def __init__(self, check: Callable[[list[Op]], None] | None = None) -> None:
+    def __init__(self, check: Callable[[list[LoggedOp]], None] | None = None) -> None:
         super().__init__()
-        self.ops: list[Op] = []
+        self.ops: list[LoggedOp] = []
         self._check = check
         self._is_paused = False
 
@@ -82,7 +82,7 @@ class OpLog(TorchDispatchMode):
         if not self._is_paused and not _is_cast_of_parameter(func, args):
             frame = user_frame(sys._getframe(1))
             results = _results_unseen(result, func)
-            self.ops.append(Op(str(func), results, (frame.f_code, frame.f_lasti)))
+            self.ops.append(LoggedOp(str(func), results, (frame.f_code, frame.f_lasti)))
             if self._check is not None:
                 self._check(self.ops)
         return result
@@ -93,7 +93,7 @@ def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
     return func is torch.ops.aten._to_copy.default and args[0].requires_grad and args[0].is_leaf
 
 
-def difference(forward: list[Op], recomputation: list[Op]) -> str:
+def difference(forward: list[LoggedOp], recomputation: list[LoggedOp]) -> str:
     """The last op of `recomputation`, which differs from the forward's, and the ops of both passes around it."""
     index = len(recomputation) - 1
     first, last = max(0, index - _AROUND), index + _AROUND + 1

@@ -14,7 +14,7 @@ from weakref import ref
 from reactivate._engine.sites import Site
 
 
-class Place(NamedTuple):
+class SavePlace(NamedTuple):
     """The place at which one tensor was saved.
 
     Attributes:
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     users: Site
 
 
-Places = dict[int, Place]
+Places = dict[int, SavePlace]
 """By the number of the saved tensor."""
 
 _known: dict[int, tuple[ref[Any], Places]] = {}  # by the ids of the regions' owners

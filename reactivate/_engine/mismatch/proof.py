@@ -26,7 +26,7 @@ from reactivate._torch.containers import flatten
 from reactivate._types import Unrestored
 
 
-class Proof:
+class WriteProof:
     """The tensors that a forward wrote to without a copy, and the checksums of its outputs.
 
     Attributes:

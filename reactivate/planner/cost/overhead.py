@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from reactivate._checkpoint import checkpoint
-from reactivate.planner.profile.trace import Call
+from reactivate.planner.profile.trace import UnitCall
 from reactivate.policies import save_ops
 
 _ROUNDS, _CALLS, _OPS = 7, 8, 8
@@ -29,7 +29,7 @@ class Overhead:
     saved_call: float
     function: float
 
-    def of(self, call: Call, functions: int) -> float:
+    def of(self, call: UnitCall, functions: int) -> float:
         """Return the engine's own seconds for the call of a unit.
 
         Args:

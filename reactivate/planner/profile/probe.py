@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from reactivate.planner.cost.overhead import Overhead
 from reactivate.planner.profile.trace import Trace
-from reactivate.planner.solver.chain import Chain, Entry
+from reactivate.planner.solver.chain import Candidate, Chain
 from reactivate.planner.treatments import FULL, KEEP, Treatment
 
 REPEATED = 4  # equal blocks, of which each step tries several treatments
@@ -180,21 +180,21 @@ class Table:
             corrections: bytes to add at a position, where simulated plans showed them.
         """
         seen: set[str] = set()
-        blocks: list[tuple[Entry, ...]] = []
+        blocks: list[tuple[Candidate, ...]] = []
         for index, (path, plain) in enumerate(zip(self.plain.paths, self.plain.calls)):
             more = corrections.get(2 * index + 1, 0)
             if path in seen:  # decided where it is called first, which holds for both
                 most = max(self._change(path, item).need_bytes for item in menus[path])
-                blocks.append((Entry(KEEP.name, 0.0, plain.held_bytes, plain.need_bytes + max(most, 0) + more),))
+                blocks.append((Candidate(KEEP.name, 0.0, plain.held_bytes, plain.need_bytes + max(most, 0) + more),))
                 continue
             seen.add(path)
             blocks.append(tuple(self._entry(path, plain, item, more) for item in menus[path]))
         outside = [size + corrections.get(2 * index, 0) for index, size in enumerate(self.plain.outside_bytes)]
         return Chain(tuple(blocks), tuple(outside))
 
-    def _entry(self, path: str, plain: Figures, treatment: Treatment, more: int) -> Entry:
+    def _entry(self, path: str, plain: Figures, treatment: Treatment, more: int) -> Candidate:
         change = self._change(path, treatment)
-        return Entry(
+        return Candidate(
             treatment.name,
             max(0.0, change.seconds),
             plain.held_bytes + change.held_bytes,

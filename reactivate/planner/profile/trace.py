@@ -97,7 +97,7 @@ class Allocation:
 
 
 @dataclass
-class Call:
+class UnitCall:
     """The call of a unit.
 
     Attributes:
@@ -126,7 +126,7 @@ class Trace:
     """
 
     ops: list[Op] = field(default_factory=list)
-    calls: list[list[Call]] = field(default_factory=list)
+    calls: list[list[UnitCall]] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
 
     @property
@@ -178,7 +178,7 @@ class _Tracer(TorchDispatchMode):
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._own: set[int] = set()  # those that were not there before
         self._place = _Places()
-        self._call: Call | None = None  # that runs
+        self._call: UnitCall | None = None  # that runs
         self._aside: list[Allocation] = []  # by the guards of the recomputations that run
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class _Tracer(TorchDispatchMode):
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
                 self.trace.calls.append([])
-            self._call = Call(path, self._live_bytes)
+            self._call = UnitCall(path, self._live_bytes)
             self.trace.calls[turn].append(self._call)
 
     def unit_ends(self, module: Module, args: Any, result: Any) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from reactivate.errors import UsageError
 
-__all__ = ["Chain", "Entry", "Pick", "Solution", "Span"]
+__all__ = ["Candidate", "Chain", "Pick", "Solution", "Span"]
 
 _TOO_MUCH = 1 << 62  # for the solver's 64-bit integers
 
 
 @dataclass(frozen=True)
-class Entry:
+class Candidate:
     """One way to treat a block, or several blocks as one.
 
     Attributes:
@@ -42,7 +42,7 @@ class Span:
 
     start: int
     stop: int
-    menu: tuple[Entry, ...]
+    menu: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Pick:
 
     start: int
     stop: int
-    entry: Entry
+    entry: Candidate
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class Chain:
         UsageError: the parts do not fit together, an entry has a time that is none, or there are 2**62 bytes.
 
     Example:
-        >>> from reactivate.planner.solver.chain import Chain, Entry
-        >>> keep, recompute = Entry("keep", 0.0, 4, 5), Entry("recompute", 1.0, 1, 6)
+        >>> from reactivate.planner.solver.chain import Chain, Candidate
+        >>> keep, recompute = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
         >>> chain = Chain(menus=((keep, recompute),) * 3, outside=(0, 0, 0, 2))
         >>> chain.peak_of(chain.picks_of([keep, recompute, recompute]))
         11
     """
 
-    menus: tuple[tuple[Entry, ...], ...]
+    menus: tuple[tuple[Candidate, ...], ...]
     outside: tuple[int, ...]
     spans: tuple[Span, ...] = ()
 
@@ -119,7 +119,7 @@ class Chain:
                 f"The bytes of a chain come to {sum(map(abs, sizes))}: all its numbers must sum to below 2**62."
             )
 
-    def picks_of(self, entries: Iterable[Entry]) -> tuple[Pick, ...]:
+    def picks_of(self, entries: Iterable[Candidate]) -> tuple[Pick, ...]:
         """One entry a block as picks."""
         return tuple(Pick(index, index + 1, entry) for index, entry in enumerate(entries))
 
@@ -158,7 +158,7 @@ class Chain:
         return Solution(picks, seconds, self.peak_of(picks), states)
 
 
-def _check_menu(menu: tuple[Entry, ...], place: str) -> None:
+def _check_menu(menu: tuple[Candidate, ...], place: str) -> None:
     if not menu:
         raise UsageError(f"There is nothing to choose from for {place}: give it at least one entry.")
     for entry in menu:

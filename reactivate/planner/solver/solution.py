@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from reactivate.planner.profile.probe import Figures, Reading, Table
 from reactivate.planner.profile.trace import Trace
-from reactivate.planner.solver.chain import Chain, Entry, Pick, Solution
+from reactivate.planner.solver.chain import Candidate, Chain, Pick, Solution
 from reactivate.planner.solver.solve import Infeasible, least, solve
 from reactivate.planner.treatments import Treatment
 
@@ -118,7 +118,7 @@ class Search:
         return changed
 
 
-def _tops_of(calls: Sequence[Figures | Entry], outside_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _tops_of(calls: Sequence[Figures | Candidate], outside_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The most that is alive at each position, read or promised."""
     held = 0
     for index, call in enumerate(calls):

@@ -34,7 +34,7 @@ from operator import itemgetter
 
 from reactivate.errors import UsageError
 from reactivate.planner.solver.bound import Bound, Move, bounds_of
-from reactivate.planner.solver.chain import Chain, Entry, Pick, Solution
+from reactivate.planner.solver.chain import Candidate, Chain, Pick, Solution
 
 __all__ = ["Infeasible", "frontier", "least", "solve"]
 
@@ -69,9 +69,9 @@ def solve(chain: Chain, budget_bytes: int) -> Solution:
         Infeasible: there is none. It says from which budget on there is.
 
     Example:
-        >>> from reactivate.planner.solver.chain import Chain, Entry
+        >>> from reactivate.planner.solver.chain import Chain, Candidate
         >>> from reactivate.planner.solver.solve import solve
-        >>> keep, recompute = Entry("keep", 0.0, 4, 5), Entry("recompute", 1.0, 1, 6)
+        >>> keep, recompute = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
         >>> solution = solve(Chain(menus=((keep, recompute),) * 3, outside=(0, 0, 0, 2)), budget_bytes=11)
         >>> [pick.entry.name for pick in solution.picks], solution.seconds, solution.peak_bytes
         (['recompute', 'keep', 'keep'], 1.0, 11)
@@ -83,9 +83,9 @@ def least(chain: Chain) -> Solution:
     """The solution with the smallest peak, to the byte; of several, one that is the fastest.
 
     Example:
-        >>> from reactivate.planner.solver.chain import Chain, Entry
+        >>> from reactivate.planner.solver.chain import Chain, Candidate
         >>> from reactivate.planner.solver.solve import least
-        >>> keep, recompute = Entry("keep", 0.0, 4, 5), Entry("recompute", 1.0, 1, 6)
+        >>> keep, recompute = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
         >>> least(Chain(menus=((keep, recompute),) * 3, outside=(0, 0, 0, 2))).peak_bytes
         8
     """
@@ -105,9 +105,9 @@ def frontier(chain: Chain, limit: int = 32) -> list[Solution]:
         UsageError: the limit is too low.
 
     Example:
-        >>> from reactivate.planner.solver.chain import Chain, Entry
+        >>> from reactivate.planner.solver.chain import Chain, Candidate
         >>> from reactivate.planner.solver.solve import frontier
-        >>> keep, recompute = Entry("keep", 0.0, 4, 5), Entry("recompute", 1.0, 1, 6)
+        >>> keep, recompute = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
         >>> chain = Chain(menus=((keep, recompute),) * 3, outside=(0, 0, 0, 2))
         >>> [(solution.peak_bytes, solution.seconds) for solution in frontier(chain)]
         [(8, 2.0), (11, 1.0), (14, 0.0)]
@@ -318,13 +318,13 @@ def _graph_of(chain: Chain) -> _Graph:
     return graph
 
 
-def _move_of(chain: Chain, start: int, stop: int, entry: Entry, shift: int) -> Move:
+def _move_of(chain: Chain, start: int, stop: int, entry: Candidate, shift: int) -> Move:
     need = max(entry.need_bytes, chain.outside[start], entry.held_bytes + chain.outside[stop])
     ticks = round(math.ldexp(entry.seconds, shift))
     return Move(stop, entry.held_bytes, need, ticks, (Pick(start, stop, entry),))
 
 
-def _slowest(menus: Sequence[Sequence[tuple[int, Sequence[Entry]]]]) -> float:
+def _slowest(menus: Sequence[Sequence[tuple[int, Sequence[Candidate]]]]) -> float:
     """The seconds of the slowest choice."""
     seconds = [0.0] * (len(menus) + 1)
     for start in reversed(range(len(menus))):
