@@ -6,7 +6,8 @@ Drop activations in the forward pass, get them back in the backward pass, with e
 from typing import Any
 
 from reactivate import dropin, errors, guards, integrations, policies, recipe, report, storage
-from reactivate._apply import Handle, apply
+from reactivate._applied import Handle
+from reactivate._apply import apply
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.sharing import shared_recompute

@@ -31,7 +31,7 @@ FLOORS = [
     ["reactivate._engine"],
     ["reactivate._compilers"],
     ["reactivate._checkpoint", "reactivate._site"],
-    ["reactivate._apply", "reactivate._cache_watch"],
+    ["reactivate._apply", "reactivate._applied", "reactivate._cache_watch"],
     ["reactivate._inspect"],
     ["reactivate.planner", "reactivate.planner.plan_table", "reactivate.planner.planned"],
     ["reactivate._plan"],

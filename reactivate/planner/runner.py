@@ -11,7 +11,8 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._apply import Handle, apply, paused
+from reactivate._applied import Handle
+from reactivate._apply import apply, paused
 from reactivate._engine.accounts import in_words
 from reactivate._engine.recompute import is_recomputing
 from reactivate._inspect.verify import leaves_of

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.nn import Module
 
-from reactivate._apply import Handle, apply as apply_policy
+from reactivate._applied import Handle
+from reactivate._apply import apply as apply_policy
 from reactivate.errors import UsageError
 from reactivate.planner.step import Loss
 from reactivate.recipe._base import Example, Recipe

@@ -1,0 +1,360 @@
+"""A policy on a model: which modules are regions or saved, and what stands in the place of their `forward`.
+
+Each module that the policy has an action for gets an instance attribute `forward` that does it. Hooks, names, parameters
+and the class stay as they are, and a copy of the model has a copy of the attribute, bound to the copied module.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any
+
+from torch.compiler import is_compiling
+from torch.nn import Module
+
+from reactivate._blocks import blocks_of, siblings_of
+from reactivate._cache_watch import CacheWatch
+from reactivate._checkpoint import run_in_graph
+from reactivate._compilers.graph import contexts_for
+from reactivate._compilers.jax import is_traced, run_traced
+from reactivate._engine.kept_calls.choice import Choice, Unmatched
+from reactivate._engine.kept_calls.site_log import current_log
+from reactivate._engine.record import Options
+from reactivate._engine.region import run
+from reactivate._types import Action, Policy, Recompute, Save, Site
+from reactivate.errors import UsageError
+from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
+
+FORWARD = "forward"
+
+
+class Handle:
+    """A policy on a model; printed, it says which modules are recomputed and which layers beside them are not, and why.
+
+    As a context manager it removes the policy at the end, unless the model had it before: if `apply` returned the handle
+    that was there, the policy stays.
+
+    Attributes:
+        policy: the policy.
+        regions: the paths of the modules that are recomputed.
+        saved: the paths of the modules that are kept inside of regions.
+        kept: {path: reason} of the layers in the lists of the regions that are not recomputed.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.regions: tuple[str, ...] = ()
+        self.saved: tuple[str, ...] = ()
+        self.kept: dict[str, str] = {}
+        self._kinds: dict[str, list[str]] = {}  # the paths of the regions, by the names of their classes
+        self._undo: list[weakref.ref[Module]] = []
+        self._undo_policy: Callable[[], None] | None = None
+        self._uses = 1  # calls of `apply` that returned it
+
+    @staticmethod
+    def of(model: Module) -> Handle | None:
+        """The handle of the policy that is applied to `model`: of a copy, say. None if there is none."""
+        found = forward_of(model)
+        return None if found is None else found.applied.handle
+
+    def remove(self) -> None:
+        """Make the model what it was. A second time does nothing."""
+        for reference in self._undo:
+            module = reference()
+            forward = None if module is None else vars(module).get(FORWARD)
+            if module is not None and isinstance(forward, AppliedForward) and forward.applied.handle is self:
+                forward.uncover(module)
+        self._undo = []
+        if self._undo_policy is not None:
+            self._undo_policy()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._uses -= 1
+        if self._uses <= 0:
+            self.remove()
+
+    def __repr__(self) -> str:
+        saved = f", saved={len(self.saved)} modules" if self.saved else ""
+        return f"Handle({self.policy!r}, regions={len(self.regions)}{saved})"
+
+    def __str__(self) -> str:
+        count = len(self.regions)
+        lines = [f"{self.policy!r}: {count} region{'' if count == 1 else 's'}, recomputed in backward."]
+        lines += [
+            f"  {kind}: {shortened(path or 'the model itself' for path in paths)}"
+            for kind, paths in self._kinds.items()
+        ]
+        if self.saved:
+            lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]
+        reasons: dict[str, list[str]] = {}
+        for path, reason in self.kept.items():
+            reasons.setdefault(reason, []).append(path)
+        if reasons:
+            lines.append("Beside the regions, not recomputed:")
+            lines += [f"  {shortened(paths)}: {reason}" for reason, paths in reasons.items()]
+        return "\n".join(lines)
+
+
+class Applied:
+    """One policy on one model: what its regions share."""
+
+    def __init__(self, policy: Policy, options: Options) -> None:
+        self.policy = policy
+        self.options = options
+        self.handle = Handle(policy)
+        self.unmatched = Unmatched(policy, "apply")
+        self.cache_watch = CacheWatch()
+
+    def attach(self, model: Module) -> None:
+        """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
+        sites = sites_of(model)
+        regions, saved = self.choose(model, sites)
+        for kind, modules in ((RegionForward, regions), (SavedForward, saved)):
+            for path, module in modules.items():
+                module.__dict__[FORWARD] = kind(self, module, path, vars(module).get(FORWARD))
+        self.unmatched.regions = self.cache_watch.regions = len(regions)
+        self.handle.kept = _kept_beside(model, sites, regions)
+
+    def choose(self, model: Module, sites: list[tuple[Module, Site]]) -> tuple[dict[str, Module], dict[str, Module]]:
+        """Return the regions and the saved modules of `model`, by their paths."""
+        blocks = [site.path for _, site in sites if site.block is not None]
+        for part in parts_of(self.policy):
+            if isinstance(part, ReadyMade):
+                part.check_blocks(blocks)
+        actions = self._decide(sites)
+        regions = {path: module for path, (module, action) in actions.items() if isinstance(action, Recompute)}
+        inside = {id(inner) for module in regions.values() for inner in module.modules()}
+        saved = {
+            path: module
+            for path, (module, action) in actions.items()
+            if isinstance(action, Save) and id(module) in inside
+        }
+        self._refuse_unmatched(model, sites, regions, saved)
+        return regions, saved
+
+    def _decide(self, sites: list[tuple[Module, Site]]) -> dict[str, tuple[Module, Action | None]]:
+        actions: dict[str, tuple[Module, Action | None]] = {}
+        for module, site in sites:
+            action = self.policy(site)
+            if action is None and interest_of(self.policy).calls:  # it may be another call that is saved
+                action = next((found for found in self._of_parts(site) if isinstance(found, Save)), None)
+            actions[site.path] = (module, action)
+        return actions
+
+    def _of_parts(self, site: Site) -> Iterable[Action | None]:
+        return (part(site) for part in parts_of(self.policy) if isinstance(part, ReadyMade))
+
+    def _refuse_unmatched(
+        self,
+        model: Module,
+        sites: list[tuple[Module, Site]],
+        regions: dict[str, Module],
+        saved: dict[str, Module],
+    ) -> None:
+        """Rule 17: what selects modules must have selected some."""
+        for _, site in sites:
+            for part in list(self.unmatched.parts):
+                action = part(site)
+                if isinstance(action, Recompute) or (action is not None and site.path in saved):
+                    self.unmatched.parts.remove(part)
+        about_modules = [part for part in self.unmatched.parts if not _is_about_functions(part)]
+        if about_modules:
+            blocks = ", ".join(site.path for _, site in sites if site.block is not None)
+            names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
+            where = "" if regions else " (and no module is recomputed, inside of which something could be saved)"
+            raise UsageError(
+                f"apply: {about_modules[0]} matches nothing in {type(model).__name__}{where}. Its blocks are {names}. "
+                f"Its modules are {shortened(site.path for _, site in sites if site.path)}."
+            )
+        if self.unmatched.parts and not regions:
+            raise UsageError(
+                f"apply: {self.unmatched.parts[0]} saves calls inside of regions, and the policy makes no region. "
+                "Combine it with one that does: first_match(save_ops(...), full())."
+            )
+
+    def options_of(self, path: str, module: weakref.ref[Module]) -> Options:
+        """The options of a region."""
+        policy = self.policy.inside(path) if isinstance(self.policy, ReadyMade) else self.policy
+        interest = interest_of(policy)
+        choice = in_graph = None
+        if interest.any_function or interest.functions or interest.names or interest.modules:
+            choice = Choice(policy, self.unmatched, module, path)
+            in_graph = contexts_for(policy, module, path)
+        return self.options.of(path, choice, in_graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
+        return Applied._copied(self.policy, self.options, self.handle.kept)
+
+    def __reduce__(self) -> tuple[Callable[..., Applied], tuple[Any, ...]]:
+        return Applied._copied, (self.policy, self.options, self.handle.kept)
+
+    @classmethod
+    def _copied(cls, policy: Policy, options: Options, kept: dict[str, str]) -> Applied:
+        applied = cls(policy, options)
+        applied.handle.kept = dict(kept)
+        applied.unmatched.parts = []  # that is the original's affair
+        applied.cache_watch.is_done = True  # so is that
+        return applied
+
+
+class AppliedForward:
+    """Stand in for a module's `forward`: a part of the module, and copied with it."""
+
+    def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
+        self.applied = applied
+        self.path = path
+        self.hidden = hidden  # what stood there before
+        self._module = weakref.ref(module)  # a cycle would keep the model's memory until the collector runs
+        self.note(applied.handle)
+
+    def note(self, handle: Handle) -> None:
+        """Tell the handle what stands where, for it to be undone."""
+        handle._undo.append(self._module)
+
+    def uncover(self, module: Module) -> None:
+        """Give `module` the `forward` that it had."""
+        if self.hidden is None:
+            del module.__dict__[FORWARD]
+        else:
+            module.__dict__[FORWARD] = self.hidden
+
+    def original(self) -> Callable[..., Any]:
+        """The module's own `forward`."""
+        if self.hidden is not None:
+            return self.hidden  # type: ignore[no-any-return]
+        module = self.module()
+        return MethodType(type(module).forward, module)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """`original`, for who looks at what is called."""
+        return self.original()
+
+    def in_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of the module's own `forward`, for torch.compile to trace."""
+        # Dynamo knows no bound methods that are made while it traces.
+        module = self.module()
+        return type(module).forward(module, *args, **kwargs) if self.hidden is None else self.hidden(*args, **kwargs)
+
+    def module(self) -> Module:
+        """The module whose `forward` this is."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AppliedForward:
+        return self._copied(
+            copy.deepcopy(self.applied, memo),
+            copy.deepcopy(self._module(), memo),
+            self.path,
+            copy.deepcopy(self.hidden, memo),
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., AppliedForward], tuple[Any, ...]]:
+        return self._copied, (self.applied, self._module(), self.path, self.hidden)
+
+    @classmethod
+    def _copied(cls, applied: Applied, module: Module | None, path: str, hidden: Any) -> AppliedForward:
+        assert module is not None
+        return cls(applied, module, path, hidden)
+
+
+class RegionForward(AppliedForward):
+    """The module is a region."""
+
+    def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
+        super().__init__(applied, module, path, hidden)
+        self.options = applied.options_of(path, self._module)
+
+    def note(self, handle: Handle) -> None:
+        super().note(handle)
+        handle.regions = (*handle.regions, self.path)
+        handle._kinds.setdefault(type(self.module()).__name__, []).append(self.path)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        options = self.options
+        if is_compiling():
+            return run_in_graph(self.in_graph, args, kwargs, options)
+        original = self.original()
+        if "torchax" in sys.modules and is_traced(original, args, kwargs):
+            return run_traced(original, args, kwargs, options)
+        watch = self.applied.cache_watch
+        if not watch.is_done:
+            return watch.run(self.path, original, args, kwargs, options)
+        return run(original, args, kwargs, options)
+
+
+class SavedForward(AppliedForward):
+    """The module is kept, where it is called inside of a region."""
+
+    def note(self, handle: Handle) -> None:
+        super().note(handle)
+        handle.saved = (*handle.saved, self.path)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return self.in_graph(*args, **kwargs)
+        log = current_log()
+        if log is not None:
+            decision = log.choice.of_module(self.module(), self.path)
+            if decision.is_of_interest:
+                return log.call(decision, self.original(), args, kwargs)
+        return self.original()(*args, **kwargs)
+
+
+def sites_of(model: Module) -> list[tuple[Module, Site]]:
+    """Every module, with its site. They share what policies count."""
+    blocks = {id(module): number for number, module in enumerate(blocks_of(model).values())}
+    counts: dict[Any, int] = {}
+    return [
+        (module, Site(path, module=module, block=blocks.get(id(module)), blocks=len(blocks), counts=counts))
+        for path, module in model.named_modules()
+    ]
+
+
+def _is_about_functions(part: Any) -> bool:
+    interest = interest_of(part)
+    return interest.any_function or bool(interest.functions) or interest.names
+
+
+def _kept_beside(model: Module, sites: list[tuple[Module, Site]], regions: dict[str, Module]) -> dict[str, str]:
+    """Return {path: reason} of the layers with parameters that share a list with a block that is a region."""
+    blocks = {id(module): site.path for module, site in sites if site.block is not None}
+    recomputed = {id(inner) for module in regions.values() for inner in module.modules()}
+    lists = {path.rpartition(".")[0]: path for path, module in regions.items() if id(module) in blocks}
+    kept: dict[str, str] = {}
+    for path in lists.values():
+        for place, sibling in siblings_of(model, path).items():
+            is_around = any(id(inner) in recomputed for inner in sibling.modules())
+            if not is_around and any(True for _ in sibling.parameters()):
+                kept[place] = _reason(sibling, id(sibling) in blocks)
+    return kept
+
+
+def _reason(module: Module, is_block: bool) -> str:
+    if is_block:
+        return "the policy does not select them"
+    if any(True for _ in module.children()):
+        return "not among the repeated layers; add recompute_modules(...) for them"
+    return "single layers without modules inside, of which recomputation would drop little"
+
+
+def forwards_of(model: Module) -> Iterator[tuple[Module, AppliedForward]]:
+    for module in model.modules():
+        forward = vars(module).get(FORWARD)
+        if isinstance(forward, AppliedForward):
+            yield module, forward
+
+
+def forward_of(model: Module) -> AppliedForward | None:
+    return next((forward for _, forward in forwards_of(model)), None)
