@@ -46,32 +46,31 @@ from reactivate._engine.inputs.namespaces import (
     names_in_module,
 )
 from reactivate._engine.inputs.specs import GeneratorInput, IteratorInput, SavedInput, TupleInput
+from reactivate._engine.state.buffers import ArrayNote, BytesNote, NumbersNote, StreamNote
 from reactivate._engine.state.code import Bindings, CodeNote, are_closed
 from reactivate._engine.state.contents import (
     ATOMS,
     LARGEST,
-    ArrayNote,
-    BytesNote,
-    CellContainerNote,
-    CellNote,
-    ClassNote,
     DictNote,
-    FunctionNote,
     KindNote,
     LengthNote,
     ListNote,
-    NameNote,
     Note,
-    NumbersNote,
-    PartialNote,
     SetNote,
     SlotsNote,
-    StreamNote,
     TensorsNote,
     WeakTensor,
     length_of,
     namespace_of,
     slots_of,
+)
+from reactivate._engine.state.functions import (
+    CellContainerNote,
+    CellNote,
+    ClassNote,
+    FunctionNote,
+    NameNote,
+    PartialNote,
 )
 from reactivate._engine.state.iterators import holds_iterator, is_iterator, parts_of
 from reactivate._engine.state.modules import UNINITIALIZED

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from reactivate._engine.inputs.specs import rebuild
-from reactivate._engine.state.contents import CellNote
+from reactivate._engine.state.functions import CellNote
 
 
 class CellTensorNote(CellNote):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -34,7 +34,7 @@ ATOMS = frozenset(
 LARGEST = 4096
 """The number of items up to which a container is noted item by item; of a larger one, only its length is."""
 
-_EMPTY: Any = object()
+EMPTY: Any = object()
 
 
 def namespace_of(value: Any) -> Any:
@@ -57,7 +57,7 @@ def _slot_of(value: Any, name: str) -> Any:
     try:
         return object.__getattribute__(value, name)
     except Exception:  # a property of that name may raise anything
-        return _EMPTY
+        return EMPTY
 
 
 @cached
@@ -188,7 +188,7 @@ def held_all(items: Iterable[Any], weak: bool | None = True) -> list[Any]:
     return [held(item, weak) for item in found]
 
 
-def _hold_values(items: dict[Any, Any], weak: bool | None) -> dict[Any, Any]:
+def hold_values(items: dict[Any, Any], weak: bool | None) -> dict[Any, Any]:
     if weak is None or not any(map(_is_held_otherwise, set(map(type, items.values())))):
         return items
     return {key: held(item, weak) for key, item in items.items()}
@@ -225,7 +225,7 @@ class DictNote(Note):
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        return _hold_values(dict(self._kind().items(self.target)), weak)
+        return hold_values(dict(self._kind().items(self.target)), weak)
 
     def _kind(self) -> Any:
         return OrderedDict if isinstance(self.target, OrderedDict) else dict
@@ -328,70 +328,23 @@ class SlotsNote(Note):
 
     def put(self, contents: Any) -> None:
         for name, item in zip(self.names, contents):
-            if item is not _EMPTY:
+            if item is not EMPTY:
                 object.__setattr__(self.target, name, given_back(item))
-            elif _slot_of(self.target, name) is not _EMPTY:
+            elif _slot_of(self.target, name) is not EMPTY:
                 object.__delattr__(self.target, name)
 
     def items(self) -> Iterable[tuple[str, Any]]:
-        return ((f".{name}", item) for name, item in zip(self.names, self.noted) if item is not _EMPTY)
+        return ((f".{name}", item) for name, item in zip(self.names, self.noted) if item is not EMPTY)
 
     def filled(self) -> dict[str, Any]:
         """Return what is in the slots that are not empty, by their names."""
         items = ((name, _slot_of(self.target, name)) for name in self.names)
-        return {name: item for name, item in items if item is not _EMPTY}
-
-
-_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-
-
-class FunctionNote(Note):
-    """A Python function: its code, its defaults and its attributes."""
-
-    __slots__ = ()
-
-    def contents(self, weak: bool | None = True) -> Any:
-        code, defaults, keywords = _of_function(self.target)
-        attributes = self.target.__dict__
-        return (
-            code,
-            defaults if defaults is None else held(defaults, weak),
-            keywords,
-            _hold_values(dict(attributes), weak) if attributes else {},
-        )
-
-    def is_at(self, contents: Any) -> bool:
-        attributes, now = contents[3], self.target.__dict__
-        if not all(map(is_, _of_function(self.target), contents)) or len(now) != len(attributes):
-            return False
-        return not now or all(is_item(now.get(name, _EMPTY), item) for name, item in attributes.items())
-
-    def put(self, contents: Any) -> None:
-        fn = self.target
-        fn.__code__, defaults, fn.__kwdefaults__, attributes = contents
-        fn.__defaults__ = given_back(defaults)
-        put_dict(fn.__dict__, attributes)
-
-
-class PartialNote(Note):
-    """The positional arguments of a `functools.partial`."""
-
-    __slots__ = ()
-
-    def contents(self, weak: bool | None = True) -> Any:
-        return held(self.target.args, weak)
-
-    def is_at(self, contents: Any) -> bool:
-        return self.target.args is contents
-
-    def put(self, contents: Any) -> None:
-        target = self.target
-        target.__setstate__((target.func, given_back(contents), target.keywords, vars(target)))
+        return {name: item for name, item in items if item is not EMPTY}
 
 
 def held_dicts(items: Iterable[dict[Any, Any]], weak: bool | None = True) -> list[dict[Any, Any]]:
     """Return copies of dicts, with what a note holds for their values; see `held`."""
-    return [_hold_values(dict(item), weak) for item in items]
+    return [hold_values(dict(item), weak) for item in items]
 
 
 class TensorsNote(Note):
@@ -419,64 +372,6 @@ class TensorsNote(Note):
             put_dict(live, noted)
 
 
-class ArrayNote(Note):
-    """The elements of an array of NumPy's."""
-
-    __slots__ = ()
-
-    def contents(self, weak: bool | None = True) -> Any:
-        return self.target.copy()
-
-    def is_at(self, contents: Any) -> bool:
-        return bool(self.target.tobytes() == contents.tobytes())
-
-    def put(self, contents: Any) -> None:
-        self.target[...] = contents
-
-
-class NumbersNote(ArrayNote):
-    """The numbers in an `array.array`."""
-
-    __slots__ = ()
-
-    def contents(self, weak: bool | None = True) -> Any:
-        return self.target[:]
-
-    def put(self, contents: Any) -> None:
-        self.target[:] = contents
-
-
-class BytesNote(Note):
-    """The bytes in a `bytearray`."""
-
-    __slots__ = ()
-
-    def contents(self, weak: bool | None = True) -> Any:
-        return bytes(memoryview(self.target))
-
-    def is_at(self, contents: Any) -> bool:
-        return bool(memoryview(self.target) == contents)
-
-    def put(self, contents: Any) -> None:
-        bytearray.__setitem__(self.target, slice(None), contents)
-
-
-class StreamNote(Note):
-    """The contents of an `io.StringIO` or `io.BytesIO`, and the position in it."""
-
-    __slots__ = ()
-
-    def contents(self, weak: bool | None = True) -> Any:
-        return self.target.__getstate__()[:-1] if not self.target.closed else None
-
-    def is_at(self, contents: Any) -> bool:
-        return bool(self.contents() == contents)
-
-    def put(self, contents: Any) -> None:
-        if contents is not None and not self.target.closed:  # one that was closed stays so
-            self.target.__setstate__((*contents, None))
-
-
 class KindNote(Note):
     """The class of an object."""
 
@@ -490,140 +385,3 @@ class KindNote(Note):
 
     def put(self, contents: Any) -> None:
         object.__setattr__(self.target, "__class__", contents)
-
-
-class CellNote(Note):
-    """A closed-over variable."""
-
-    __slots__ = ()
-
-    def contents(self, weak: bool | None = True) -> Any:
-        try:
-            return held(self.target.cell_contents, weak)
-        except ValueError:
-            return _EMPTY
-
-    def is_at(self, contents: Any) -> bool:
-        try:
-            return is_item(self.target.cell_contents, contents)
-        except ValueError:
-            return contents is _EMPTY
-
-    def put(self, contents: Any) -> None:
-        if contents is _EMPTY:
-            del self.target.cell_contents
-        else:
-            self.target.cell_contents = given_back(contents)
-
-
-class Inside(NamedTuple):
-    """A container that is found through the cell that it is in.
-
-    Attributes:
-        key: its id; compared only while the cell has a container.
-        kind: its class.
-        items: its contents.
-        container: the object, where a recomputation has to give it back.
-    """
-
-    key: int
-    kind: Any
-    items: Any
-    container: Any = None
-
-
-class CellContainerNote(Note):
-    """A list or dict that a closed-over variable names, and its contents.
-
-    It is held through the cell: held directly, the outputs that a loop collects in a new list for each call would stay
-    alive as long as the regions that wrote them.
-    """
-
-    __slots__ = ()
-
-    def _inner(self) -> Note | None:
-        try:
-            container = self.target.cell_contents
-        except ValueError:
-            return None
-        if isinstance(container, list):
-            return ListNote.__new__(ListNote)._of(container)
-        return DictNote.__new__(DictNote)._of(container) if isinstance(container, dict) else None
-
-    def contents(self, weak: bool | None = True) -> Any:
-        inner = self._inner()
-        if inner is None:
-            return CellNote.contents(self, weak)  # type: ignore[arg-type]
-        container = inner.target
-        return Inside(id(container), type(container), inner.contents(weak), container if weak is None else None)
-
-    def is_at(self, contents: Any) -> bool:
-        if type(contents) is not Inside:
-            return CellNote.is_at(self, contents)  # type: ignore[arg-type]
-        inner = self._inner()
-        return inner is not None and id(inner.target) == contents.key and inner.is_at(contents.items)
-
-    def put(self, contents: Any) -> None:
-        if type(contents) is not Inside:
-            CellNote.put(self, contents)  # type: ignore[arg-type]
-            return
-        inner = self._inner()
-        if inner is None or id(inner.target) != contents.key:
-            container = contents.kind.__new__(contents.kind) if contents.container is None else contents.container
-            self.target.cell_contents = container
-            inner = self._inner()
-            assert inner is not None
-        if not inner.is_at(contents.items):
-            inner.put(contents.items)
-
-    def items(self) -> Iterable[tuple[str, Any]]:
-        if type(self.noted) is not Inside:
-            return ()
-        items = self.noted.items
-        pairs = items.items() if isinstance(items, dict) else enumerate(items)
-        return ((f"[{key!r}]", item) for key, item in pairs)
-
-
-class ClassNote(Note):
-    """The attributes of a class."""
-
-    __slots__ = ()
-
-    def contents(self, weak: bool | None = True) -> Any:
-        return _hold_values(dict(vars(self.target)), weak)
-
-    def is_at(self, contents: Any) -> bool:
-        now = vars(self.target)
-        if list(now) != list(contents):
-            return False
-        return all(map(is_, now.values(), contents.values())) or all(map(is_item, now.values(), contents.values()))
-
-    def put(self, contents: Any) -> None:
-        now = dict(vars(self.target))
-        for name in now.keys() - contents.keys():
-            delattr(self.target, name)
-        for name, value in contents.items():
-            if not is_item(now.get(name, _EMPTY), value):
-                setattr(self.target, name, given_back(value))
-
-
-class NameNote(Note):
-    """A module-level name."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, target: dict[str, Any], name: str) -> None:
-        self.name = name
-        super().__init__(target)
-
-    def contents(self, weak: bool | None = True) -> Any:
-        return held(self.target.get(self.name, _EMPTY), weak)
-
-    def is_at(self, contents: Any) -> bool:
-        return is_item(self.target.get(self.name, _EMPTY), contents)
-
-    def put(self, contents: Any) -> None:
-        if contents is _EMPTY:
-            self.target.pop(self.name, None)
-        else:
-            self.target[self.name] = given_back(contents)
