@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from notebook import notebook
 
 import reactivate
 
@@ -47,6 +49,14 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_notebook_is_the_tutorial() -> None:
+    """Its code runs as that of the page does, above."""
+    found = (ROOT / "docs" / "tutorial.ipynb").read_text("utf-8")
+    assert found == notebook() + "\n", "write it again: python tests/notebook.py > docs/tutorial.ipynb"
+    code = ["".join(cell["source"]) for cell in json.loads(found)["cells"] if cell["cell_type"] == "code"]
+    assert code == [block.strip() for block in BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text("utf-8"))]
 
 
 def test_pages_have_their_code_in_blocks_that_run() -> None:
