@@ -2,6 +2,7 @@
 
 python benchmarks/torches.py PYTHON ...                    the tests of `make test` with each of these interpreters
 python benchmarks/torches.py --public PYTHON               those of `make test-public`
+python benchmarks/torches.py --failed PYTHON ...           of an earlier run only what failed, after it was mended
 python benchmarks/torches.py PYTHON ... -- --ignore FILE   with options for pytest
 
 Every interpreter has its own torch; the package is that of the current directory. Results go to `--out`, in the place of
@@ -18,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from xml.etree import ElementTree
@@ -27,6 +28,9 @@ from xml.etree import ElementTree
 HERE = Path(__file__).parent
 VERSIONS = "import platform, torch; print(torch.__version__.partition('+')[0], platform.python_version())"
 ALL, PUBLIC = "all tests", "the engine's tests, public names of torch only"
+
+
+Key = tuple[tuple[int, ...], str, str]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Row:
     minutes: float
 
     @property
-    def key(self) -> tuple[tuple[int, ...], str, str]:
+    def key(self) -> Key:
         """Return what tells two rows apart, in the order of the table."""
         return tuple(map(int, self.torch.split(".")[:3])), self.tests, self.python
 
@@ -61,7 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {row.key: row for row in read(options.out)}
     rows = []
     for python in options.pythons:
-        row = run(python, options.public, options.jobs, options.pytest)
+        row = (
+            again(python, found, options)
+            if options.failed
+            else run(python, options.public, options.jobs, options.pytest)
+        )
         rows.append(row)
         found[row.key] = row
         ordered = [found[key] for key in sorted(found)]
@@ -79,6 +87,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "pythons", nargs="*", metavar="PYTHON", help="an interpreter that has a torch; none: the page alone"
     )
     parser.add_argument("--public", action="store_true", help="the engine's tests, with public names of torch only")
+    parser.add_argument("--failed", action="store_true", help="run only what failed last time, and count it anew")
     parser.add_argument("--jobs", default="2", help="processes")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "torches.json", metavar="FILE")
     parser.add_argument("--page", type=Path, metavar="FILE", help="the page of the documentation")
@@ -91,7 +100,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(python: str, public: bool, jobs: str, more: Sequence[str]) -> Row:
     """Run the tests with one interpreter."""
-    torch, version = subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True, text=True).stdout.split()
+    torch, version = versions_of(python)
     path = [os.getcwd(), *(["tests"] if public else [])]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -110,6 +119,24 @@ def run(python: str, public: bool, jobs: str, more: Sequence[str]) -> Row:
         subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(path)})
         minutes = (perf_counter() - start) / 60
         return row_of(ElementTree.parse(report), torch, version, PUBLIC if public else ALL, minutes)
+
+
+def again(python: str, found: Mapping[Key, Row], options: argparse.Namespace) -> Row:
+    """Run what failed with one interpreter, and return its row with these tests counted anew."""
+    torch, version = versions_of(python)
+    (old,) = [row for row in found.values() if (row.torch, row.python) == (torch, version) and row.failed]
+    names = [f"{name.partition('::')[0].replace('.', '/')}.py::{name.partition('::')[2]}" for name in old.failed]
+    new = run(python, old.tests == PUBLIC, "0", [*options.pytest, *names])
+    skipped = Counter(old.skipped) + Counter(new.skipped)
+    minutes = round(old.minutes + new.minutes, 1)
+    return replace(
+        old, passed=old.passed + new.passed, skipped=dict(skipped.most_common()), failed=new.failed, minutes=minutes
+    )
+
+
+def versions_of(python: str) -> list[str]:
+    """Return the versions of torch and Python of an interpreter."""
+    return subprocess.run([python, "-c", VERSIONS], check=True, capture_output=True, text=True).stdout.split()
 
 
 def row_of(report: ElementTree.ElementTree, torch: str, python: str, tests: str, minutes: float) -> Row:

@@ -351,6 +351,7 @@ class Versions:
         return version
 
 
+@pytest.mark.skipif(not has_version_switch, reason="torch 2.9 takes whichever compiled version fits (docs/limits.md)")
 def test_a_recomputation_runs_the_version_that_its_forward_pass_ran() -> None:
     """A dynamic version is compiled between forward and backward, and would fit the recomputation too."""
     versions = Versions()
@@ -361,8 +362,7 @@ def test_a_recomputation_runs_the_version_that_its_forward_pass_ran() -> None:
     forward = list(versions.ran)
     for out in outs:
         out.sum().backward()
-    if has_version_switch:
-        assert forward == versions.ran[len(forward) :] == [0, 1, 0, 1]
+    assert forward == versions.ran[len(forward) :] == [0, 1, 0, 1]
 
 
 @pytest.mark.filterwarnings("ignore:A checkpointed region is in a graph")

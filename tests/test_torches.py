@@ -22,17 +22,19 @@ def test_fails(): {body}
 """
 
 
-def measured(folder: Path, body: str) -> int | str | None:
+def measured(folder: Path, body: str, *more: str) -> int | str | None:
     (folder / "test_some.py").write_text(TESTS.format(body=body), encoding="utf-8")
     alone = ["-p", "no:cacheprovider", "-c", str(folder / "none.ini"), "--rootdir", str(folder)]
     (folder / "none.ini").write_text("[pytest]\n", encoding="utf-8")
     with pytest.raises(SystemExit) as ended:
         out, page = str(folder / "torches.json"), str(folder / "torches.md")
-        torches.main([sys.executable, "--jobs", "0", "--out", out, "--page", page, "--", *alone, str(folder)])
+        where = [] if more else [str(folder)]
+        torches.main([sys.executable, *more, "--jobs", "0", "--out", out, "--page", page, "--", *alone, *where])
     return ended.value.code
 
 
-def test_a_row_says_what_became_of_the_tests_and_is_replaced(tmp_path: Path) -> None:
+def test_a_row_says_what_became_of_the_tests_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     version = torch.__version__.partition("+")[0]
     assert measured(tmp_path, "assert 0") == 1
     (row,) = json.loads((tmp_path / "torches.json").read_text())
@@ -41,6 +43,10 @@ def test_a_row_says_what_became_of_the_tests_and_is_replaced(tmp_path: Path) -> 
     page = (tmp_path / "torches.md").read_text()
     assert f"| {version} | {row['python']} | all tests | 1 | 1 | 1 |" in page and "test_some::test_fails" in page
     assert r"no \| GPU" in page
+
+    assert measured(tmp_path, "pass", "--failed") == 0
+    (again,) = json.loads((tmp_path / "torches.json").read_text())
+    assert (again["passed"], again["failed"], again["skipped"]) == (2, [], row["skipped"])
 
     assert measured(tmp_path, "pass") == 0
     (row,) = json.loads((tmp_path / "torches.json").read_text())
