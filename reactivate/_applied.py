@@ -22,7 +22,7 @@ from reactivate._checkpoint import run_in_graph
 from reactivate._compilers.graph import contexts_for
 from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.kept_calls.choice import Choice, Unmatched
-from reactivate._engine.kept_calls.site_log import current_log
+from reactivate._engine.kept_calls.site_log import current_log, serve
 from reactivate._engine.record import Options
 from reactivate._engine.region import run
 from reactivate._types import Action, Policy, Recompute, Save, Site
@@ -185,7 +185,7 @@ class Applied:
         interest = interest_of(policy)
         choice = in_graph = None
         if interest.any_function or interest.functions or interest.names or interest.modules:
-            choice = Choice(policy, self.unmatched, module, path)
+            choice = serve(Choice(policy, self.unmatched, module, path))
             in_graph = contexts_for(policy, module, path)
         return self.options.of(path, choice, in_graph)
 

@@ -18,6 +18,7 @@ from torch.nn import Module
 from reactivate._compilers.graph import contexts_for
 from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.kept_calls.choice import Choice, Unmatched
+from reactivate._engine.kept_calls.site_log import serve
 from reactivate._engine.record import Options
 from reactivate._engine.region import module_called_by, run, run_module
 from reactivate._nearest import described, did_you_mean, name_of
@@ -334,7 +335,7 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
     owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
     module = owner if isinstance(owner, Module) else None
     root = None if module is None else weakref.ref(module)
-    choice = Choice(policy, Unmatched(policy, "checkpoint"), root, "", is_applied=False)
+    choice = serve(Choice(policy, Unmatched(policy, "checkpoint"), root, "", is_applied=False))
     choice.find_modules()
     return options.of(options.name, choice, contexts_for(policy, root, ""))
 

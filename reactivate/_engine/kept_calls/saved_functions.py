@@ -1,9 +1,8 @@
 """Custom autograd functions as saved calls.
 
 `Function.apply` is bound early (`swish = Swish.apply`), so there is no place to stand in for it. It looks up `forward` on
-the class at every call, though: there a wrapper stands while a forward pass or a recomputation of a region runs whose
-policy names the class. What the function saves is saved after its `forward` has returned, before `apply` does; the log of
-the forward pass waits for it.
+the class at every call, though: there a wrapper stands, for as long as a policy names the class. What the function saves
+is saved after its `forward` has returned, before `apply` does; the log of the forward pass waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from reactivate._torch.autograd import has_setup_context
 from reactivate._torch.containers import flatten
 
 _changing = RLock()
-_wrapped: dict[type[Function], int] = {}  # by how many logs
+_wrapped: dict[type[Function], int] = {}  # how many policies name the class
 
 
 def intercept(kinds: Iterable[type[Function]], current_log: Callable[[], Any]) -> None:

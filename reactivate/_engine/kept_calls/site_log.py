@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -57,6 +57,18 @@ def set_aside() -> Iterator[None]:
         _current.reset(token)
 
 
+def serve(choice: Choice) -> Choice:
+    """Let the custom functions that a policy names be saved calls, for as long as its `choice` lives.
+
+    Not only while a region runs: what a class looks up in between, in a backward or on another thread, stays the same.
+    """
+    kinds = choice.interest.functions
+    if kinds:
+        intercept(kinds, current_log)
+        finalize(choice, release, kinds)
+    return choice
+
+
 class Log:
     """The log of a forward pass or of a recomputation: both number calls."""
 
@@ -77,7 +89,6 @@ class Log:
 
     def open(self) -> None:
         """From here on, calls on this thread go to this log."""
-        intercept(self.choice.interest.functions, current_log)
         self._stand_ins = [SavedStandIn.enter(module, current_log) for module in self.choice.find_modules()]
         open_logs.append(self)
         self._token = _current.set(self)
@@ -91,7 +102,6 @@ class Log:
         for stand_in in self._stand_ins:
             stand_in.leave()
         self._stand_ins.clear()
-        release(self.choice.interest.functions)
         if self._mode is not None:
             pop_function_mode()
             if self._shows_compiled:

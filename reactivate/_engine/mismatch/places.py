@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from reactivate._engine.sites import Site
+from reactivate._engine.state.bounded import Bounded
 
 
 class SavePlace(NamedTuple):
@@ -29,7 +30,8 @@ class SavePlace(NamedTuple):
 Places = dict[int, SavePlace]
 """By the number of the saved tensor."""
 
-_known: dict[int, tuple[ref[Any], Places]] = {}  # by the ids of the regions' owners
+# By the ids of the regions' owners. Bounded, for a place knows code: mostly the owner itself.
+_known: Bounded[int, tuple[ref[Any], Places]] = Bounded()
 
 
 def are_known(owner: Any) -> bool:
