@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
+# A test process a core: more threads would only wait for each other.
+TEST := OMP_NUM_THREADS=1
 
 # torch_xla goes with one torch, and is large: an environment of its own, kept for the user, one for each set of pins.
 XLA_PINS := requirements-xla.txt requirements-xla-tests.txt
@@ -29,22 +31,22 @@ demo: $(VENV)/.demo  ## train a byte-level GPT plain and checkpointed, and compa
 	$(BIN)/python examples/byte_gpt.py --out demo
 
 test: $(VENV)/.test $(VENV)/.models  ## every test that needs no accelerator; those that need one run where there is one
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(TEST) $(BIN)/python -m pytest -n $(JOBS)
 
 test-all: $(VENV)/.test $(VENV)/.models  ## what `make test` leaves out: slow tests, and more samples of torch's tables of ops and modules
-	$(BIN)/python -m pytest -n $(JOBS) --all -m 'slow or table'
+	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --all -m 'slow or table'
 
 ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng mutation exceptions ambient memory visibility \
 	saved_sites saved_functions nested_sites architectures dropin_torch property))
 
 test-fenced: $(VENV)/.test $(VENV)/.models  ## the engine's tests, as if the CPU were a device whose compiler needs a fence
-	$(BIN)/python -m pytest -n $(JOBS) --fenced $(ENGINE)
+	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --fenced $(ENGINE)
 
 test-gpu: $(VENV)/.test  ## what names CUDA, where there is one
 	$(BIN)/python -m pytest -m gpu
 
 test-public: $(VENV)/.test $(VENV)/.models  ## the engine's tests without what has a public way beside it: the same bits, slower
-	PYTHONPATH=tests $(BIN)/python -m pytest -n $(JOBS) -p public_ways $(ENGINE)
+	$(TEST) PYTHONPATH=tests $(BIN)/python -m pytest -n $(JOBS) -p public_ways $(ENGINE)
 
 $(XLA)/.installed:  # no prerequisites: another set of pins is another directory
 	rm -rf $(XLA)
@@ -54,12 +56,12 @@ $(XLA)/.installed:  # no prerequisites: another set of pins is another directory
 	touch $@
 
 test-xla: $(XLA)/.installed  ## regions on XLA's CPU device, and in JAX
-	$(IN_XLA) -m pytest tests_xla
+	$(TEST) $(IN_XLA) -m pytest tests_xla
 
 WITHOUT_TITAN := --ignore tests/test_recipe.py --ignore tests/test_recipe_configs.py  # torchtitan needs a newer torch
 
 test-oldest: $(XLA)/.installed  ## the tests of `make test` on the oldest torch that is supported
-	$(IN_XLA) -m pytest -n $(JOBS) $(or $(TESTS),$(WITHOUT_TITAN))
+	$(TEST) $(IN_XLA) -m pytest -n $(JOBS) $(or $(TESTS),$(WITHOUT_TITAN))
 
 test-oldest-engine: TESTS = $(ENGINE)
 test-oldest-engine: test-oldest  ## those of the engine only
@@ -75,7 +77,7 @@ $(NEWEST)/.installed: $(if $(TORCH),,refresh)
 newest: $(NEWEST)/.installed  ## the environment of the newest torch
 
 test-newest: newest  ## the tests of `make test` on the newest torch, or on another one: TORCH=2.11.0
-	PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest -n $(JOBS) $(TESTS)
+	$(TEST) PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest -n $(JOBS) $(TESTS)
 
 test-newest-engine: TESTS = $(ENGINE)
 test-newest-engine: test-newest  ## those of the engine only
@@ -86,10 +88,10 @@ torches: $(VENV)/.test $(VENV)/.models $(XLA)/.installed $(NEWEST)/.installed  #
 	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md --public $(BIN)/python $(NEWEST)/bin/python -- $(ENGINE)
 
 campaign: $(VENV)/.test  ## 100,000 random programs in as many sittings as it takes: make campaign SECONDS=3600
-	$(BIN)/python -m fuzz --record benchmarks/results/fuzzing.json --page docs/fuzzing.md --count 100000 $(if $(SECONDS),--seconds $(SECONDS)) --workers $(JOBS)
+	$(TEST) $(BIN)/python -m fuzz --record benchmarks/results/fuzzing.json --page docs/fuzzing.md --count 100000 $(if $(SECONDS),--seconds $(SECONDS)) --workers $(JOBS)
 
 fuzz: $(VENV)/.test  ## random training programs, plain and checkpointed: make fuzz SECONDS=600, COUNT=2000, SEED=7
-	$(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) --workers $(JOBS)
+	$(TEST) $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) --workers $(JOBS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
