@@ -335,7 +335,8 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
     owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
     module = owner if isinstance(owner, Module) else None
     root = None if module is None else weakref.ref(module)
-    choice = serve(Choice(policy, Unmatched(policy, "checkpoint"), root, "", is_applied=False))
+    unmatched = Unmatched(policy, "checkpoint", has_modules=module is not None)
+    choice = serve(Choice(policy, unmatched, root, "", is_applied=False))
     choice.find_modules()
     return options.of(options.name, choice, contexts_for(policy, root, ""))
 

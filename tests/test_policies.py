@@ -506,6 +506,16 @@ def test_what_matches_no_call_is_refused_when_the_regions_have_run(policy: Any, 
         model(torch.randn(2, 4))
 
 
+@pytest.mark.parametrize("policy", [policies.save_modules("up"), policies.save_ops("linear", within="up")])
+def test_modules_are_not_selected_in_a_region_that_is_a_function(policy: Any) -> None:
+    block = Model().layers[0]
+    with pytest.raises(UsageError, match=r"the region is a function, which has none. Checkpoint the module itself"):
+        reactivate.checkpoint(lambda x: block(x), policy=policy)(torch.randn(2, 4, requires_grad=True))
+    saved = reactivate.checkpoint(block, policy=policy)(torch.randn(2, 4, requires_grad=True))
+    method = reactivate.checkpoint(block.forward, policy=policy)(torch.randn(2, 4, requires_grad=True))
+    assert saved.requires_grad and method.requires_grad
+
+
 def test_a_list_for_all_models_may_match_nothing() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Tanh()) for _ in range(2)))
     assert saved_in(model, policies.first_match(policies.compute_intensive(), policies.full())) == [[], []]

@@ -196,6 +196,39 @@ def test_a_class_that_inherits_its_forward() -> None:
     assert calls == ["Random", "Random"]
 
 
+@pytest.mark.parametrize("ends", ["before the forward", "before the backward", "never"])
+@pytest.mark.parametrize("begins", ["first", "second"])
+@pytest.mark.parametrize("named", [(Child,), (Random, Child)])
+def test_a_policy_that_names_the_child_beside_one_that_names_the_parent(named: Any, begins: str, ends: str) -> None:
+    def other() -> Any:
+        region = reactivate.checkpoint(lambda x: Child.apply(x.sin()), policy=policies.save_ops(*named))
+        with torch.random.fork_rng():
+            region(torch.ones(2, requires_grad=True))
+        return region
+
+    def trained(wrap: Callable[[Any], Any], is_beside: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.rand(8, requires_grad=True)
+        regions = [other()] if is_beside and begins == "first" else []
+        out = wrap(lambda x: (Child.apply(x.sin()).exp() * Random.apply(x.cos())).sin())(x)
+        regions += [other()] if is_beside and begins == "second" else []
+        if ends == "before the forward":
+            regions.clear()
+        second = wrap(lambda x: Child.apply(x.sin()).exp())(x)
+        if ends == "before the backward":
+            regions.clear()
+        (out.sum() + second.sum()).backward()
+        assert x.grad is not None
+        return [out.detach(), second.detach(), x.grad]
+
+    plain = trained(lambda function: function, False)
+    calls.clear()
+    for one, two in zip(plain, trained(lambda fn: reactivate.checkpoint(fn, policy=policies.save_ops(Random)), True)):
+        oracle.assert_bitwise(one, two, "a tensor")
+    # An inherited forward is the parent's: it is saved with it, whoever else names the child.
+    assert calls == ["Random"] * 4
+
+
 def test_the_class_is_as_before_when_the_policy_is_gone() -> None:
     gc.collect()
     before = {kind: dict(vars(kind)) for kind in (Old, New, Child)}

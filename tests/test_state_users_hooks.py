@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import reactivate
 from reactivate import policies
 from reactivate._engine.record import observed_by
+from reactivate.errors import RecomputeMismatchError
 
 Wrap = Callable[[Any], Any]
 
@@ -99,3 +101,62 @@ def chosen_plainly(module: nn.Module, wrap: str) -> Callable[[Tensor], Tensor]:
     if wrap == "a region in a saved call":
         return lambda x: module(x.sin()).cos()
     return module
+
+
+def _other_data(module: Any) -> None:
+    module.scale.data = torch.rand(4) + 2
+
+
+def _other_data_of_another_size(module: Any) -> None:
+    module.scale.data = torch.rand(4, 4)[1] + 2
+
+
+def _set(module: Any) -> None:
+    with torch.no_grad():
+        module.scale.set_(torch.rand(4) + 2)
+
+
+class Sliced(Scaled):
+    """A view of the buffer is saved: it stays in the memory that it was made in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() * self.scale[:]).sin()
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("pack", ["no hooks", *PACKS])
+@pytest.mark.parametrize("change", [_other_data, _other_data_of_another_size, _set])
+@pytest.mark.parametrize("kind", [Scaled, Sliced])
+def test_a_buffer_that_is_given_other_memory(kind: type[Any], change: Any, pack: str, wrap: str) -> None:
+    def run(wrap_: Wrap) -> list[Tensor] | str:
+        torch.manual_seed(0)
+        module, x = kind(), torch.randn(3, 4, requires_grad=True)
+        with saved_tensors_hooks(PACKS[pack], same) if pack in PACKS else nullcontext():
+            out = wrap_(module)(x)
+        change(module)
+        try:
+            out.square().sum().backward()
+        except RuntimeError as error:
+            return "modified in place" if "modified by an inplace operation" in str(error) else str(error)
+        assert x.grad is not None
+        return [out.detach(), x.grad, *module.buffers()]
+
+    plain = run(lambda module: chosen_plainly(module, wrap))
+    ran = Watched()
+    with observed_by(ran):
+        ours = run(WRAPS[wrap])
+    assert ran.regions >= 1 and ran.recomputations >= 1
+    if isinstance(plain, str):
+        assert plain == "modified in place"
+    else:
+        assert not isinstance(ours, str), ours
+        for number, (one, other) in enumerate(zip(plain, ours)):
+            assert_bitwise(one, other, f"tensor {number}")
+
+
+def test_hooks_that_cast() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: tensor.bfloat16(), lambda tensor: tensor.float()):
+        out = reactivate.checkpoint(lambda x: (x * 3).exp().sin())(x.tanh())
+    with pytest.raises(RecomputeMismatchError, match="they must return the bits that they were given"):
+        out.sum().backward()

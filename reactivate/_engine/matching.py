@@ -139,9 +139,9 @@ class Matching:
             pack, unpack = self.users_hooks
             with torch.no_grad():
                 found = unpack(pack(value))
-            return (found, found._version) if memory_of(found) != memory else (self.detach(value), present)
-        if present == saved_version:
-            return self.detach(value), present
+            return found, present if memory_of(found) == memory else found._version
+        if present == saved_version:  # the tensor itself, as autograd keeps it: somebody may give it other memory
+            return value, present
         copied = copy_unseen(value)
         return copied, copied._version
 

@@ -86,10 +86,12 @@ class Unmatched:
         policy: the policy.
         asked_by: what messages call the function that was given the policy.
         regions: how many regions the policy is for.
+        has_modules: whether they are modules, or methods of modules.
     """
 
-    def __init__(self, policy: Policy, asked_by: str, regions: int = 1) -> None:
+    def __init__(self, policy: Policy, asked_by: str, regions: int = 1, has_modules: bool = True) -> None:
         self.asked_by = asked_by
+        self.has_modules = has_modules
         self.regions = regions
         self._ran: set[str] = set()
         self.parts = [part for part in parts_of(policy) if isinstance(part, ReadyMade) and not part.may_match_nothing]
@@ -112,6 +114,12 @@ class Unmatched:
         if self.parts and is_all:
             part, self.parts = self.parts[0], []
             seen = ", ".join(sorted(self.seen)) or "no call at all"
+            interest = interest_of(part)
+            if not self.has_modules and (interest.modules or interest.paths):
+                raise UsageError(
+                    f"{self.asked_by}: {part} selects modules, and the region is a function, which has none. Checkpoint the "
+                    "module itself, reactivate.checkpoint(module, policy=...), or use reactivate.apply(model, policy)."
+                )
             raise UsageError(f"{self.asked_by}: {part} matches nothing. What there was to match: {seen}.")
 
 

@@ -55,14 +55,18 @@ def mark(context: Any, result: Any, site: Any) -> None:
 
 
 def _wrap(kind: Any, current_log: Callable[[], Any]) -> None:
-    forward, setup = kind.forward, kind.setup_context
+    forward, setup = _beneath(kind.forward), _beneath(kind.setup_context)
     is_split = has_setup_context(kind)
+    inherited = [base for base in kind.__mro__ if _beneath(getattr(base, "forward", None)) is forward]
 
     def wrapped(*args: Any) -> Any:
         log = current_log()
-        if log is None or kind not in log.choice.interest.functions:  # it may be another policy that names it
+        if log is None:
             return forward(*args)
-        decision = log.choice.of_class(kind)
+        named = next((base for base in inherited if base in log.choice.interest.functions), None)
+        if named is None:  # it is another policy that names it
+            return forward(*args)
+        decision = log.choice.of_class(named)
         return log.call_function(decision, forward, args, is_split) if decision.is_of_interest else forward(*args)
 
     def wrapped_setup(context: Any, inputs: Any, output: Any) -> Any:
@@ -71,12 +75,18 @@ def _wrap(kind: Any, current_log: Callable[[], Any]) -> None:
             return setup(context, inputs, output)
         return log.set_up_function(setup, context, inputs, output)
 
-    _put(kind, "forward", wrapped)
+    _put(kind, "forward", wrapped, forward)
     if is_split:
-        _put(kind, "setup_context", wrapped_setup)
+        _put(kind, "setup_context", wrapped_setup, setup)
 
 
-def _put(kind: Any, name: str, function: Any) -> None:
+def _beneath(function: Any) -> Any:
+    """Return the class's own function: a base class may be wrapped now, and not when the wrapper of `function` is asked."""
+    return getattr(function, "beneath", function)
+
+
+def _put(kind: Any, name: str, function: Any, beneath: Any) -> None:
+    function.beneath = beneath
     function.hidden = vars(kind).get(name)  # None: inherited
     setattr(kind, name, staticmethod(function))
 

@@ -153,6 +153,12 @@ def different_values(record: Record, details: str) -> RecomputeMismatchError:
     )
 
 
+_LOSSY = (
+    "\nOr the saved-tensor hooks around the region changed its inputs: they must return the bits that they were given. Hooks "
+    "that cast or quantize go around the model without regions, or inside of a region around single calls."
+)
+
+
 def missed_state(record: Record, number: int) -> RecomputeMismatchError:
     """The recomputation computes something else than the forward, for a reason that no rule knows."""
     return RecomputeMismatchError(
@@ -160,7 +166,7 @@ def missed_state(record: Record, number: int) -> RecomputeMismatchError:
         f"{_numbered(record, number)}. It reads something that has changed since and that the library cannot see: a write "
         "through `.data` or NumPy, an object with state in C, a file. Keep that state in a buffer or an attribute of a "
         'module, or give the module `recompute_state()` and `load_recompute_state(state)`. `determinism="values"` names the '
-        "first op that differs.",
+        f"first op that differs.{_LOSSY if record.users_hooks is not None else ''}",
         kind="values",
     )
 
