@@ -127,7 +127,7 @@ class SavedCall:
         site.reason, site.changes = reason, ()
         site.start = len(self.entries)
         site.count = len(arguments)
-        frame = user_frame(_getframe(4))  # above `call`, and who called that
+        frame = user_frame(_getframe())
         site.place = (frame.f_code, frame.f_lasti)
 
     @not_a_users_hook
