@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._backends import Fence
-from reactivate._engine.inputs.capture import Input
+from reactivate._engine.inputs.walk import Input
 from reactivate._engine.kept_calls.choice import Choice
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.state.contents import Note
