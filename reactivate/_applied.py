@@ -24,7 +24,7 @@ from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import current_log, serve
 from reactivate._engine.record import Options
-from reactivate._engine.region import run
+from reactivate._engine.run import run
 from reactivate._types import Action, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened

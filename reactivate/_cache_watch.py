@@ -17,7 +17,7 @@ from torch import Tensor, is_grad_enabled
 
 from reactivate._engine.accounts import Ledger, in_words
 from reactivate._engine.record import Options
-from reactivate._engine.region import run
+from reactivate._engine.run import run
 
 
 class CacheWatch:

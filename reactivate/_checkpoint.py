@@ -20,7 +20,7 @@ from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import serve
 from reactivate._engine.record import Options
-from reactivate._engine.region import module_called_by, run, run_module
+from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._nearest import described, did_you_mean, name_of
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph
 from reactivate._types import Guard, Policy

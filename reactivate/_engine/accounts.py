@@ -22,12 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
 from reactivate._engine.inputs.specs import InputSpec, SavedInput, WrittenInput
-from reactivate._engine.mismatch.refusals import name_of
+from reactivate._engine.mismatch.naming import name_of
 from reactivate._engine.record import Record
 from reactivate._engine.state.changes import SilentTensors
 from reactivate._engine.state.modules import ModuleChanges, ModuleNotes
 from reactivate._engine.state.reached import ReachedNotes
-from reactivate._engine.state.shadows import TensorStates
+from reactivate._engine.state.tensor_states import TensorStates
 from reactivate._torch.saved import SavedTensor, data_of
 from reactivate._types import Guard
 

@@ -18,7 +18,7 @@ from reactivate._engine.mismatch.oplog import LoggedOp, OpLog, difference
 from reactivate._engine.mismatch.stale import refuse_stale, watches
 from reactivate._engine.record import Record, Saved
 from reactivate._engine.state.memory import memory_of
-from reactivate._engine.state.shadows import rewound_memory
+from reactivate._engine.state.rewound import rewound_memory
 from reactivate._torch.autograd import (
     is_outside_of_functions,
     next_node_number,

@@ -8,7 +8,6 @@ filled (Rule 8). Afterwards everything is as if it had not run (Rules 12, 13).
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -21,14 +20,14 @@ from reactivate._engine.barriers.fencing import FencedRecomputation
 from reactivate._engine.inputs.cells import CellTensorNote
 from reactivate._engine.inputs.specs import Memo, rebuild
 from reactivate._engine.matching import Matching, RecomputationComplete, unpack
-from reactivate._engine.mismatch import refusals
-from reactivate._engine.mismatch.check import OUTPUTS, Check
+from reactivate._engine.mismatch import naming, refusals
+from reactivate._engine.mismatch.compare import compare, disproved
 from reactivate._engine.mismatch.proof import RenormsOnce
 from reactivate._engine.mismatch.stale import StaleReads
 from reactivate._engine.record import Record, observers, tell
-from reactivate._engine.state.contents import WeakTensor
+from reactivate._engine.state.held import WeakTensor
 from reactivate._engine.state.notes import RewoundNotes
-from reactivate._engine.state.shadows import RewoundTensors
+from reactivate._engine.state.rewound import RewoundTensors
 from reactivate._engine.state.tensor_hooks import KeptHooks
 from reactivate._torch.autograd import (
     is_profiling,
@@ -36,7 +35,6 @@ from reactivate._torch.autograd import (
     push_saved_tensor_hooks,
     set_grad_enabled,
 )
-from reactivate._torch.modules import is_distributed_run
 from reactivate.errors import ReactivateError
 
 _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
@@ -80,7 +78,7 @@ def recompute(record: Record, behind: FencedRecomputation | None = None) -> None
     try:
         context.copy().run(run, record, behind)
         if record.check is not None and record.tokens is None:
-            _compare(record, lambda: context.copy().run(run, record, behind))
+            compare(record, lambda: context.copy().run(run, record, behind))
             if record.proof is not None:
                 record.proof.holds_now()
     except BaseException:
@@ -88,40 +86,6 @@ def recompute(record: Record, behind: FencedRecomputation | None = None) -> None
         raise
     if observers:
         tell(context, "recomputation_done", record)
-
-
-def _compare(record: Record, again: Callable[[], Any]) -> None:
-    """Compare a recomputation with its forward; where they differ, recompute once more to see which of two it is."""
-    forward: Check = record.check
-    record.check = None
-    first, forward.recomputed = forward.recomputed, None
-    if first is None:
-        return
-    number = forward.difference(first)
-    is_read_the_same = (number is None or number >= OUTPUTS) and forward.proves(first, _refilled(record))
-    if record.proof is not None:
-        if not is_read_the_same and (number is not None or not first.has_same_results):
-            raise _disproved(record)
-        record.proof.is_settled = True
-        return
-    if number is None or is_read_the_same:
-        return
-    is_deterministic = None
-    if not is_distributed_run():  # other ranks would wait in the collectives of a second one
-        record.check = forward
-        again()
-        second, record.check = forward.recomputed, None
-        is_deterministic = second is not None and first.difference(second) is None
-    # An op that adds up in any order may choose another expert on an accelerator; on the CPU there is none.
-    if (is_deterministic or forward.is_on_cpu()) and not forward.is_rounding(first):
-        raise record.options.exception(refusals.missed_state(record, number))
-    warnings.warn(refusals.differs(record, number, is_deterministic), stacklevel=2)
-
-
-def _refilled(record: Record) -> list[int]:
-    """Return the numbers of the saved tensors that a recomputation has filled."""
-    slots = [reference() for reference, *_ in record.saved]
-    return [index for index, slot in enumerate(slots) if slot is not None and getattr(slot, "kept", None) is None]
 
 
 def _recompute(record: Record, behind: FencedRecomputation | None) -> None:
@@ -176,7 +140,7 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
     """Return the contexts in which everything is as the forward saw it."""
     managers: list[Any] = []
     if is_profiling():
-        managers.append(torch.profiler.record_function(f"reactivate::recompute {refusals.name_of(record)}"))
+        managers.append(torch.profiler.record_function(f"reactivate::recompute {naming.name_of(record)}"))
     for rewind, snapshot in record.snapshots if record.tokens is None else record.take_snapshots():
         manager = rewind(snapshot)
         if manager is not None:
@@ -303,10 +267,4 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         pop_saved_tensor_hooks()
         matching.let_go()
     if not is_proved:
-        raise _disproved(record)
-
-
-def _disproved(record: Record) -> BaseException:
-    """Return the error for a forward that wrote to what it reads; from the next call on there is a copy of it."""
-    record.proof.ask_for_copies()
-    return record.options.exception(refusals.disproved(record))
+        raise disproved(record)

@@ -21,7 +21,7 @@ from reactivate._engine.kept_calls.choice import Choice
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.state.contents import Note
 from reactivate._engine.state.gradients import Gradients
-from reactivate._engine.state.shadows import TensorStates
+from reactivate._engine.state.tensor_states import TensorStates
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE, is_function_running
 from reactivate._types import Guard, Unrestored
 from reactivate.errors import ReactivateError

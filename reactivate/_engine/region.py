@@ -12,8 +12,7 @@ The rules cited here and in the tests are those of `docs/semantics.md`.
 from __future__ import annotations
 
 import functools
-import warnings
-from _thread import RLock, get_ident
+from _thread import RLock
 from contextlib import ExitStack
 from contextvars import copy_context
 from itertools import chain
@@ -23,92 +22,61 @@ from types import FrameType
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, is_grad_enabled
-from torch.nn import Module
+from torch import Tensor
 
 from reactivate._backends import fences
-from reactivate._engine.accounts import NotKept, counting_threads, note_shortage
+from reactivate._engine.accounts import note_shortage
+from reactivate._engine.backward import BackwardSide
 from reactivate._engine.barriers.exits import through_exit
-from reactivate._engine.barriers.fencing import FencedRecomputation, fence_of, tensors_of
+from reactivate._engine.barriers.fencing import fence_of, tensors_of
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.inputs.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.inputs.specs import WrittenInput
-from reactivate._engine.kept_calls.kept import SHARED_CODES, SiteSlot
+from reactivate._engine.kept_calls.kept import SHARED_CODES
 from reactivate._engine.kept_calls.saved_sites import ForwardLog
-from reactivate._engine.kept_calls.site_log import is_at_work, open_logs, set_aside, tensors_in
-from reactivate._engine.mismatch import refusals
+from reactivate._engine.kept_calls.site_log import tensors_in
+from reactivate._engine.mismatch import naming
 from reactivate._engine.mismatch.check import Check, is_due, note_writer, owner_of
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.mismatch.places import Places, SavePlace, are_known, remember
 from reactivate._engine.mismatch.proof import WriteProof
 from reactivate._engine.mismatch.stale import refuse_stale, watches
-from reactivate._engine.recompute import recompute
 from reactivate._engine.record import (
     Options,
-    Record,
     SharedSlot,
     Slot,
-    are_regions_off,
     observers,
-    plain_contexts,
     tell,
 )
-from reactivate._engine.sharing import current_group, groups
 from reactivate._engine.sites import user_frame
 from reactivate._engine.state.gradients import Gradients
-from reactivate._engine.state.shadows import TensorStates
-from reactivate._standin import StandIn
+from reactivate._engine.state.tensor_states import TensorStates
+from reactivate._engine.transforms import is_plain_under_transform, refuse_forward_mode
 from reactivate._torch.autograd import (
     asks_for_users_hooks,
     beside_users_hooks,
-    current_backward,
     forget_users_hooks,
     is_forward_mode_active,
     next_node_number,
     not_a_users_hook,
-    on_backward_end,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     users_hooks,
 )
-from reactivate._torch.dynamo import leave_out_of_graphs, leave_to_eager, prefer_version_used_last
+from reactivate._torch.dynamo import leave_to_eager, prefer_version_used_last
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
-from reactivate._torch.modules import has_hooks, module_call
 from reactivate._torch.scripts import last_script_graph
-from reactivate._torch.transforms import current_transform, name_of_transform
+from reactivate._torch.transforms import current_transform
 from reactivate._types import Unrestored
-from reactivate.errors import UnsupportedError
 
-
-def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    """`fn(*args, **kwargs)`, keeping of it what its recomputations need and no more."""
-    if not is_grad_enabled() or (plain_contexts and are_regions_off()):  # Rule 3
-        return fn(*args, **kwargs)
-    if open_logs and is_at_work():  # calls inside of this region are not those of a region around it
-        with set_aside():
-            return run(fn, args, kwargs, options)
-    region = Region()
-    plainly = region.begin(fn, args, kwargs, options)
-    if plainly is not None:
-        return plainly(fn, args, kwargs)
-    try:
-        result = fn(*args, **kwargs)
-    except BaseException as error:
-        region.fail(error)
-        raise
-    return region.end(result)
-
-
-leave_to_eager(run.__code__)
 _IS_LEAF = attrgetter("is_leaf")
 
 
-class Region(Record):
+class Region(BackwardSide):
     """One call of a checkpointed function."""
 
-    __slots__ = ("capture", "forward_log", "places", "script_graph")
+    __slots__ = ("capture", "places", "script_graph")
     capture: Capture | None
-    forward_log: ForwardLog | None  # of the calls that the policy saves
     places: Places | None  # where the user's code saves, if that is noted in this call
     script_graph: Any  # what TorchScript ran last before the region
 
@@ -117,7 +85,7 @@ class Region(Record):
 
         Returns a function that makes the call where there can be no region yet: mostly None.
         """
-        if current_transform() is not None and _is_plain_under_transform():
+        if current_transform() is not None and is_plain_under_transform():
             return _call
         prefer_version_used_last(False)
         self.options = options
@@ -206,7 +174,7 @@ class Region(Record):
         if self.proof is None and self.options.determinism == "metadata":
             self.check = None
         if last_script_graph() is not self.script_graph:
-            refuse_watched(last_script_graph(), refusals.name_of(self))
+            refuse_watched(last_script_graph(), naming.name_of(self))
         if self.forward_log is not None:
             self.forward_log.settle()
             self.forward_log = None
@@ -221,7 +189,7 @@ class Region(Record):
         written = self.unrestored()
         for tensor, spec, version in capture.saved:
             if tensor._version != version:
-                place = refusals.place_of(self, spec)
+                place = naming.place_of(self, spec)
                 self.replaced[id(spec)] = spec = tensor if tensor.is_leaf else WrittenInput(tensor)
                 written.append(Unrestored(spec, place, version))
         self.saved_inputs = [spec for _, spec, _ in capture.saved]
@@ -240,7 +208,7 @@ class Region(Record):
         if self.fence is None:
             return result
         if is_forward_mode_active():
-            _refuse_forward_mode(self.fence[0])
+            refuse_forward_mode(self.fence[0])
         self.entries = list(map(capture.spec_of, given_tensors(capture)))
         self.modules = capture.modules
         return through_exit(self, result, capture)
@@ -319,76 +287,6 @@ class Region(Record):
             log.finish_pending()
         return self._note(self.pack(tensor, _getframe(1)), tensor, _getframe(1))
 
-    def unpack(self, slot: Slot) -> Tensor:
-        """The backward wants what `slot` stands for."""
-        value = slot.value
-        if value is None:
-            with self.lock:  # autograd has a thread for each device; the one that comes second finds its value
-                while (value := slot.value) is None:  # again, if another backward has taken it, or let go of it
-                    if isinstance(slot, SiteSlot) and slot.kept is not None and self.tokens is None:
-                        return self._load(slot)
-                    if self.tokens is not None and self.forward_log is not None:
-                        self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
-                    if counting_threads and get_ident() in counting_threads:
-                        raise NotKept
-                    self._recompute()
-                self._limit_lifetime()
-        if value._version != slot.version:
-            raise self.options.exception(refusals.written_after_saved(self, slot))
-        if not slot.is_read_again:
-            slot.value = None
-        return value
-
-    def _recompute(self, gradient: Tensor | None = None) -> Tensor | None:
-        """Fill the slots; what a backward has brought to an exit is given back behind the fence."""
-        behind = None if self.fence is None else FencedRecomputation(*self.fence, gradient)
-        if observers:
-            tell(self.context, "recomputation_begins", self)
-        try:
-            recompute(self, behind)
-        except BaseException as error:
-            note_shortage(error)
-            raise
-        return None if behind is None else behind.gradient
-
-    def recompute_behind(self, gradient: Tensor) -> Tensor | None:
-        """A backward has come to an exit: what it will read of the region is computed from here on, not before."""
-        with self.lock:
-            slots = [slot for reference, *_ in self.saved if (slot := reference()) is not None]
-            is_filled = any(slot.value is not None for slot in slots)  # from another exit, or for another backward
-            if is_filled or not any(map(_is_empty, slots)):
-                return gradient
-            fenced = self._recompute(gradient)
-            self._limit_lifetime()
-            return fenced
-
-    def _load(self, slot: SiteSlot) -> Tensor:
-        """Return what a saved call keeps."""
-        try:
-            return slot.kept.load()  # type: ignore[no-any-return]
-        except RuntimeError as error:
-            if not refusals.is_of_a_write(error):
-                raise
-            raise self.options.exception(refusals.written_after_saved(self, slot)) from None
-
-    def _limit_lifetime(self) -> None:
-        """See to it that what was recomputed goes, also if the graph and its slots are retained."""
-        if len(self.saved) == 1 and self.fence is None:  # it has been taken already
-            return
-        group = current_group() if groups else None
-        if group is not None:
-            group.keep(self)
-        elif current_backward() == -1:
-            self.forget()  # somebody looks at `grad_fn._saved_...`
-        else:
-            on_backward_end(functools.partial(_forget, ref(self)))
-
-
-def given_tensors(capture: Capture) -> list[Tensor]:
-    """Return the tensors among the arguments and in closures."""
-    arguments = tensors_in(capture.args, capture.kwargs)
-    return list({id(tensor): tensor for tensor in (*(item[0] for item in capture.saved), *arguments)}.values())
-
 
 def _call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return fn(*args, **kwargs)
@@ -396,58 +294,12 @@ def _call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 leave_to_eager(Region.pack.__code__)
 leave_to_eager(Region.pack_noted.__code__)
-leave_out_of_graphs(Region.unpack)
-
-
-def _is_empty(slot: Slot) -> bool:
-    """Return whether only a recomputation can fill it."""
-    return slot.value is None and getattr(slot, "kept", None) is None
-
-
-def _forget(reference: ref[Region]) -> None:
-    region = reference()
-    if region is not None:
-        region.forget()
-
-
-def _refuse_forward_mode(device_type: str) -> None:
-    raise UnsupportedError(
-        f"A checkpointed region was called under torch.autograd.forward_ad on {device_type}. There its recomputation reads "
-        "its arguments through aliases, which have no tangents. Call the function without checkpointing there."
-    )
-
-
-def _is_plain_under_transform() -> bool:
-    """Return whether the call is the plain one: under transforms of `torch.func` that need nothing to be saved."""
-    transform = name_of_transform()
-    if transform in ("torch.func.vmap", "torch.func.jvp"):
-        warnings.warn(refusals.keeps_activations_under(transform), stacklevel=4)
-        return True
-    if transform is not None:
-        raise UnsupportedError(
-            f"A checkpointed region was called under {transform}, which saved-tensor hooks do not work with. Call the "
-            "function without checkpointing there, or put the checkpoint around the transformed function."
-        )
-    return False
 
 
 # -- a module that is the region ------------------------------------------------------------------------------------
 
 
-def module_called_by(fn: Any) -> Module | None:
-    """The module whose `__call__` the region is, if it is one."""
-    if isinstance(fn, Module):
-        return fn if type(fn).__call__ is module_call else None
-    owner = getattr(fn, "__self__", None)
-    return owner if isinstance(owner, Module) and fn == owner.__call__ else None
-
-
-def run_module(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    """Run a module with the region inside of its hooks, so that these run once (Rule 21)."""
-    if not has_hooks(module) or not is_grad_enabled():
-        return run(module, args, kwargs, options)
-    stand_in = StandIn.enter(module, functools.partial(run, options=options))
-    try:
-        return module(*args, **kwargs)
-    finally:
-        stand_in.leave()
+def given_tensors(capture: Capture) -> list[Tensor]:
+    """Return the tensors among the arguments and in closures."""
+    arguments = tensors_in(capture.args, capture.kwargs)
+    return list({id(tensor): tensor for tensor in (*(item[0] for item in capture.saved), *arguments)}.values())

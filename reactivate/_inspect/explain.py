@@ -30,10 +30,11 @@ from reactivate._backends import accelerator
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.kept_calls.kept import Kept, SavedSite
-from reactivate._engine.mismatch.refusals import name_of, saved_at
+from reactivate._engine.mismatch.naming import name_of, saved_at
 from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.record import Record, observed_by
-from reactivate._engine.region import Region, run
+from reactivate._engine.region import Region
+from reactivate._engine.run import run
 from reactivate._engine.sites import line_of, user_frame
 from reactivate._inspect.explanation import Entry, Explanation
 from reactivate._inspect.fake import faked, has_no_memory, tensors_of

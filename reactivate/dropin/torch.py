@@ -43,7 +43,8 @@ from torch.utils.checkpoint import (
 from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.kept_calls.site_log import set_aside
 from reactivate._engine.record import Options
-from reactivate._engine.region import Region, module_called_by, run, run_module
+from reactivate._engine.region import Region
+from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_recompute
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
 from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError

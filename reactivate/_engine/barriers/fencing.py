@@ -19,7 +19,7 @@ from torch.nn import Module
 from reactivate._backends import Fence, fences
 from reactivate._engine.barriers.aliases import Aliases, alias_like, whole_of
 from reactivate._engine.inputs.specs import Memo, rebuild
-from reactivate._engine.state.contents import WeakTensor
+from reactivate._engine.state.held import WeakTensor
 from reactivate._torch.modes import run_unseen, without_function_modes
 
 

@@ -16,10 +16,8 @@ from torch.nn import Module
 from reactivate._engine.inputs.module_walk import ModuleWalk, is_large
 from reactivate._engine.inputs.specs import GeneratorInput, IteratorInput, SavedInput, TupleInput
 from reactivate._engine.inputs.walk import DEPTH_OF_ARGUMENTS, DEPTH_OF_FUNCTIONS
-from reactivate._engine.state.contents import (
-    ATOMS,
-    TensorsNote,
-)
+from reactivate._engine.state.attributes import TensorsNote
+from reactivate._engine.state.contents import ATOMS
 from reactivate._engine.state.iterators import holds_iterator, is_iterator
 from reactivate._torch.autograd import innermost_pack_hook
 from reactivate._torch.saved import save_tensor

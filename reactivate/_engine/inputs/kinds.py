@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from reactivate._engine.state.attributes import slots_of
 from reactivate._engine.state.bounded import cached
-from reactivate._engine.state.contents import ATOMS, slots_of
+from reactivate._engine.state.contents import ATOMS
 
 SMALL_BYTES = 1 << 14
 """The size up to which a tensor without a graph, or an array, is copied before anybody is known to write to it."""

@@ -22,9 +22,10 @@ from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from reactivate._engine.state.attributes import slots_of
 from reactivate._engine.state.bounded import Bounded, cached
 from reactivate._engine.state.code import CACHED, Bindings, Names, Namespace
-from reactivate._engine.state.contents import ATOMS, slots_of
+from reactivate._engine.state.contents import ATOMS
 
 _MOST_CROSSINGS = 1
 """How often names are followed from one Python module into another."""

@@ -27,26 +27,13 @@ from reactivate._engine.inputs.kinds import (
     names_of_state,
     users_classes,
 )
+from reactivate._engine.state.attributes import KindNote, SlotsNote, TensorsNote, namespace_of, slots_of
 from reactivate._engine.state.buffers import ArrayNote, BytesNote, NumbersNote, StreamNote
-from reactivate._engine.state.contents import (
-    ATOMS,
-    LARGEST,
-    DictNote,
-    KindNote,
-    LengthNote,
-    ListNote,
-    Note,
-    SetNote,
-    SlotsNote,
-    TensorsNote,
-    WeakTensor,
-    length_of,
-    namespace_of,
-    slots_of,
-)
+from reactivate._engine.state.contents import ATOMS, LARGEST, DictNote, LengthNote, ListNote, Note, SetNote, length_of
 from reactivate._engine.state.functions import (
     ClassNote,
 )
+from reactivate._engine.state.held import WeakTensor
 from reactivate._engine.state.iterators import is_iterator, parts_of
 from reactivate._engine.state.modules import UNINITIALIZED
 from reactivate._engine.state.shadows import is_known_written

@@ -11,17 +11,17 @@ the copy nor the argument has been written to (their version counters), and cont
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from reactivate._engine.kept_calls.derivations import COPIES, OF_NEW_MEMORY, Change, Derivation, Node, Size
 from reactivate._torch.fake import FakeTensor
 
 _PLAIN = (Tensor, Parameter, FakeTensor)
-Change = Callable[[Tensor], Tensor]
 
 
 class Derived(NamedTuple):
@@ -99,7 +99,7 @@ class Sources:
         """Return whether `tensor` is a copy of a leaf from before the call, as autocast keeps them of parameters."""
         node: Any = tensor.grad_fn
         is_earlier = False
-        while node is not None and node.name() in _COPIES:
+        while node is not None and node.name() in COPIES:
             is_earlier = node._sequence_nr() < self.first_node
             node = node.next_functions[0][0]
         return is_earlier and getattr(node, "variable", None) is not None
@@ -186,13 +186,13 @@ class Sources:
         last: Any = None
         while node is not None and end not in ends:
             name = node.name()
-            undo = _COPIES.get(name)
+            undo = COPIES.get(name)
             if undo is None or (name == "ToCopyBackward0" and casts):
                 break
             if node._sequence_nr() < self.first_node and node not in self.casts:
                 return None
             casts += name == "ToCopyBackward0"
-            copies += name in _OF_NEW_MEMORY
+            copies += name in OF_NEW_MEMORY
             change, size = undo(node, size)
             if change is not None:
                 changes.append(change)
@@ -226,80 +226,3 @@ def _as(tensor: Tensor, changes: Sequence[Change]) -> Change:
 
 def _with_strides(value: Tensor, strides: Sequence[int]) -> Tensor:
     return torch.empty_strided(value.size(), strides, dtype=value.dtype, device=value.device).copy_(value)
-
-
-Node = tuple[Any, int]  # with the number of the output
-Size = tuple[int, ...]
-
-
-class Derivation(NamedTuple):
-    """The way from a copy back to what it is a copy of.
-
-    Attributes:
-        changes: what each node did, last first.
-        end: the first node that did more than copy, with the number of its output.
-        last: the node before it.
-        size: that of its output.
-    """
-
-    changes: list[Change]
-    end: Node
-    last: Any
-    size: Size
-
-
-def _same(node: Any, size: Size) -> tuple[Change | None, Size]:
-    return None, size
-
-
-def _view(node: Any, size: Size) -> tuple[Change | None, Size]:
-    return lambda value: value.reshape(size), node._saved_self_sym_sizes
-
-
-def _expand(node: Any, size: Size) -> tuple[Change | None, Size]:
-    before = node._saved_self_sym_sizes
-    return (None if before == size else lambda value: value.expand(size)), before
-
-
-def _t(node: Any, size: Size) -> tuple[Change | None, Size]:
-    return lambda value: value.t(), size[::-1]
-
-
-def _transpose(node: Any, size: Size) -> tuple[Change | None, Size]:
-    one, other = _signed(node._saved_dim0), _signed(node._saved_dim1)
-    sizes = list(size)
-    sizes[one], sizes[other] = sizes[other], sizes[one]
-    return lambda value: value.transpose(one, other), tuple(sizes)
-
-
-def _permute(node: Any, size: Size) -> tuple[Change | None, Size]:
-    dims = [_signed(dim) % len(size) for dim in node._saved_dims]
-    sizes = [0] * len(size)
-    for place, dim in enumerate(dims):
-        sizes[dim] = size[place]
-    return lambda value: value.permute(dims), tuple(sizes)
-
-
-def _unsqueeze(node: Any, size: Size) -> tuple[Change | None, Size]:
-    dim = _signed(node._saved_dim) % len(size)
-    return lambda value: value.unsqueeze(dim), (*size[:dim], *size[dim + 1 :])
-
-
-def _signed(dim: int) -> int:
-    return dim - 2**64 if dim >= 2**63 else dim
-
-
-_OF_NEW_MEMORY = frozenset({"CloneBackward0", "ToCopyBackward0", "UnsafeViewBackward0"})  # with a version of its own
-_COPIES: dict[str, Callable[[Any, Size], tuple[Change | None, Size]]] = {
-    "AliasBackward0": _same,
-    "CloneBackward0": _same,
-    "ExpandBackward0": _expand,
-    "PermuteBackward0": _permute,
-    "ReshapeAliasBackward0": _view,
-    "TBackward0": _t,
-    "ToCopyBackward0": _same,
-    "TransposeBackward0": _transpose,
-    "UnsafeViewBackward0": _view,
-    "UnsqueezeBackward0": _unsqueeze,
-    "ViewBackward0": _view,
-}

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from reactivate._engine.state.attributes import namespace_of, slots_of
 from reactivate._engine.state.bounded import cached
-from reactivate._engine.state.contents import ATOMS, namespace_of, slots_of
+from reactivate._engine.state.contents import ATOMS
 from reactivate._torch.containers import registered_containers
 
 

@@ -17,162 +17,44 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from sys import _getframe
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, is_inference_mode_enabled
 
 from reactivate._engine.barriers.aliases import base_of
 from reactivate._engine.kept_calls.choice import CallDecision, Choice
-from reactivate._engine.kept_calls.derive import Sources
 from reactivate._engine.kept_calls.kept import (
     Argument,
     Kept,
     SavedSite,
-    SiteSlot,
     There,
     is_parameter,
     keep,
     last_needed,
 )
 from reactivate._engine.kept_calls.results import Contents, has_attributes
+from reactivate._engine.kept_calls.saved_call import IN_INFERENCE, IN_TRANSFORM, OF_INFERENCE, Pending, SavedCall
 from reactivate._engine.kept_calls.saved_functions import versions_in
-from reactivate._engine.kept_calls.side_effects import Reached, versions_of
-from reactivate._engine.kept_calls.site_log import Log, objects_in, tensors_in, unseen
+from reactivate._engine.kept_calls.side_effects import versions_of
+from reactivate._engine.kept_calls.site_log import Log, unseen
 from reactivate._engine.kept_calls.unseen_writes import UnseenWrites, may_write_unseen
 from reactivate._engine.mismatch.oplog import OpLog
-from reactivate._engine.mismatch.stale import refuse_stale, watches
-from reactivate._engine.record import Metadata, Saved, observers, tell
-from reactivate._engine.sites import user_frame
+from reactivate._engine.record import Saved, observers, tell
 from reactivate._engine.state.changes import Noted
 from reactivate._torch.autograd import (
     hook_backward,
     innermost_pack_hook,
-    is_outside_of_functions,
     next_node_number,
-    not_a_users_hook,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
 )
-from reactivate._torch.flags import is_any_autocast_enabled
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
 from reactivate._torch.transforms import current_transform, name_of_transform
-from reactivate._types import Save, Storage
+from reactivate._types import Save
 
-_IN_TRANSFORM = "a transform of torch.func inside of the region is around it"
-_IN_INFERENCE = "it runs in inference mode"
-_OF_INFERENCE = "it returns a tensor that was made in inference mode"
 _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
 _BACKWARD_INSIDE = "a backward inside of the region goes through it"
-
-
-class SavedCall:
-    """A saved call while it runs.
-
-    Args:
-        fn: what is called: what it closes over is within its reach.
-        reason: why it has to run again, if that is known beforehand. Then nothing is noted of it.
-    """
-
-    __slots__ = (
-        "change",
-        "check",
-        "decision",
-        "entries",
-        "noted",
-        "objects",
-        "reached",
-        "saved",
-        "site",
-        "sources",
-        "storage",
-        "users_hooks",
-        "versions",
-    )
-
-    def __init__(
-        self,
-        log: ForwardLog,
-        decision: CallDecision,
-        number: int,
-        storage: Storage,
-        fn: Any,
-        args: Any,
-        kwargs: Any,
-        reason: str | None,
-    ) -> None:
-        self.decision = decision
-        self.storage = storage
-        self.entries = log.record.saved
-        self.users_hooks = log.record.users_hooks
-        self.check = log.record.check
-        self.saved: list[tuple[SiteSlot, Tensor, int]] = []
-        arguments = tensors_in(args, kwargs) if reason is None else []
-        self.versions = versions_of(arguments)
-        self.reached: Reached | None = None
-        self.noted = None if decision.is_quiet or reason is not None else log.noted()
-        self.change: str | None = None
-        self.objects: list[Any] = []
-        leaves: dict[int, int] = {}
-        if decision.is_users and reason is None:
-            self.reached = Reached(fn, (args, kwargs), self.noted or log.noted())
-            self.objects = objects_in(args, kwargs)
-            if decision.module is not None and is_any_autocast_enabled():
-                leaves = {id(parameter): parameter._version for parameter in decision.module.parameters()}
-        self.sources = Sources(arguments, next_node_number(), decision.is_quiet, leaves, log.casts)
-        site = self.site = SavedSite()
-        site.number, site.label, site.path = number, decision.label, decision.path
-        site.is_function = site.is_nested = False
-        site.reason, site.changes = reason, ()
-        site.start = len(self.entries)
-        site.count = len(arguments)
-        frame = user_frame(_getframe())
-        site.place = (frame.f_code, frame.f_lasti)
-
-    @not_a_users_hook
-    def pack(self, tensor: Tensor) -> SiteSlot:
-        """Autograd saves `tensor` for the backward of the call."""
-        if is_function_mode_active():
-            with without_function_modes():
-                return self.pack(tensor)
-        if watches:
-            refuse_stale(tensor)
-        slot = SiteSlot()
-        slot.value = slot.kept = slot.recipe = None
-        version = tensor._version
-        self.saved.append((slot, tensor, version))
-        metadata: Metadata = (tensor.shape, tensor.dtype, tensor.device, version)
-        self.entries.append((ref(slot), metadata, *self.site.place))
-        if self.check is not None:
-            self.check.note(len(self.entries) - 1, tensor)
-        return slot
-
-    def let_go(self) -> None:
-        """Hold no tensor any more: what was saved for the graph knows `pack`, in a cycle that no collector sees."""
-        self.saved.clear()
-        self.reached = self.noted = None
-        self.objects = []
-
-
-class Pending(NamedTuple):
-    """A custom function whose forward has returned, and which has not saved yet.
-
-    Attributes:
-        result: what its forward returned.
-        versions: of the tensors in it, by their ids.
-        number: of the next node of autograd's. The function's own is there by now; any other op makes one, then saves.
-    """
-
-    call: SavedCall
-    result: Any
-    versions: dict[int, int]
-    number: int
-
-    def pack(self, tensor: Tensor) -> SiteSlot:
-        """Autograd saves `tensor` for the backward of the function."""
-        self.call.site.is_nested = not is_outside_of_functions()
-        return self.call.pack(tensor)
 
 
 class ForwardLog(Log):
@@ -232,10 +114,8 @@ class ForwardLog(Log):
         if self.pending is not None:
             self.finish_pending()
         reason = _why_not_saved()
-        if is_function_mode_active():
-            call: SavedCall = unseen(SavedCall, self, decision, number, action.storage, fn, args, kwargs, reason)
-        else:
-            call = SavedCall(self, decision, number, action.storage, fn, args, kwargs, reason)
+        what = self.record, decision, number, action.storage, fn, args, kwargs, reason, self.noted, self.casts
+        call: SavedCall = unseen(SavedCall, *what) if is_function_mode_active() else SavedCall(*what)
         if innermost_pack_hook() is not self._pack:
             call.site.reason = _OTHER_HOOKS
         if observers:
@@ -357,7 +237,7 @@ class ForwardLog(Log):
         computed: list[tuple[Tensor, Kept]] = []
         for leaf in leaves:
             if leaf.is_inference():
-                site.reason = _OF_INFERENCE
+                site.reason = OF_INFERENCE
                 continue
             site.requires.append(leaf.requires_grad)
             index = sources.which(leaf)
@@ -431,8 +311,8 @@ class ForwardLog(Log):
 def _why_not_saved() -> str | None:
     """Return why autograd saves nothing that could be kept of a call that begins now, None if it may."""
     if current_transform() is not None and name_of_transform() is not None:
-        return _IN_TRANSFORM
-    return _IN_INFERENCE if is_inference_mode_enabled() else None
+        return IN_TRANSFORM
+    return IN_INFERENCE if is_inference_mode_enabled() else None
 
 
 def _went_through(log: ref[ForwardLog], gradients: Any) -> None:

@@ -171,7 +171,7 @@ def _is_of_this_call(value: Any) -> bool:
     return False
 
 
-_AROUND_REGIONS = ("reactivate._engine.region", "reactivate._engine.recompute")
+_AROUND_REGIONS = tuple(f"reactivate._engine.{name}" for name in ("run", "region", "recompute"))
 
 
 def _are_same(one: list[Any], other: list[Any]) -> bool:

@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reactivate._engine.inputs.specs import WrittenInput
 from reactivate._engine.mismatch.counted import call_counted
 from reactivate._engine.mismatch.oplog import checksum
-from reactivate._engine.state.contents import WeakTensor
+from reactivate._engine.state.held import WeakTensor
 from reactivate._engine.state.memory import memory_of
-from reactivate._engine.state.shadows import note_written, version_of
+from reactivate._engine.state.shadows import note_written
+from reactivate._engine.state.tensor_states import version_of
 from reactivate._torch.containers import flatten
 from reactivate._types import Unrestored
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._engine.state.contents import LengthNote, Note, Position, TensorsNote, WeakTensor
+from reactivate._engine.state.attributes import TensorsNote
+from reactivate._engine.state.contents import LengthNote, Note
 from reactivate._engine.state.functions import CellContainerNote, FunctionNote, Inside
+from reactivate._engine.state.held import Position, WeakTensor
 from reactivate._engine.state.iterators import holds_iterator, position_of
-from reactivate._engine.state.shadows import TensorStates, version_of
+from reactivate._engine.state.tensor_states import TensorStates, version_of
 from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import copy_unseen
 

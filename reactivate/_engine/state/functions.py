@@ -6,17 +6,9 @@ from collections.abc import Iterable
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
-from reactivate._engine.state.contents import (
-    EMPTY,
-    DictNote,
-    ListNote,
-    Note,
-    given_back,
-    held,
-    hold_values,
-    is_item,
-    put_dict,
-)
+from reactivate._engine.state.attributes import EMPTY
+from reactivate._engine.state.contents import DictNote, ListNote, Note, put_dict
+from reactivate._engine.state.held import given_back, held, hold_values, is_item
 
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 

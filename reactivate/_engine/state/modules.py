@@ -16,14 +16,17 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, UninitializedBuffer, UninitializedParameter
 
-from reactivate._engine.state.contents import ATOMS, Note, are_items, held_all, held_dicts, put_dict
+from reactivate._engine.state.contents import ATOMS, Note, put_dict
 from reactivate._engine.state.geometry import addresses_of, moved_among, note_moved
 from reactivate._engine.state.gradients import Gradients
+from reactivate._engine.state.held import are_items, held_all, held_dicts
 from reactivate._engine.state.notes import RewoundNotes
 from reactivate._engine.state.parts import Parts
-from reactivate._engine.state.shadows import NO_TENSORS, RewoundTensors, TensorStates, version_of, written_before
+from reactivate._engine.state.rewound import RewoundTensors
+from reactivate._engine.state.shadows import written_before
 from reactivate._engine.state.steps import is_stepped_since, steps_so_far
 from reactivate._engine.state.tensor_hooks import KeptHooks
+from reactivate._engine.state.tensor_states import NO_TENSORS, TensorStates, version_of
 from reactivate._engine.state.turns import everybodys
 from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import copy_unseen

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._engine.state.bounded import cached
-from reactivate._engine.state.contents import are_items, given_back, put_dict
+from reactivate._engine.state.contents import put_dict
+from reactivate._engine.state.held import are_items, given_back
 from reactivate._standin import NAME, Placed
 from reactivate._torch.modules import is_distributed
 

@@ -20,8 +20,9 @@ from weakref import ref
 
 from torch.nn import Module
 
+from reactivate._engine.state.attributes import KindNote, TensorsNote
 from reactivate._engine.state.code import CACHED, CodeNote, are_closed
-from reactivate._engine.state.contents import ATOMS, DictNote, KindNote, ListNote, Note, SetNote, TensorsNote
+from reactivate._engine.state.contents import ATOMS, DictNote, ListNote, Note, SetNote
 from reactivate._engine.state.functions import CellNote, ClassNote, FunctionNote, Inside, NameNote
 from reactivate._engine.state.parts import Parts
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS

@@ -1,0 +1,150 @@
+"""Names that messages give: of regions, of tensors, of modules, of lines of the user's code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from reactivate._engine.inputs.specs import InputSpec, rebuild
+from reactivate._engine.mismatch.check import owner_of
+from reactivate._engine.mismatch.places import users_site
+from reactivate._engine.record import Record
+from reactivate._engine.sites import Site, called_module, line_of, user_frame
+from reactivate._torch.saved import SavedTensor
+
+
+def name_of(record: Record) -> str:
+    """Return the name of the region in messages and traces."""
+    if record.options.name is not None:
+        return record.options.name
+    fn = record.fn
+    if isinstance(fn, Module):
+        return type(fn).__name__
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__qualname__", None)
+    return name if isinstance(name, str) else type(fn).__name__
+
+
+def saved_at(record: Record, number: int) -> Site:
+    """Return where the forward saved a tensor, in the user's code as far as that is known."""
+    return users_site(owner_of(record.fn), number, record.saved[number][2:])
+
+
+def place_of(record: Record, spec: Any) -> str:
+    """Return where an argument or closed-over tensor entered the region.
+
+    Its value is not asked for: to unpack it may recompute a region around this one.
+    """
+    return next((place for place, found in inputs_of(record) if found is spec), "an input")
+
+
+def written_input(record: Record) -> str:
+    for place, spec in inputs_of(record):
+        try:
+            value_of(spec)
+        except RuntimeError:
+            return f"`{place}`"
+    return "an input"
+
+
+def value_of(spec: Any) -> Any:
+    """Return the tensor of a spec.
+
+    Raises:
+        RuntimeError: autograd's own, where it was modified in place since.
+    """
+    return rebuild(spec, {}) if isinstance(spec, (SavedTensor, InputSpec)) else spec
+
+
+def inputs_of(record: Record) -> Iterator[tuple[str, Any]]:
+    """Return (place, spec) of every argument and every closed-over tensor."""
+    for index, spec in enumerate(record.args):
+        yield from _within(spec, f"args[{index}]")
+    for name, spec in record.kwargs.items():
+        yield from _within(spec, f"kwargs[{name!r}]")
+    function: Any = getattr(record.fn, "__func__", record.fn)
+    names = {id(cell): name for cell, name in zip(closure_of(function), function_names(function))}
+    for note in record.notes:
+        spec = getattr(note, "spec", None)
+        if spec is not None:
+            yield f"the function (closed over as `{names.get(id(note.target), '...')}`)", spec
+
+
+def closure_of(function: Any) -> Any:
+    """Return the cells of a function."""
+    return getattr(function, "__closure__", None) or ()
+
+
+def function_names(function: Any) -> Any:
+    """Return the names of its cells."""
+    return function.__code__.co_freevars if hasattr(function, "__code__") else ()
+
+
+def _within(spec: Any, place: str) -> Iterator[tuple[str, Any]]:
+    yield place, spec
+    if isinstance(spec, InputSpec):
+        for suffix, child in spec.children():
+            yield from _within(child, place + suffix)
+
+
+def _modules(record: Record) -> dict[Module, str]:
+    """The modules that the region can reach, with their paths."""
+    found: dict[Module, str] = {}
+    for root in _roots(record):
+        for path, module in root.named_modules():
+            found.setdefault(module, path or type(root).__name__)
+    return found
+
+
+def _roots(record: Record) -> Iterator[Module]:
+    function: Any = record.fn
+    cells = (note.noted for note in record.notes if hasattr(note, "noted"))
+    for value in (function, getattr(function, "__self__", None), *record.args, *record.kwargs.values(), *cells):
+        if isinstance(value, Module):
+            yield value
+
+
+def registered_name(record: Record, tensor: Tensor) -> str:
+    """Return the name of a parameter or buffer."""
+    for root in _roots(record):
+        for name, value in (*root.named_parameters(), *root.named_buffers()):
+            if value is tensor:
+                return f"`{type(root).__name__}.{name}`"
+    return "a tensor from outside of it"
+
+
+def site_text(record: Record, site: Site) -> str:
+    """The line, and the modules whose class has that line."""
+    names = [path for module, path in _modules(record).items() if _has_code(type(module), site)]
+    if not names:
+        return line_of(site)
+    more = f" or {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{line_of(site)} (module {' or '.join(names[:3])}{more})"
+
+
+def _has_code(kind: type, site: Site) -> bool:
+    functions = (item for base in kind.__mro__ for item in vars(base).values())
+    return any(getattr(item, "__code__", None) is site[0] for item in functions)
+
+
+def site_now(record: Record, frame: FrameType) -> str:
+    """The line that is running, and the module."""
+    here = user_frame(frame)
+    module = called_module(frame)  # it may be one of torch's
+    path = None if module is None else _modules(record).get(module)
+    return line_of((here.f_code, here.f_lasti)) + ("" if path is None else f" (module {path})")
+
+
+def tensor_text(tensor: Tensor) -> str:
+    return f"a tensor of {metadata_text(tensor.shape, tensor.dtype, tensor.device)}"
+
+
+def metadata_text(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"

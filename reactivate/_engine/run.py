@@ -1,0 +1,61 @@
+"""Calls of checkpointed functions: where a region begins and ends."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import is_grad_enabled
+from torch.nn import Module
+
+from reactivate._engine.kept_calls.site_log import is_at_work, open_logs, set_aside
+from reactivate._engine.record import (
+    Options,
+    are_regions_off,
+    plain_contexts,
+)
+from reactivate._engine.region import Region
+from reactivate._standin import StandIn
+from reactivate._torch.dynamo import leave_to_eager
+from reactivate._torch.modules import has_hooks, module_call
+
+
+def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """`fn(*args, **kwargs)`, keeping of it what its recomputations need and no more."""
+    if not is_grad_enabled() or (plain_contexts and are_regions_off()):  # Rule 3
+        return fn(*args, **kwargs)
+    if open_logs and is_at_work():  # calls inside of this region are not those of a region around it
+        with set_aside():
+            return run(fn, args, kwargs, options)
+    region = Region()
+    plainly = region.begin(fn, args, kwargs, options)
+    if plainly is not None:
+        return plainly(fn, args, kwargs)
+    try:
+        result = fn(*args, **kwargs)
+    except BaseException as error:
+        region.fail(error)
+        raise
+    return region.end(result)
+
+
+leave_to_eager(run.__code__)
+
+
+def module_called_by(fn: Any) -> Module | None:
+    """The module whose `__call__` the region is, if it is one."""
+    if isinstance(fn, Module):
+        return fn if type(fn).__call__ is module_call else None
+    owner = getattr(fn, "__self__", None)
+    return owner if isinstance(owner, Module) and fn == owner.__call__ else None
+
+
+def run_module(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Run a module with the region inside of its hooks, so that these run once (Rule 21)."""
+    if not has_hooks(module) or not is_grad_enabled():
+        return run(module, args, kwargs, options)
+    stand_in = StandIn.enter(module, functools.partial(run, options=options))
+    try:
+        return module(*args, **kwargs)
+    finally:
+        stand_in.leave()

@@ -1,0 +1,131 @@
+"""Tensors rewound for a recomputation, and what notes that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reactivate._engine.state.geometry import elements_of, geometry_of
+from reactivate._engine.state.groups import Group, put
+from reactivate._engine.state.memory import memory_of
+from reactivate._engine.state.shadows import Shadow, current_shadows
+from reactivate._engine.state.small import Bytes
+from reactivate._engine.state.tensor_states import TensorStates, versions_of
+from reactivate._torch.autograd import set_versions
+from reactivate._torch.modes import run_unseen
+
+rewound_memory: dict[int, int] = {}
+"""{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now."""
+
+
+class RewoundTensors:
+    """Tensors with the bytes and versions that they had when a region began, for as long as the context lasts."""
+
+    __slots__ = ("_is_rewound", "_memory", "_present", "_previous", "_small", "_state", "_versions", "_writes")
+
+    def __init__(self, state: TensorStates) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        state = self._state
+        self._versions = versions_of(self._tensors())
+        self._writes: list[
+            tuple[Tensor, Tensor, Any, Any]
+        ] = []  # (tensor, what it holds outside and where, its memory)
+        self._previous: list[tuple[Tensor, Shadow | None]] = []
+        self._memory: list[tuple[int, int | None]] = []
+        self._present = [run_unseen(Group, group.tensors) for group in state.groups]
+        self._small = None if state.small is None else Bytes(state.small.tensors)
+        changed: list[tuple[Tensor, Shadow]] = []
+        for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions):
+            if not shadow.is_current(tensor, version):
+                changed.append((tensor, shadow))
+        written = [*(tensor for tensor, _ in changed), *(item.tensor for item in state.written)]
+        for tensor in written:  # all of them first: they may share memory
+            found = geometry_of(tensor)
+            self._writes.append((tensor, elements_of(tensor), found, None if found is None else tensor.detach()))
+        self._is_rewound = bool(written or state.groups)
+        try:
+            if self._is_rewound:
+                run_unseen(self._write, changed)
+            if self._small is not None and state.small is not None and not self._small.are(state.small):
+                self._small.keep_memory(state.small)
+                state.small.put()
+            self._mark_memory(set(map(id, written)))
+            self._set_versions(state.noted_versions())
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _mark_memory(self, written: set[int]) -> None:
+        """Note that saved tensors in this memory are in what is rewound."""
+        count = len(self._state.shadows)
+        for index, (tensor, version) in enumerate(zip(self._tensors(), self._versions)):
+            if index >= count or id(tensor) in written:
+                key = memory_of(tensor)
+                if key is not None:
+                    self._memory.append((key, rewound_memory.get(key)))
+                    rewound_memory[key] = version
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._state.tensors, *(item.tensor for item in self._state.written)]
+
+    @torch.no_grad()
+    def _write(self, changed: Sequence[tuple[Tensor, Shadow]]) -> None:
+        state = self._state
+        for written in state.written:
+            self._previous.append((written.tensor, current_shadows.pop(id(written.tensor), None)))
+            if written.left is not None and not written.is_left():
+                written.left.put(written.tensor)
+        for tensor, shadow in changed:
+            self._previous.append((tensor, current_shadows.get(id(tensor))))
+            shadow.put(tensor)
+            current_shadows[id(tensor)] = shadow
+        for group, present in zip(state.groups, self._present):
+            if not group.are(present):
+                present.keep_memory(group)
+                group.put()
+
+    def _set_versions(self, versions: Sequence[int]) -> None:
+        tensors = self._tensors()
+        if tensors and versions_of(tensors) != versions:
+            counted = [pair for pair in zip(tensors, versions) if not pair[0].is_inference()]
+            set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
+
+    def __exit__(self, *error: object) -> None:
+        for key, before in reversed(self._memory):
+            if before is None:
+                rewound_memory.pop(key, None)
+            else:
+                rewound_memory[key] = before
+        count = len(self._state.shadows)
+        if self._is_rewound or versions_of(self._state.tensors[:count]) != self._versions[:count]:
+            run_unseen(self._put_back)
+        if self._small is not None:
+            self._small.put()
+        self._set_versions(self._versions)
+        self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
+        self._small = None
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        state = self._state
+        for tensor, content, geometry, memory in self._writes:
+            put(tensor, content, geometry, memory)
+        for tensor, previous in self._previous:
+            if previous is not None:
+                current_shadows[id(tensor)] = previous
+            else:
+                current_shadows.pop(id(tensor), None)
+        written = {id(tensor) for tensor, *_ in self._writes}
+        now = versions_of(state.tensors)
+        for tensor, shadow, version, before in zip(state.tensors, state.shadows, now, self._versions):
+            if version != before and id(tensor) not in written:  # unchanged since the forward, written to by this one
+                shadow.put(tensor)
+        for present in self._present:
+            # Memory for reading only is left alone; on an accelerator to ask would be to wait.
+            if not (present.tensors[0].is_cpu and Group(present.tensors).are(present)):
+                present.put()
