@@ -50,9 +50,8 @@ class Matching:
         self.entries: Any = iter(saved)
         self.last, self.last_index = None, len(saved) - 1
         is_unproved = record.proof is not None and not record.proof.is_settled
-        is_needed_whole = record.tokens is None and (is_unproved or record.check is not None)
         self.check = None if record.check is None or record.tokens is not None else Check()
-        self.stops = record.early_stop and not is_needed_whole
+        self.stops = record.early_stop and (record.tokens is not None or not is_unproved)
         if record.early_stop or record.tokens is not None:
             if saved[-1][0]() is None or record.options.choice is not None:
                 self.last_index = last_needed(saved)

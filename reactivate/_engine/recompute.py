@@ -261,6 +261,8 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
             raise matching.refused from None
         if not (matching.is_complete and is_proved):
             raise
+        if matching.check is not None:
+            record.check.recomputed = matching.check
     finally:
         if sites is not None:
             sites.close()

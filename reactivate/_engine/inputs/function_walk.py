@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import OrderedDict, deque
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from collections import OrderedDict
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 from weakref import ReferenceType
 
@@ -48,12 +48,14 @@ class FunctionWalk(Walk):
         if kind is MethodType:
             self._look(fn.__func__, place, depth)
             self._look(fn.__self__, f"{place}.__self__", depth)
-        elif kind is BuiltinFunctionType:
-            if isinstance(fn.__self__, (Tensor, list, dict, deque, set)):
+        elif kind is BuiltinFunctionType or kind is MethodWrapperType:
+            if not isinstance(fn.__self__, (ModuleType, type)):  # whose functions and class methods they are
                 self._look(fn.__self__, f"{place}.__self__", depth)
         elif issubclass(kind, functools.partial):
             if holds_iterator(fn.args):
                 self.notes.append(PartialNote(fn))
+            if fn.__dict__:
+                self._attributes(fn, place, depth)
             self._look(fn.func, f"{place}.func", depth)
             self._look(fn.args, f"{place}.args", depth)
             self._look(fn.keywords, f"{place}.keywords", depth)

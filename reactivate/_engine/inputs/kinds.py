@@ -42,8 +42,10 @@ _SHARED = frozenset(
 @cached
 def is_plain(kind: type) -> bool:
     """Return whether objects of this class are made of attributes that Python code sees."""
-    if issubclass(kind, (Enum, BaseException)):
+    if issubclass(kind, Enum):
         return False
+    if issubclass(kind, BaseException):
+        return kind.__module__ != "builtins"
     if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
         return kind.__module__.startswith("torch.distributions.")
     if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
@@ -72,4 +74,6 @@ def is_random_source(value: Any, kind: type) -> bool:
     if kind is torch.Generator or isinstance(value, random.Random):
         return True
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    return numpy is not None and isinstance(
+        value, (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
+    )

@@ -221,9 +221,15 @@ def is_large(root: Module) -> bool:
 
 _OF_EVERY_MODULE = frozenset(Module().__dict__)
 _OF_PLAIN_MODULES = ATOMS | {tuple, dict, OrderedDict, set}  # registries are dicts, and names are in a set
+_CONTAINERS = frozenset({dict, OrderedDict, set})
 
 
 def _has_plain_attributes(module: Module, facts: ClassFacts) -> bool:
     """Return whether a module of torch's has no attributes but those that its class gives it, and no tensor among them."""
     attributes = vars(module)
-    return attributes.keys() <= facts.attributes and _OF_PLAIN_MODULES.issuperset(map(type, attributes.values()))
+    if not (attributes.keys() <= facts.attributes and _OF_PLAIN_MODULES.issuperset(map(type, attributes.values()))):
+        return False
+    own = attributes.keys() - _OF_EVERY_MODULE
+    return not own or _CONTAINERS.isdisjoint(
+        type(attributes[name]) for name in own
+    )  # as a `ParameterDict` has its keys in

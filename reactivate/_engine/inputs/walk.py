@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from enum import Enum
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from reactivate._engine.state.shadows import is_known_written
 DEPTH_OF_ARGUMENTS = 4
 DEPTH_OF_FUNCTIONS = 2
 _MOST_OBJECTS = 256
+_PROXIES = frozenset(ProxyTypes)
 _BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
 
 
@@ -129,6 +131,10 @@ class Walk:
         key = id(value)
         if kind in ATOMS or key in self._specs:
             return
+        if kind in _PROXIES:
+            with contextlib.suppress(ReferenceError):  # nothing is left of what it stands for
+                self._look(value.__repr__.__self__, place, depth)
+            return
         self._specs[key] = value
         if isinstance(value, Tensor):
             if self.notes is self.module_notes:
@@ -158,8 +164,10 @@ class Walk:
             self._class(value)
         elif is_random_source(value, kind):
             self.generators += (value,)
+            self._attributes_of_a_container(value, kind, place, depth)
         elif is_small_array(value):
             self.notes.append(ArrayNote(value))
+            self._parts_of_array(value, kind, place, depth)
         elif isinstance(value, array):
             if value.itemsize * len(value) <= SMALL_BYTES:
                 self.notes.append(NumbersNote(value))
@@ -171,6 +179,14 @@ class Walk:
             self._class(kind)
         else:
             self._object(value, kind, place, depth)
+
+    def _parts_of_array(self, value: Any, kind: type, place: str, depth: int) -> None:
+        """Look at the objects in an array, and at its attributes if it is of a class of the user's."""
+        if value.dtype.hasobject:
+            for item in value.flat:
+                if type(item) not in ATOMS:
+                    self._look(item, place, depth)
+        self._attributes_of_a_container(value, kind, place, depth)
 
     def _buffer(self, value: Any, kind: type, place: str, depth: int) -> None:
         """Note the contents of a buffer or an in-memory stream, if they are small."""

@@ -2,20 +2,22 @@
 
 What no rule foresaw, a write that no version counter sees or state in a place where nobody looks, changes what a
 recomputation computes. So in the first call of a region, and in its 2nd, 4th, 8th, ..., both passes take checksums of the
-tensors that autograd saves and of the outputs, on the device, and one comparison at the end reads them.
+tensors that autograd saves, on the device, and one comparison at the end reads them.
 
-A checksum is made of sums of the bits as 64-bit integers: exact, without a large temporary, at the speed of memory. Two
-floating-point sums beside it tell a difference of rounding size, from kernels that were chosen anew, from a missed state.
+A checksum is made of sums of the bits as 64-bit integers: exact, without a large temporary, at the speed of memory. A
+profile beside it, of floating-point sums, tells a difference of rounding size, from kernels that were chosen anew, from a
+missed state.
 
-The gradients depend on the saved tensors alone. So where all that a backward may still read is known to be the same, a
-difference of the outputs is none that matters.
+The gradients depend on the saved tensors alone. So a compared recomputation stops as early as any other: to run what comes
+after the last of them would do once more what no rule puts back. Where it runs to its end, for a proof or because it may
+not stop early, the outputs are compared too, and a difference of these alone is none that matters.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -23,6 +25,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.functional import softsign
 
 from reactivate._engine.mismatch.stale import comes_from_stale, watches
 from reactivate._engine.state.known import Known
@@ -31,32 +34,46 @@ from reactivate._torch.modes import run_unseen
 
 _PLAIN = (Tensor, Parameter)
 _ROUNDINGS = 64
-"""How many units in the last place, of the root mean square of a tensor, a difference of rounding size may have."""
+"""How many units in the last place, of the norm of a row or a column, a difference of rounding size may have."""
+_BLOCK = 1 << 20
+"""How many elements of a tensor are looked at with one temporary of their size."""
 
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
 
-# By the id of the region's owner: a reference to it, and how many calls there were with each policy, by the policy's number.
-_calls: dict[int, tuple[Any, dict[int, int]]] = {}
+# By the id of the region's owner: a reference to it, and how many calls there were with each policy, by the policy's number
+# and of closures over a module by that of their code.
+_calls: dict[int, tuple[Any, dict[Any, int]]] = {}
 _writers = Known()  # owners of regions that wrote to what there is no copy of
 
 
-def is_due(fn: Any, determinism: str, choice: Any) -> bool:
+def is_due(fn: Any, determinism: str, choice: Any, roots: Sequence[Any]) -> bool:
     """Return whether checksums are taken in this call of a region: for a comparison, or for a proof if one is needed.
 
     With "first" they are in the 1st, 2nd, 4th, 8th, ... call, and but for "none" in every call if an earlier one needed a
-    proof.
+    proof. Closures may be made anew for each call: those of one code over one module count together.
+
+    Args:
+        fn: the function.
+        determinism: as given to `checkpoint`.
+        choice: of the policy, if there is one.
+        roots: the modules that the function reaches.
     """
     if determinism == "values" or (_writers and determinism != "none" and _writers.has(owner_of(fn))):
         return True
     if determinism != "first":
         return False
     kind = type(fn)
-    owner = fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn  # `owner_of`, inlined
+    number: Any = 0 if choice is None else choice.number
+    if kind is FunctionType:
+        owner = fn.__code__
+        if roots:
+            owner, number = roots[0], (number, id(owner))
+    else:
+        owner = fn.__self__ if kind is MethodType else fn
     entry = _calls.get(id(owner))
     if entry is None or entry[0]() is not owner:
         entry = _first_call(owner)
-    number = 0 if choice is None else choice.number
     entry[1][number] = count = entry[1].get(number, 0) + 1
     return not count & (count - 1)
 
@@ -72,7 +89,7 @@ def owner_of(fn: Any) -> Any:
     return fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
 
 
-def _first_call(owner: Any) -> tuple[Any, dict[int, int]]:
+def _first_call(owner: Any) -> tuple[Any, dict[Any, int]]:
     key = id(owner)
     try:
         reference: Any = ref(owner, functools.partial(_calls.pop, key))
@@ -82,6 +99,20 @@ def _first_call(owner: Any) -> tuple[Any, dict[int, int]]:
     return entry
 
 
+class Profile(NamedTuple):
+    """The elements of a tensor in a square, summed up by rows and columns; what is left over stands behind.
+
+    They are summed as x / (1 + |x|): masks are made of elements so large that no difference would show beside them.
+
+    Attributes:
+        sums: of rows and columns.
+        norms: theirs, of which a difference of rounding size is a small part.
+    """
+
+    sums: Tensor
+    norms: Tensor
+
+
 class Sums(NamedTuple):
     """Sums of one tensor, on its device.
 
@@ -89,15 +120,13 @@ class Sums(NamedTuple):
         bits: of its bits as integers.
         is_sure: whether they are those of the tensor in the end; an op may fill one without a graph after it had it saved,
             as rrelu does.
-        values, squares: of its elements, None if these are no real floats.
-        size, unit: how many elements there are, and the relative distance of two floats of the type.
+        profile: of its elements, None if these are no floats.
+        unit: the relative distance of two floats of the type.
     """
 
     bits: Tensor
     is_sure: bool
-    values: Tensor | None
-    squares: Tensor | None
-    size: int
+    profile: Profile | None
     unit: float
 
 
@@ -185,11 +214,28 @@ def _sums_of(tensor: Tensor) -> Sums | None:
     if len(rest):
         bits = bits + _mixed(rest.contiguous().view(torch.uint8).long())
     if not flat.is_floating_point():
-        return Sums(bits, tensor.requires_grad, None, None, count, 0.0)
-    is_wide = flat.dtype in (torch.float32, torch.float64)
-    squares = torch.dot(flat, flat) if is_wide else None
-    values = flat.sum(dtype=None if is_wide else torch.float32)
-    return Sums(bits, tensor.requires_grad, values, squares, count, torch.finfo(flat.dtype).eps)
+        return Sums(bits, tensor.requires_grad, None, 0.0)
+    return Sums(bits, tensor.requires_grad, _profile_of(flat), torch.finfo(flat.dtype).eps)
+
+
+def _profile_of(flat: Tensor) -> Profile:
+    width = math.isqrt(len(flat))
+    rows = max(1, _BLOCK // width)
+    blocks = [_bounded(block) for block in flat[: width * width].view(width, width).split(rows)]
+    rest = _bounded(flat[width * width :])
+    columns = torch.stack([block.sum(0) for block in blocks]).sum(0)
+    heights = torch.stack([block.norm(dim=0) for block in blocks]).norm(dim=0)
+    widths = torch.cat([block.norm(dim=1) for block in blocks])
+    typical = widths.norm() / width
+    return Profile(
+        torch.cat([columns, *(block.sum(1) for block in blocks), rest]),
+        torch.cat([heights, widths, typical.expand(len(rest))]),
+    )
+
+
+def _bounded(elements: Tensor) -> Tensor:
+    wide = elements if elements.dtype in (torch.float32, torch.float64) else elements.float()
+    return softsign(wide.nan_to_num())
 
 
 def _mixed(words: Tensor) -> Tensor:
@@ -211,13 +257,7 @@ def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
 def _is_rounding(one: Sums, other: Sums) -> bool:
     if torch.equal(one.bits, other.bits):
         return True
-    if one.values is None or other.values is None:
+    if one.profile is None or other.profile is None or len(one.profile.sums) != len(other.profile.sums):
         return False
-    values, others = one.values.item(), other.values.item()
-    if one.squares is None or other.squares is None:
-        scale = abs(values) + one.size**0.5
-    else:
-        scale = one.squares.item() ** 0.5
-        if not abs(one.squares.item() - other.squares.item()) <= _ROUNDINGS * one.unit * one.squares.item():
-            return False
-    return bool(abs(values - others) <= _ROUNDINGS * one.unit * scale)
+    distance = (one.profile.sums - other.profile.sums).abs()
+    return bool((distance <= _ROUNDINGS * one.unit * one.profile.norms).all())

@@ -217,18 +217,22 @@ def state_of_generator(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    bit_generator = getattr(generator, "bit_generator", None)
-    return generator.get_state(legacy=False) if bit_generator is None else bit_generator.state
+    bits = getattr(generator, "bit_generator", generator)  # which a bare one is itself
+    return bits.state if hasattr(bits, "state") else generator.get_state(legacy=False)
 
 
 def set_state_of_generator(generator: Any, state: Any) -> None:
     """Set what `state_of_generator` returned."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
-    elif isinstance(generator, torch.Generator) or not hasattr(generator, "bit_generator"):
+    elif isinstance(generator, torch.Generator):
         generator.set_state(state)
     else:
-        generator.bit_generator.state = state
+        bits = getattr(generator, "bit_generator", generator)
+        if hasattr(bits, "state"):
+            bits.state = state
+        else:
+            generator.set_state(state)
 
 
 @contextmanager
