@@ -134,8 +134,9 @@ class Call(Protocol):
     def reach(self, module: Module) -> Sequence[Any]:
         """Return what is found of `module` and of others that it leads to, of each that was not reached before."""
 
-    def look_into(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], Sequence[Tensor]]:
-        """Return (notes, tensors) that the Python attributes of some tensors lead to."""
+    @staticmethod
+    def look_into(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Tensor]]:
+        """Return (notes, tensors) that some objects lead to; tensors by their Python attributes."""
 
     @property
     def parts(self) -> Any:

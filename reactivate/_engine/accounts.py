@@ -25,7 +25,8 @@ from reactivate._engine.inputs.specs import InputSpec, SavedInput, WrittenInput
 from reactivate._engine.mismatch.naming import name_of
 from reactivate._engine.record import Record
 from reactivate._engine.state.changes import SilentTensors
-from reactivate._engine.state.modules import ModuleChanges, ModuleNotes
+from reactivate._engine.state.module_changes import ModuleChanges
+from reactivate._engine.state.modules import ModuleNotes
 from reactivate._engine.state.reached import ReachedNotes
 from reactivate._engine.state.tensor_states import TensorStates
 from reactivate._torch.saved import SavedTensor, data_of

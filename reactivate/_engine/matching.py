@@ -190,6 +190,10 @@ class Matching:
         """The error for a call that is not the one that was saved."""
         return self._refuse(refusals.different_site(self.record, site, label))
 
+    def refuse_scalars(self, site: SavedSite) -> BaseException:
+        """The error for a saved call that is given other numbers than it was."""
+        return self._refuse(refusals.missed_state_before(self.record, site))
+
     def _stop_if_possible(self) -> None:
         if self.stops and is_outside_of_functions():  # the forward of a custom function is not cut short (Rule 8)
             raise RecomputationComplete

@@ -25,6 +25,7 @@ from reactivate._engine.mismatch.compare import compare, disproved
 from reactivate._engine.mismatch.proof import RenormsOnce
 from reactivate._engine.mismatch.stale import StaleReads
 from reactivate._engine.record import Record, observers, tell
+from reactivate._engine.sites import calls_regions
 from reactivate._engine.state.held import WeakTensor
 from reactivate._engine.state.notes import RewoundNotes
 from reactivate._engine.state.rewound import RewoundTensors
@@ -270,3 +271,6 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         matching.let_go()
     if not is_proved:
         raise disproved(record)
+
+
+calls_regions(_refill.__code__)

@@ -15,6 +15,7 @@ from reactivate._engine.record import (
     plain_contexts,
 )
 from reactivate._engine.region import Region
+from reactivate._engine.sites import calls_regions
 from reactivate._standin import StandIn
 from reactivate._torch.dynamo import leave_to_eager
 from reactivate._torch.modules import has_hooks, module_call
@@ -40,6 +41,7 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 
 
 leave_to_eager(run.__code__)
+calls_regions(run.__code__)
 
 
 def module_called_by(fn: Any) -> Module | None:

@@ -20,6 +20,12 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.
 
 # Whether code is torch's or ours, by the id of the code object: with the object, so that the id stays its own.
 _known: Bounded[int, tuple[bool, CodeType]] = Bounded()
+_callers: set[CodeType] = set()
+
+
+def calls_regions(code: CodeType) -> None:
+    """Note that this code of ours calls the function of a region: what is further out is not inside of it."""
+    _callers.add(code)
 
 
 def user_frame(frame: FrameType) -> FrameType:
@@ -31,6 +37,20 @@ def user_frame(frame: FrameType) -> FrameType:
             return found
         found = found.f_back
     return frame
+
+
+def user_frame_inside(frame: FrameType) -> tuple[FrameType, bool]:
+    """Return what `user_frame` does, and whether that frame is inside of the region that is running."""
+    found: FrameType | None = frame
+    is_inside = True
+    while found is not None:
+        code = found.f_code
+        if not _is_library(code):
+            return found, is_inside
+        if is_inside and code in _callers:
+            is_inside = False
+        found = found.f_back
+    return frame, False
 
 
 def _is_library(code: CodeType) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from reactivate._engine.state.module_changes import ModuleChanges
 from reactivate._engine.state.modules import ModuleNotes
 from reactivate._engine.state.reached import ReachedNotes
 from reactivate._types import Call, Guard, Unrestored
@@ -56,8 +57,10 @@ class Modules(Guard):
     def recompute(self, snapshot: AnyNotes) -> AbstractContextManager[Any]:
         return snapshot.rewound()
 
-    def skip(self, call: Call, token: AnyNotes | None) -> Callable[[], None] | None:
-        return None if token is None else token.changes()
+    def skip(self, call: Call, token: AnyNotes | None) -> Callable[[], AbstractContextManager[Any] | None] | None:
+        if token is None:
+            return None
+        return ModuleChanges(token).bring if isinstance(token, ModuleNotes) else token.changes()
 
     @staticmethod
     def rewound(state: AnyNotes) -> AbstractContextManager[None]:

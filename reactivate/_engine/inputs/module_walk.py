@@ -198,11 +198,15 @@ class ModuleWalk(FunctionWalk):
         if facts.is_users:
             self._class(kind)
 
-    def look_into(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Note], Sequence[Tensor]]:
-        """Return the notes and the tensors that the Python attributes of some tensors lead to."""
+    @staticmethod
+    def look_into(values: Sequence[Any]) -> tuple[Sequence[Note], Sequence[Tensor]]:
+        """Return the notes and the tensors that some objects lead to; tensors by their Python attributes."""
         found = ModuleWalk()
         found.notes, found.tensors = found.module_notes, found.module_tensors
-        found._look_at_attributes(tensors)
+        found._look_at_attributes([value for value in values if isinstance(value, Tensor)])
+        for value in values:
+            if not isinstance(value, Tensor):
+                found._look(value, "an attribute", 1)
         if found._bindings:
             found._code()
         return found.module_notes, found.module_tensors

@@ -14,8 +14,10 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from reactivate._engine.state.iterators import copied
+from reactivate._engine.state.memory import memory_of
 from reactivate._torch.autograd import give_back
 from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate.errors import UnsupportedError
@@ -57,21 +59,28 @@ class InputSpec:
 
 
 class SavedInput(InputSpec):
-    """A tensor under saved-tensor hooks: the original, as long as somebody has it unmodified, or what the hooks give."""
+    """A tensor under saved-tensor hooks: the original, as long as somebody has it unmodified, or what the hooks give.
 
-    __slots__ = ("_attributes", "_original", "_saved", "_version")
+    What they give back in other memory counts its own versions: it may have been written to when it was read from a file.
+    """
+
+    __slots__ = ("_attributes", "_memory", "_original", "_saved", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
         self._saved = save_tensor(tensor, False)
         self._original = ref(tensor)
         self._version = tensor._version
         self._attributes = dict(vars(tensor))
+        # Held weakly, the memory is gone with the tensor, and its number is nobody else's meanwhile.
+        self._memory = None if memory_of(tensor) is None else StorageWeakRef(tensor.untyped_storage())
 
     def rebuild(self, memo: Memo) -> Tensor:
         original = self._original()
         if original is not None and original._version == self._version:
             return original
         tensor: Tensor = self._saved.unpack()
+        if tensor._version > self._version and self._memory is not None and memory_of(tensor) != self._memory.cdata:
+            tensor = _uncounted(tensor)
         if self._attributes and tensor is not original:
             vars(tensor).update(self._attributes)
         return tensor
@@ -79,6 +88,14 @@ class SavedInput(InputSpec):
     def data(self) -> Any:
         """Return the saved tensor."""
         return self._saved
+
+
+def _uncounted(tensor: Tensor) -> Tensor:
+    """Return an alias whose version counts from 0."""
+    alias = tensor.data
+    if not tensor.requires_grad:
+        return alias
+    return alias.requires_grad_() if tensor.is_leaf else give_back(alias)
 
 
 class WrittenInput(InputSpec):

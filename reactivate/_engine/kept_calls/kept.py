@@ -103,6 +103,8 @@ class SavedSite:
         is_function: whether it is a custom `autograd.Function`.
         is_nested: whether it is one that another one's `forward` calls.
         place: the code and the instruction that made the call.
+        is_placed: whether that is inside of the region, and so the same in a recomputation.
+        scalars: the numbers and texts among its arguments, for a comparison; None if there is none in this call.
     """
 
     __slots__ = (
@@ -111,6 +113,7 @@ class SavedSite:
             "count",
             "is_function",
             "is_nested",
+            "is_placed",
             "label",
             "number",
             "outputs",
@@ -118,6 +121,7 @@ class SavedSite:
             "place",
             "reason",
             "requires",
+            "scalars",
         ),
         *("contents", "start", "stop"),
     )
@@ -135,6 +139,8 @@ class SavedSite:
     changes: Sequence[Callable[[], Any]]
     reason: str | None
     place: tuple[CodeType, int]
+    is_placed: bool
+    scalars: list[Any] | None
 
 
 class Argument:

@@ -16,10 +16,10 @@ from reactivate._engine.kept_calls.kept import (
     SiteSlot,
 )
 from reactivate._engine.kept_calls.side_effects import Reached, versions_of
-from reactivate._engine.kept_calls.site_log import objects_in, tensors_in
+from reactivate._engine.kept_calls.site_log import objects_in, scalars_in, tensors_in
 from reactivate._engine.mismatch.stale import refuse_stale, watches
 from reactivate._engine.record import Metadata, Record
-from reactivate._engine.sites import user_frame
+from reactivate._engine.sites import user_frame_inside
 from reactivate._engine.state.changes import Noted
 from reactivate._torch.autograd import (
     is_outside_of_functions,
@@ -104,8 +104,9 @@ class SavedCall:
         site.reason, site.changes = reason, ()
         site.start = len(self.entries)
         site.count = len(arguments)
-        frame = user_frame(_getframe())
+        frame, site.is_placed = user_frame_inside(_getframe())
         site.place = (frame.f_code, frame.f_lasti)
+        site.scalars = scalars_in(args, kwargs) if self.check is not None and not decision.is_users else None
 
     @not_a_users_hook
     def pack(self, tensor: Tensor) -> SiteSlot:

@@ -21,6 +21,7 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor, is_inference_mode_enabled
+from torch.nn import Parameter
 
 from reactivate._engine.barriers.aliases import base_of
 from reactivate._engine.kept_calls.choice import CallDecision, Choice
@@ -38,6 +39,7 @@ from reactivate._engine.kept_calls.saved_call import IN_INFERENCE, IN_TRANSFORM,
 from reactivate._engine.kept_calls.saved_functions import versions_in
 from reactivate._engine.kept_calls.side_effects import versions_of
 from reactivate._engine.kept_calls.site_log import Log, unseen
+from reactivate._engine.kept_calls.surroundings import Surroundings
 from reactivate._engine.kept_calls.unseen_writes import UnseenWrites, may_write_unseen
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.record import Saved, observers, tell
@@ -53,6 +55,7 @@ from reactivate._torch.modes import is_function_mode_active, without_function_mo
 from reactivate._torch.transforms import current_transform, name_of_transform
 from reactivate._types import Save
 
+_OF_SUBCLASS = "it returns a tensor of a subclass without `__torch_dispatch__`, which would come back without its class"
 _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
 _BACKWARD_INSIDE = "a backward inside of the region goes through it"
 
@@ -134,6 +137,7 @@ class ForwardLog(Log):
         writes = None
         if call.reached is not None and may_write_unseen(fn):
             writes = UnseenWrites(call.reached.tensors(), self.noted().tensors())
+        surroundings = Surroundings() if call.decision.is_users else None
         push_saved_tensor_hooks(call.pack, self.record.unpack)
         self.is_inside = True
         try:
@@ -151,6 +155,10 @@ class ForwardLog(Log):
                 with without_function_modes():
                     call.change, more = call.noted.changes()
                 call.site.changes += more
+        if surroundings is not None:
+            change, more = surroundings.changes()
+            call.change = call.change or change
+            call.site.changes = [*call.site.changes, *more]
         if writes is not None:
             call.change = call.change or writes.change()
         return result
@@ -239,6 +247,8 @@ class ForwardLog(Log):
             if leaf.is_inference():
                 site.reason = OF_INFERENCE
                 continue
+            if _loses_class(type(leaf)):
+                site.reason = _OF_SUBCLASS
             site.requires.append(leaf.requires_grad)
             index = sources.which(leaf)
             if index >= 0:
@@ -306,6 +316,11 @@ class ForwardLog(Log):
                     slot.kept.settle()
         if self.choice.unmatched.parts:
             self.choice.unmatched.region_has_run(self.choice.path)
+
+
+def _loses_class(kind: type[Tensor]) -> bool:
+    """Return whether autograd keeps a tensor of this class as a plain one: its class has only a Python name for it."""
+    return kind is not Tensor and kind is not Parameter and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _why_not_saved() -> str | None:

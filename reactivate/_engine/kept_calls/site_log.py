@@ -238,3 +238,12 @@ def objects_in(args: Any, kwargs: dict[str, Any]) -> list[Any]:
         elif isinstance(value, dict):
             found += objects_in(value.values(), {})
     return found
+
+
+_SCALARS = frozenset({bool, int, float, complex, str})
+
+
+def scalars_in(args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The numbers and texts among the arguments of a call, in their order, as text: one that is not a number is itself."""
+    values = (*args, *kwargs.values()) if kwargs else args
+    return [repr(value) for value in values if type(value) in _SCALARS]

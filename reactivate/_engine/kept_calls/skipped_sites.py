@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from reactivate._engine.barriers.aliases import seen_by_aliases
 from reactivate._engine.kept_calls.choice import CallDecision, Choice
 from reactivate._engine.kept_calls.kept import Kept, SavedSite
 from reactivate._engine.kept_calls.saved_functions import mark
-from reactivate._engine.kept_calls.site_log import Log, objects_in, tensors_in, unseen
+from reactivate._engine.kept_calls.site_log import Log, objects_in, scalars_in, tensors_in, unseen
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.mismatch.refusals import is_of_a_write
+from reactivate._engine.sites import user_frame_inside
 from reactivate._torch.autograd import give_back
 from reactivate._torch.modes import is_function_mode_active
 
@@ -30,6 +32,7 @@ class RecomputationLog(Log):
         self._next = next(self._todo, None)
         self._matching = matching
         self._contexts = ExitStack()
+        self._is_lost = False
         self.skipped: list[SavedSite] = []  # custom functions, until `apply` has been told of their results
 
     def close(self) -> None:
@@ -43,14 +46,33 @@ class RecomputationLog(Log):
     def call(self, decision: CallDecision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         number, site = self.number, self._next
         self.number += 1
-        if site is None or site.number != number or self._matching.is_complete:
+        if site is None or site.number != number or self._is_lost or self._matching.is_complete:
             return fn(*args, **kwargs)
-        if site.label != decision.label:
-            raise self._matching.refuse_site(site, decision.label)
+        if site.label != decision.label or not _is_here(site):
+            if site.start != site.stop:
+                raise self._matching.refuse_site(site, decision.label)
+            site = self._later(site, decision.label)
+            if site is None:
+                return fn(*args, **kwargs)
         self._next = next(self._todo, None)
         if self.values is not None:
             return self.unlogged(self._skip)(site, fn, args, kwargs)
         return self._skip(site, fn, args, kwargs)
+
+    def _later(self, site: SavedSite, label: str) -> SavedSite | None:
+        """Return the saved call that this one is, if calls before it that saved nothing are not made again.
+
+        A cache was filled in the forward: it has their results. If this call is none of the saved ones, the numbers do not
+        tell any more which calls are: all that follow run again.
+        """
+        found: SavedSite | None = site
+        while found is not None and (found.label != label or not _is_here(found)):
+            found = next(self._todo, None) if found.start == found.stop else None
+        if found is None:
+            self._is_lost = True
+        else:
+            self.number = found.number + 1
+        return found
 
     def call_function(self, decision: CallDecision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
         skipped = len(self.skipped)
@@ -98,6 +120,8 @@ class RecomputationLog(Log):
     def _fill(self, site: SavedSite, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         arguments = tensors_in(args, kwargs)
         self._matching.skip(site, arguments)
+        if site.scalars is not None and site.scalars != scalars_in(args, kwargs):
+            raise self._matching.refuse_scalars(site)
         return arguments
 
     def _change(self, site: SavedSite) -> None:
@@ -105,6 +129,12 @@ class RecomputationLog(Log):
             context = change()
             if context is not None:
                 self._contexts.enter_context(context)
+
+
+def _is_here(site: SavedSite) -> bool:
+    """Return whether the code that is running is that which made the saved call, as far as both are inside of the region."""
+    frame, is_inside = user_frame_inside(_getframe())
+    return not (is_inside and site.is_placed) or (frame.f_code, frame.f_lasti) == site.place
 
 
 def _hand_back(

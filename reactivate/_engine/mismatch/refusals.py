@@ -143,6 +143,11 @@ def different_values(record: Record, details: str) -> RecomputeMismatchError:
     )
 
 
+_UNSEEN = (
+    "It reads something that has changed since and that the library cannot see: a write through `.data` or NumPy, an object "
+    "with state in C, a file. Keep that state in a buffer or an attribute of a module, or give the module "
+    "`recompute_state()` and `load_recompute_state(state)`."
+)
 _LOSSY = (
     "\nOr the saved-tensor hooks around the region changed its inputs: they must return the bits that they were given. Hooks "
     "that cast or quantize go around the model without regions, or inside of a region around single calls."
@@ -151,12 +156,19 @@ _LOSSY = (
 
 def missed_state(record: Record, number: int) -> RecomputeMismatchError:
     """The recomputation computes something else than the forward, for a reason that no rule knows."""
+    lossy = "" if record.users_hooks is None else _LOSSY
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(record)}` computes other values than its forward, first in "
-        f"{_numbered(record, number)}. It reads something that has changed since and that the library cannot see: a write "
-        "through `.data` or NumPy, an object with state in C, a file. Keep that state in a buffer or an attribute of a "
-        'module, or give the module `recompute_state()` and `load_recompute_state(state)`. `determinism="values"` names the '
-        f"first op that differs.{_LOSSY if record.users_hooks is not None else ''}",
+        f'{_numbered(record, number)}. {_UNSEEN} `determinism="values"` names the first op that differs.{lossy}',
+        kind="values",
+    )
+
+
+def missed_state_before(record: Record, site: Any) -> RecomputeMismatchError:
+    """A saved call gets other numbers in the recomputation, for a reason that no rule knows."""
+    return RecomputeMismatchError(
+        f"The recomputation of the region `{name_of(record)}` gives other numbers to the saved call of {site.label} at "
+        f"{site_text(record, site.place)} than its forward. {_UNSEEN}",
         kind="values",
     )
 

@@ -11,7 +11,6 @@ from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, UninitializedBuffer, UninitializedParameter
@@ -28,8 +27,6 @@ from reactivate._engine.state.steps import is_stepped_since, steps_so_far
 from reactivate._engine.state.tensor_hooks import KeptHooks
 from reactivate._engine.state.tensor_states import NO_TENSORS, TensorStates, version_of
 from reactivate._engine.state.turns import everybodys
-from reactivate._torch.autograd import set_versions
-from reactivate._torch.modes import copy_unseen
 from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS
 
 _HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -38,7 +35,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
 
 
-LookInto = Callable[[Sequence[Tensor]], tuple[Sequence[Note], Sequence[Tensor]]]
+LookInto = Callable[[Sequence[Any]], tuple[Sequence[Note], Sequence[Tensor]]]
 
 
 def _has_objects(tensor: Tensor) -> bool:
@@ -54,7 +51,7 @@ class ModuleNotes:
         notes: containers and objects in attributes.
         tensors: tensors in attributes.
         parts: what the modules are made of, if somebody has looked already.
-        look_into: returns (notes, tensors) that the Python attributes of some tensors lead to.
+        look_into: returns (notes, tensors) that some objects lead to; tensors by their Python attributes.
 
     Attributes:
         parts: the attributes and registries of all modules but scripted ones.
@@ -69,7 +66,7 @@ class ModuleNotes:
     """
 
     __slots__ = (
-        *("addresses", "differentiable", "gradients", "hook_copies", "hooks", "kinds", "modules", "notes"),
+        *("addresses", "differentiable", "gradients", "hook_copies", "hooks", "kinds", "look_into", "modules", "notes"),
         *("parameters", "parts", "states", "steps", "tensors", "versions"),
     )
 
@@ -83,6 +80,7 @@ class ModuleNotes:
     ) -> None:
         self.modules = modules
         self.notes = notes
+        self.look_into = look_into
         self.states: list[tuple[Any, Any]] = []
         scripted: list[Module] = []
         if parts is None:
@@ -174,10 +172,6 @@ class ModuleNotes:
             takes_turns: whether other threads have to wait where something is rewound.
         """
         return RewoundModules(self, takes_turns=takes_turns)
-
-    def changes(self) -> Callable[[], None]:
-        """Return what brings the modules to where they are now."""
-        return ModuleChanges(self).bring
 
     def is_written_unseen(self) -> bool:
         """Return whether a recomputation has to write to more than attributes."""
@@ -305,37 +299,3 @@ def _set_all(
 def _put_hooks(hooks: Sequence[Any], copies: Sequence[Any] | None) -> None:
     for live, noted in zip(hooks, copies or [{}] * len(hooks)):
         put_dict(live, noted)
-
-
-class ModuleChanges:
-    """Modules as a saved call left them, next to what they were when the region began.
-
-    It is brought about inside of `RewoundModules`, which puts everything back afterwards.
-    """
-
-    __slots__ = ("_counted", "contents", "note", "notes", "parts", "states", "versions")
-
-    def __init__(self, note: ModuleNotes) -> None:
-        self.note = note
-        self.parts = None
-        if not note.parts.are_current():
-            self.parts = Parts(note.parts.namespaces)
-            self.parts.attributes = held_all(self.parts.attributes)
-        self.contents = [(tensor, copy_unseen(tensor)) for tensor in note.tensors.put_aside()]
-        self._counted = [tensor for tensor, _ in self.contents if not tensor.is_inference()]
-        self.versions = list(map(version_of, self._counted))
-        self.notes = [(item, item.contents()) for item in note.notes if not item.is_at(item.noted)]
-        self.states = [(module, module.recompute_state()) for module, _ in note.states]
-
-    def bring(self) -> None:
-        """Make it so."""
-        if self.parts is not None:
-            self.parts.put()
-        for tensor, content in self.contents:
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                tensor.copy_(content)
-        set_versions(self._counted, self.versions)
-        for note, contents in self.notes:
-            note.put(contents)
-        for module, state in self.states:
-            module.load_recompute_state(state)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
+from reactivate._engine.state.module_changes import ModuleChanges
 from reactivate._engine.state.modules import ModuleNotes
 from reactivate._engine.state.reaching import close_reaching, open_reaching
 from reactivate._engine.state.streams import rewound_generator, state_of_generator
@@ -67,13 +68,15 @@ class ReachedNotes:
         """Return the context in which the modules are what they were."""
         return self._rewound(takes_turns)
 
-    def changes(self) -> Callable[[], None]:
-        """Return what brings the modules to where they are now."""
-        changes = [part.changes() for part in self.parts]
+    def changes(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what brings the modules to where they are now, and a context to do so in."""
+        changes = [ModuleChanges(part) for part in self.parts]
 
-        def bring() -> None:
+        def bring() -> AbstractContextManager[Any]:
+            stack = ExitStack()
             for change in changes:
-                change()
+                stack.enter_context(change.bring() or nullcontext())
+            return stack
 
         return bring
 
