@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Number
 from types import FunctionType
 from typing import Any
 from weakref import finalize, ref
@@ -240,10 +241,7 @@ def objects_in(args: Any, kwargs: dict[str, Any]) -> list[Any]:
     return found
 
 
-_SCALARS = frozenset({bool, int, float, complex, str})
-
-
 def scalars_in(args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """The numbers and texts among the arguments of a call, in their order, as text: one that is not a number is itself."""
     values = (*args, *kwargs.values()) if kwargs else args
-    return [repr(value) for value in values if type(value) in _SCALARS]
+    return [repr(value) for value in values if isinstance(value, (Number, str))]

@@ -33,8 +33,9 @@ from reactivate._torch.containers import flatten
 from reactivate._torch.modes import run_unseen
 
 _PLAIN = (Tensor, Parameter)
-_ROUNDINGS = 64
-"""How many units in the last place, of the norm of a row or a column, a difference of rounding size may have."""
+_ROUNDINGS, _COARSE_ROUNDINGS = 64, 4
+"""How many units in the last place, of the norm of a row or a column, a difference of rounding size may have: of floats of
+32 bits or more, and of smaller ones, whose sums are computed in 32 bits and rounded once."""
 _BLOCK = 1 << 20
 """How many elements of a tensor are looked at with one temporary of their size."""
 
@@ -229,7 +230,7 @@ def _profile_of(flat: Tensor) -> Profile:
     typical = widths.norm() / width
     return Profile(
         torch.cat([columns, *(block.sum(1) for block in blocks), rest]),
-        torch.cat([heights, widths, typical.expand(len(rest))]),
+        torch.cat([heights, widths, torch.maximum(rest.abs(), typical)]),
     )
 
 
@@ -260,4 +261,6 @@ def _is_rounding(one: Sums, other: Sums) -> bool:
     if one.profile is None or other.profile is None or len(one.profile.sums) != len(other.profile.sums):
         return False
     distance = (one.profile.sums - other.profile.sums).abs()
-    return bool((distance <= _ROUNDINGS * one.unit * one.profile.norms).all())
+    return bool(
+        (distance <= (_ROUNDINGS if one.unit < 1e-6 else _COARSE_ROUNDINGS) * one.unit * one.profile.norms).all()
+    )

@@ -1,0 +1,311 @@
+"""The self-check (Rule 25): what no rule puts back is an error where a backward would read it, and as in torch's checkpoint
+where it would not."""
+
+from __future__ import annotations
+
+import ctypes
+import decimal
+import itertools
+import os
+import random
+import re
+import struct
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import Watched, assert_bitwise
+from torch import Tensor, nn
+
+import reactivate
+from reactivate import policies
+from reactivate._engine.mismatch import check
+from reactivate._engine.mismatch.check import Check
+from reactivate._engine.record import observed_by
+from reactivate.errors import RecomputeMismatchError
+
+Use = Callable[[], float]
+STEPS = 6
+
+
+def steps(block: Callable[[Tensor], Tensor], policy: Any = None, *, is_plain: bool = False) -> list[Tensor]:
+    """Outputs and gradients of some steps."""
+    torch.manual_seed(0)
+    ran = Watched()
+    region = block if is_plain else reactivate.checkpoint(block, policy=policy)
+    found: list[Tensor] = []
+    with observed_by(ran):
+        for _ in range(STEPS):
+            x = torch.randn(4, 4, requires_grad=True)
+            out = region(x)
+            out.sum().backward()
+            assert x.grad is not None
+            found += [out.detach(), x.grad]
+    assert is_plain or (ran.regions == STEPS and ran.recomputations >= STEPS - 1)
+    return found
+
+
+def assert_exact(make: Callable[[], Callable[[Tensor], Tensor]], policy: Any = None) -> None:
+    plain = steps(make(), is_plain=True)
+    for number, (one, other) in enumerate(zip(plain, steps(make(), policy))):
+        assert_bitwise(one, other, f"step {number // 2}")
+
+
+# -- state that the library puts back --------------------------------------------------------------------------------
+
+
+class Counting(random.Random):
+    count = 0
+
+    def random(self) -> float:
+        self.count += 1
+        return super().random() * self.count
+
+
+class Marked(np.ndarray):
+    mark = 1.0
+
+
+class Failed(Exception):
+    mark = 1.0
+
+
+class Holder:
+    mark = 1.0
+
+
+HOLDER = Holder()
+
+
+def marking(value: Any) -> Use:
+    value.mark = 1.0
+
+    def use() -> float:
+        value.mark *= 1.3
+        return value.mark  # type: ignore[no-any-return]
+
+    return use
+
+
+def growing(items: Any) -> Use:
+    def use() -> float:
+        items[0].append(1.0)
+        return float(len(items[0]))
+
+    return use
+
+
+def parameters_that_grow() -> Use:
+    items = nn.ParameterDict({"first": torch.ones(1)})
+
+    def use() -> float:
+        items[str(len(items))] = torch.ones(1)
+        return float(len(items))
+
+    return use
+
+
+PUT_BACK: dict[str, Callable[[], Use]] = {
+    "a bound method of a generator": lambda: random.Random(3).random,
+    "another one": lambda: partial(random.Random(3).getrandbits, 3),
+    "NumPy's bits": lambda: (lambda bits: lambda: bits.random_raw() / 2**64)(np.random.PCG64(3)),
+    "a subclass of a generator": lambda: Counting(3).random,
+    "an array of a subclass": lambda: marking(np.ones(3).view(Marked)),
+    "an exception": lambda: marking(Failed()),
+    "a partial": lambda: marking(partial(int)),
+    "a proxy": lambda: marking(weakref.proxy(HOLDER)),
+    "an array of objects": lambda: growing(np.array([[1.0], None], dtype=object)),
+    "a ParameterDict": parameters_that_grow,
+}
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops("mul")], ids=["full", "saved"])
+@pytest.mark.parametrize("state", PUT_BACK)
+def test_state_that_is_put_back(state: str, policy: Any) -> None:
+    def make() -> Callable[[Tensor], Tensor]:
+        use = PUT_BACK[state]()
+        return lambda x: (x * use()).sin()
+
+    assert_exact(make, policy)
+
+
+# -- state that nobody sees ------------------------------------------------------------------------------------------
+
+
+def scanned() -> Use:
+    scanner = re.compile(r"\d").scanner("123456789" * 5)
+    return lambda: float(scanner.search().group())
+
+
+def unpacked() -> Use:
+    numbers = struct.iter_unpack("i", bytes(range(1, 241)))
+    return lambda: next(numbers)[0] / 1e9
+
+
+def spawned() -> Use:
+    seeds = np.random.SeedSequence(3)
+    return lambda: seeds.spawn(1)[0].generate_state(1)[0] / 2**32
+
+
+def counted() -> Use:
+    following = itertools.count(1).__next__
+    return lambda: float(following())
+
+
+def queued() -> Use:
+    queue: SimpleQueue[float] = SimpleQueue()
+    queue.put(1.0)
+
+    def use() -> float:
+        value = queue.get() * 1.3
+        queue.put(value)
+        return value
+
+    return use
+
+
+def in_the_environment() -> Use:
+    os.environ["REACTIVATE_TEST"] = "1"
+
+    def use() -> float:
+        os.environ["REACTIVATE_TEST"] += "1"
+        return float(len(os.environ["REACTIVATE_TEST"]))
+
+    return use
+
+
+def in_the_decimal_context() -> Use:
+    decimal.getcontext().prec = 2
+
+    def use() -> float:
+        decimal.getcontext().prec += 1
+        return float(decimal.getcontext().prec)
+
+    return use
+
+
+def in_ctypes() -> Use:
+    numbers = (ctypes.c_double * 1)(1.0)
+
+    def use() -> float:
+        numbers[0] *= 1.3
+        return numbers[0]
+
+    return use
+
+
+UNSEEN: dict[str, Callable[[], Use]] = {
+    "a scanner": scanned,
+    "an iterator in C": unpacked,
+    "NumPy's seeds": spawned,
+    "a bound method of an iterator": counted,
+    "a queue": queued,
+    "the environment": in_the_environment,
+    "the decimal context": in_the_decimal_context,
+    "ctypes": in_ctypes,
+}
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("REACTIVATE_TEST", "1")
+    monkeypatch.setattr(check, "_calls", {})  # closures of one code count together: each test has first calls
+    with decimal.localcontext():
+        yield
+
+
+@pytest.mark.parametrize("state", UNSEEN)
+def test_unseen_state_behind_the_last_saved_tensor(state: str) -> None:
+    def make() -> Callable[[Tensor], Tensor]:
+        use = UNSEEN[state]()
+        return lambda x: x.sin() + use()
+
+    assert_exact(make)  # a recomputation does not get there, with a check or without
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops("mul")], ids=["full", "saved"])
+@pytest.mark.parametrize("state", UNSEEN)
+def test_unseen_state_that_a_backward_reads(state: str, policy: Any) -> None:
+    use = UNSEEN[state]()
+    with pytest.raises(RecomputeMismatchError, match="that the library cannot see"):
+        steps(lambda x: (x * use()).sin(), policy)
+
+
+# -- what a difference is --------------------------------------------------------------------------------------------
+
+
+def flipped(items: Tensor, turn: int) -> Tensor:
+    return items.flip(0) if turn % 2 else items
+
+
+def rolled(items: Tensor, turn: int) -> Tensor:
+    return items.roll(turn, 1)
+
+
+@pytest.mark.parametrize(
+    "change", [flipped, rolled, lambda items, turn: items * (1 + turn)], ids=["flip", "roll", "scale"]
+)
+@pytest.mark.parametrize("beside", [0.0, 1e9, -1e9, float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_same_numbers_in_another_order_are_no_rounding(change: Any, beside: float, dtype: torch.dtype) -> None:
+    following = itertools.count().__next__
+    weights = torch.randn(5, 4, dtype=dtype)
+
+    def block(x: Tensor) -> Tensor:
+        items = change(weights, following())
+        masked = torch.cat([items, torch.full((1, 4), beside, dtype=dtype)])
+        return ((x.sum() * items).exp() * x.sum()).sum() + (x.sum() * masked).tanh()[:5].sum()
+
+    x = torch.rand(4, dtype=dtype, requires_grad=True)
+    out = reactivate.checkpoint(block)(x)
+    with pytest.raises(RecomputeMismatchError, match="that the library cannot see"):
+        out.sum().backward()
+
+
+def sums_of(tensor: Tensor) -> Check:
+    found = Check()
+    found.note(0, tensor.requires_grad_())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("size", [1, 2, 7, 100, 1_100_003])
+def test_a_difference_of_rounding_size(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(size, dtype=torch.complex128 if dtype.is_complex else torch.float64)
+    unit = torch.finfo(dtype).eps
+    exact[::7] *= 1e-3
+    rounded, again = exact.to(dtype), (exact * (1 + unit)).to(dtype)
+    assert sums_of(rounded).is_rounding(sums_of(again))
+    assert not sums_of(rounded).is_rounding(sums_of((exact * 1.5).to(dtype)))
+    if size > 7:
+        assert not sums_of(rounded).is_rounding(sums_of(rounded.flip(0)))
+
+
+# -- which calls are compared ----------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.following = types.SimpleNamespace(use=itertools.count(1).__next__)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * (self.following.use() if self.number == 4 else 1)).sin()
+
+
+def test_closures_over_different_modules_are_different_regions() -> None:
+    layers = nn.ModuleList(Layer(number) for number in range(6))
+    x = torch.randn(4, 4, requires_grad=True)
+    for layer in layers:  # the fifth is the only wrong one: the fifth call of this lambda's code
+        x = reactivate.checkpoint(lambda x, layer=layer: layer(x))(x)
+    with pytest.raises(RecomputeMismatchError, match="that the library cannot see"):
+        x.sum().backward()
