@@ -3,74 +3,193 @@
 python benchmarks/overhead.py                    every figure on the terminal, in about five minutes
 python benchmarks/overhead.py --quick            the same in a minute, with wider intervals
 python benchmarks/overhead.py --only fixed       one section
-python benchmarks/overhead.py --public           without the private names of torch that have a public way beside them
-python benchmarks/overhead.py --out DIRECTORY    JSON, Markdown and a plot as well, named for device and torch version
+python benchmarks/overhead.py --out DIRECTORY    JSON and Markdown as well, named for device and torch version
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-from _measure import CLOCKS
-from _results import QUICK, Results, Settings, measure
-from _sections import SECTIONS, Section
-from _tables import to_markdown
+from _estimates import METHODS, Array, Estimate, Method, Times, View, estimate, verdict
+from _overhead_sections import SECTIONS, Quantity, Section, Subjects, ten_modules
+from _presentation import Record, Table, describe_machine, require, show, with_interval, write
+from _timing import CLOCKS, Settings, Track, by_both_methods, progress, silent
+from _ways import ALL_OURS, PLAIN, TORCH, differs_from_plain, make_subjects, named
+
+FEWEST_ROUNDS = 15
+QUICK = Settings(rounds=30, batch_seconds=0.003, calls=300)
+CLOCK_NAMES = {"cpu": "processor's time for the process", "wall": "time on the wall"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one subject by one method.
+
+    Attributes:
+        of_torch: the part that it is of torch non-reentrant's figure; None where the figure is a ratio already.
+        target: what the last of the two may be at most; None where there is no target.
+        verdict: "met", "missed" or "within noise", by the interval.
+    """
+
+    section: str
+    quantity: str
+    subject: str
+    method: str
+    unit: str
+    figure: Estimate
+    of_torch: Estimate | None
+    target: float | None
+    verdict: str | None
+
+
+@dataclass(frozen=True)
+class Results(Record):
+    """The results of the benchmark.
+
+    Attributes:
+        differences: {subject: what one step of the ten-module block leaves different from plain, bit for bit}.
+    """
+
+    benchmark = "overhead"
+    explained = {"methods": {method.name: method.describe for method in METHODS}}  # noqa: RUF012
+    settings: Settings
+    differences: dict[str, list[str]]
+    rows: list[Row]
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(sections: Iterable[Section], settings: Settings, device: torch.device, track: Track = silent) -> Results:
+    """Every section by both methods."""
+    torch.manual_seed(0)
+    subjects = make_subjects()
+    rows = [row for section in sections for row in _measure_section(section, subjects, settings, device, track)]
+    differences = {
+        name: differs_from_plain(wrap, partial(ten_modules, device)) for name, wrap in subjects.items() if name != PLAIN
+    }
+    return Results(describe_machine(device), settings, differences, rows)
+
+
+def _measure_section(
+    section: Section, subjects: Subjects, settings: Settings, device: torch.device, track: Track
+) -> Iterator[Row]:
+    settings = replace(
+        settings,
+        rounds=min(settings.rounds, max(FEWEST_ROUNDS, settings.rounds // section.heavy)),
+        calls=max(2, settings.calls // section.heavy),
+    )
+    times = by_both_methods(section.name, section.make_steps(subjects, device), settings, device, track)
+    for quantity in section.quantities:
+        for subject in quantity.subjects:
+            if subject in subjects:
+                for method in METHODS:
+                    yield make_row(section.name, quantity, subject, method, times[method.name])
+
+
+def make_row(section: str, quantity: Quantity, subject: str, method: Method, times: Times) -> Row:
+    """A subject's figure from the times of a section."""
+
+    def figure(view: View) -> Array:
+        return quantity.figure(view, subject)
+
+    def ratio(view: View) -> Array:
+        return quantity.figure(view, subject) / quantity.figure(view, TORCH)
+
+    value, of_torch = estimate(figure, times, method), None
+    if quantity.unit == "µs":
+        value, of_torch = value.scaled(1e6), estimate(ratio, times, method)
+    target = quantity.targets.get(method.name) if subject in ALL_OURS else None
+    judged = None if target is None else verdict(of_torch or value, target)
+    return Row(section, quantity.name, subject, method.name, quantity.unit, value, of_torch, target, judged)
+
+
+# -- presenting -------------------------------------------------------------------------------------------------------
+
+
+def tables(results: Results) -> list[Table]:
+    """The targets, then a table for each figure."""
+    figures = (_figure_table(results, section, quantity) for section in SECTIONS for quantity in section.quantities)
+    return [table for table in (_target_table(results), *figures) if table.rows]
+
+
+def _target_table(results: Results) -> Table:
+    rows = [
+        (
+            *(f"{row.section}: {row.quantity}", row.subject, row.method, with_interval(row.of_torch or row.figure)),
+            *(f"{row.target:.2f}", str(row.verdict)),
+        )
+        for row in results.rows
+        if row.target is not None
+    ]
+    header = ("figure", "way", "method", "ratio", "at most", "")
+    return Table("Targets, as ratios to torch non-reentrant if they do not say otherwise", header, rows)
+
+
+def _figure_table(results: Results, section: Section, quantity: Quantity) -> Table:
+    found = [row for row in results.rows if (row.section, row.quantity) == (section.name, quantity.name)]
+    header = ["way"]
+    for method in METHODS:
+        header += [f"{method.name}, {quantity.unit}"] + ["of torch's"] * (quantity.unit == "µs")
+    rows = []
+    for subject in dict.fromkeys(row.subject for row in found):
+        cells = [named(subject, results.machine)]
+        for method in METHODS:
+            row = next(row for row in found if (row.subject, row.method) == (subject, method.name))
+            cells += [with_interval(figure) for figure in (row.figure, row.of_torch) if figure is not None]
+        rows.append(tuple(cells))
+    return Table(f"{section.title}: {quantity.name}", tuple(header), rows)
+
+
+def to_markdown(results: Results) -> str:
+    """A page for the docs to include; its headings start at the third level."""
+    machine = results.machine
+    lines = [
+        f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread. "
+        "All ways run in one process, interleaved, in an order that is shuffled in every round; what is timed is the "
+        f"{CLOCK_NAMES[results.settings.clock]}. The garbage collector is enabled, as users have it.",
+        "",
+        *(f"- *{method.name}*: {method.describe}." for method in METHODS),
+        "",
+    ]
+    for table in tables(results):
+        lines += [f"### {table.title}", "", table.to_markdown(), ""]
+    lines += ["### What one step of the ten-module block leaves different from plain, bit for bit", ""]
+    return "\n".join([*lines, *_differences(results)]) + "\n"
+
+
+def _differences(results: Results) -> list[str]:
+    return [
+        f"- {named(name, results.machine)}: {', '.join(what) or 'nothing'}"
+        for name, what in results.differences.items()
+    ]
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = parse(arguments)
-    if options.public and "public_ways" not in sys.modules:
-        sys.exit(with_public_ways(sys.argv if arguments is None else [sys.argv[0], *arguments]))
     sections = [section for section in SECTIONS if section.name in (options.only or [section.name])]
     settings = replace(QUICK if options.quick else Settings(), clock=options.clock)
-    try:
-        results = run(sections, settings, options)
-    except ImportError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("rich", "matplotlib"):
-            raise
-        sys.exit(f"This needs {error.name}: pip install '.[bench]' in a clone. (With --json alone it does without.)")
-    if options.json:
-        sys.stdout.write(results.to_json())
-
-
-def run(sections: Sequence[Section], settings: Settings, options: argparse.Namespace) -> Results:
-    """Measure, show and write, whatever of these is wanted. What is missing is noticed before a minute is spent."""
-    if options.out:
-        from _plot import plot  # matplotlib is an extra
     device = torch.device(options.device)
     if options.json:
         results = measure(sections, settings, device)
+        sys.stdout.write(results.to_json())
     else:
-        from _terminal import progress, show  # rich is an extra
-
+        require("rich")
         with progress() as track:
             results = measure(sections, settings, device, track)
-        show(results)
+        show([*tables(results), "The ten-module block differs from plain, bit for bit, in:", *_differences(results)])
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / results.name
-        path.with_name(path.name + ".json").write_text(results.to_json(), encoding="utf-8")
-        path.with_name(path.name + ".md").write_text(to_markdown(results), encoding="utf-8")
-        plot(results, path.with_name(path.name + ".png"))
-    return results
-
-
-def with_public_ways(command: Sequence[str]) -> int:
-    """Run this script in another process, in which `public_ways` is imported before the package."""
-    start = "import sys, runpy, public_ways; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
-    tests = str(Path(__file__).parents[1] / "tests")
-    path = os.pathsep.join(filter(None, (tests, str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, "-c", start, *command], check=False, env={**os.environ, "PYTHONPATH": path}
-    ).returncode
+        write(options.out, results.name, json=results.to_json(), md=to_markdown(results))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -81,9 +200,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument(
         "--device", default="cpu", help="where the tensors are; what is timed is the host (default: cpu)"
-    )
-    parser.add_argument(
-        "--public", action="store_true", help="with public names of torch only, where there is such a way"
     )
     parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="time of the processor (default) or of the wall")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write the results")

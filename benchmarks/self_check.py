@@ -20,6 +20,7 @@ from pathlib import Path
 from time import process_time
 
 import torch
+from _presentation import write
 from torch import Tensor
 
 import reactivate
@@ -55,10 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     print(to_markdown(results))
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / f"self-check-cpu-torch{torch.__version__.partition('+')[0]}"
-        path.with_suffix(path.suffix + ".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(path.suffix + ".md").write_text(to_markdown(results) + "\n", encoding="utf-8")
+        name = f"self-check-cpu-torch{torch.__version__.partition('+')[0]}"
+        write(options.out, name, json=json.dumps(results, indent=1) + "\n", md=to_markdown(results) + "\n")
 
 
 def step_seconds(settings: Settings, source: Tensor, steps: int) -> list[float]:

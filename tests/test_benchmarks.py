@@ -21,17 +21,15 @@ from reactivate._engine.record import observed_by
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import _figures as figures
-import _measure
-import _results
-import _sections
-import _subjects
-import _tables
-import _workloads
+import _estimates as figures
+import _overhead_sections as sections
+import _timing
+import _ways
 import overhead
+from _presentation import with_interval
 
 CPU = torch.device("cpu")
-TINY = _results.Settings(rounds=2, batch_seconds=1e-5, calls=2)
+TINY = _timing.Settings(rounds=2, batch_seconds=1e-5, calls=2)
 ONE, OTHER = ("one", 1), ("other", 1)
 
 
@@ -112,20 +110,19 @@ def test_verdict_is_by_the_interval(low: float, high: float, expected: str) -> N
 
 def cost(subject: str, size: int) -> float:
     """Made-up seconds: plain has 1 an op and 10 a call, torch adds 8 + 4 a tensor, we add 2 + 2 a tensor."""
-    own = {_subjects.PLAIN: (0, 0), _subjects.TORCH: (8, 4), _subjects.OURS: (2, 2)}
-    if subject == _sections.FORWARD:
+    own = {_ways.PLAIN: (0, 0), _ways.TORCH: (8, 4), _ways.OURS: (2, 2)}
+    if subject == sections.FORWARD:
         return size
     fixed, each = own[subject]
     return 10 + size + fixed + each * size
 
 
-def rows_of(section: str, sizes: tuple[int, ...], method: figures.Method) -> dict[str, _results.Row]:
-    (found,) = (item for item in _sections.SECTIONS if item.name == section)
-    subjects = (_subjects.PLAIN, _subjects.TORCH, _subjects.OURS, _sections.FORWARD)
+def rows_of(section: str, sizes: tuple[int, ...], method: figures.Method) -> dict[str, overhead.Row]:
+    (found,) = (item for item in sections.SECTIONS if item.name == section)
+    subjects = (_ways.PLAIN, _ways.TORCH, _ways.OURS, sections.FORWARD)
     made = {(name, size): np.full(4, cost(name, size)) for name in subjects for size in sizes}
     return {
-        quantity.name: _results.make_row(section, quantity, _subjects.OURS, method, made)
-        for quantity in found.quantities
+        quantity.name: overhead.make_row(section, quantity, _ways.OURS, method, made) for quantity in found.quantities
     }
 
 
@@ -139,7 +136,7 @@ def test_figures_of_made_up_times(method: figures.Method) -> None:
     block = rows_of("transformer", (1,), method)["beyond one extra forward"]
     assert block.of_torch is not None
     assert block.of_torch.value == pytest.approx(3 / 11)
-    slopes = rows_of("slope", _sections.SAVED_TENSORS, method)
+    slopes = rows_of("slope", sections.SAVED_TENSORS, method)
     ratios = [row.of_torch.value for row in slopes.values() if row.of_torch is not None]
     assert ratios == pytest.approx([2 / 4, 1 / 3])
     regions = rows_of("regions", (10, 1000), method)
@@ -151,7 +148,7 @@ def test_figures_of_made_up_times(method: figures.Method) -> None:
 def test_every_round_calls_every_step_and_shuffles_them() -> None:
     calls: list[str] = []
     steps = {(name, 1): lambda name=name: calls.append(name) for name in "abcd"}
-    found = _measure.single_calls(steps, 20, _measure.Timer(CPU, "cpu"), lambda: calls.append("|"))
+    found = _timing.single_calls(steps, 20, _timing.Timer(CPU, "cpu"), lambda: calls.append("|"))
     rounds = "".join(calls)[4:].split("|")[:-1]
     assert {"".join(sorted(one)) for one in rounds} == {"abcd"}
     assert len(set(rounds)) > 5
@@ -165,17 +162,17 @@ def test_batches_are_as_many_calls_as_last_as_long(monkeypatch: pytest.MonkeyPat
         nonlocal now
         now += 2000
 
-    monkeypatch.setitem(_measure.CLOCKS, "made up", lambda: now)
-    timer = _measure.Timer(CPU, "made up")
+    monkeypatch.setitem(_timing.CLOCKS, "made up", lambda: now)
+    timer = _timing.Timer(CPU, "made up")
     assert timer.calls_in(1e-4, step) == 50
-    found = _measure.warm_batches({ONE: step}, 3, 1e-4, timer, lambda: None)
+    found = _timing.warm_batches({ONE: step}, 3, 1e-4, timer, lambda: None)
     assert found[ONE] == pytest.approx([2e-6] * 3)
 
 
 def test_quiet_leaves_nothing_behind() -> None:
     gc.unfreeze()  # what Python 3.12 itself has frozen
     threads, frozen = torch.get_num_threads(), gc.get_freeze_count()
-    with _measure.quiet():
+    with _timing.quiet():
         assert torch.get_num_threads() == 1
         assert gc.get_freeze_count() > frozen
         assert gc.isenabled()
@@ -184,7 +181,7 @@ def test_quiet_leaves_nothing_behind() -> None:
 
 def test_subjects_are_what_they_are_called() -> None:
     """Ours run on our engine, also the installed one; torch's and torch_remat do not, and recompute as well."""
-    for name, wrap in _subjects.make_subjects().items():
+    for name, wrap in _ways.make_subjects().items():
         runs = Journal()
 
         def probe(x: Tensor, runs: Journal = runs) -> Tensor:
@@ -194,59 +191,59 @@ def test_subjects_are_what_they_are_called() -> None:
         ran = oracle.Ran()
         with observed_by(ran):
             wrap(probe)(torch.ones(1, requires_grad=True)).backward()
-        assert len(runs) == (1 if name == _subjects.PLAIN else 2), name
-        assert (ran.regions, ran.recomputations) == ((1, 1) if name in _subjects.ALL_OURS else (0, 0)), name
+        assert len(runs) == (1 if name == _ways.PLAIN else 2), name
+        assert (ran.regions, ran.recomputations) == ((1, 1) if name in _ways.ALL_OURS else (0, 0)), name
 
 
 def test_a_subject_that_is_not_what_it_is_called_is_refused() -> None:
     with pytest.raises(RuntimeError, match="reactivate is not what it is measured as"):
-        _subjects._check(_subjects.OURS, lambda fn: fn)
+        _ways._check(_ways.OURS, lambda fn: fn)
 
 
 def test_torch_remat_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_subjects, "find_spec", lambda name: None)
-    subjects = _subjects.make_subjects()
-    assert {*subjects} == {_subjects.PLAIN, *_subjects.EVERY} - {_subjects.REMAT}
-    rows = _results.measure(_sections.SECTIONS[:1], TINY, CPU).rows
-    assert {row.subject for row in rows} == {*_subjects.EVERY} - {_subjects.REMAT}
+    monkeypatch.setattr(_ways, "find_spec", lambda name: None)
+    subjects = _ways.make_subjects()
+    assert {*subjects} == {_ways.PLAIN, *_ways.EVERY} - {_ways.REMAT}
+    rows = overhead.measure(sections.SECTIONS[:1], TINY, CPU).rows
+    assert {row.subject for row in rows} == {*_ways.EVERY} - {_ways.REMAT}
 
 
 def test_differences_are_found_bit_for_bit() -> None:
-    subjects = _subjects.make_subjects()
+    subjects = _ways.make_subjects()
 
     def make() -> tuple[torch.nn.Module, Tensor]:
-        return _workloads.ten_modules(CPU)
+        return sections.ten_modules(CPU)
 
-    assert _subjects.differs_from_plain(subjects[_subjects.OURS], make) == []
-    assert _subjects.differs_from_plain(subjects[_subjects.TORCH], make) == ["buffers"]
+    assert _ways.differs_from_plain(subjects[_ways.OURS], make) == []
+    assert _ways.differs_from_plain(subjects[_ways.TORCH], make) == ["buffers"]
 
 
 def test_transformer_block_is_as_large_as_its_title_says() -> None:
-    model, x = _workloads.transformer_block(CPU)
+    model, x = sections.transformer_block(CPU)
     saved: list[Tensor] = []
     with CountOps() as count, saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         model(x)
-    (section,) = (section for section in _sections.SECTIONS if section.name == "transformer")
+    (section,) = (section for section in sections.SECTIONS if section.name == "transformer")
     assert f"{count.ops.total()} ops, {len(saved)} saved tensors" in section.title
 
 
 @pytest.fixture(scope="module")
-def results() -> _results.Results:
-    return _results.measure(_sections.SECTIONS, TINY, CPU)
+def results() -> overhead.Results:
+    return overhead.measure(sections.SECTIONS, TINY, CPU)
 
 
 @pytest.mark.slow
-def test_every_section_runs(results: _results.Results) -> None:
-    quantities = {(section.name, quantity.name) for section in _sections.SECTIONS for quantity in section.quantities}
+def test_every_section_runs(results: overhead.Results) -> None:
+    quantities = {(section.name, quantity.name) for section in sections.SECTIONS for quantity in section.quantities}
     assert {(row.section, row.quantity) for row in results.rows} == quantities
     for row in results.rows:
         assert np.isfinite([row.figure.value, row.figure.low, row.figure.high]).all()
         assert (row.verdict is None) == (row.target is None)
-        assert row.target is None or row.subject in _subjects.ALL_OURS
+        assert row.target is None or row.subject in _ways.ALL_OURS
 
 
 @pytest.mark.slow
-def test_results_are_named_for_device_and_torch_version(results: _results.Results) -> None:
+def test_results_are_named_for_device_and_torch_version(results: overhead.Results) -> None:
     assert results.name == f"overhead-cpu-torch{torch.__version__.partition('+')[0]}"
     read = json.loads(results.to_json())
     assert read["machine"]["python"] == ".".join(map(str, sys.version_info[:3]))
@@ -255,13 +252,13 @@ def test_results_are_named_for_device_and_torch_version(results: _results.Result
 
 
 @pytest.mark.slow
-def test_markdown_has_every_figure(results: _results.Results) -> None:
-    page = _tables.to_markdown(results)
-    for table in _tables.tables(results):
+def test_markdown_has_every_figure(results: overhead.Results) -> None:
+    page = overhead.to_markdown(results)
+    for table in overhead.tables(results):
         assert f"### {table.title}\n" in page
         assert {len(row) for row in table.rows} == {len(table.header)}
     for row in results.rows:
-        assert _tables.with_interval(row.figure) in page
+        assert with_interval(row.figure) in page
         assert row.verdict is None or f"| {row.target:.2f} | {row.verdict} |" in page
 
 
@@ -272,12 +269,11 @@ def test_command_line_measures_one_section_as_json(
     overhead.main(["--only", "no_grad", "--quick", "--json"])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["section"] for row in rows} == {"no_grad"}
-    assert {row["subject"] for row in rows} >= set(_subjects.ALL_OURS)
+    assert {row["subject"] for row in rows} >= set(_ways.ALL_OURS)
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.delitem(sys.modules, "_terminal", raising=False)
     with pytest.raises(SystemExit, match=r"needs rich: pip install '\.\[bench\]' in a clone"):
         overhead.main(["--only", "fixed", "--quick"])
 
@@ -289,7 +285,7 @@ def test_results_for_the_docs_are_of_every_section(capsys: pytest.CaptureFixture
 
 
 def test_installation_is_over() -> None:
-    _subjects.make_subjects()
+    _ways.make_subjects()
     assert torch.utils.checkpoint.checkpoint.__globals__["__name__"] != "reactivate.dropin.torch"
     with reactivate.dropin.install():  # refused if one were active
         pass
