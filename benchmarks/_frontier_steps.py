@@ -1,21 +1,51 @@
-"""Steps that can be measured: each on a copy of the model, with its peak and what it leaves."""
+"""Steps of plans and of torch.compile, each on a copy of the model, with its peak and what it leaves; the plans' solver.
+
+Every compiled way has code of its own to compile: torch finds what it compiled by the code object, and would take the
+graphs of one budget for those of another.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from time import perf_counter
+from types import FunctionType
+from typing import Any
 
 import torch
-from _figures import Key
-from _frontier_models import Subject
-from _frontier_peers import Call
-from _frontier_results import Settings
-from _measure import Step
+from _estimates import Key
+from _timing import Step, Tick
+from _training import SMALL, Call, Subject, Way, left_by, make_subject
+from _ways import OURS, unequal
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
+from torch._functorch import config as functorch_config
 
-from reactivate.planner.profile.costs import measured_peak, seconds_of
+import reactivate
+from reactivate.errors import PlanInfeasible
+from reactivate.planner.place import place_of
+from reactivate.planner.plan import Plan
+from reactivate.planner.planner import Planner
+from reactivate.planner.profile.costs import measured_peak
+from reactivate.planner.solver.chain import Chain
+from reactivate.planner.solver.solve import solve
+from reactivate.planner.step import TrainingStep
+
+SHARES = (90, 75, 50, 35, 25)
+"""In percent of the plain step's peak."""
+LEAST = "least"
+MOST_CHOICES = 100_000
+
+WHOLE, BLOCKS = "torch.compile, whole model", "torch.compile, by block"
+BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
+"""Shares of what torch.compile would save: its partitioner has a budget of its own."""
 
 
 @dataclass(frozen=True)
@@ -64,29 +94,203 @@ def ready(
     return Ready((name, 1), model, step, first_seconds, peak_bytes, _differences(subject, model, step))
 
 
-def rounds_in(steps: Sequence[Ready], settings: Settings, device: torch.device) -> int:
-    """Return how many rounds of all steps the settings' seconds have room for."""
-    once = sum(seconds_of(item.step, device) for item in steps)
-    return max(settings.fewest, min(settings.most, round(settings.seconds / once)))
-
-
 def _differences(subject: Subject, model: nn.Module, step: Callable[[], Tensor]) -> list[str]:
-    plain = subject.copied()
-    expected, found = _left_by(plain, subject.step_of(plain), plain), _left_by(model, step, subject.copied())
-    return [what for what in expected if not all(map(torch.equal, expected[what], found[what]))]
-
-
-def _left_by(model: nn.Module, step: Callable[[], Tensor], fresh: nn.Module) -> dict[str, list[Tensor]]:
-    """Return what one step leaves, from the buffers of a fresh copy and gradients of zero on."""
-    torch.manual_seed(0)
+    """Of a step from the buffers of a fresh copy on."""
+    plain, fresh = subject.copied(), subject.copied()
     with torch.no_grad():
         for buffer, first in zip(model.buffers(), fresh.buffers(), strict=True):
             buffer.copy_(first)
-    model.zero_grad(set_to_none=False)
-    loss = step()
-    return {
-        "loss": [loss],
-        "gradients": [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None],
-        "buffers": [buffer.clone() for buffer in model.buffers()],
-        "random numbers": [torch.rand(4, device=loss.device)],
-    }
+    return unequal(left_by(plain, subject.step_of(plain)), left_by(model, step))
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def compiled_peers(subject: Subject, backend: str) -> list[Way]:
+    """The whole model, and block by block, at each of `BUDGETS`."""
+    ways = []
+    for system, make in ((WHOLE, _whole), (BLOCKS, partial(_by_block, subject))):
+        for budget in BUDGETS:
+            ways.append(Way(system, f"budget {budget:g}", partial(make, backend), partial(_with_budget, budget), True))
+    return ways
+
+
+def compiled_plans(subject: Subject, backend: str) -> list[Way]:
+    """Ways to compile a planned model: as a whole, or block by block, with nothing said of memory."""
+    makes = ((WHOLE, _whole), (BLOCKS, partial(_by_block, subject)))
+    first = partial(_with_budget, 1.0)
+    return [Way(f"{OURS} in {system}", "", partial(make, backend), first, True) for system, make in makes]
+
+
+def _whole(backend: str, model: nn.Module) -> Call:
+    return partial(torch.compile(_own_code(), backend=backend, dynamic=False), model)
+
+
+def _by_block(subject: Subject, backend: str, model: nn.Module) -> Call:
+    """One function for all blocks, so that equal ones are compiled once."""
+    compiled = torch.compile(_own_code(), backend=backend, dynamic=False)
+    for block in subject.blocks_of(model):
+        block.forward = partial(compiled, block.forward)  # type: ignore[method-assign]
+    return model
+
+
+def _own_code() -> Call:
+    def call(model: Call, *args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return FunctionType(call.__code__.replace(co_name="call"), call.__globals__, "call")
+
+
+def _with_budget(budget: float, step: Callable[[], object]) -> None:
+    with functorch_config.patch(activation_memory_budget=budget), dynamo_config.patch(recompile_limit=64):
+        step()
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plans:
+    """The plans, by the budget in words.
+
+    Attributes:
+        first_seconds: on the wall, of the first plan, which profiles the model.
+        further_seconds: of each other.
+    """
+
+    found: dict[str, Plan] = field(default_factory=dict)
+    first_seconds: float = 0.0
+    further_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Return the bytes that are there all the time."""
+        return self.found[LEAST].fixed.total
+
+    @property
+    def least_bytes(self) -> int:
+        """The least budget for which there is a plan, over what is there all the time."""
+        return budget_of(self.found[LEAST])
+
+    @property
+    def median_seconds(self) -> float:
+        """Of a plan that profiles nothing."""
+        return statistics.median(self.further_seconds)
+
+    def name_of(self, label: str) -> str:
+        """Of this plan: those that do the same have one name."""
+        same = (other for other, plan in self.found.items() if plan.assignment == self.found[label].assignment)
+        return next(same)
+
+
+def make_plans(subject: Subject, peaks: Mapping[str, int], plain_bytes: int, tick: Tick) -> Plans:
+    """Plan for each of these budgets, with one profile of the model.
+
+    Args:
+        subject: what is trained.
+        peaks: {a budget in words: bytes over parameters, gradients and inputs}.
+        plain_bytes: the plain step's peak, over the same.
+        tick: called after each plan.
+    """
+    plans, began = Plans(), perf_counter()
+    first = reactivate.plan(subject.model, subject.args, subject.kwargs, budget="100%", loss=subject.loss)
+    plans.first_seconds = perf_counter() - began
+    budgets = {**peaks, **{f"{share} %": plain_bytes * share // 100 for share in SHARES}}
+    for label, size in budgets.items():
+        began = perf_counter()
+        with suppress(PlanInfeasible):
+            plans.found[label] = first.at(first.fixed.total + size)
+        plans.further_seconds.append(perf_counter() - began)
+        tick()
+    plans.found[LEAST] = first.at(_least_bytes(first))
+    tick()
+    return plans
+
+
+def _least_bytes(plan: Plan) -> int:
+    try:
+        return plan.at(1).budget_bytes
+    except PlanInfeasible as error:
+        return error.least_bytes
+
+
+def budget_of(plan: Plan) -> int:
+    """Return the bytes that the step may allocate."""
+    return plan.budget_bytes - plan.fixed.total
+
+
+def does(plan: Plan) -> dict[str, int]:
+    """{what is done: with how many parts of the model}."""
+    return dict(Counter(decision.treatment.name for decision in plan.decisions))
+
+
+def applied(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:
+    """The model, which runs as planned from here on."""
+    reactivate.apply(model, plan)
+    return model
+
+
+# -- the solver -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The solver against every choice that there is, on the measured chain of a small model of the same kind.
+
+    Attributes:
+        blocks: of that chain.
+        choices: how many there are.
+        budgets: how many were solved: each at which a faster choice begins to fit.
+        equal: at how many of them the solver's time is the least that there is, to the last bit.
+        worst: the largest part by which it is above that.
+    """
+
+    blocks: int
+    choices: int
+    budgets: int
+    equal: int
+    worst: float
+
+
+def optimum_of(name: str, device: torch.device) -> Optimum:
+    """The solver against every choice, on a small model of the same kind."""
+    return against_every_choice(measured_chain(make_subject(name, SMALL[name], device), device))
+
+
+def measured_chain(subject: Subject, device: torch.device) -> Chain:
+    """The problem that `reactivate.plan` solves for this model."""
+    step = TrainingStep(subject.model, subject.args, subject.kwargs, subject.loss)
+    place = place_of(subject.model, subject.args, dict(subject.kwargs), device)
+    return shortened(Planner(step, place, None, lambda text: None).prepare().chain)
+
+
+def shortened(chain: Chain) -> Chain:
+    """Its first blocks, as many as leave no more than `MOST_CHOICES`."""
+    count, choices = 0, 1
+    while count < len(chain.menus) and choices * len(chain.menus[count]) <= MOST_CHOICES:
+        choices *= len(chain.menus[count])
+        count += 1
+    return Chain(chain.menus[:count], (*chain.outside[:count], chain.outside[-1]))
+
+
+def against_every_choice(chain: Chain) -> Optimum:
+    """Solve for each budget at which a faster choice begins to fit, and compare with that choice."""
+    found = []
+    for entries in product(*chain.menus):
+        solution = chain.solution_of(chain.picks_of(entries))
+        found.append((solution.peak_bytes, solution.seconds))
+    steps: list[tuple[int, float]] = []
+    for peak_bytes, seconds in sorted(found):
+        if not steps or seconds < steps[-1][1]:
+            steps.append((peak_bytes, seconds))
+    solved = [(solve(chain, peak_bytes), peak_bytes, seconds) for peak_bytes, seconds in steps]
+    if any(solution.peak_bytes > peak_bytes for solution, peak_bytes, _ in solved):
+        raise RuntimeError("The solver chose what does not fit.")
+    parts = [_above(solution.seconds, seconds) for solution, _, seconds in solved]
+    return Optimum(len(chain.menus), len(found), len(steps), parts.count(0.0), max(parts))
+
+
+def _above(seconds: float, least_seconds: float) -> float:
+    if seconds == least_seconds:
+        return 0.0
+    return seconds / least_seconds - 1 if least_seconds else math.inf

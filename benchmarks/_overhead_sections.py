@@ -83,7 +83,7 @@ def growth(view: View, subject: str) -> Array:
     return per_region(MANY)(view, subject) / per_region(FEW)(view, subject)
 
 
-# -- workloads --
+# -- workloads --------------------------------------------------------------------------------------------------------
 
 
 def wave(x: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def many_regions(wrap: Callable[[Function], Function], regions: int, x: Tensor) 
     return training_step(forward, x)
 
 
-# -- sections --
+# -- sections ---------------------------------------------------------------------------------------------------------
 
 
 def fixed(subjects: Subjects, device: torch.device) -> Steps:

@@ -1,31 +1,42 @@
-"""Two parts of the benchmark: one transformer block, small enough to show what the ways cost, and large."""
+"""One transformer block, small enough to show what the ways cost, and large: times, and bytes that are kept."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from _figures import METHODS, SINGLE, WARM, Array, Estimate, Figure, Key, Method, Times, View, estimate, verdict
-from _measure import Step, Timer, quiet, single_calls, warm_batches
-from _results import Track
-from _selective_memory import allocated_bytes, kept_bytes
-from _selective_results import BLOCK, LARGE, OF_REMAT, OF_TORCH, OVER_IDEAL, OVER_PLAIN, Kept, Row, Settings
-from _selective_ways import (
-    ALL_OURS,
+from _estimates import METHODS, SINGLE, Array, Estimate, Figure, Key, Method, Times, View, estimate, verdict
+from _overhead_sections import TransformerBlock, training_step, transformer_block
+from _selective_experiment import Settings
+from _timing import Step, Timer, Track, by_both_methods, finished, quiet, single_calls
+from _training import Forward, allocated_bytes
+from _ways import (
     CALLS_OF,
     FUNCTION_SITES,
     MODULE_SITES,
     NOTHING,
+    OUR_BLOCKS,
+    PLAIN,
+    REMAT,
     SAC,
+    TORCH,
+    Function,
     Way,
+    differs_from_plain,
     make_ways,
     recomputed_alone,
 )
-from _subjects import PLAIN, REMAT, TORCH, Function, differs_from_plain
-from _workloads import TransformerBlock, training_step, transformer_block
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BLOCK, LARGE = "block", "large"
+OVER_PLAIN, OF_TORCH, OF_REMAT = "over plain", "of torch's", "of torch_remat's"
+OVER_IDEAL = "over the ideal"
 
 TARGETS = {(MODULE_SITES, OF_TORCH, SINGLE.name): 0.35, (FUNCTION_SITES, OF_TORCH, SINGLE.name): 0.43} | {
     (system, OF_REMAT, method.name): 1.0 for system in (MODULE_SITES, FUNCTION_SITES) for method in METHODS
@@ -37,6 +48,47 @@ RECOMPUTED = "recomputed alone"
 PLAIN_KEY = (PLAIN, 1)
 
 Make = Callable[[torch.device], tuple[TransformerBlock, Tensor]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of one way to checkpoint a block, by one method.
+
+    Attributes:
+        quantity: `OVER_PLAIN` in µs, the others as ratios.
+        keeps: the calls whose results the way keeps.
+        target: what the figure may be at most; None where there is no target.
+        verdict: "met", "missed" or "within noise", by the interval.
+    """
+
+    part: str
+    quantity: str
+    system: str
+    keeps: str
+    method: str
+    figure: Estimate
+    target: float | None = None
+    verdict: str | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The bytes that the forward pass of a way leaves for the backward.
+
+    Attributes:
+        kept_bytes: of activations, as autograd and the systems hold them, the argument of the block among them.
+        allocated_bytes: by the forward pass, whoever holds it: without the argument, with the block's result and states
+            of random number generators.
+    """
+
+    part: str
+    system: str
+    keeps: str
+    kept_bytes: int
+    allocated_bytes: int
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
 
 
 def small_block(device: torch.device) -> tuple[TransformerBlock, Tensor]:
@@ -67,15 +119,13 @@ def measure_block(settings: Settings, device: torch.device, track: Track) -> lis
     block, x = small_block(device)
     ways = make_ways()
     steps = {key_of(way): training_step(way.wrap(block), x) for way in ways}
-    timer = Timer(device, settings.clock)
-    with quiet():
-        tick = track(f"{BLOCK}, {WARM.name}", settings.block.rounds)
-        warm = warm_batches(steps, settings.block.rounds, settings.block.batch_seconds, timer, tick)
-        tick = track(f"{BLOCK}, {SINGLE.name}", settings.block.calls)
-        single = single_calls(steps, settings.block.calls, timer, tick)
-    times = {WARM: warm, SINGLE: single}
+    times = by_both_methods(BLOCK, steps, replace(settings.block, clock=settings.clock), device, track)
     return [
-        row for way in ways if way.system != PLAIN for method in METHODS for row in _rows(way, method, times[method])
+        row
+        for way in ways
+        if way.system != PLAIN
+        for method in METHODS
+        for row in _rows(way, method, times[method.name])
     ]
 
 
@@ -123,18 +173,6 @@ def on_one_model(way: Way) -> Callable[[Any], Function]:
     return wrap
 
 
-def finished(step: Step, device: torch.device) -> Step:
-    """The step, until the device has done it."""
-    if device.type == "cpu":
-        return step
-
-    def run() -> None:
-        step()
-        torch.accelerator.synchronize(device)
-
-    return run
-
-
 def key_of(way: Way) -> Key:
     """Of its times."""
     return (PLAIN if way.system == PLAIN else way.name, 1)
@@ -149,7 +187,7 @@ def _rows(way: Way, method: Method, times: Times) -> Iterator[Row]:
     rivals = {OF_TORCH: TORCH if way.keeps == NOTHING else SAC, OF_REMAT: REMAT}
     for quantity, system in rivals.items():
         rival = (f"{system} ({way.keeps})", 1)
-        if rival not in times or (way.system not in ALL_OURS and quantity == OF_REMAT):
+        if rival not in times or (way.system not in OUR_BLOCKS and quantity == OF_REMAT):
             continue
         ratio = estimate(_ratio(own, rival), times, method)
         target = TARGETS.get((way.system, quantity, method.name))
@@ -169,7 +207,7 @@ def _over_ideal(way: Way, times: Times) -> Row:
         return (view.over(key_of(way), PLAIN_KEY) - alone) / (view.level(PLAIN_KEY) + alone)
 
     figure = estimate(over_ideal, times, SINGLE)
-    ours = way.system in ALL_OURS
+    ours = way.system in OUR_BLOCKS
     judged = not_above_zero(figure) if ours else None
     return Row(LARGE, OVER_IDEAL, way.system, way.keeps, SINGLE.name, figure, TOLERANCE if ours else None, judged)
 
@@ -181,3 +219,46 @@ def not_above_zero(figure: Estimate) -> str:
 
 MAKERS: dict[str, Callable[[Settings], Make]] = {BLOCK: lambda settings: small_block, LARGE: large_block}
 MEASURES = {BLOCK: measure_block, LARGE: measure_large}
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def kept_bytes(forward: Forward, model: nn.Module) -> int:
+    """Bytes of the storages that wait for the backward, each once, without parameters.
+
+    Hooks around the call see what autograd and the systems keep, and what regions keep of their arguments. SAC keeps
+    results where no hook sees them, in the dispatch mode that its context function made, and so that is searched.
+    Not counted is what is no activation, such as states of random number generators.
+    """
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    before = {id(mode) for mode in _modes()}
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        output = forward()
+    for mode in _modes():
+        if id(mode) not in before:
+            for tensor in _tensors_in(mode):
+                count(tensor)
+    total = sum(tensor.untyped_storage().nbytes() for pointer, tensor in kept.items() if pointer not in parameters)
+    kept.clear()
+    output.sum().backward()
+    return total
+
+
+def _modes() -> list[TorchDispatchMode]:
+    return [found for found in gc.get_objects() if issubclass(type(found), TorchDispatchMode)]
+
+
+def _tensors_in(value: object, depth: int = 6) -> Iterator[Tensor]:
+    """List the tensors that an object leads to: SAC has {op: {number of the call: [wrapped tensor]}}."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, type):
+        for inner in gc.get_referents(value):
+            yield from _tensors_in(inner, depth - 1)

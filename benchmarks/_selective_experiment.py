@@ -1,4 +1,4 @@
-"""The third part: memory against speed on a whole model, after the comparison that torchtune published.
+"""Memory against speed of every mode on a whole model, after the comparison that torchtune published.
 
 The model is the byte-level GPT of `examples/byte_gpt.py`, without dropout, so that torch_remat, which restores no random
 state, is right as well. A step is a forward and a backward pass; gradients stay allocated. The peak is of the bytes that
@@ -7,75 +7,124 @@ torch allocated during the step, over those before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
-from _figures import SINGLE, Key, Times, estimate
-from _measure import Timer, quiet, single_calls
-from _results import Track
-from _selective_block import finished
-from _selective_examples import GPT, ModelSettings
-from _selective_memory import Forward, allocated_bytes
-from _selective_results import EXPERIMENT, Experiment, Point, Settings
-from _selective_ways import SAC
-from _subjects import OURS, PLAIN, REMAT, TORCH
+from _estimates import SINGLE, Estimate, Key, Times, estimate
+from _timing import Settings as BlockSettings, Timer, Track, finished, quiet, single_calls
+from _training import (
+    FULL,
+    GPT,
+    SAVED_OPS,
+    SECOND,
+    THIRD,
+    Forward,
+    ModelSettings,
+    Way,
+    allocated_bytes,
+    left_by,
+    torch_ways,
+    wrapped,
+)
+from _ways import OURS, REMAT, remat, unequal
 from torch import Tensor, nn
-from torch.utils import checkpoint as upstream
 
 import reactivate
 from reactivate import policies
 
-NONE, FULL, SECOND, THIRD = "none", "full", "every 2nd block", "every 3rd block"
-OPS, MODULES = "op list saved", "linear modules saved"
+EXPERIMENT = "experiment"
 EVERY = {FULL: 1, SECOND: 2, THIRD: 3}
-
-aten = torch.ops.aten
-# What `policies.compute_intensive()` is on this model to SAC, which sees the ops below autograd.
-OP_LIST = [
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-]
+SAVED_MODULES = "linear modules saved"
 
 OUR_POLICIES = {
     FULL: policies.full(),
     SECOND: policies.recompute_every(2),
     THIRD: policies.recompute_every(3),
-    OPS: policies.first_match(policies.compute_intensive(), policies.full()),
-    MODULES: policies.first_match(policies.save_modules(nn.Linear), policies.full()),
+    SAVED_OPS: policies.first_match(policies.compute_intensive(), policies.full()),
+    SAVED_MODULES: policies.first_match(policies.save_modules(nn.Linear), policies.full()),
 }
 
 
 @dataclass(frozen=True)
-class ModelWay:
-    """A way to checkpoint the model, by changing it in place."""
+class Settings:
+    """Settings: how long to measure, and what.
+
+    Attributes:
+        block: of the small block.
+        large_width, large_length, large_calls: of the large block: features, tokens, rounds of single calls.
+        layers, dim, heads, context: of the experiment's model.
+        batch: of the experiment, where each way has the same; the budget is the plain step's peak at half of it.
+        experiment_calls: rounds of the experiment.
+        clock: "cpu" or "wall"; on an accelerator, the large block and the experiment have "wall" always.
+    """
+
+    block: BlockSettings = field(default_factory=lambda: BlockSettings(batch_seconds=0.03))
+    large_width: int = 1024
+    large_length: int = 512
+    large_calls: int = 30
+    layers: int = 12
+    dim: int = 192
+    heads: int = 6
+    context: int = 128
+    batch: int = 8
+    experiment_calls: int = 15
+    clock: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A step of the model by one way.
+
+    Attributes:
+        mode: what is recomputed.
+        peak_bytes: allocated at the step's peak, over what was allocated before it.
+        seconds: of the step: the median over the rounds.
+        tokens_per_second: of the same rounds.
+    """
 
     system: str
     mode: str
-    change: Callable[[GPT], object]
+    batch: int
+    peak_bytes: int
+    seconds: Estimate
+    tokens_per_second: Estimate
 
-    @property
-    def name(self) -> str:
-        return f"{self.system}: {self.mode}"
+
+@dataclass(frozen=True)
+class Experiment:
+    """Every mode of every system on one model.
+
+    Attributes:
+        parameters: how many the model has.
+        budget_bytes: what the peaks of `at_equal_memory` stay below, with the largest batches that do.
+        differences: {way: what its step leaves different from plain, bit for bit}.
+    """
+
+    parameters: int
+    budget_bytes: int
+    at_equal_batch: list[Point]
+    at_equal_memory: list[Point]
+    differences: dict[str, list[str]]
 
 
-def make_model_ways() -> list[ModelWay]:
+def make_model_ways() -> list[Way]:
     """Every mode of every system that has it. Without torch_remat where that is not installed."""
-    contexts = partial(upstream.create_selective_checkpoint_contexts, OP_LIST)
-    ways = [ModelWay(PLAIN, NONE, lambda model: None)]
-    ways += [ModelWay(TORCH, mode, partial(_every, k, lambda fn: _non_reentrant(fn))) for mode, k in EVERY.items()]
-    ways += [ModelWay(SAC, OPS, partial(_every, 1, lambda fn: _non_reentrant(fn, context_fn=contexts)))]
+    ways = torch_ways(_blocks, EVERY)
     if find_spec("torch_remat"):
-        ways += [ModelWay(REMAT, FULL, partial(_every, 1, _remat))]
-    return ways + [ModelWay(OURS, mode, partial(_apply, policy)) for mode, policy in OUR_POLICIES.items()]
+        ways += [Way(REMAT, FULL, partial(wrapped, _blocks, 1, remat))]
+    return ways + [Way(OURS, mode, partial(_applied, policy)) for mode, policy in OUR_POLICIES.items()]
+
+
+def _blocks(model: GPT) -> nn.ModuleList:
+    return model.blocks
+
+
+def _applied(policy: policies.Policy, model: GPT) -> GPT:
+    reactivate.apply(model, policy)
+    return model
 
 
 def measure_experiment(settings: Settings, device: torch.device, track: Track) -> Experiment:
@@ -115,14 +164,14 @@ def measure_experiment(settings: Settings, device: torch.device, track: Track) -
     return Experiment(parameters, budget, same, fitting, differences)
 
 
-def make_model(way: ModelWay, settings: Settings, device: torch.device) -> GPT:
+def make_model(way: Way, settings: Settings, device: torch.device) -> GPT:
     """The model as `way` has it, with gradients allocated."""
     torch.manual_seed(0)
     sizes = ModelSettings(
         layers=settings.layers, dim=settings.dim, heads=settings.heads, context=settings.context, dropout=0.0
     )
     model = GPT(sizes).to(device)
-    way.change(model)
+    way.make(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model
@@ -176,7 +225,7 @@ def largest_batch(model: GPT, budget_bytes: int, known: Point, settings: Setting
     return max(1, batch - 1)
 
 
-def _point(way: ModelWay, batch: int, peak: int, times: Times, settings: Settings) -> Point:
+def _point(way: Way, batch: int, peak: int, times: Times, settings: Settings) -> Point:
     key: Key = (way.name, batch)
     tokens = batch * settings.context
     seconds = estimate(lambda view: view.level(key), times, SINGLE)
@@ -185,38 +234,8 @@ def _point(way: ModelWay, batch: int, peak: int, times: Times, settings: Setting
 
 
 def _differences(models: dict[str, GPT], name: str, settings: Settings, device: torch.device) -> list[str]:
-    plain, other = (_one_step(models[key], settings, device) for key in (next(iter(models)), name))
-    return [what for what in plain if not all(map(torch.equal, plain[what], other[what]))]
-
-
-def _one_step(model: GPT, settings: Settings, device: torch.device) -> dict[str, list[Tensor]]:
-    torch.manual_seed(0)
-    model.zero_grad(set_to_none=False)
-    loss = step_of(forward_of(model, settings.batch, settings, device))()
-    gradients: Iterator[Any] = (parameter.grad for parameter in model.parameters())
-    return {
-        "loss": [loss],
-        "gradients": [gradient.clone() for gradient in gradients],
-        "random numbers": [torch.rand(4, device=device)],
-    }
-
-
-def _apply(policy: policies.Policy, model: GPT) -> None:
-    reactivate.apply(model, policy)
-
-
-def _every(k: int, wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]], model: GPT) -> None:
-    """Every k-th block, from the first: those that `policies.recompute_every(k)` takes."""
-    for block in model.blocks[::k]:
-        block.forward = wrap(block.forward)
-
-
-def _non_reentrant(fn: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-    return partial(upstream.checkpoint, fn, use_reentrant=False, **options)
-
-
-def _remat(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    import torch_remat  # an optional package
-
-    checkpointed: Callable[..., Tensor] = torch_remat.checkpoint(region_name="block")(fn)
-    return checkpointed
+    plain, other = (
+        left_by(models[key], step_of(forward_of(models[key], settings.batch, settings, device)))
+        for key in (next(iter(models)), name)
+    )
+    return unequal(plain, other)

@@ -231,6 +231,40 @@ class MarkedBlock(nn.Module):
         return self.product["out"](self.product["mix"](scores, value).transpose(1, 2).flatten(2))
 
 
+def recomputed_alone(block: nn.Module, keeps: str, x: Tensor) -> Callable[[], object]:
+    """The least that a recomputation can do: the forward pass, without a graph, of what is neither kept nor needless.
+
+    The results of kept calls are there, from a forward pass before. The last product and the sum with it are needless,
+    since the backward reads only what went into them.
+    """
+    results: dict[str, Tensor] = {}
+
+    def recording(name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def record(*tensors: Tensor) -> Tensor:
+            results[name] = call(*tensors)
+            return results[name]
+
+        return record
+
+    def looked_up(name: str, call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def look_up(*tensors: Tensor) -> Tensor:
+            for tensor in tensors:
+                tensor.flatten(0, -3)  # as `matmul` does, which copies what is not contiguous, and saves the copy
+            return results[name]
+
+        return look_up if name in CALLS_OF[keeps] else call
+
+    recomputation = MarkedBlock(block, looked_up)
+
+    def step() -> None:
+        with torch.no_grad():
+            recomputation.before_down(x)
+
+    with torch.no_grad():
+        MarkedBlock(block, recording)(x)
+    return step
+
+
 # -- what a way leaves different --------------------------------------------------------------------------------------
 
 

@@ -22,21 +22,192 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler tells of releases that it saw no beginning of
 
 import torch
+from _estimates import SINGLE, Estimate
+from _frontier_measure import Frontier, Peer, Planned, Settings, Verdict, measure_model
+from _frontier_steps import BLOCKS, WHOLE
+from _presentation import Series, Table, differences, megabytes, read, require, scatter, show, with_interval, write
+from _timing import CLOCKS, Track, progress, silent
+from _training import MODELS
+from _ways import OURS, PLAIN, SAC, TORCH
 
-try:
-    from _frontier_measure import measure_model
-    from _frontier_models import MODELS
-    from _frontier_page import to_markdown
-    from _frontier_plot import plot
-    from _frontier_results import Frontier, Settings, read
-    from _frontier_sac_ilp import obstacles
-    from _frontier_terminal import show
-    from _measure import CLOCKS
-    from _options import models_among, refuse_page_without_results
-    from _results import Track, silent
-    from _terminal import progress
-except ImportError as error:
-    sys.exit(f"This needs {error.name}: pip install '.[bench]' in a clone")
+LOOKS = {PLAIN: ("black", "X"), TORCH: ("#5c677d", "s"), SAC: ("#2e6f95", "D")}
+LOOKS |= {WHOLE: ("#b08900", "^"), BLOCKS: ("#6a994e", "v")}
+OUR_LOOKS = {OURS: "o-", f"{OURS} in {WHOLE}": "^--", f"{OURS} in {BLOCKS}": "v:"}
+OUR_COLOR = "#d1495b"
+
+INTRODUCTION = """\
+# Plans, measured
+
+[`reactivate.plan`](planning.md) promises the fastest policy that fits a budget. Here its plans run beside what else one could
+do, each in the memory that the other takes: what counts is who is faster *at the same peak*.
+
+The script is `benchmarks/frontier.py`, and this page is what its `--page` writes of its results: no figure is edited by hand.
+
+## How it is measured
+
+- The peak is the most that a step allocates, forward, loss and backward, over parameters, gradients and inputs, which are
+  there before. On a CPU that is the running sum of the profiler's memory events, on an accelerator the allocator's own
+  peak.
+- All steps of a model run in one process on the same parameters, interleaved, in an order that is shuffled in every round.
+- The model is profiled once, for the first plan. The others are for the exact peak of every peer, for shares of the
+  plain step's peak (90 % to 25 %), and for the least budget for which there is a plan.
+- *Holds* says whether the peak of the real step is within the budget that its plan was made for.
+- A verdict takes the fastest of the peers whose peaks are within the budget. Which that is, is read off the same times,
+  which favours the peers a little. *Faster* and *slower* are said where the 95 % interval of the ratio leaves out 1.
+
+The peers: no checkpointing; torch's checkpointing (non-reentrant) of every block, every second, third and fourth; torch's
+selective checkpointing of every block with the results of products, attention and convolutions saved; where it says so,
+`torch.compile` with `activation_memory_budget` from 1 to 0, of the whole model and block by block. There each plan is
+compiled too: `reactivate.apply(model, plan)` first, then `torch.compile` of the whole model, or of each block. The plan is
+made for eager code; whether its compiled step holds is measured. A verdict takes, as it does of the peers, the fastest of
+these steps that holds."""
+
+
+NOTHING = """\
+Nothing has been measured here: `python benchmarks/frontier.py --out benchmarks/results --page docs/planning-measured.md`."""
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def tables(found: Frontier) -> list[Table]:
+    """The steps, and the verdicts."""
+    eager = (
+        f"At the peak of each eager peer: the fastest of them that fits, and the plan for that budget, on {found.model}"
+    )
+    every = "The same with compiled peers and compiled plans"
+    made = [
+        step_table(found),
+        verdict_table(eager, found.verdicts),
+        verdict_table(every, found.verdicts_with_compiled),
+    ]
+    return [table for table in made if table.rows]
+
+
+def step_table(found: Frontier) -> Table:
+    """Every step with its peak and its time: peers, then plans, each at the least budget that it was made for."""
+    plain = found.peers[0]
+
+    def figures(item: Peer | Planned) -> tuple[str, ...]:
+        return (
+            *(megabytes(item.peak_bytes), f"{item.peak_bytes / plain.peak_bytes:.2f}"),
+            *(with_interval(item.seconds.scaled(1e3)), f"{item.seconds.value / plain.seconds.value:.2f}"),
+        )
+
+    lines = [(peer.system, peer.mode, "", *figures(peer), "") for peer in found.peers]
+    for item in different_steps(found.planned):
+        holds = "yes" if item.holds else "no"
+        lines.append((item.system, item.label, megabytes(item.budget_bytes), *figures(item), holds))
+    header = ("way", "mode", "budget, MB", "peak, MB", "of plain's", "step, ms", "of plain's", "holds")
+    return Table(f"{found.title}. One step", header, lines)
+
+
+def different_steps(planned: Sequence[Planned]) -> list[Planned]:
+    """One of those that share a step: the one with the least budget; by system and budget."""
+    found: dict[str, Planned] = {}
+    for item in sorted(planned, key=lambda item: (item.system != OURS, item.system, item.budget_bytes)):
+        found.setdefault(item.step, item)
+    return [*found.values()]
+
+
+def verdict_table(title: str, verdicts: Sequence[Verdict]) -> Table:
+    """Who is faster in equal memory."""
+    lines = [
+        (
+            *(item.budget_of, megabytes(item.budget_bytes), item.rival, item.system),
+            "" if item.ratio is None else ratio(item.ratio),
+            *(item.words, {True: "yes", False: "no", None: ""}[item.holds]),
+        )
+        for item in verdicts
+    ]
+    return Table(
+        title, ("at the peak of", "MB", "fastest peer", "plan", "plan's time of its", "the plan is", "holds"), lines
+    )
+
+
+def what_is_done(found: Frontier) -> Table:
+    """The plans in words."""
+    lines = [
+        (item.label, megabytes(item.budget_bytes), ", ".join(f"{count} x {name}" for name, count in item.does.items()))
+        for item in sorted(found.planned, key=lambda item: item.budget_bytes)
+        if item.system == OURS
+    ]
+    return Table("What the plans do", ("budget", "MB", "what it does"), lines)
+
+
+def in_short(found: Frontier) -> str:
+    """The verdicts counted."""
+    lines = []
+    for verdicts, whose in ((found.verdicts, "eager peers"), (found.verdicts_with_compiled, "all peers")):
+        counts = {words: [item.words for item in verdicts].count(words) for words in {item.words for item in verdicts}}
+        if counts:
+            lines.append(f"{whose}: " + ", ".join(f"{words} at {count}" for words, count in sorted(counts.items())))
+    return "; ".join(lines)
+
+
+def ratio(estimate: Estimate) -> str:
+    """With three digits: a percent more or less is what this is about."""
+    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+
+
+# -- the page and the plot --------------------------------------------------------------------------------------------
+
+
+def paragraphs(found: Frontier) -> list[str]:
+    """The optimum and the differences in words."""
+    optimum = found.optimum
+    ways = {peer.name: peer.differences for peer in found.peers}
+    ways |= {item.step: item.differences for item in different_steps(found.planned)}
+    return [
+        f"On the measured chain of a small model of the same kind ({optimum.blocks} blocks, {optimum.choices} choices), the "
+        f"solver's choice is the optimum of the cost model at {optimum.equal} of {optimum.budgets} budgets; at worst it is "
+        f"{optimum.worst:.2%} above it.",
+        differences(ways, "Every step"),
+    ]
+
+
+def to_markdown(frontiers: Sequence[Frontier]) -> str:
+    """The whole page."""
+    blocks = [INTRODUCTION]
+    for found in frontiers:
+        machine = found.machine
+        blocks += [
+            f"## {found.title.partition(':')[0]}",
+            f"{found.title}; {found.parameters / 1e6:.1f} million parameters. {machine['device name']}, Python "
+            f"{machine['python']}, torch {machine['torch']}, one thread, {found.rounds} rounds; {SINGLE.describe}. "
+            f"Planned in {found.planning_seconds:.1f} s, for each further budget in {found.replanning_seconds:.2f} s. "
+            f"As a picture: `benchmarks/results/{found.name}.png`.",
+            f"In short: the plan is, against {in_short(found)}.",
+            *(table.with_title() for table in (*tables(found), what_is_done(found))),
+            *paragraphs(found),
+        ]
+    return "\n\n".join(blocks if frontiers else [*blocks, NOTHING]) + "\n"
+
+
+def plot(found: Frontier, path: Path) -> None:
+    """Peak bytes of a step against its time."""
+    machine, ours = found.machine, {item.system for item in found.planned}
+    series = [
+        Series(
+            system.replace(OURS, f"{OURS}, planned", 1),
+            OUR_COLOR,
+            form,
+            [(item.peak_bytes, item.seconds, "") for item in found.planned if item.system == system],
+        )
+        for system, form in OUR_LOOKS.items()
+        if system in ours
+    ]
+    for system, look in LOOKS.items():
+        peers = [(peer.peak_bytes, peer.seconds, peer.mode) for peer in found.peers if peer.system == system]
+        series += [Series(system, *look, peers)] if peers else []
+    caption = (
+        f"{found.title}.\nMedians of {found.rounds} rounds with 95 % intervals. {machine['device name']}, torch "
+        f"{machine['torch']}, one thread."
+    )
+    scatter(series, "peak of a step over parameters, gradients and inputs, MB", caption, path)
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,55 +215,62 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     settings = replace(Settings(), seconds=options.seconds, compiled=tuple(options.compile), clock=options.clock)
     device = torch.device(options.device)
+    if options.out and options.models:
+        require("matplotlib")
     if options.json:
         found = [*measure(options.models, settings, device, silent, options.out)]
         sys.stdout.write(json.dumps([json.loads(frontier.to_json()) for frontier in found], indent=1) + "\n")
     elif options.models:
+        require("rich")
         with progress() as track:
             found = [*measure(options.models, settings, device, track, options.out)]
         for frontier in found:
-            show(frontier)
+            show(on_terminal(frontier))
     if options.page:
         write_page(options.out, options.page)
+
+
+def on_terminal(found: Frontier) -> list[Table | str]:
+    """All that was found of a model."""
+    planned = f"Planned in {found.planning_seconds:.1f} s, for each further budget {found.replanning_seconds:.2f} s."
+    return [found.model, *tables(found), in_short(found), planned, *paragraphs(found)]
 
 
 def measure(
     models: Sequence[str], settings: Settings, device: torch.device, track: Track = silent, out: Path | None = None
 ) -> Iterator[Frontier]:
     """Each of `models`, one after the other; what is found of one is written before the next begins."""
-    sac_ilp = obstacles(device)
     for name in models:
-        found = measure_model(name, settings, device, track, sac_ilp)
+        found = measure_model(name, settings, device, track)
         if out is not None:
-            write(found, out)
+            path = write(out, found.name, json=found.to_json())
+            plot(found, path.with_name(path.name + ".png"))
         yield found
-
-
-def write(found: Frontier, directory: Path) -> None:
-    """The results as JSON, and the plot."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / found.name
-    path.with_name(path.name + ".json").write_text(found.to_json(), encoding="utf-8")
-    plot(found, path.with_name(path.name + ".png"))
 
 
 def write_page(directory: Path, page: Path) -> None:
     """Of all results that are in the directory."""
-    frontiers = [read(path) for path in directory.glob("frontier-*.json")]
+    frontiers = [read(Frontier, path) for path in directory.glob("frontier-*.json")]
     order = list(MODELS)
-    page.write_text(
-        to_markdown(sorted(frontiers, key=lambda found: (found.machine["device"] != "cpu", order.index(found.model)))),
-        encoding="utf-8",
-    )
+    frontiers.sort(key=lambda found: (found.machine["device"] != "cpu", order.index(found.model)))
+    page.write_text(to_markdown(frontiers), encoding="utf-8")
+
+
+def models_of(text: str) -> list[str]:
+    """Return names with commas between them, each one of `MODELS`."""
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    return names
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Checked options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models = models_among(MODELS)
-    parser.add_argument("--models", type=models, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
+    parser.add_argument("--models", type=models_of, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
     parser.add_argument(
-        "--compile", type=models, default=[], metavar="MODELS", help="those with compiled peers: minutes for each"
+        "--compile", type=models_of, default=[], metavar="MODELS", help="those with compiled peers: minutes for each"
     )
     parser.add_argument("--seconds", type=float, default=Settings().seconds, help="of rounds for a model (%(default)g)")
     parser.add_argument("--device", default="cpu", help="where the tensors are (default: cpu)")
@@ -105,7 +283,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             "llama needs transformers: pip install '.[models]' in a clone, or leave it out: --models gpt,resnet"
         )
-    refuse_page_without_results(parser, options)
+    if options.page and not options.out:
+        parser.error("--page is about the results in a directory: give --out as well")
     return options
 
 

@@ -16,39 +16,31 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import _frontier_compiled as compiled
-import _frontier_models as models
-import _frontier_optimum as optimum
-import _frontier_page as page
-import _frontier_peers as peers
-import _frontier_plans as plans
-import _frontier_plot as plots
-import _frontier_results as results_of
-import _frontier_sac_ilp as sac_ilp
+import _frontier_measure as measuring
 import _frontier_steps as steps
-import _frontier_tables as tables
-import _frontier_terminal as terminal
-import _frontier_verdicts as verdicts
+import _training as models
 import frontier
-from _figures import Estimate
+from _estimates import Estimate
+from _presentation import read, show
 from count_ops import CountOps
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from reactivate.planner.solver.chain import Candidate, Chain, Solution
 from reactivate.planner.solver.solve import solve
 
 CPU = torch.device("cpu")
 TINY = {"gpt": models.Size(4, 32, 2, 32), "llama": models.Size(4, 64, 2, 16), "resnet": models.Size(4, 8, 2, 16)}
-SETTINGS = results_of.Settings(
+SETTINGS = measuring.Settings(
     seconds=0.0, fewest=2, backend="aot_eager_decomp_partition", compiled=("gpt",), sizes=TINY
 )
-EAGER = {"none", *peers.EVERY, peers.SAVED_OPS}
+EAGER = {"none", *models.EVERY, models.SAVED_OPS}
 
 
 @pytest.fixture(scope="module")
-def found() -> results_of.Frontier:
+def found() -> measuring.Frontier:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "BUDGETS", (1.0, 0.0))
+        patch.setattr(steps, "BUDGETS", (1.0, 0.0))
         (one,) = frontier.measure(["gpt"], SETTINGS, CPU)
     return one
 
@@ -72,7 +64,7 @@ def test_peers_recompute_what_they_say(name: str) -> None:
     """4 blocks; a mark in each says how often it runs."""
     subject = models.make_subject(name, TINY[name], CPU)
     expected = {"none": 4, "full": 8, "every 2nd block": 6, "every 3rd block": 6, "every 4th block": 5}
-    for way in peers.eager_peers(subject):
+    for way in models.torch_ways(subject.blocks_of, models.EVERY):
         model, runs = subject.copied(), []
         for block in subject.blocks_of(model):
             inner = next(block.children())
@@ -93,12 +85,12 @@ def _marked(fn, runs):  # type: ignore[no-untyped-def]
 def test_selective_checkpointing_saves_products(name: str, ops: tuple[str, ...]) -> None:
     subject = models.make_subject(name, TINY[name], CPU)
     counted = {}
-    for way in peers.eager_peers(subject):
+    for way in models.torch_ways(subject.blocks_of, models.EVERY):
         step = subject.step_of(way.make(subject.copied()))
         with CountOps() as count:
             step()
         counted[way.mode] = [count.ops.get(op, 0) for op in ops]
-    assert counted[peers.SAVED_OPS] == counted["none"]
+    assert counted[models.SAVED_OPS] == counted["none"]
     assert counted["full"] > counted["none"]
 
 
@@ -106,26 +98,26 @@ def test_compiled_peers_have_graphs_of_their_own() -> None:
     """A budget would be the other's if torch found that one's graphs; and equal blocks are compiled once."""
     subject = models.make_subject("gpt", TINY["gpt"], CPU)
     peaks = {}
-    ways = {way.name: way for way in compiled.compiled_peers(subject, "aot_eager_decomp_partition")}
-    for name in (f"{compiled.WHOLE}: budget 1", f"{compiled.BLOCKS}: budget 1", f"{compiled.BLOCKS}: budget 0"):
+    ways = {way.name: way for way in steps.compiled_peers(subject, "aot_eager_decomp_partition")}
+    for name in (f"{steps.WHOLE}: budget 1", f"{steps.BLOCKS}: budget 1", f"{steps.BLOCKS}: budget 0"):
         way = ways[name]
         counters.clear()
         peaks[way.name] = steps.ready(way.name, subject, way.make, CPU, way.first).peak_bytes
         # torch 2.9 compiles equal blocks one by one.
-        are_known = torch.__version__ >= "2.10" or way.system == compiled.WHOLE
+        are_known = torch.__version__ >= "2.10" or way.system == steps.WHOLE
         assert counters["stats"]["unique_graphs"] == (1 if are_known else TINY["gpt"].layers), way.name
         assert way.is_compiled
-    assert peaks[f"{compiled.BLOCKS}: budget 0"] < peaks[f"{compiled.BLOCKS}: budget 1"]
+    assert peaks[f"{steps.BLOCKS}: budget 0"] < peaks[f"{steps.BLOCKS}: budget 1"]
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_compiled_plans_keep_what_the_plan_keeps(index: int) -> None:
     """In a graph as out of it: more bytes the more is kept, and products that are kept run no second time."""
     subject = models.make_subject("gpt", TINY["gpt"], CPU)
-    way = compiled.compiled_plans(subject, "aot_eager_decomp_partition")[index]
-    least = plans.make_plans(subject, {}, 0, lambda: None).found["least"]
+    way = steps.compiled_plans(subject, "aot_eager_decomp_partition")[index]
+    least = steps.make_plans(subject, {}, 0, lambda: None).found["least"]
     peaks = {}
-    for name, make in (("plain", way.make), ("least", lambda model: way.make(plans.applied(least, model)))):
+    for name, make in (("plain", way.make), ("least", lambda model: way.make(steps.applied(least, model)))):
         peaks[name] = steps.ready(name, subject, make, CPU, way.first).peak_bytes
     assert peaks["least"] < peaks["plain"]
 
@@ -134,7 +126,7 @@ def test_a_step_that_leaves_something_else_is_found() -> None:
     subject = models.make_subject("resnet", TINY["resnet"], CPU)
     same = steps.ready("same", subject, lambda model: model, CPU)
     half = steps.ready("half", subject, lambda model: lambda x: model(x) / 2, CPU)
-    torchs = next(way for way in peers.eager_peers(subject) if way.mode == "full")
+    torchs = next(way for way in models.torch_ways(subject.blocks_of, models.EVERY) if way.mode == "full")
     assert same.differences == []
     assert half.differences == ["loss", "gradients"]
     assert steps.ready("torch", subject, torchs.make, CPU).differences == ["buffers"]  # BatchNorm's, updated twice
@@ -146,13 +138,13 @@ def test_a_step_that_leaves_something_else_is_found() -> None:
 def test_plans_are_for_the_budgets_that_were_asked_for() -> None:
     subject = models.make_subject("gpt", TINY["gpt"], CPU)
     plain = steps.ready("plain", subject, lambda model: model, CPU).peak_bytes
-    made = plans.make_plans(subject, {"nothing": 10, "plain": plain + 1000}, plain, lambda: None)
+    made = steps.make_plans(subject, {"nothing": 10, "plain": plain + 1000}, plain, lambda: None)
     assert "nothing" not in made.found
-    assert plans.does(made.found["plain"]) == {"keep": 4}
-    assert plans.budget_of(made.found["plain"]) == plain + 1000
-    assert plans.budget_of(made.found["75 %"]) == plain * 75 // 100
-    assert made.least_bytes == plans.budget_of(made.found["least"]) <= min(map(plans.budget_of, made.found.values()))
-    same = {made.name_of(label): plans.does(plan) for label, plan in made.found.items()}
+    assert steps.does(made.found["plain"]) == {"keep": 4}
+    assert steps.budget_of(made.found["plain"]) == plain + 1000
+    assert steps.budget_of(made.found["75 %"]) == plain * 75 // 100
+    assert made.least_bytes == steps.budget_of(made.found["least"]) <= min(map(steps.budget_of, made.found.values()))
+    same = {made.name_of(label): steps.does(plan) for label, plan in made.found.items()}
     assert same[made.name_of("plain")] == {"keep": 4}
     assert len(same) <= len(made.found)
 
@@ -172,11 +164,11 @@ def test_verdicts_of_made_up_times(times: tuple[int, int, int], rival: str, word
     measured = dict(zip([("a: none", 1), ("b: full", 1), ("ours", 1)], rows, strict=True))
     levels = [Estimate(time, time, time) for time in times]
     others = [
-        results_of.Peer("a", "none", False, 100, levels[0], 0.0, []),
-        results_of.Peer("b", "full", False, 50, levels[1], 0.0, []),
+        measuring.Peer("a", "none", False, 100, levels[0], 0.0, []),
+        measuring.Peer("b", "full", False, 50, levels[1], 0.0, []),
     ]
-    planned = [results_of.Planned("reactivate", "b: full", "ours", 50, 49, 1.0, 49, levels[2], True, {}, [])]
-    first, second = verdicts.verdicts(others, planned, measured)
+    planned = [measuring.Planned("reactivate", "b: full", "ours", 50, 49, 1.0, 49, levels[2], True, {}, [])]
+    first, second = measuring.verdicts(others, planned, measured)
     assert (first.rival, first.words, first.ratio, first.holds) == ("a: none", "no plan fits", None, None)
     assert (second.rival, second.words, second.holds) == (rival, words, True)
     assert second.ratio is not None
@@ -185,15 +177,15 @@ def test_verdicts_of_made_up_times(times: tuple[int, int, int], rival: str, word
 
 def test_a_verdict_takes_the_fastest_step_of_a_plan_that_holds() -> None:
     measured = {(name, 1): np.full(20, time) for name, time in (("a: none", 10.0), ("eager", 9.0), ("compiled", 8.0))}
-    others = [results_of.Peer("a", "none", False, 100, Estimate(10, 10, 10), 0.0, [])]
-    eager = results_of.Planned("eagerly", "a: none", "eager", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])
+    others = [measuring.Peer("a", "none", False, 100, Estimate(10, 10, 10), 0.0, [])]
+    eager = measuring.Planned("eagerly", "a: none", "eager", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])
     compiled = replace(eager, system="compiled", step="compiled", seconds=Estimate(8, 8, 8))
     for holds, system, time in ((True, "compiled", 8), (False, "eagerly", 9)):
-        (said,) = verdicts.verdicts(others, [eager, replace(compiled, holds=holds)], measured)
+        (said,) = measuring.verdicts(others, [eager, replace(compiled, holds=holds)], measured)
         assert (said.system, said.holds) == (system, True)
         assert said.ratio is not None
         assert said.ratio.value == pytest.approx(time / 10)
-    (said,) = verdicts.verdicts(others, [replace(eager, holds=False)], measured)
+    (said,) = measuring.verdicts(others, [replace(eager, holds=False)], measured)
     assert said.holds is False
 
 
@@ -204,44 +196,33 @@ def test_the_solver_is_held_against_every_choice(monkeypatch: pytest.MonkeyPatch
         return Candidate(str(index), rng.random(), rng.randrange(100), rng.randrange(100))
 
     chain = Chain(tuple(tuple(map(entry, range(6))) for _ in range(8)), tuple(rng.randrange(100) for _ in range(9)))
-    short = optimum.shortened(chain)
+    short = steps.shortened(chain)
     assert len(short.menus) == 6  # 6 ** 6 = 46656
     short = Chain(short.menus[:4], (*short.outside[:4], short.outside[-1]))
-    said = optimum.against_every_choice(short)
+    said = steps.against_every_choice(short)
     assert (said.blocks, said.choices, said.worst) == (4, 6**4, 0.0)
     assert said.equal == said.budgets > 3
 
     def lazy(chain: Chain, budget_bytes: int) -> Solution:
         return replace(solve(chain, budget_bytes), seconds=2 * solve(chain, budget_bytes).seconds)
 
-    monkeypatch.setattr(optimum, "solve", lazy)
-    said = optimum.against_every_choice(short)
+    monkeypatch.setattr(steps, "solve", lazy)
+    said = steps.against_every_choice(short)
     assert said.equal == 0
     assert said.worst == pytest.approx(1.0)
-
-
-def test_what_stands_in_the_way_of_sac_ilp_is_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {"one": "raise ValueError('of {device}')", "two": "pass", "three": "import os; os.abort()"}
-    monkeypatch.setattr(sac_ilp, "PARTS", parts)
-    one, three = sac_ilp.obstacles(CPU)
-    assert one == "one: ValueError: of cpu"
-    assert three.startswith("three: the process ends by signal 6")
-    monkeypatch.setattr(sac_ilp, "PARTS", {"two": "pass"})
-    (said,) = sac_ilp.obstacles(CPU)
-    assert said.startswith("It runs")
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_every_step_is_there_and_holds(found: results_of.Frontier) -> None:
+def test_every_step_is_there_and_holds(found: measuring.Frontier) -> None:
     eager = [peer for peer in found.peers if not peer.is_compiled]
     assert {peer.mode for peer in eager} == EAGER
     assert len(found.peers) == len(eager) + 2 * 2
     assert not any(peer.differences for peer in eager)
     systems = {item.system for item in found.planned}
-    assert systems == {"reactivate", *(f"reactivate in {how}" for how in (compiled.WHOLE, compiled.BLOCKS))}
+    assert systems == {"reactivate", *(f"reactivate in {how}" for how in (steps.WHOLE, steps.BLOCKS))}
     labels = {item.label for item in found.planned if item.system == "reactivate"}
     assert len(found.planned) == 3 * len(labels)
     assert "least" in labels
@@ -257,7 +238,7 @@ def test_every_step_is_there_and_holds(found: results_of.Frontier) -> None:
 
 
 @pytest.mark.slow
-def test_verdicts_are_at_the_peaks_of_peers(found: results_of.Frontier) -> None:
+def test_verdicts_are_at_the_peaks_of_peers(found: measuring.Frontier) -> None:
     everyone = {peer.name: peer for peer in found.peers}
     eager = [peer.name for peer in found.peers if not peer.is_compiled]
     assert [item.budget_of for item in found.verdicts] == eager
@@ -269,44 +250,44 @@ def test_verdicts_are_at_the_peaks_of_peers(found: results_of.Frontier) -> None:
         assert rival.peak_bytes <= item.budget_bytes
         if item in found.verdicts_with_compiled:
             assert rival.seconds.value == min(peer.seconds.value for peer in fitting)
-        assert (item.ratio is None) == (item.words == results_of.NO_PLAN)
+        assert (item.ratio is None) == (item.words == measuring.NO_PLAN)
         assert item.ratio is None or math.isfinite(item.ratio.value)
 
 
 @pytest.mark.slow
-def test_json_is_read_as_it_was_written(found: results_of.Frontier, tmp_path: Path) -> None:
+def test_json_is_read_as_it_was_written(found: measuring.Frontier, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(found.to_json(), encoding="utf-8")
-    assert results_of.read(path) == found
+    assert read(measuring.Frontier, path) == found
 
 
 @pytest.mark.slow
-def test_page_has_every_table(found: results_of.Frontier) -> None:
-    infeasible = replace(found.verdicts[0], ratio=None, words=results_of.NO_PLAN, holds=None)
+def test_page_has_every_table(found: measuring.Frontier) -> None:
+    infeasible = replace(found.verdicts[0], ratio=None, words=measuring.NO_PLAN, holds=None)
     found = replace(found, verdicts=[infeasible, *found.verdicts[1:]])
-    text = page.to_markdown([found])
+    text = frontier.to_markdown([found])
     assert "## A byte-level GPT\n" in text
-    for table in (*tables.tables(found), tables.what_is_done(found)):
+    for table in (*frontier.tables(found), frontier.what_is_done(found)):
         assert table.to_markdown() in text
         assert {len(row) for row in table.rows} == {len(table.header)}
-    assert tables.in_short(found) in text
+    assert frontier.in_short(found) in text
     assert "torch.compile, whole model: budget 1: " in text  # is not the plain step bit for bit
-    assert "Nothing has been measured" in page.to_markdown([])
+    assert "Nothing has been measured" in frontier.to_markdown([])
 
 
 @pytest.mark.slow
 def test_labels_of_the_plot_cover_nothing(
-    found: results_of.Frontier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    found: measuring.Frontier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.append(self))
     eager = [peer for peer in found.peers if not peer.is_compiled]
-    plots.plot(replace(found, peers=eager), tmp_path / "plot.png")
+    frontier.plot(replace(found, peers=eager), tmp_path / "plot.png")
     (axes,) = drawn[0].axes
     boxes = {}
     for text in axes.texts:
         text.get_window_extent()
-        boxes[text.get_text()] = plots.Text.get_window_extent(text)
+        boxes[text.get_text()] = Text.get_window_extent(text)
     assert {*boxes} == EAGER
     others = [*boxes.values(), axes.get_legend().get_window_extent()]
     assert not any(one.overlaps(other) for index, one in enumerate(others) for other in others[:index])
@@ -314,12 +295,12 @@ def test_labels_of_the_plot_cover_nothing(
 
 @pytest.mark.slow
 def test_terminal_has_every_table(
-    found: results_of.Frontier, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    found: measuring.Frontier, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    terminal.show(found)
+    show(frontier.on_terminal(found))
     said = capsys.readouterr().out
-    for part in ("every 2nd block", tables.in_short(found), found.sac_ilp[0]):
+    for part in ("every 2nd block", frontier.in_short(found)):
         assert "".join(part.split()) in "".join(said.split())
 
 
@@ -328,7 +309,6 @@ def test_command_line_writes_results_plot_and_page(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(frontier, "Settings", lambda: replace(SETTINGS, compiled=()))
-    monkeypatch.setattr(frontier, "obstacles", lambda device: ["none was looked for"])
     out, written = tmp_path / "results", tmp_path / "page.md"
     frontier.main(["--models", "resnet", "--seconds", "0", "--out", str(out), "--json"])
     (said,) = json.loads(capsys.readouterr().out)
@@ -337,7 +317,6 @@ def test_command_line_writes_results_plot_and_page(
     assert {path.name for path in out.iterdir()} == {f"{name}.json", f"{name}.png"}
     frontier.main(["--models", "", "--out", str(out), "--page", str(written)])
     assert "## A ResNet with BatchNorm\n" in written.read_text(encoding="utf-8")
-    assert "none was looked for" in written.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("options", "words"), [(["--models", "vgg"], "vgg"), (["--page", "page.md"], "--out")])

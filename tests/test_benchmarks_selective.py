@@ -16,21 +16,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import _figures as figures
-import _results
+import _estimates as figures
 import _selective_block as block
 import _selective_experiment as experiment
-import _selective_memory as memory
-import _selective_page as page
-import _selective_results as results_of
-import _selective_tables as tables
-import _selective_ways as ways
-import _subjects
+import _timing
+import _training
+import _ways as ways
 import selective
+from _overhead_sections import TransformerBlock
+from _presentation import read
 
 CPU = torch.device("cpu")
-TINY = results_of.Settings(
-    block=_results.Settings(rounds=2, batch_seconds=1e-5, calls=2),
+TINY = experiment.Settings(
+    block=_timing.Settings(rounds=2, batch_seconds=1e-5, calls=2),
     large_width=64,
     large_length=8,
     large_calls=2,
@@ -58,7 +56,7 @@ def test_ways_compute_again_what_they_do_not_keep(name: str) -> None:
     keeps_matmuls = way.keeps in (ways.EVERYTHING, ways.PRODUCTS)
     assert count.ops["bmm"] == (6 if keeps_matmuls else 8)
     assert count.ops["addmm"] == 5 if keeps_linears else count.ops["addmm"] in (9, 10)  # early stop spares the last
-    assert count.ops["native_layer_norm"] == (2 if way.system == _subjects.PLAIN else 4)
+    assert count.ops["native_layer_norm"] == (2 if way.system == ways.PLAIN else 4)
 
 
 @pytest.mark.parametrize("make", [block.small_block, block.large_block(TINY)], ids=["small", "large"])
@@ -69,11 +67,11 @@ def test_ways_are_the_plain_block_bit_for_bit(make: block.Make) -> None:
 
 
 def test_a_way_that_is_not_the_plain_block_is_found() -> None:
-    def half(model: ways.TransformerBlock) -> _subjects.Function:
+    def half(model: TransformerBlock) -> ways.Function:
         return lambda x: model(x) / 2
 
     changed = ways.Way("half", ways.EVERYTHING, half)
-    found = _subjects.differs_from_plain(block.on_one_model(changed), lambda: block.small_block(CPU))
+    found = ways.differs_from_plain(block.on_one_model(changed), lambda: block.small_block(CPU))
     assert found == ["output", "gradients"]
 
 
@@ -81,18 +79,16 @@ def test_ways_keep_the_same() -> None:
     found = block.kept_by("block", block.small_block, CPU)
     kept = {(item.system, item.keeps): item.kept_bytes for item in found}
     x, results = 2 * 8 * 32 * 4, {name: 2 * 8 * 4 * width for name, width in WIDTHS.items()}
-    for system in (_subjects.TORCH, _subjects.OURS):
+    for system in (ways.TORCH, ways.OURS):
         assert kept[system, ways.NOTHING] == x
     for keeps, system in ((ways.ONLY_LINEARS, ways.MODULE_SITES), (ways.PRODUCTS, ways.FUNCTION_SITES)):
         calls = ways.CALLS_OF[keeps]
         assert kept[ways.SAC, keeps] == x + sum(results[name] for name in calls)
         assert kept[system, keeps] == kept[ways.SAC, keeps] - results["down"]  # which nobody reads
-    assert kept[_subjects.PLAIN, ways.EVERYTHING] > max(
-        size for (_, keeps), size in kept.items() if keeps != "everything"
-    )
+    assert kept[ways.PLAIN, ways.EVERYTHING] > max(size for (_, keeps), size in kept.items() if keeps != "everything")
     for item in found:  # nothing is held that is not kept; the block's result is as large as its argument
         beyond = item.allocated_bytes - item.kept_bytes
-        assert 0 <= beyond <= (64 if item.system in ways.ALL_OURS else 6000), item  # torch's keep a random state
+        assert 0 <= beyond <= (64 if item.system in ways.OUR_BLOCKS else 6000), item  # torch's keep a random state
 
 
 WIDTHS = {"query_key_value": 96, "out": 32, "gate": 64, "up": 64, "down": 32, "scores": 32, "mix": 32}
@@ -101,13 +97,13 @@ WIDTHS = {"query_key_value": 96, "out": 32, "gate": 64, "up": 64, "down": 32, "s
 def test_kept_bytes_are_of_storages_each_once_without_parameters() -> None:
     layer = torch.nn.Linear(4, 4, bias=False)
     x = torch.randn(2, 4, requires_grad=True)
-    assert memory.kept_bytes(lambda: layer(x).sin(), layer) == 2 * 2 * 4 * 4  # x, and what sin was given
-    assert memory.kept_bytes(lambda: (x * x[:1]) * x, layer) == 2 * 2 * 4 * 4
+    assert block.kept_bytes(lambda: layer(x).sin(), layer) == 2 * 2 * 4 * 4  # x, and what sin was given
+    assert block.kept_bytes(lambda: (x * x[:1]) * x, layer) == 2 * 2 * 4 * 4
 
 
 def test_allocated_bytes_are_those_that_torch_allocates() -> None:
     x = torch.randn(1000, requires_grad=True)
-    kept, peak = memory.allocated_bytes(lambda: x.sin().cos(), CPU)
+    kept, peak = _training.allocated_bytes(lambda: x.sin().cos(), CPU)
     assert kept == 2 * 4000
     assert peak >= 3 * 4000
 
@@ -160,21 +156,21 @@ def test_largest_batch_is_the_last_that_fits(monkeypatch: pytest.MonkeyPatch, bu
         return 40 + 20 * batch
 
     monkeypatch.setattr(experiment, "peak_bytes", peak)
-    known = results_of.Point("", "", 4, peak(None, 4), figures.Estimate(1, 1, 1), figures.Estimate(1, 1, 1))
+    known = experiment.Point("", "", 4, peak(None, 4), figures.Estimate(1, 1, 1), figures.Estimate(1, 1, 1))
     assert experiment.largest_batch(None, budget, known, TINY, CPU) == (budget - 40) // 20  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def results() -> results_of.Results:
-    return selective.measure(results_of.PARTS, TINY, CPU)
+def results() -> selective.Results:
+    return selective.measure(selective.PARTS, TINY, CPU)
 
 
 @pytest.mark.slow
-def test_every_way_has_every_figure(results: results_of.Results) -> None:
-    measured = {(way.system, way.keeps) for way in WAYS.values() if way.system != _subjects.PLAIN}
+def test_every_way_has_every_figure(results: selective.Results) -> None:
+    measured = {(way.system, way.keeps) for way in WAYS.values() if way.system != ways.PLAIN}
     for part, quantity in (
-        ("block", results_of.OVER_PLAIN),
-        ("block", results_of.OF_TORCH),
+        ("block", block.OVER_PLAIN),
+        ("block", block.OF_TORCH),
         ("large", "over the ideal"),
     ):
         rows = [row for row in results.rows if (row.part, row.quantity) == (part, quantity)]
@@ -188,7 +184,7 @@ def test_every_way_has_every_figure(results: results_of.Results) -> None:
 
 
 @pytest.mark.slow
-def test_experiment_has_every_mode_of_every_system(results: results_of.Results) -> None:
+def test_experiment_has_every_mode_of_every_system(results: selective.Results) -> None:
     found = results.experiment
     assert found is not None
     expected = {(way.system, way.mode) for way in experiment.make_model_ways()}
@@ -196,10 +192,10 @@ def test_experiment_has_every_mode_of_every_system(results: results_of.Results) 
         assert {(point.system, point.mode) for point in points} == expected
     assert not any(found.differences.values()), found.differences
     peaks = {(point.system, point.mode): point.peak_bytes for point in found.at_equal_batch}
-    full, second, third = (peaks[_subjects.OURS, mode] for mode in experiment.EVERY)
-    assert full < second < third < peaks[_subjects.PLAIN, experiment.NONE]
+    full, second, third = (peaks[ways.OURS, mode] for mode in experiment.EVERY)
+    assert full < second < third < peaks[ways.PLAIN, _training.NONE]
     for mode in experiment.EVERY:
-        assert peaks[_subjects.OURS, mode] <= peaks[_subjects.TORCH, mode]
+        assert peaks[ways.OURS, mode] <= peaks[ways.TORCH, mode]
     for point in found.at_equal_memory:
         assert point.peak_bytes <= found.budget_bytes or point.batch == 1
     plain, *others = found.at_equal_memory
@@ -208,9 +204,9 @@ def test_experiment_has_every_mode_of_every_system(results: results_of.Results) 
 
 def test_modes_of_the_model_recompute_as_they_say() -> None:
     """3 blocks; each has 4 linears with a bias, and one attention."""
-    again = {experiment.NONE: (0, 0), experiment.OPS: (0, 0), experiment.MODULES: (0, 1)}
+    again = {_training.NONE: (0, 0), experiment.SAVED_OPS: (0, 0), experiment.SAVED_MODULES: (0, 1)}
     again |= dict.fromkeys(experiment.EVERY, (4, 1))
-    regions = {experiment.NONE: 0, experiment.SECOND: 2, experiment.THIRD: 1}
+    regions = {_training.NONE: 0, _training.SECOND: 2, _training.THIRD: 1}
     for way in experiment.make_model_ways():
         step = experiment.step_of(experiment.forward_of(experiment.make_model(way, TINY, CPU), 2, TINY, CPU))
         for _ in range(2):  # whose recomputations run to their end
@@ -226,23 +222,23 @@ def test_modes_of_the_model_recompute_as_they_say() -> None:
 
 
 @pytest.mark.slow
-def test_json_is_read_as_it_was_written(results: results_of.Results, tmp_path: Path) -> None:
+def test_json_is_read_as_it_was_written(results: selective.Results, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(results.to_json(), encoding="utf-8")
-    assert results_of.read(path) == results
+    assert read(selective.Results, path) == results
     assert {*json.loads(results.to_json())["methods"]} == {"warm batches", "single calls"}
 
 
 @pytest.mark.slow
-def test_page_has_a_section_for_each_part_that_was_measured(results: results_of.Results) -> None:
-    text = page.to_markdown(results)
-    for part in results_of.PARTS:
+def test_page_has_a_section_for_each_part_that_was_measured(results: selective.Results) -> None:
+    text = selective.to_markdown(results)
+    for part in selective.PARTS:
         section = text.partition(f"[start:{part}] -->")[2].partition(f"<!-- --8<-- [end:{part}]")[0]
-        assert f"### {tables.TITLES[part]}\n" in section
-        for table in tables.tables(results, part):
+        assert f"### {selective.TITLES[part]}\n" in section
+        for table in selective.tables(results, part):
             assert table.to_markdown() in section
             assert {len(row) for row in table.rows} == {len(table.header)}
-    only = page.to_markdown(results_of.Results(results.machine, results.settings, experiment=results.experiment))
+    only = selective.to_markdown(selective.Results(results.machine, results.settings, experiment=results.experiment))
     assert "[start:experiment]" in only
     assert "[start:block]" not in only
 
@@ -263,17 +259,17 @@ def test_command_line_measures_one_part_and_writes_it(
 def test_torch_remat_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ways, experiment):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
-    assert _subjects.REMAT not in {way.system for way in (*ways.make_ways(), *experiment.make_model_ways())}
-    rows = block.measure_block(TINY, CPU, _results.silent)
-    assert {row.quantity for row in rows} == {results_of.OVER_PLAIN, results_of.OF_TORCH}
+    assert ways.REMAT not in {way.system for way in (*ways.make_ways(), *experiment.make_model_ways())}
+    rows = block.measure_block(TINY, CPU, _timing.silent)
+    assert {row.quantity for row in rows} == {block.OVER_PLAIN, block.OF_TORCH}
 
 
 def test_a_step_of_a_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[object] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", done.append)
     step = partial(done.append, "step")
-    assert block.finished(step, CPU) is step
-    block.finished(step, torch.device("meta"))()
+    assert _timing.finished(step, CPU) is step
+    _timing.finished(step, torch.device("meta"))()
     assert done == ["step", torch.device("meta")]
 
 
