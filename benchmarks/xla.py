@@ -9,16 +9,230 @@ python benchmarks/xla.py --out DIRECTORY --page PAGE    and a page of the docs o
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from _options import models_among, refuse_page_without_results
-from _xla_models import MODELS
-from _xla_page import to_markdown
-from _xla_results import Results, measure, read
-from _xla_ways import WAYS
+from _presentation import Machine, Record, Table, cpu_name, megabytes, read, require, show, write
+from _timing import Track, progress, silent
+from _xla_case import (
+    ALTERNATE,
+    CONTEXT,
+    KEEPS_BARRIERS,
+    LINEARS,
+    MODELS,
+    NONE,
+    OURS,
+    TORCH,
+    TORCH_XLA,
+    WAYS,
+    Case,
+    Size,
+    measured,
+)
+
+OF_TORCH_XLAS = 1.2
+"""What the temp may be at most, as a part of that with torch_xla's own function."""
+
+UNKEPT = (NONE, OURS)
+"""The ways that are measured a second time, with XLA:CPU dropping barriers early as it is built to."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target, and what was found.
+
+    Attributes:
+        ratio: of the temps, rounded to what the page shows.
+        target: what it may be at most.
+    """
+
+    model: str
+    against: str
+    ratio: float
+    target: float
+
+    @property
+    def words(self) -> str:
+        return "met" if self.ratio <= self.target else "missed"
+
+
+@dataclass(frozen=True)
+class Results(Record):
+    """The findings of the benchmark.
+
+    Attributes:
+        sizes: {model: its size}.
+    """
+
+    benchmark = "xla"
+    sizes: dict[str, Size]
+    cases: list[Case]
+
+    def case(self, model: str, way: str, keeps_barriers: bool = True) -> Case | None:
+        wanted = (model, way, keeps_barriers)
+        return next((case for case in self.cases if (case.model, case.way, case.keeps_barriers) == wanted), None)
+
+    def ratio(self, case: Case, way: str = NONE) -> float | None:
+        """The temp as a part of that of another way of the same model; None where that was not measured."""
+        other = self.case(case.model, way, case.keeps_barriers)
+        return None if other is None else case.compiled.temp_bytes / other.compiled.temp_bytes
+
+    def verdicts(self) -> Iterator[Verdict]:
+        """Every target, of what was measured."""
+        for model in self.sizes:
+            ours = self.case(model, OURS)
+            for against, target in ((NONE, MODELS[model].target), (TORCH_XLA, OF_TORCH_XLAS)):
+                ratio = None if ours is None else self.ratio(ours, against)
+                if ratio is not None:
+                    yield Verdict(model, against, round(ratio, 3), target)
+
+
+def measure(
+    models: Iterable[str], ways: Iterable[str], sizes: dict[str, Size] | None = None, track: Track = silent
+) -> Results:
+    """Every model in every way, each in a process of its own."""
+    chosen = {name: (sizes or {}).get(name, MODELS[name].size) for name in models}
+    plan = [(way, True) for way in WAYS if way in ways] + [(way, False) for way in UNKEPT if way in ways]
+    machine: Machine = {
+        "device": "cpu",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    cases = []
+    for model, size in chosen.items():
+        tick = track(model, len(plan))
+        for way, keeps_barriers in plan:
+            case, versions = measured(model, way, size, keeps_barriers)
+            cases.append(case)
+            machine |= versions
+            tick()
+    return Results(machine, chosen, cases)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+HEADER = ("way", "barriers", "dots", "compiled", "generators", "compiled", "outputs")
+HEADER += ("temp, MB", "of none's", "all buffers, MB")
+"""What was traced, and what is left of it when it is compiled."""
+
+
+def target_table(results: Results) -> Table:
+    """Every target."""
+    rows = [
+        (MODELS[found.model].title, found.against, f"{found.ratio:.3f}", f"{found.target:.2f}", found.words)
+        for found in results.verdicts()
+    ]
+    return Table(f"Targets: the temp with {OURS}", ("model", "as a part of that with", "ratio", "at most", ""), rows)
+
+
+def model_tables(results: Results) -> Iterator[Table]:
+    """All figures of each model."""
+    for model, size in results.sizes.items():
+        rows = [_row(results, case) for case in results.cases if case.model == model and case.keeps_barriers]
+        yield Table(f"{MODELS[model].title}: {size}", HEADER, rows)
+
+
+def early_table(results: Results) -> Table:
+    """Tabulate what is left where XLA:CPU drops barriers before it schedules."""
+    rows = []
+    for model in results.sizes:
+        found = [results.case(model, way, keeps_barriers=False) for way in UNKEPT]
+        if all(found):
+            rows.append((MODELS[model].title, *(cell for case in found if case for cell in _figures(case))))
+    return Table("Without the flag", ("model", f"{NONE}: dots", "temp, MB", f"{OURS}: dots", "temp, MB"), rows)
+
+
+def _row(results: Results, case: Case) -> tuple[str, ...]:
+    traced, compiled = case.traced, case.compiled
+    ratio = results.ratio(case)
+    counts = (traced.barriers, traced.dots, compiled.dots, traced.draws, compiled.draws, compiled.outputs)
+    return (
+        case.way,
+        *map(str, counts),
+        megabytes(compiled.temp_bytes),
+        "" if ratio is None else f"{ratio:.2f}",
+        megabytes(compiled.total_bytes),
+    )
+
+
+def _figures(case: Case) -> tuple[str, str]:
+    return str(case.compiled.dots), megabytes(case.compiled.temp_bytes)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+ABOUT = f"""# On XLA, measured
+
+On XLA forward, recomputation and backward are one graph. Its compiler finds the same ops on the same inputs twice, and
+computes them once: a checkpoint is undone. Regions of reactivate stand behind barriers (`opt-barrier`) that keep the two
+apart, and that wait for the gradient of what the region returned. Here is what XLA makes of them.
+
+**These are figures of XLA's CPU compiler. No saving on a TPU is claimed: none was measured.**
+
+The script is `benchmarks/xla.py`, and this page is what its `--page` writes of its results: no figure is edited by hand.
+
+## How it is measured
+
+One step, forward, loss and backward in fp32, is traced and compiled on torch_xla with `PJRT_DEVICE=CPU`, each case in a
+process of its own. Figures are read from the program that torch_xla traced and from what XLA dumps (`--xla_dump_to`).
+
+- *barriers*: `opt-barrier` in the traced program. One a region, and one for each result that a saved call kept.
+- *dots*: matrix products, as traced and as *compiled*. What is less in the second was computed once for two.
+- *generators*: of random numbers, likewise. XLA:CPU writes each out as a hash of a count, which is what is counted then.
+  A recomputation starts from the seed of the forward pass, but as another input of the program: its numbers are equal, and
+  never merged. As they read no more than that seed, the compiler may draw them before the backward begins, and keep them
+  until then: so with torch_xla's own function, too.
+- *outputs*: of the compiled program. More than without checkpointing means that something is held, or written anew.
+- *temp*: what XLA preallocates for whatever is neither input nor output (`preallocated-temp`). What is kept for a while may
+  also lie where an output will be, if it fits there: *all buffers* has the inputs and outputs, too. The least that any
+  checkpointing of blocks needs is the inputs of the other blocks, and what one block computes forward and backward.
+
+XLA's flags are `{KEEPS_BARRIERS}`, as the pipeline of XLA:CPU otherwise drops barriers before it
+schedules, as it does to JAX's remat; the last table is without it.
+
+The ways:
+
+- *{NONE}*: no checkpointing.
+- *{TORCH}*: `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, with the `torch.xla` that reactivate
+  registers and without which it fails. The negative control.
+- *{CONTEXT}*: the same with `context_fn=reactivate.dropin.xla.context_fn`. A recomputation is not merged, but torch's
+  function does not say which gradients it waits for, so that it may run before the backward, and then saves nothing.
+- *{TORCH_XLA}*: `torch_xla.utils.checkpoint.checkpoint(block.forward, x)`. It puts parameters themselves behind barriers, so
+  that they become outputs.
+- *{OURS}*: `reactivate.checkpoint(block)(x)`.
+- *{ALTERNATE}*: `reactivate.checkpoint(block, policy=every_nth(2, save_ops("linear")))(x)`, and *{LINEARS}*:
+  with `policy=save_ops("linear")`. Of the two linears of an MLP block that is the first either way, as no backward reads
+  the result of the second."""
+
+EARLY = "XLA:CPU as it is: barriers are gone before ops are merged for the last time, and before they are scheduled."
+
+
+def to_markdown(results: Results) -> str:
+    """The page."""
+    machine = results.machine
+    blocks = [
+        ABOUT,
+        f"{machine['cpu']}, Python {machine['python']}, torch {machine['torch']}, torch_xla {machine['torch_xla']}.",
+        "## Targets",
+        "A temp of at most 0.35 of that without checkpointing for the MLP, 0.4 for the transformer, 0.5 where a region ends "
+        f"in ops that save nothing; and at most {OF_TORCH_XLAS:g} of that with torch_xla's own function.",
+        target_table(results).to_markdown(),
+    ]
+    for table in model_tables(results):
+        blocks += [f"## {table.title}", table.to_markdown()]
+    early = early_table(results)
+    return "\n\n".join([*blocks, f"## {early.title}", EARLY, early.to_markdown()]) + "\n"
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,50 +242,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if find_spec("torch_xla") is None:
             sys.exit("This needs torch_xla: pip install torch_xla, with the version of torch that goes with it.")
         results = _run(options.models, quietly=options.json)
-        if options.json:
-            sys.stdout.write(results.to_json())
         if options.out:
-            write(results, options.out)
-    if options.page:
-        write_page(options.out, options.page)
-
-
-def write(results: Results, directory: Path) -> None:
-    """The results as JSON."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / f"{results.name}.json").write_text(results.to_json(), encoding="utf-8")
-
-
-def write_page(directory: Path, page: Path) -> None:
-    """Of the results that are in the directory; where there are those of several versions of torch, of the last."""
-    page.write_text(to_markdown(read(max(directory.glob("xla-*.json")))), encoding="utf-8")
+            write(options.out, results.name, json=results.to_json())
+    if options.page:  # of several versions of torch the last
+        results = read(Results, max(options.out.glob("xla-*.json")))
+        options.page.write_text(to_markdown(results), encoding="utf-8")
 
 
 def _run(models: Iterable[str], quietly: bool) -> Results:
-    """Measure, with progress and tables unless `quietly`."""
+    """Measure, with progress and tables, or print nothing but JSON."""
     if quietly:
-        return measure(models, WAYS)
-    try:
-        from _terminal import progress
-        from _xla_terminal import show
-    except ImportError as error:
-        sys.exit(f"This needs {error.name}: pip install '.[bench]' in a clone. (With --json it does without.)")
+        results = measure(models, WAYS)
+        sys.stdout.write(results.to_json())
+        return results
+    require("rich")
     with progress() as track:
         results = measure(models, WAYS, track=track)
-    show(results)
+    show([target_table(results), *model_tables(results), early_table(results)])
     return results
+
+
+def models_of(text: str) -> list[str]:
+    """Return names with commas between them, each one of `MODELS`."""
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+    return names
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Checked options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models = models_among(MODELS)
-    parser.add_argument("--models", type=models, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
+    parser.add_argument("--models", type=models_of, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write the results")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page about the results in DIRECTORY")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     options = parser.parse_args(arguments)
-    refuse_page_without_results(parser, options)
+    if options.page and not options.out:
+        parser.error("--page is about the results in a directory: give --out as well")
     if options.out and 0 < len(options.models) < len(MODELS):
         parser.error("--out writes results of every model: leave --models out")
     return options

@@ -11,32 +11,28 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import _xla_case as cases
-import _xla_dump as dump
-import _xla_models as models
-import _xla_page as page
-import _xla_results as results_of
-import _xla_tables as tables
 import xla
-from _xla_ways import NONE, OURS, TORCH
+from _presentation import Table, read, write
+from _xla_case import NONE, OURS, TORCH
 
-SIZE = models.Size(6, 128, (256,))
-MLP = models.MODELS["mlp"]
+SIZE = cases.Size(6, 128, (256,))
+MLP = cases.MODELS["mlp"]
 PRODUCTS = SIZE.blocks * MLP.products * 3  # forward, and twice as many backward
 RECOMPUTED = SIZE.blocks * MLP.recomputed
 
 
 @pytest.fixture(scope="module")
-def found() -> results_of.Results:
-    return results_of.measure(["mlp"], [NONE, TORCH, OURS], {"mlp": SIZE})
+def found() -> xla.Results:
+    return xla.measure(["mlp"], [NONE, TORCH, OURS], {"mlp": SIZE})
 
 
-def case_of(found: results_of.Results, way: str) -> cases.Case:
+def case_of(found: xla.Results, way: str) -> cases.Case:
     case = found.case("mlp", way)
     assert case is not None
     return case
 
 
-def test_a_region_has_a_barrier_and_its_products_are_computed_again(found: results_of.Results) -> None:
+def test_a_region_has_a_barrier_and_its_products_are_computed_again(found: xla.Results) -> None:
     plain, ours = case_of(found, NONE), case_of(found, OURS)
     assert (plain.traced.barriers, ours.traced.barriers) == (0, SIZE.blocks)
     assert (plain.traced.dots, plain.compiled.dots) == (PRODUCTS, PRODUCTS)
@@ -44,7 +40,7 @@ def test_a_region_has_a_barrier_and_its_products_are_computed_again(found: resul
     assert ours.compiled.outputs == plain.compiled.outputs
 
 
-def test_torchs_own_is_undone(found: results_of.Results) -> None:
+def test_torchs_own_is_undone(found: xla.Results) -> None:
     """The negative control: without it, a count that never falls would say nothing."""
     plain, torchs = case_of(found, NONE), case_of(found, TORCH)
     assert torchs.traced.dots == PRODUCTS + RECOMPUTED
@@ -52,7 +48,7 @@ def test_torchs_own_is_undone(found: results_of.Results) -> None:
     assert torchs.compiled.temp_bytes >= plain.compiled.temp_bytes
 
 
-def test_the_temp_is_below_the_target(found: results_of.Results) -> None:
+def test_the_temp_is_below_the_target(found: xla.Results) -> None:
     ours = case_of(found, OURS)
     ratio = found.ratio(ours)
     assert ratio is not None
@@ -62,29 +58,29 @@ def test_the_temp_is_below_the_target(found: results_of.Results) -> None:
     assert replace(verdict, ratio=MLP.target + 0.001).words == "missed"
 
 
-def test_the_page_has_every_row(found: results_of.Results) -> None:
-    text = page.to_markdown(found)
+def test_the_page_has_every_row(found: xla.Results) -> None:
+    text = xla.to_markdown(found)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     for case in found.cases:
         if case.keeps_barriers:
             (row,) = [row for row in rows if row.startswith(f"| {case.way} |")]
             assert f"| {case.compiled.temp_bytes / 1e6:.1f} |" in row
-    assert len(rows) == sum(2 + len(table.rows) for table in (*tables.model_tables(found), *_others(found)))
+    assert len(rows) == sum(2 + len(table.rows) for table in (*xla.model_tables(found), *_others(found)))
     assert all(len(table.rows) == 1 for table in _others(found))
     for fact in ("torch", "torch_xla", "python", "cpu"):
         assert str(found.machine[fact]) in text
     assert "No saving on a TPU is claimed" in text
 
 
-def _others(found: results_of.Results) -> list[tables.Table]:
-    return [tables.target_table(found), tables.early_table(found)]
+def _others(found: xla.Results) -> list[Table]:
+    return [xla.target_table(found), xla.early_table(found)]
 
 
-def test_a_page_is_written_of_results_that_are_there(found: results_of.Results, tmp_path: Path) -> None:
-    xla.write(found, tmp_path)
-    assert results_of.read(tmp_path / f"{found.name}.json") == found
+def test_a_page_is_written_of_results_that_are_there(found: xla.Results, tmp_path: Path) -> None:
+    write(tmp_path, found.name, json=found.to_json())
+    assert read(xla.Results, tmp_path / f"{found.name}.json") == found
     xla.main(["--models", "", "--out", str(tmp_path), "--page", str(tmp_path / "page.md")])
-    assert (tmp_path / "page.md").read_text(encoding="utf-8") == page.to_markdown(found)
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == xla.to_markdown(found)
 
 
 def test_a_case_that_fails_says_why() -> None:
@@ -116,10 +112,10 @@ Total bytes used: 96 (96B)
 def test_a_dump_is_read(tmp_path: Path) -> None:
     (tmp_path / "module_1.cpu_after_optimizations.txt").write_text(COMPILED)
     (tmp_path / "module_1.cpu_after_optimizations-buffer-assignment.txt").write_text(BUFFERS)
-    assert dump.read_dump(tmp_path) == dump.Compiled(dots=2, draws=1, outputs=2, temp_bytes=48, total_bytes=96)
+    assert cases.read_dump(tmp_path) == cases.Compiled(dots=2, draws=1, outputs=2, temp_bytes=48, total_bytes=96)
     (tmp_path / "module_2.cpu_after_optimizations.txt").write_text(COMPILED)
     with pytest.raises(RuntimeError, match="one program"):
-        dump.read_dump(tmp_path)
+        cases.read_dump(tmp_path)
 
 
 @pytest.mark.parametrize(
