@@ -13,20 +13,17 @@ The exit status is 1 if a test differs without a reason there, or a reason is th
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import os
 import platform
-import subprocess
 import sys
-import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import _upstream_plugin as plugin
 import torch
-from _upstream_results import Results, Row, Source, summary, to_markdown
+from _presentation import write
+from _upstream_run import REACTIVATE, SECTIONS, TORCH, Outcome, Section, Source, describe_source, run
 
 
 @dataclass(frozen=True)
@@ -116,39 +113,124 @@ LIFTED = {
 
 
 @dataclass(frozen=True)
-class Section:
-    """Tests of one file.
+class Row:
+    """One test.
 
     Attributes:
-        file: below `test/`.
-        select: pytest's `-k`, for files with other tests too.
-        limit_seconds: for one run of them.
+        test: file::class::name.
+        regions, recomputations: how many of ours ran in it; none where the compiler takes the region into its graph.
+        reason: why the outcomes differ.
     """
 
     file: str
-    select: str = ""
-    limit_seconds: float = 600
+    test: str
+    upstream: str
+    ours: str
+    upstream_message: str
+    our_message: str
+    regions: int
+    recomputations: int
+    reason: str
+
+    @property
+    def differs(self) -> bool:
+        """Return whether the outcome depends on the engine."""
+        return self.upstream != self.ours
 
 
-SECTIONS = (
-    Section("test_autograd.py", "checkpoint"),
-    Section("test_utils.py", "TestCheckpoint"),
-    Section("test_module_tracker.py", "confused_hierarchy"),
-    Section("test_nestedtensor.py", "activation_checkpoint"),
-    Section("functorch/test_vmap.py", "test_checkpoint"),
-    Section("distributed/_composable/test_checkpoint.py"),
-    Section("distributed/_tools/test_mod_tracker.py", "test_ac"),
-    Section("distributed/fsdp/test_checkpoint_wrapper.py"),
-    Section("dynamo/test_activation_checkpointing.py"),
-    Section("dynamo/test_aot_autograd_cache.py", "sac_ or checkpoint_with_dropout or changing_cache_hash"),
-    Section("dynamo/test_aot_compile.py", "with_checkpoint"),
-    Section("dynamo/test_repros.py", "recompile_with_ac"),
-    Section("higher_order_ops/test_local_map.py", "sac or fx_annotations"),
-    Section("inductor/test_compiled_autograd.py", "TestCompiledAutograd and checkpointing"),
-)
+@dataclass(frozen=True)
+class Results:
+    """The outcomes of the tests, and what is wrong with them."""
 
-# Neither the settings of this project nor those of torch, whose plugins are for its CI; and no file in the checkout.
-PYTEST_ALONE = ("-c", os.devnull, "--rootdir", ".", "--noconftest", "-p", "no:cacheprovider", "--tb=short")
+    torch: str
+    python: str
+    source: Source
+    rows: list[Row]
+    problems: list[str]
+
+    @property
+    def name(self) -> str:
+        """Of the files."""
+        return f"upstream-torch{self.torch.partition('+')[0]}-tests{self.source.version}"
+
+    def to_json(self) -> str:
+        """Everything."""
+        return json.dumps({**asdict(self), "digest of the test files": self.source.digest}, indent=1) + "\n"
+
+
+def compare(section: Section, checkout: Path) -> list[Row]:
+    """Both runs of a section."""
+    theirs = run(section, checkout, TORCH)
+    ours = run(section, checkout, REACTIVATE)
+    none = Outcome("not run")
+    rows = []
+    for test in sorted({*theirs, *ours}):
+        their, our = theirs.get(test, none), ours.get(test, none)
+        messages = (their.message, our.message)
+        lifted = LIFTED.get(test)
+        reason = lifted.limit if lifted is not None and lifted.message in our.message else ""
+        rows.append(
+            Row(section.file, test, their.result, our.result, *messages, our.regions, our.recomputations, reason)
+        )
+    print(f"{section.file}: {summary(rows)}", flush=True)
+    return rows
+
+
+def find_problems(rows: Sequence[Row], sections: Iterable[Section]) -> Iterator[str]:
+    """List the tests that have to be looked into."""
+    for row in rows:
+        if row.differs and not row.reason:
+            yield f"{row.test}: {row.upstream} on torch's checkpoint, {row.ours} on reactivate: {row.our_message}"
+    files = {section.file for section in sections}
+    differing = {row.test for row in rows if row.differs}
+    for test in LIFTED:
+        if test.partition("::")[0] in files and test not in differing:
+            yield f"{test} is listed as one that asserts a lifted limit, and does not differ."
+    if SECTIONS[0].file in files and not any(row.recomputations for row in rows):
+        yield "No region was recomputed in any test: the drop-in was not in place."
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Counts, in words."""
+    same = Counter(row.ours for row in rows if not row.differs)
+    explained = Counter(bool(row.reason) for row in rows if row.differs)
+    counts = [f"{count} {result} on both" for result, count in sorted(same.items())]
+    counts += [f"{explained[True]} asserting a lifted limit"] if explained[True] else []
+    counts += [f"{explained[False]} NOT EXPLAINED"] if explained[False] else []
+    return f"{len(rows)} tests: {', '.join(counts)}"
+
+
+def to_markdown(results: Results) -> str:
+    """The table."""
+    source = results.source
+    origin = [f"commit {source.commit}"] if source.commit else []
+    origin += [f"`{name}`, sha256 `{digest}`" for name, digest in source.archive.items()]
+    origin += [f"test files together: sha256 `{source.digest}`"]
+    lines = [
+        "# PyTorch's own checkpoint tests on reactivate",
+        "",
+        f"torch {results.torch}, Python {results.python}, on a CPU. The tests are those of torch {source.version} "
+        f"({'; '.join(origin)}). Each ran with torch's checkpoint and with the drop-in installed.",
+        "",
+        f"{summary(results.rows)}.",
+        "",
+        "Most of the tests that are skipped need an accelerator. One that fails on both does not hold with this torch, "
+        "whatever the checkpoint; the messages are in the JSON beside this file. Regions and recomputations are this "
+        "engine's: where there are none, the test calls nothing that is checkpointed, or a compiler takes the region into "
+        "its graph, and what is tested is that the drop-in leaves it to that.",
+    ]
+    for file, digest in source.files.items():
+        rows = [row for row in results.rows if row.file == file]
+        lines += ["", f"## {file}", "", f"sha256 `{digest}`. {summary(rows)}.", ""]
+        lines += [
+            "| test | torch | reactivate | regions | recomputations | why they differ |",
+            "|---|---|---|---:|---:|---|",
+        ]
+        for row in rows:
+            name = row.test.removeprefix(f"{file}::")
+            why = (row.reason or "not explained") if row.differs else ""
+            lines.append(f"| {name} | {row.upstream} | {row.ours} | {row.regions} | {row.recomputations} | {why} |")
+    return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -160,10 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     problems = list(find_problems(rows, sections))
     results = Results(torch.__version__, platform.python_version(), source, rows, problems)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / results.name
-        path.with_name(path.name + ".json").write_text(results.to_json(), encoding="utf-8")
-        path.with_name(path.name + ".md").write_text(to_markdown(results), encoding="utf-8")
+        write(options.out, results.name, json=results.to_json(), md=to_markdown(results))
     sys.exit("\n".join(problems) or None)
 
 
@@ -182,93 +261,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.out and options.only:
         parser.error("--out writes results of every file; leave --only out.")
     return options
-
-
-def compare(section: Section, checkout: Path) -> list[Row]:
-    """Both runs of a section."""
-    theirs = run(section, checkout, plugin.TORCH)
-    ours = run(section, checkout, plugin.REACTIVATE)
-    none = plugin.Outcome("not run")
-    rows = []
-    for test in sorted({*theirs, *ours}):
-        their, our = theirs.get(test, none), ours.get(test, none)
-        messages = (their.message, our.message)
-        lifted = LIFTED.get(test)
-        reason = lifted.limit if lifted is not None and lifted.message in our.message else ""
-        rows.append(
-            Row(section.file, test, their.result, our.result, *messages, our.regions, our.recomputations, reason)
-        )
-    print(f"{section.file}: {summary(rows)}", flush=True)
-    return rows
-
-
-def run(section: Section, checkout: Path, engine: str) -> dict[str, plugin.Outcome]:
-    """{test: outcome} of one run, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder) / "outcomes.json", Path(folder) / "log"
-        run_pytest(section, checkout / "test", ["--engine", engine, "--outcomes", str(file)], log)
-        if not file.is_file() or not (outcomes := json.loads(file.read_text(encoding="utf-8"))):
-            end = log.read_text(encoding="utf-8", errors="replace")[-4000:]
-            sys.exit(f"{end}\nNo test of {section.file} ran to its end on {engine}.")
-    for outcome in outcomes.values():
-        outcome["message"] = outcome["message"].replace(f"{checkout}{os.sep}", "")
-    return {test: plugin.Outcome(**outcome) for test, outcome in outcomes.items()}
-
-
-def run_pytest(section: Section, tests: Path, options: Sequence[str], log: Path) -> None:
-    """Run a section with the plugin, which takes `options`.
-
-    What it prints goes to a file: a pipe would be held open by the processes that the compiler leaves behind.
-    """
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
-    environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "PYTORCH_TEST_WITH_SLOW": "1"}
-    command = [sys.executable, "-m", "pytest", *PYTEST_ALONE, "-p", plugin.__name__, *options]
-    with log.open("wb") as output:
-        try:
-            subprocess.run(
-                [*command, "-k", section.select, section.file],
-                cwd=tests,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=section.limit_seconds,
-            )
-        except subprocess.TimeoutExpired:
-            sys.exit(f"{section.file} ran longer than {section.limit_seconds:.0f} s.")
-
-
-def find_problems(rows: Sequence[Row], sections: Iterable[Section]) -> Iterator[str]:
-    """List the tests that have to be looked into."""
-    for row in rows:
-        if row.differs and not row.reason:
-            yield f"{row.test}: {row.upstream} on torch's checkpoint, {row.ours} on reactivate: {row.our_message}"
-    files = {section.file for section in sections}
-    differing = {row.test for row in rows if row.differs}
-    for test in LIFTED:
-        if test.partition("::")[0] in files and test not in differing:
-            yield f"{test} is listed as one that asserts a lifted limit, and does not differ."
-    if SECTIONS[0].file in files and not any(row.recomputations for row in rows):
-        yield "No region was recomputed in any test: the drop-in was not in place."
-
-
-def describe_source(checkout: Path, archive: Path | None, files: Sequence[str]) -> Source:
-    """Return the source of the tests."""
-    commit = None
-    if (checkout / ".git").exists():
-        command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return Source(
-        (checkout / "version.txt").read_text(encoding="utf-8").strip(),
-        commit,
-        {} if archive is None else {archive.name: sha256(archive)},
-        {file: sha256(checkout / "test" / file) for file in files},
-    )
-
-
-def sha256(path: Path) -> str:
-    """Of a file's content."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 if __name__ == "__main__":
