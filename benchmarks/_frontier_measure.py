@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from _estimates import SINGLE, Estimate, Key, Times, estimate
 from _frontier_steps import (
     SHARES,
     Optimum,
@@ -22,7 +21,7 @@ from _frontier_steps import (
     ready,
 )
 from _presentation import Record, describe_machine
-from _timing import Timer, Track, finished, quiet, single_calls
+from _timing import SINGLE, Estimate, Key, Timer, Times, Track, estimate, finished, quiet, single_calls
 from _training import EVERY, ON_ACCELERATORS, SIZES, Size, Subject, Way, make_subject, torch_ways
 from _ways import OURS
 

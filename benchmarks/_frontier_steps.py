@@ -20,8 +20,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from _estimates import Key
-from _timing import Step, Tick
+from _timing import Key, Step, Tick
 from _training import SMALL, Call, Subject, Way, left_by, make_subject
 from _ways import OURS, unequal
 from torch import Tensor, nn

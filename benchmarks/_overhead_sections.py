@@ -5,13 +5,13 @@ The workloads are small on purpose, so that what a region costs stands out from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
-from _estimates import SINGLE, WARM, Array, Key, View, slope
-from _timing import Step
+from _timing import SINGLE, WARM, Array, Key, Step, View
 from _ways import EVERY, MAIN, PLAIN, Function, Wrap
 from torch import Tensor, nn
 
@@ -57,6 +57,13 @@ class Section:
     make_steps: Callable[[Subjects, torch.device], Steps]
     quantities: tuple[Quantity, ...]
     heavy: int = 1
+
+
+def slope(sizes: Sequence[int], values: Sequence[Array]) -> Array:
+    """By how much the values grow with the size: the least-squares line's slope, one for each draw."""
+    x = np.asarray(sizes, dtype=np.float64)
+    weights = (x - x.mean()) / np.square(x - x.mean()).sum()
+    return np.asarray(weights @ np.stack(values))
 
 
 def over_plain(view: View, subject: str) -> Array:

@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
-from _estimates import Estimate
+from _timing import Estimate
 
 Machine = dict[str, str | int | None]
 Place = tuple[float, float]

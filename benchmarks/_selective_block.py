@@ -9,10 +9,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from _estimates import METHODS, SINGLE, Array, Estimate, Figure, Key, Method, Times, View, estimate, verdict
 from _overhead_sections import TransformerBlock, training_step, transformer_block
 from _selective_experiment import Settings
-from _timing import Step, Timer, Track, by_both_methods, finished, quiet, single_calls
+from _timing import (
+    METHODS,
+    SINGLE,
+    Array,
+    Estimate,
+    Figure,
+    Key,
+    Method,
+    Step,
+    Timer,
+    Times,
+    Track,
+    View,
+    by_both_methods,
+    estimate,
+    finished,
+    quiet,
+    single_calls,
+    verdict,
+)
 from _training import Forward, allocated_bytes
 from _ways import (
     CALLS_OF,

@@ -13,8 +13,19 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
-from _estimates import SINGLE, Estimate, Key, Times, estimate
-from _timing import Settings as BlockSettings, Timer, Track, finished, quiet, single_calls
+from _timing import (
+    SINGLE,
+    Estimate,
+    Key,
+    Settings as BlockSettings,
+    Timer,
+    Times,
+    Track,
+    estimate,
+    finished,
+    quiet,
+    single_calls,
+)
 from _training import (
     FULL,
     GPT,

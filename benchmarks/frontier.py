@@ -22,11 +22,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler tells of releases that it saw no beginning of
 
 import torch
-from _estimates import SINGLE, Estimate
 from _frontier_measure import Frontier, Peer, Planned, Settings, Verdict, measure_model
 from _frontier_steps import BLOCKS, WHOLE
 from _presentation import Series, Table, differences, megabytes, read, require, scatter, show, with_interval, write
-from _timing import CLOCKS, Track, progress, silent
+from _timing import CLOCKS, SINGLE, Estimate, Track, progress, silent
 from _training import MODELS
 from _ways import OURS, PLAIN, SAC, TORCH
 

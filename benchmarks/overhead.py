@@ -16,10 +16,24 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _estimates import METHODS, Array, Estimate, Method, Times, View, estimate, verdict
 from _overhead_sections import SECTIONS, Quantity, Section, Subjects, ten_modules
 from _presentation import Record, Table, describe_machine, require, show, with_interval, write
-from _timing import CLOCKS, Settings, Track, by_both_methods, progress, silent
+from _timing import (
+    CLOCKS,
+    METHODS,
+    Array,
+    Estimate,
+    Method,
+    Settings,
+    Times,
+    Track,
+    View,
+    by_both_methods,
+    estimate,
+    progress,
+    silent,
+    verdict,
+)
 from _ways import ALL_OURS, PLAIN, TORCH, differs_from_plain, make_subjects, named
 
 FEWEST_ROUNDS = 15

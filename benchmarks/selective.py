@@ -22,7 +22,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler tells of r
 
 import _selective_block as block
 import torch
-from _estimates import METHODS, SINGLE, Method
 from _presentation import (
     Record,
     Series,
@@ -38,7 +37,7 @@ from _presentation import (
 )
 from _selective_block import BLOCK, LARGE, OF_REMAT, OF_TORCH, OVER_IDEAL, OVER_PLAIN, Kept, Row
 from _selective_experiment import EXPERIMENT, Experiment, Point, Settings, measure_experiment
-from _timing import CLOCKS, Settings as BlockSettings, Track, progress, silent
+from _timing import CLOCKS, METHODS, SINGLE, Method, Settings as BlockSettings, Track, progress, silent
 from _ways import OURS, PLAIN, REMAT, SAC, TORCH, named
 
 PARTS = (BLOCK, LARGE, EXPERIMENT)

@@ -21,7 +21,6 @@ from reactivate._engine.record import observed_by
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import _estimates as figures
 import _overhead_sections as sections
 import _timing
 import _ways
@@ -33,25 +32,25 @@ TINY = _timing.Settings(rounds=2, batch_seconds=1e-5, calls=2)
 ONE, OTHER = ("one", 1), ("other", 1)
 
 
-def times(one: list[float], other: list[float]) -> figures.Times:
+def times(one: list[float], other: list[float]) -> _timing.Times:
     return {ONE: np.array(one), OTHER: np.array(other)}
 
 
-def difference(view: figures.View) -> figures.Array:
+def difference(view: _timing.View) -> _timing.Array:
     return view.over(ONE, OTHER)
 
 
 def test_warm_batches_subtract_minima_of_different_rounds() -> None:
-    assert figures.estimate(difference, times([9, 5, 7], [1, 4, 2]), figures.WARM).value == 4  # 5 - 1
+    assert _timing.estimate(difference, times([9, 5, 7], [1, 4, 2]), _timing.WARM).value == 4  # 5 - 1
 
 
 def test_single_calls_take_the_median_of_paired_differences() -> None:
-    assert figures.estimate(difference, times([9, 5, 7], [1, 2, 5]), figures.SINGLE).value == 3  # of 8, 3 and 2
+    assert _timing.estimate(difference, times([9, 5, 7], [1, 2, 5]), _timing.SINGLE).value == 3  # of 8, 3 and 2
 
 
-@pytest.mark.parametrize("method", figures.METHODS, ids=lambda method: method.name)
-def test_interval_is_a_point_where_all_rounds_agree(method: figures.Method) -> None:
-    found = figures.estimate(difference, times([3] * 20, [1] * 20), method)
+@pytest.mark.parametrize("method", _timing.METHODS, ids=lambda method: method.name)
+def test_interval_is_a_point_where_all_rounds_agree(method: _timing.Method) -> None:
+    found = _timing.estimate(difference, times([3] * 20, [1] * 20), method)
     assert (found.low, found.value, found.high) == (2, 2, 2)
 
 
@@ -60,19 +59,19 @@ def test_interval_of_the_median_holds_the_truth_as_often_as_it_says() -> None:
     hits = 0
     for _ in range(200):
         noise = generator.exponential(1.0, size=(2, 80))
-        found = figures.estimate(difference, {ONE: 3 + noise[0], OTHER: noise[1]}, figures.SINGLE)
+        found = _timing.estimate(difference, {ONE: 3 + noise[0], OTHER: noise[1]}, _timing.SINGLE)
         hits += found.low <= 3 <= found.high
     assert 180 <= hits <= 199  # 190 expected
 
 
 def test_interval_of_the_minimum_shows_that_one_round_decides() -> None:
-    found = figures.estimate(difference, times([2] + [4] * 19, [1] * 20), figures.WARM)
+    found = _timing.estimate(difference, times([2] + [4] * 19, [1] * 20), _timing.WARM)
     assert (found.value, found.low, found.high) == (1, 1, 3)  # half of the halves have it not
 
 
 def test_halves_are_rounds_without_repetition() -> None:
-    drawn = figures.halves(7, np.random.default_rng(0))
-    assert drawn.shape == (figures.DRAWS, 4)
+    drawn = _timing.halves(7, np.random.default_rng(0))
+    assert drawn.shape == (_timing.DRAWS, 4)
     assert all(len(set(row)) == 4 for row in drawn.tolist())
     assert set(drawn.ravel().tolist()) == set(range(7))
 
@@ -81,31 +80,31 @@ def test_ratio_is_of_the_same_draw() -> None:
     """One and other rise and fall together: their ratio is certain, each of them is not."""
     together = np.random.default_rng(0).exponential(1.0, 60)
     made = {ONE: 3 * together, OTHER: together, ("zero", 1): np.zeros(60)}
-    found = figures.estimate(
-        lambda view: view.over(ONE, ("zero", 1)) / view.over(OTHER, ("zero", 1)), made, figures.SINGLE
+    found = _timing.estimate(
+        lambda view: view.over(ONE, ("zero", 1)) / view.over(OTHER, ("zero", 1)), made, _timing.SINGLE
     )
     assert (found.low, found.value, found.high) == pytest.approx((3, 3, 3))
-    alone = figures.estimate(lambda view: view.level(ONE), made, figures.SINGLE)
+    alone = _timing.estimate(lambda view: view.level(ONE), made, _timing.SINGLE)
     assert alone.high > alone.low
 
 
 def test_slope_of_a_line_is_its_slope() -> None:
     sizes = (1, 2, 4, 8)
     values = [np.array([5 + 3 * size, 7 - 2 * size], dtype=float) for size in sizes]
-    assert figures.slope(sizes, values) == pytest.approx([3, -2])
+    assert sections.slope(sizes, values) == pytest.approx([3, -2])
 
 
 def test_slope_is_the_least_squares_one() -> None:
     values = [np.array([value]) for value in (1.0, 4.0, 4.0, 9.0)]
     expected = np.polyfit([1, 2, 4, 8], [1.0, 4.0, 4.0, 9.0], 1)[0]
-    assert figures.slope((1, 2, 4, 8), values) == pytest.approx([expected])
+    assert sections.slope((1, 2, 4, 8), values) == pytest.approx([expected])
 
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"), [(0.3, 0.4, "met"), (0.41, 0.5, "missed"), (0.35, 0.45, "within noise")]
 )
 def test_verdict_is_by_the_interval(low: float, high: float, expected: str) -> None:
-    assert figures.verdict(figures.Estimate(0.4, low, high), 0.4) == expected
+    assert _timing.verdict(_timing.Estimate(0.4, low, high), 0.4) == expected
 
 
 def cost(subject: str, size: int) -> float:
@@ -117,7 +116,7 @@ def cost(subject: str, size: int) -> float:
     return 10 + size + fixed + each * size
 
 
-def rows_of(section: str, sizes: tuple[int, ...], method: figures.Method) -> dict[str, overhead.Row]:
+def rows_of(section: str, sizes: tuple[int, ...], method: _timing.Method) -> dict[str, overhead.Row]:
     (found,) = (item for item in sections.SECTIONS if item.name == section)
     subjects = (_ways.PLAIN, _ways.TORCH, _ways.OURS, sections.FORWARD)
     made = {(name, size): np.full(4, cost(name, size)) for name in subjects for size in sizes}
@@ -126,8 +125,8 @@ def rows_of(section: str, sizes: tuple[int, ...], method: figures.Method) -> dic
     }
 
 
-@pytest.mark.parametrize("method", figures.METHODS, ids=lambda method: method.name)
-def test_figures_of_made_up_times(method: figures.Method) -> None:
+@pytest.mark.parametrize("method", _timing.METHODS, ids=lambda method: method.name)
+def test_figures_of_made_up_times(method: _timing.Method) -> None:
     fixed = rows_of("fixed", (1,), method)["over plain"]
     assert fixed.figure.value == pytest.approx(4e6)
     assert fixed.of_torch is not None

@@ -20,8 +20,8 @@ import _frontier_measure as measuring
 import _frontier_steps as steps
 import _training as models
 import frontier
-from _estimates import Estimate
 from _presentation import read, show
+from _timing import Estimate
 from count_ops import CountOps
 from matplotlib.figure import Figure
 from matplotlib.text import Text

@@ -16,7 +16,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import _estimates as figures
 import _selective_block as block
 import _selective_experiment as experiment
 import _timing
@@ -131,7 +130,7 @@ def test_recomputed_alone_is_what_a_recomputation_must_do() -> None:
     ],
 )
 def test_verdict_on_the_ideal(low: float, high: float, expected: str) -> None:
-    assert block.not_above_zero(figures.Estimate((low + high) / 2, low, high)) == expected
+    assert block.not_above_zero(_timing.Estimate((low + high) / 2, low, high)) == expected
 
 
 def test_figures_of_made_up_times() -> None:
@@ -144,7 +143,7 @@ def test_figures_of_made_up_times() -> None:
         ("torch_remat (5 linear)", 1): np.full(4, 18.0),
         (block.RECOMPUTED + way.keeps, 1): np.full(4, 2.0),
     }
-    found = {row.quantity: row for row in block._rows(way, figures.SINGLE, made)}
+    found = {row.quantity: row for row in block._rows(way, _timing.SINGLE, made)}
     assert [row.figure.value for row in found.values()] == pytest.approx([4e6, 0.4, 0.5])
     assert [row.verdict for row in found.values()] == [None, "missed", "met"]
     assert block._over_ideal(way, made).figure.value == pytest.approx(2 / 12)
@@ -156,7 +155,7 @@ def test_largest_batch_is_the_last_that_fits(monkeypatch: pytest.MonkeyPatch, bu
         return 40 + 20 * batch
 
     monkeypatch.setattr(experiment, "peak_bytes", peak)
-    known = experiment.Point("", "", 4, peak(None, 4), figures.Estimate(1, 1, 1), figures.Estimate(1, 1, 1))
+    known = experiment.Point("", "", 4, peak(None, 4), _timing.Estimate(1, 1, 1), _timing.Estimate(1, 1, 1))
     assert experiment.largest_batch(None, budget, known, TINY, CPU) == (budget - 40) // 20  # type: ignore[arg-type]
 
 
