@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import assert_bitwise
+from oracle import Watched, assert_bitwise
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
 from reactivate._backends import Backend
+from reactivate._engine.record import observed_by
 from reactivate._torch.flags import FLAGS
 from reactivate.guards import DEFAULT
 
@@ -267,3 +268,53 @@ def test_current_device_and_stream_are_the_forwards() -> None:
     with backend.at_place(place):
         assert devices.place == [0, "stream 0"]
     assert devices.place == [3, "stream 7"]
+
+
+# -- a recomputation that stops between two lines ---------------------------------------------------------------------
+
+
+def _default_dtype() -> Any:
+    torch.set_default_dtype(torch.float64)
+    return lambda: torch.set_default_dtype(torch.float32)
+
+
+def _deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    return lambda: torch.use_deterministic_algorithms(False)
+
+
+def _autocast_by_hand() -> Any:
+    context = torch.autocast("cpu", torch.bfloat16)
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None)
+
+
+def _nested_autocast_by_hand() -> Any:
+    leave = [_autocast_by_hand(), _autocast_by_hand()]
+    return lambda: [leave.pop()() for _ in range(2)]
+
+
+@pytest.mark.parametrize("setting", [_default_dtype, _deterministic, _autocast_by_hand, _nested_autocast_by_hand])
+@pytest.mark.parametrize("determinism", ["first", "metadata"])
+def test_flags_are_put_back_when_a_recomputation_stops_before_the_function_does(setting: Any, determinism: Any) -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def block(x: Tensor) -> Tensor:
+        hidden = (x @ weight).sin()
+        restore = setting()
+        out = x.exp() @ weight
+        restore()
+        return hidden + out.float()
+
+    def found() -> list[Any]:
+        nesting = torch.autocast_increment_nesting()
+        torch.autocast_decrement_nesting()
+        return [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), nesting]
+
+    before, ran = found(), Watched()
+    region = reactivate.checkpoint(block, determinism=determinism)
+    with observed_by(ran):
+        for _ in range(3):
+            region(torch.randn(4, 4, requires_grad=True)).sum().backward()
+            assert found() == before
+    assert ran.recomputations == 3

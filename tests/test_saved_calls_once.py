@@ -1,4 +1,4 @@
-"""Saved calls that a recomputation does not make, or makes elsewhere: caches that the forward filled, and what calls leave."""
+"""Saved calls that a recomputation does not make, or makes elsewhere: filled caches, and what calls leave."""
 
 from __future__ import annotations
 

@@ -190,3 +190,19 @@ is_any_autocast_enabled: Callable[[], bool] = fastest(
     probe=lambda ask: ask() in (True, False),
     public=_is_autocast_enabled,
 )
+
+
+def autocast_nesting() -> int:
+    """Return how many `autocast` contexts are open."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
+def leave_autocast(nesting: int) -> None:
+    """Leave `autocast` contexts until so many are open; with the last one go the casts that it kept."""
+    found = autocast_nesting()
+    while found > nesting:
+        found = torch.autocast_decrement_nesting()
+        if not found:
+            torch.clear_autocast_cache()

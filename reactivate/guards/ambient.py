@@ -16,7 +16,7 @@ import torch
 
 from reactivate._backends import accelerator
 from reactivate._torch.devices import accelerator_device
-from reactivate._torch.flags import FLAGS, ask, is_any_autocast_enabled
+from reactivate._torch.flags import FLAGS, ask, autocast_nesting, is_any_autocast_enabled, leave_autocast
 from reactivate._torch.modes import (
     dispatch_modes,
     function_modes,
@@ -59,14 +59,35 @@ class Ambient(Guard):
     def skip(self, call: Call, token: Any) -> None:
         return None  # a function puts back what it sets
 
-    def recompute(self, snapshot: Any) -> AbstractContextManager[Any] | None:
+    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
         settings = list(map(ask, _READERS))
         if settings == snapshot:  # and so there is nothing else
-            return None
+            return _LeftAsFound(settings)
         rest = snapshot[-1] if len(snapshot) > len(_READERS) else _Rest((), (), None, None)
         if settings == snapshot[:-1] and rest == _Rest.read() and rest.autocast is None:
-            return None  # under autocast there is always something to do: see `_autocast`
+            return _LeftAsFound(settings)  # under autocast there is always something to do: see `_autocast`
         return _as_it_was(snapshot[: len(FLAGS)], rest)
+
+
+class _LeftAsFound:
+    """A recomputation that changes no flags, unless it stops between two lines of which one puts back what the other set.
+
+    Args:
+        settings: what the flags are when it begins.
+    """
+
+    __slots__ = ("_nesting", "_settings")
+
+    def __init__(self, settings: list[Any]) -> None:
+        self._settings = settings
+
+    def __enter__(self) -> None:
+        self._nesting = autocast_nesting()
+
+    def __exit__(self, *error: object) -> None:
+        if list(map(ask, _FLAG_READERS)) != self._settings[: len(_FLAG_READERS)]:
+            _write_flags(self._settings[: len(_FLAG_READERS)])
+        leave_autocast(self._nesting)
 
 
 class _Rest(NamedTuple):
@@ -92,7 +113,7 @@ class _Rest(NamedTuple):
 @contextmanager
 def _as_it_was(flags: list[Any], rest: _Rest) -> Iterator[None]:
     with ExitStack() as stack:
-        stack.callback(_write_flags, list(map(ask, _FLAG_READERS)))
+        stack.enter_context(_LeftAsFound(list(map(ask, _FLAG_READERS))))
         _write_flags(flags)
         stack.enter_context(_autocast(rest.autocast))
         backend = accelerator()
