@@ -64,6 +64,7 @@ SURROUNDINGS = (
 HOOKS = (
     "",
     "torch.autograd.graph.saved_tensors_hooks(Tensor.clone, same)",
+    "torch.autograd.graph.saved_tensors_hooks(Tensor.clone, reread)",
 )
 """Contexts around a model's forward that move its saved tensors."""
 

@@ -9,6 +9,22 @@ BRANCHES = (
 )
 
 CONSTRUCTS = {
+    "cached table": Construct(
+        "h = $use",
+        init="""
+self.table$n = functools.lru_cache($most)(lambda length: torch.arange(4).float().mul(0.1 * length).cos())
+""",
+        options={
+            "most": ("None", "1"),
+            "use": (
+                "h * self.table$n(4)",
+                "h * self.table$n(self.step // 2)",
+                "h * self.table$n(1) + self.table$n(2)",
+                "h.mul(self.table$n(3)).mul(self.table$n(self.step))",
+            ),
+        },
+        weight=2,
+    ),
     "counter": Construct(
         "$order",
         init="self.calls$n = 0",

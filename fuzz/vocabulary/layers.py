@@ -52,6 +52,15 @@ if $when:
         },
         weight=3,
     ),
+    "layer with a past": Construct(
+        "$use",
+        init='self.past$n = Past("$kind")',
+        options={
+            "use": ("h = self.past$n(h)\nh = h * self.past$n.read()", "h = self.past$n(h)", "h = h + self.past$n(x)"),
+            "kind": ("list", "tensor", "dict"),
+        },
+        weight=2,
+    ),
     "embedding": Construct(
         "h = h + self.embedding$n(torch.tensor([0, 2, $index]))",
         init="self.embedding$n = nn.Embedding(5, 4$norm)",

@@ -89,6 +89,20 @@ self.all$n = {{"all": (g$n, r$n, a$n)}}
         between=("$block.draw$n()",),
         weight=2,
     ),
+    "bound method of a generator": Construct(
+        "h = h $how self.draw$n()",
+        init="self.draw$n = $bound",
+        options={
+            "how": ("*", "+"),
+            "bound": (
+                "random.Random(3).random",
+                "functools.partial(random.Random(3).uniform, 0.5, 1.5)",
+                "numpy.random.default_rng(3).random",
+            ),
+        },
+        between=("$block.draw$n()",),
+        weight=2,
+    ),
     "generator as argument": Construct(
         "h = h * $explicit",
         model_init=f"self.g$n, self.r$n, self.a$n = {GENERATORS}",
