@@ -34,7 +34,7 @@ def step_table(found: Frontier) -> Table:
     plain = found.peers[0]
     lines = [_peer(peer, plain) for peer in found.peers]
     lines += [_planned(item, plain) for item in different_steps(found.planned)]
-    header = ("way", "mode", "budget, MB", "peak, MB", "of plain's", "step, ms", "of plain's", "holds")
+    header = ("way", "mode", "budget, MB", "peak, MB", "ratio to plain", "step, ms", "ratio to plain", "holds")
     return Table(f"{found.title}. One step", header, lines)
 
 

@@ -23,7 +23,7 @@ from _tables import Table, with_interval
 
 TITLES = {
     BLOCK: "A small transformer block: 50 ops, 28 saved tensors",
-    LARGE: "The same block, so large that only what it computes counts",
+    LARGE: "The same block, so large that only its ops matter",
     EXPERIMENT: "Memory against speed: every mode on one model",
 }
 _NONE = ""
@@ -120,7 +120,9 @@ def batch_table(points: Sequence[Point], results: Results) -> Table:
         for point in by_mode(points)
     ]
     return Table(
-        f"One batch, of {plain.batch}", ("mode", "way", "peak, MB", "of plain's", "step, ms", "of plain's"), lines
+        f"One batch, of {plain.batch}",
+        ("mode", "way", "peak, MB", "ratio to plain", "step, ms", "ratio to plain"),
+        lines,
     )
 
 

@@ -10,7 +10,7 @@ from _results import Results, Row
 from _sections import SECTIONS, Quantity, Section
 from _subjects import REMAT
 
-_CLOCKS = {"cpu": "processor's time for the process", "wall": "time on the wall"}
+_CLOCKS = {"cpu": "the CPU time of the process", "wall": "wall-clock time"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def target_table(results: Results) -> Table:
         if row.target is not None
     ]
     header = ("figure", "way", "method", "ratio", "at most", "")
-    return Table("Targets, as ratios to torch non-reentrant if they do not say otherwise", header, rows)
+    return Table("Targets: ratios to torch non-reentrant, unless noted", header, rows)
 
 
 def figure_tables(results: Results) -> Iterator[Table]:
@@ -60,7 +60,7 @@ def _figure_table(results: Results, section: Section, quantity: Quantity) -> Tab
     found = [row for row in results.rows if (row.section, row.quantity) == (section.name, quantity.name)]
     header = ["way"]
     for method in METHODS:
-        header += [f"{method.name}, {quantity.unit}"] + ["of torch's"] * (quantity.unit == "µs")
+        header += [f"{method.name}, {quantity.unit}"] + ["ratio to torch"] * (quantity.unit == "µs")
     rows = []
     for subject in dict.fromkeys(row.subject for row in found):
         cells = [named(subject, results)]
@@ -96,14 +96,14 @@ def to_markdown(results: Results) -> str:
     machine = results.machine
     lines = [
         f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread{_only(machine)}. "
-        "All ways run in one process, interleaved, in an order that is shuffled in every round; what is timed is the "
-        f"{_CLOCKS[results.settings.clock]}. The garbage collector is enabled, as users have it.",
+        "All implementations run in one process, interleaved, in an order that is shuffled in every round. The benchmark "
+        f"measures {_CLOCKS[results.settings.clock]}. The garbage collector is on.",
         "",
         *(f"- *{method.name}*: {method.describe}." for method in METHODS),
         "",
     ]
     for table in tables(results):
         lines += [f"### {table.title}", "", table.to_markdown(), ""]
-    lines += ["### What one step of the ten-module block leaves different from plain, bit for bit", ""]
+    lines += ["### Differences from the plain model, bit for bit, after one step of the ten-module block", ""]
     lines += [f"- {named(name, results)}: {', '.join(what) or 'nothing'}" for name, what in results.differences.items()]
     return "\n".join(lines) + "\n"
