@@ -265,7 +265,7 @@ SECTIONS = (
     ),
     Section(
         "no_grad",
-        "With nothing to differentiate: `(x * 2).sin()` under `torch.no_grad()`",
+        "Without gradients: `(x * 2).sin()` under `torch.no_grad()`",
         no_grad,
         (Quantity(OVER_PLAIN, "µs", over_plain, {WARM.name: 0.1, SINGLE.name: 0.1}),),
     ),

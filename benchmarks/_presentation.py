@@ -74,8 +74,8 @@ def differences(found: Mapping[str, Sequence[str]], every: str) -> str:
     """Say what each of `found` leaves different from the plain step, or that `every` one leaves the same."""
     different = [f"- {name}: {', '.join(what)}" for name, what in found.items() if what]
     if not different:
-        return f"{every} leaves what the plain step leaves, bit for bit."
-    return "\n".join(["Different from the plain step, bit for bit:", "", *different])
+        return f"{every} gives the results of the plain step, bit for bit."
+    return "\n".join(["These differ from the plain step, bit for bit:", "", *different])
 
 
 def show(blocks: Iterable[Table | str]) -> None:

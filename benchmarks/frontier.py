@@ -37,29 +37,30 @@ OUR_COLOR = "#d1495b"
 INTRODUCTION = """\
 # Plans, measured
 
-[`reactivate.plan`](planning.md) promises the fastest policy that fits a budget. Here its plans run beside what else one could
-do, each in the memory that the other takes: what counts is who is faster *at the same peak*.
+[`reactivate.plan`](planning.md) promises the fastest policy that fits a budget. This page compares its plans with other
+methods (the *peers*). Each plan gets the memory that a peer takes, so the question is which one is faster *at the same
+peak*.
 
-The script is `benchmarks/frontier.py`, and this page is what its `--page` writes of its results: no figure is edited by hand.
+`benchmarks/frontier.py --page` wrote this page from its results: no figure is edited by hand.
 
 ## How it is measured
 
-- The peak is the most that a step allocates, forward, loss and backward, over parameters, gradients and inputs, which are
-  there before. On a CPU that is the running sum of the profiler's memory events, on an accelerator the allocator's own
-  peak.
+- The peak is the largest amount of memory that a step (forward, loss and backward) allocates beyond parameters, gradients and
+  inputs, which exist before it. On a CPU it is the running sum of the profiler's memory events, on an accelerator the
+  allocator's own peak.
 - All steps of a model run in one process on the same parameters, interleaved, in an order that is shuffled in every round.
-- The model is profiled once, for the first plan. The others are for the exact peak of every peer, for shares of the
-  plain step's peak (90 % to 25 %), and for the least budget for which there is a plan.
-- *Holds* says whether the peak of the real step is within the budget that its plan was made for.
-- A verdict takes the fastest of the peers whose peaks are within the budget. Which that is, is read off the same times,
-  which favours the peers a little. *Faster* and *slower* are said where the 95 % interval of the ratio leaves out 1.
+- The model is profiled once, for the first plan. The budgets are the exact peak of every peer, shares of the plain step's
+  peak (90 % to 25 %), and the smallest budget that has a plan.
+- *Holds* tells whether the peak of the real step is within the budget of its plan.
+- A verdict compares the plan with the fastest peer whose peak is within the budget. The same measurements select that peer,
+  which favours the peers a little. *Faster* and *slower* mean that the 95 % interval of the ratio does not contain 1.
 
-The peers: no checkpointing; torch's checkpointing (non-reentrant) of every block, every second, third and fourth; torch's
-selective checkpointing of every block with the results of products, attention and convolutions saved; where it says so,
-`torch.compile` with `activation_memory_budget` from 1 to 0, of the whole model and block by block. There each plan is
-compiled too: `reactivate.apply(model, plan)` first, then `torch.compile` of the whole model, or of each block. The plan is
-made for eager code; whether its compiled step holds is measured. A verdict takes, as it does of the peers, the fastest of
-these steps that holds."""
+The peers are: no checkpointing; torch's non-reentrant checkpointing of every block, and of every second, third and fourth
+block; torch's selective checkpointing of every block, which saves the results of products, attention and convolutions; and
+in the tables that say so, `torch.compile` with `activation_memory_budget` from 1 to 0, of the whole model and block by
+block. In those tables each plan is compiled too: `reactivate.apply(model, plan)` first, then `torch.compile` of the whole
+model or of each block. The plan is made for eager code, and the table shows whether its compiled step holds. A verdict
+takes the fastest compiled step that holds, for plans as for peers."""
 
 
 NOTHING = """\
@@ -97,7 +98,7 @@ def step_table(found: Frontier) -> Table:
     for item in different_steps(found.planned):
         holds = "yes" if item.holds else "no"
         lines.append((item.system, item.label, megabytes(item.budget_bytes), *figures(item), holds))
-    header = ("way", "mode", "budget, MB", "peak, MB", "of plain's", "step, ms", "of plain's", "holds")
+    header = ("way", "mode", "budget, MB", "peak, MB", "ratio to plain", "step, ms", "ratio to plain", "holds")
     return Table(f"{found.title}. One step", header, lines)
 
 

@@ -38,7 +38,7 @@ from _ways import ALL_OURS, PLAIN, TORCH, differs_from_plain, make_subjects, nam
 
 FEWEST_ROUNDS = 15
 QUICK = Settings(rounds=30, batch_seconds=0.003, calls=300)
-CLOCK_NAMES = {"cpu": "processor's time for the process", "wall": "time on the wall"}
+CLOCK_NAMES = {"cpu": "the CPU time of the process", "wall": "wall-clock time"}
 
 
 @dataclass(frozen=True)
@@ -143,14 +143,14 @@ def _target_table(results: Results) -> Table:
         if row.target is not None
     ]
     header = ("figure", "way", "method", "ratio", "at most", "")
-    return Table("Targets, as ratios to torch non-reentrant if they do not say otherwise", header, rows)
+    return Table("Targets: ratios to torch non-reentrant, unless noted", header, rows)
 
 
 def _figure_table(results: Results, section: Section, quantity: Quantity) -> Table:
     found = [row for row in results.rows if (row.section, row.quantity) == (section.name, quantity.name)]
     header = ["way"]
     for method in METHODS:
-        header += [f"{method.name}, {quantity.unit}"] + ["of torch's"] * (quantity.unit == "µs")
+        header += [f"{method.name}, {quantity.unit}"] + ["ratio to torch"] * (quantity.unit == "µs")
     rows = []
     for subject in dict.fromkeys(row.subject for row in found):
         cells = [named(subject, results.machine)]
@@ -166,15 +166,15 @@ def to_markdown(results: Results) -> str:
     machine = results.machine
     lines = [
         f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread. "
-        "All ways run in one process, interleaved, in an order that is shuffled in every round; what is timed is the "
-        f"{CLOCK_NAMES[results.settings.clock]}. The garbage collector is enabled, as users have it.",
+        "All implementations run in one process, interleaved, in an order that is shuffled in every round. The benchmark "
+        f"measures {CLOCK_NAMES[results.settings.clock]}. The garbage collector is on.",
         "",
         *(f"- *{method.name}*: {method.describe}." for method in METHODS),
         "",
     ]
     for table in tables(results):
         lines += [f"### {table.title}", "", table.to_markdown(), ""]
-    lines += ["### What one step of the ten-module block leaves different from plain, bit for bit", ""]
+    lines += ["### Differences from the plain model, bit for bit, after one step of the ten-module block", ""]
     return "\n".join([*lines, *_differences(results)]) + "\n"
 
 

@@ -43,7 +43,7 @@ from _ways import OURS, PLAIN, REMAT, SAC, TORCH, named
 PARTS = (BLOCK, LARGE, EXPERIMENT)
 TITLES = {
     BLOCK: "A small transformer block: 50 ops, 28 saved tensors",
-    LARGE: "The same block, so large that only what it computes counts",
+    LARGE: "The same block, so large that only its ops matter",
     EXPERIMENT: "Memory against speed: every mode on one model",
 }
 LOOKS = {OURS: ("#d1495b", "o"), TORCH: ("#8d99ae", "s"), SAC: ("#2e6f95", "D"), REMAT: ("#4f5d75", "^")}
@@ -164,7 +164,7 @@ def _experiment_tables(results: Results) -> Iterator[Table]:
         )
         for point in _by_mode(found.at_equal_batch)
     ]
-    header = ("mode", "way", "peak, MB", "of plain's", "step, ms", "of plain's")
+    header = ("mode", "way", "peak, MB", "ratio to plain", "step, ms", "ratio to plain")
     yield Table(f"One batch, of {plain.batch}", header, lines)
     lines = [
         (
@@ -193,8 +193,8 @@ def to_markdown(results: Results) -> str:
     """
     machine, blocks = results.machine, list[str]()
     where = (
-        f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread. All ways run in one "
-        "process, interleaved, in an order that is shuffled in every round."
+        f"{machine['device name']}, Python {machine['python']}, torch {machine['torch']}, one thread. All implementations "
+        "run in one process, interleaved, in an order that is shuffled in every round."
     )
     for part in PARTS:
         found = tables(results, part)
@@ -209,25 +209,25 @@ def _about(results: Results, part: str) -> str:
     settings = results.settings
     if part == BLOCK:
         return (
-            "A ratio is to torch's way that keeps the same calls (non-reentrant where none is kept, selective activation "
-            "checkpointing, SAC, where some are), or to torch_remat's. Of "
-            "the activations, torch's and torch_remat's ways keep also what the last linear computes, which no backward "
-            "reads, and torch_remat the copies that `matmul` makes. What is allocated includes the result of the block and "
-            "states of random number generators, and not its argument. "
+            "Ratios compare with the implementation of torch that keeps the same calls, or with torch_remat. If no call is "
+            "kept, torch's implementation is non-reentrant checkpointing; if some are, it is selective activation "
+            "checkpointing (SAC). torch and torch_remat also keep the result of the last linear, which no backward reads, "
+            "and torch_remat keeps the copies that `matmul` makes. Allocated bytes include the result of the block and the "
+            "states of random number generators, but not the block's argument. "
             + " ".join(f"*{method.name}*: {method.describe}." for method in METHODS)
         )
     if part == LARGE or results.experiment is None:
         return (
             f"{settings.large_width} features, {settings.large_length} tokens, a batch of one. The ideal is the time of the "
-            "plain step plus that of the recomputed ops alone: the same forward pass without a graph, where the results of "
-            "kept calls are looked up, without the last product and sum, which no backward reads. "
+            "plain step plus that of the recomputed ops alone: the same forward without a graph, which looks up the results "
+            "of kept calls and omits the last product and sum, since no backward reads them. "
             f"{SINGLE.name.capitalize()}: {SINGLE.describe}."
         )
     return (
         f"The byte-level GPT of `examples/byte_gpt.py`: {settings.layers} blocks of width {settings.dim}, "
         f"{results.experiment.parameters / 1e6:.1f} million parameters, {settings.context} tokens a sequence, no "
-        "dropout; forward and backward. The peak is of what torch allocates in a step, over what there was before; "
-        f"the time is the median of {settings.experiment_calls} rounds, with a 95 % bootstrap interval."
+        "dropout; forward and backward. The peak is the memory that torch allocates in a step beyond what was allocated "
+        f"before; the time is the median of {settings.experiment_calls} rounds, with a 95 % bootstrap interval."
     )
 
 

@@ -214,10 +214,10 @@ def to_markdown(results: Results) -> str:
         "",
         f"{summary(results.rows)}.",
         "",
-        "Most of the tests that are skipped need an accelerator. One that fails on both does not hold with this torch, "
-        "whatever the checkpoint; the messages are in the JSON beside this file. Regions and recomputations are this "
-        "engine's: where there are none, the test calls nothing that is checkpointed, or a compiler takes the region into "
-        "its graph, and what is tested is that the drop-in leaves it to that.",
+        "Most of the skipped tests need an accelerator. A test that fails on both does not hold with this torch, with any "
+        "checkpoint; the messages are in the JSON beside this file. Regions and recomputations are those of reactivate's "
+        "engine. A test without regions calls no checkpointed function, or a compiler takes the region into its graph: "
+        "then the test shows that the drop-in leaves the region to the compiler.",
     ]
     for file, digest in source.files.items():
         rows = [row for row in results.rows if row.file == file]

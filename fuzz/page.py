@@ -10,23 +10,23 @@ from fuzz.report import Refusals, Summary
 PAGE = """\
 # Random programs
 
-`make fuzz` generates training programs: models with state of every kind that the [rules](semantics.md) name, regions in
-regions, policies, `apply`, several steps, six kinds of backward. Each runs plain and checkpointed, and every bit is compared:
-outputs, gradients, state, random streams. What it found has become a named test.
+`make fuzz` generates random training programs: models with every kind of state that the [rules](semantics.md) name, nested
+regions, policies, `apply`, several steps, six kinds of backward. It runs each program plain and checkpointed and compares
+every bit of outputs, gradients, state and random number generators. Each program that failed has become a named test.
 
 {programs:,} programs, seeds {first} to {last}, torch {torch}, {hours:.1f} hours in {workers} on the CPU:
-`python -m fuzz --count {programs} --seed {first}`. `make campaign` goes on with them, as long as the code is the same.
+`python -m fuzz --count {programs} --seed {first}`. `make campaign` continues this run as long as the code is the same.
 
-| Of the programs that run plainly | |
+| Programs that run without checkpointing | |
 |---|---:|
 {counts}
 
-In the right ones {regions:,} regions ran and {recomputations:,} recomputations. {discarded:,} of the {programs:,} do not run
-plainly, mostly since they write in place to what autograd has saved.
+The programs that are right ran {regions:,} regions and {recomputations:,} recomputations. {discarded:,} of the {programs:,}
+programs raise without checkpointing too, mostly because they modify a saved tensor in place.
 
-## What is refused
+## Programs that raise
 
-With what torch's checkpoint does there. `...` stands for names.
+The third column shows the result of torch's checkpoint on the same programs. `...` stands for names.
 
 | Programs | First seed | torch's checkpoint | Message |
 |---:|---:|---|---|

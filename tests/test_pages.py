@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,34 +20,54 @@ import reactivate
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ALL = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-PAGES = [page for page in ALL if BLOCK.search(page.read_text("utf-8"))]
+LAUNCHER = re.compile(r"^torchrun (.+) train\.py$", re.MULTILINE)  # a page that says so runs on several processes
+ALWAYS_HERE = {"reactivate", "torch", *sys.stdlib_module_names}
 
 
-def needed_by(code: str) -> set[str]:
-    """The packages that a block imports and that are not installed."""
+def packages_of(code: str) -> frozenset[str]:
+    """The optional packages that a block imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
-    return {name for name in (name.partition(".")[0] for name in names) if importlib.util.find_spec(name) is None}
+    return frozenset(name.partition(".")[0] for name in names) - ALWAYS_HERE
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    """One program a page. A block is left out if it imports what is not installed here: Megatron, torch_xla."""
-    blocks = BLOCK.findall(page.read_text("utf-8"))
+def blocks_of(page: Path) -> list[tuple[str, frozenset[str]]]:
+    """The Python blocks of a page, each with the optional packages that it imports."""
+    return [(block, packages_of(block)) for block in BLOCK.findall(page.read_text("utf-8"))]
+
+
+PROGRAMS = [
+    pytest.param(page, packages, id="-".join([page.name, *sorted(packages)]))
+    for page in ALL
+    for packages in sorted({packages for _, packages in blocks_of(page)}, key=sorted)
+]
+
+
+@pytest.mark.parametrize(("page", "packages"), PROGRAMS)
+def test_the_python_of_a_page_runs(page: Path, packages: frozenset[str], tmp_path: Path) -> None:
+    """One program for the blocks that import no more than torch, and one for each set of packages that others import."""
+    missing = [name for name in sorted(packages) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"blocks of {page.name} need {' and '.join(missing)}: not installed")
     program = tmp_path / "page.py"
-    program.write_text("\n\n".join(block for block in blocks if not needed_by(block)), encoding="utf-8")
+    program.write_text("\n\n".join(block for block, needed in blocks_of(page) if needed <= packages), encoding="utf-8")
     paths = os.pathsep.join(filter(None, (str(Path(reactivate.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    launcher = LAUNCHER.search(page.read_text("utf-8"))
+    several = ["-m", "torch.distributed.run", *shlex.split(launcher[1])] if launcher else []
     done = subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, *several, str(program)],
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths},
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
 

@@ -673,6 +673,17 @@ def the_older_precision_flag_can_be_asked_when_only_the_newer_ones_have_a_word_f
         precision.write(before)
 
 
+@needs("autocast_nesting", "leave_autocast")
+def autocast_contexts_are_counted_and_left() -> None:
+    before = room.autocast_nesting()
+    for _ in range(2):
+        torch.autocast("cpu").__enter__()
+    assert room.autocast_nesting() == before + 2
+    room.leave_autocast(before)
+    assert room.autocast_nesting() == before
+    torch.set_autocast_enabled("cpu", False)
+
+
 @needs("is_any_autocast_enabled")
 def autocast_is_noticed() -> None:
     assert not room.is_any_autocast_enabled()

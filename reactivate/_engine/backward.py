@@ -1,4 +1,4 @@
-"""What a backward asks of a region: the tensors that autograd saved, which are recomputed first."""
+"""The backward's side of a region: tensors that autograd saved, recomputed when it asks for the first of them."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _are_hooks(push: Any, pop: Any) -> bool:
 
 # `torch.autograd.graph.saved_tensors_hooks` builds an object a region and costs 1 us more.
 push_saved_tensor_hooks, pop_saved_tensor_hooks = fastest(
-    "saved-tensor hooks without an object",
+    "installing saved-tensor hooks without a context object",
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
     probe=_are_hooks,
@@ -66,7 +66,7 @@ def _is_innermost(top: Any) -> bool:
 
 
 _top_saved_tensor_hooks = fastest(
-    "whether there are saved-tensor hooks around a call",
+    "detecting saved-tensor hooks around a call",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     probe=_is_innermost,
     lost="every region",
@@ -144,7 +144,7 @@ def _set_grad_enabled(is_on: bool) -> None:
 
 # `torch.enable_grad()` and back: without an object in between.
 set_grad_enabled: Callable[[bool], None] = fastest(
-    "grad mode without an object", "torch._C._set_grad_enabled", probe=_sets_grad_mode, public=_set_grad_enabled
+    "setting grad mode directly", "torch._C._set_grad_enabled", probe=_sets_grad_mode, public=_set_grad_enabled
 )
 
 
@@ -155,7 +155,7 @@ def is_forward_mode_active() -> bool:
 
 # Whether a profiler is on: `record_function` costs 5 us even when nobody listens.
 is_profiling: Callable[[], bool] = fastest(
-    "whether a profiler is on",
+    "detecting a profiler",
     "torch.autograd._profiler_enabled",
     probe=lambda ask: ask() in (True, False),
     public=lambda: True,
@@ -166,7 +166,7 @@ is_profiling: Callable[[], bool] = fastest(
 
 # The number of the backward running on this thread, -1 for none: whether a recomputation has a backward to live as long as.
 current_backward: Callable[[], int] = fastest(
-    "whether a backward runs",
+    "detecting a running backward",
     "torch._C._current_graph_task_id",
     probe=lambda ask: ask() == -1,
     lost="every backward through a region",
@@ -183,7 +183,7 @@ def _is_for_backwards(queue: Any) -> bool:
 
 # Calls a function when the backward that runs on this thread has finished without an error.
 on_backward_end: Callable[[Callable[[], None]], None] = fastest(
-    "when a backward has ended",
+    "a callback at the end of a backward",
     "torch.autograd.Variable._execution_engine.queue_callback",
     probe=_is_for_backwards,
     lost="every backward through a region that saves more than one tensor",
@@ -191,7 +191,7 @@ on_backward_end: Callable[[Callable[[], None]], None] = fastest(
 
 # The node whose backward runs on this thread, None if no backward does.
 current_node: Callable[[], Any] = fastest(
-    "which node runs",
+    "the autograd node that is running",
     "torch._C._current_autograd_node",
     probe=lambda ask: ask() is None,
     lost="backwards through custom functions inside of regions, and plans",
@@ -211,7 +211,7 @@ def _counts_nodes(ask: Any) -> bool:
 
 # Autograd numbers its nodes in the order in which they are made: that tells where in the forward pass a node belongs.
 next_node_number: Callable[[], int] = fastest(
-    "the number of the next node",
+    "the sequence number of the next autograd node",
     "torch.autograd._get_sequence_nr",
     probe=_counts_nodes,
     lost="regions that save tensors without a gradient, policies that save functions, and plans",
@@ -241,7 +241,7 @@ def _keeps_versions(preserve: Any, put: Any) -> bool:
 
 preserve_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[Any]]
 preserve_versions, _set_versions = fastest(
-    "memory whose bytes are put back is as if nobody had written to it",
+    "restoring a buffer without a new version",
     "torch.autograd._unsafe_preserve_version_counter",
     "torch._C._autograd._unsafe_set_version_counter",
     probe=_keeps_versions,
@@ -288,7 +288,7 @@ def _is_off_in_functions(ask: Any) -> bool:
 # it saves what that function asked for; `torch.enable_grad` does not turn it on. So it says whether such a `forward` runs,
 # also where `Function.apply` is written in C and leaves no frame.
 is_outside_of_functions: Callable[[], bool] = fastest(
-    "whether the forward of a custom function runs",
+    "detecting a running forward of a custom function",
     "torch._C._is_fwd_grad_enabled",
     probe=_is_off_in_functions,
     lost="every backward through a region",

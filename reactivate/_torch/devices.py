@@ -25,7 +25,7 @@ accelerator_device: Callable[[], torch.device | None] = fastest(
 
 # What `torch.<device type>` is, for a device type that came without a module of its own.
 register_device_module: Callable[[str, Any], None] = fastest(
-    "modules of devices that came without one",
+    "registering the module of a device",
     "torch._register_device_module",
     probe=callable,
     lost="regions on XLA, with a torch_xla that registers none",

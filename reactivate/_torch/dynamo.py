@@ -26,12 +26,12 @@ def _is_strategy(put: Any, strategy: Any, action: Any) -> bool:
 
 
 _set_strategy, _Strategy, _Action = fastest(
-    "code that torch.compile leaves alone",
+    "excluding code from torch.compile",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._C._dynamo.eval_frame._FrameExecStrategy",
     "torch._C._dynamo.eval_frame._FrameAction",
     probe=_is_strategy,
-    lost="regions that torch.compile leaves to eager: it may compile parts of them, and a warning says so",
+    lost="the exclusion of regions from torch.compile: it may compile parts of them, and a warning says so",
 )
 
 
@@ -73,11 +73,11 @@ def _prefer_nothing(is_on: bool) -> None:
 # With `False`: of the compiled versions of a function that fit a call, take the oldest, not the one used last. So a
 # recomputation takes the version that its forward pass took, also if others were compiled or used in between.
 prefer_version_used_last: Callable[[bool], None] = fastest(
-    "compiled versions taken in order",
+    "choosing the oldest compiled version that fits",
     "torch._C._dynamo.eval_frame._set_lru_cache",
     probe=callable,  # there is no question for what it was before
     without=_prefer_nothing,
-    lost="a recomputation may take another of the compiled versions of a function that fit",
+    lost="a recomputation may use another compiled version of a function that fits",
 )
 
 

@@ -58,7 +58,7 @@ def _write_precision(backend: str, op: str, value: str) -> None:
 
 
 _get_precision, _put_precision = fastest(
-    "precisions of float32",
+    "the precision of float32 ops",
     "torch._C._get_fp32_precision_getter",
     "torch._C._set_fp32_precision_setter",
     probe=lambda get, put: all(isinstance(get(*key), str) for key in _PRECISIONS),
@@ -72,7 +72,7 @@ def _fp32_precision(backend: str, op: str) -> Flag:
 
 
 def _flag(name: str, read: str, write: str, public: tuple[Any, Any] | None) -> Flag:
-    lost = "" if public is not None else "the flag is not set for a recomputation to what it was in the forward"
+    lost = "" if public is not None else "the recomputation does not restore the flag"
     probe = lambda get, put: get() is not None  # noqa: E731
     found = fastest(
         f"the flag {name!r}", f"torch._C.{read}", f"torch._C.{write}", probe=probe, public=public, lost=lost
@@ -185,7 +185,7 @@ def _is_autocast_enabled() -> bool:
 
 
 is_any_autocast_enabled: Callable[[], bool] = fastest(
-    "whether there is autocast of any kind",
+    "detecting autocast of any device type",
     "torch._C._is_any_autocast_enabled",
     probe=lambda ask: ask() in (True, False),
     public=_is_autocast_enabled,

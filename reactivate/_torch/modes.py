@@ -46,7 +46,7 @@ without_function_modes: Any  # the engine's own looks at tensors are not the use
     is_function_mode_active,
     without_function_modes,
 ) = fastest(
-    "function modes, without entering them anew",
+    "the stack of function modes",
     "torch._C._len_torch_function_stack",
     "torch._C._get_function_stack_at",
     "torch._C._push_on_torch_function_stack",
@@ -70,7 +70,7 @@ def _is_dispatch_stack(count: Any, at: Any, push: Any, pop: Any) -> bool:
 
 is_dispatch_mode_active: Callable[[], int]
 is_dispatch_mode_active, _dispatch_mode_at, _push_dispatch_mode, _pop_dispatch_mode = fastest(
-    "dispatch modes, without entering them anew",
+    "the stack of dispatch modes",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._get_dispatch_stack_at",
     "torch._C._push_on_torch_dispatch_stack",
@@ -155,5 +155,5 @@ def _copy_each(targets: Any, sources: Any) -> None:
 
 # Many tensors copied into others with one call; `torch.Tensor.copy_` costs a call of Python's for each.
 copy_all: Callable[..., None] = fastest(
-    "many tensors copied by one call", "torch._foreach_copy_", probe=_copies, public=_copy_each
+    "copying many tensors in one call", "torch._foreach_copy_", probe=_copies, public=_copy_each
 )

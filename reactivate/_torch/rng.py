@@ -20,7 +20,7 @@ def cpu_generator_memory() -> tuple[_Span, _Span, _Span] | None:
 
     First its seed, index and first words; then the spare normal numbers; then all of it.
     """
-    return layout("the memory of the CPU's generator", _find)
+    return layout("the memory layout of the CPU's generator", _find)
 
 
 def _find() -> tuple[_Span, _Span, _Span] | None:

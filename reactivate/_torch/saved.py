@@ -79,7 +79,7 @@ SavedTensor: Any
 save_tensor: Callable[[torch.Tensor, bool], Any]
 # Since torch 2.12. `save_tensor(tensor, False)`: not an op's output.
 SavedTensor, save_tensor = fastest(
-    "saved tensors without a node of their own",
+    "saving a tensor without an autograd node",
     "torch._C._autograd.SavedTensor",
     "torch._C._autograd._make_saved_tensor",
     probe=_keeps,

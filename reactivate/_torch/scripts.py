@@ -9,15 +9,15 @@ from reactivate._torch.ways import fastest
 
 # The graph that TorchScript's interpreter ran last on this thread, None if it never did: 0.05 us.
 last_script_graph: Callable[[], Any] = fastest(
-    "which scripted function ran last",
+    "the scripted function that ran last",
     "torch._C._last_executed_optimized_graph",
     probe=lambda ask: ask() is ask(),
     without=lambda: None,
-    lost="the first call of a scripted function that nobody finds by looking at the code raises in the backward",
+    lost="the first call of a scripted function raises if reactivate cannot find that function in the code",
 )
 # How many calls TorchScript watches before it compiles.
 count_of_profiled_runs: Callable[[], int] = fastest(
-    "how many calls of a scripted function are watched",
+    "the number of calls that TorchScript profiles",
     "torch._C._jit_get_num_profiled_runs",
     probe=lambda ask: ask() >= 0,
     lost="regions with scripted functions",

@@ -9,7 +9,7 @@ from reactivate._torch.ways import fastest
 
 # The innermost torch.func transform around the call, or None.
 current_transform: Callable[[], Any] = fastest(
-    "transforms around a call",
+    "detecting torch.func transforms around a call",
     "torch._C._functorch.peek_interpreter_stack",
     probe=lambda ask: ask() is ask(),
     without=lambda: None,

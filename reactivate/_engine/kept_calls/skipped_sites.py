@@ -60,7 +60,7 @@ class RecomputationLog(Log):
         return self._skip(site, fn, args, kwargs)
 
     def _later(self, site: SavedSite, label: str) -> SavedSite | None:
-        """Return the saved call that this one is, if calls before it that saved nothing are not made again.
+        """Return the saved call that this one is, where recomputation omits calls before it that saved nothing.
 
         A cache was filled in the forward: it has their results. If this call is none of the saved ones, the numbers do not
         tell any more which calls are: all that follow run again.

@@ -11,7 +11,7 @@ from torch import is_grad_enabled
 
 
 class Surroundings:
-    """What surrounds a call when it begins."""
+    """Context variables and grad mode when a call begins."""
 
     __slots__ = ("_context", "_has_grad")
 
@@ -20,7 +20,7 @@ class Surroundings:
         self._has_grad = is_grad_enabled()
 
     def changes(self) -> tuple[str | None, list[Callable[[], None]]]:
-        """Return why the call has to be made again, or what repeats its changes."""
+        """Return why the call has to be recomputed, or what repeats its changes."""
         if is_grad_enabled() is not self._has_grad:
             return "it turns gradients on or off", []
         before = self._context

@@ -1,4 +1,4 @@
-"""What a saved call leaves in modules: a recomputation that skips the call brings it about."""
+"""Changes that a saved call makes to modules: a recomputation that skips the call brings them about."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def python_stream() -> Stream:
 @functools.cache
 def _python_words() -> tuple[int, int] | None:
     """Return (offset, bytes) of index and words in a `random.Random`, tried out by drawing; None if unknown."""
-    return layout("the memory of Python's random", _find_python_words)
+    return layout("the memory layout of Python's random", _find_python_words)
 
 
 def _find_python_words() -> tuple[int, int] | None:
@@ -188,7 +188,7 @@ def _numpy_spare() -> int | None:
 
     Sixteen bytes: whether there is one (an int, padded), and the number.
     """
-    return layout("the memory of NumPy's random", _find_numpy_spare)
+    return layout("the memory layout of NumPy's random", _find_numpy_spare)
 
 
 def _find_numpy_spare() -> int | None:
