@@ -33,7 +33,7 @@ FLOORS = [
     ["reactivate._checkpoint", "reactivate._site"],
     ["reactivate._apply", "reactivate._applied", "reactivate._cache_watch"],
     ["reactivate._inspect"],
-    ["reactivate.planner", "reactivate.planner.plan_table", "reactivate.planner.planned"],
+    ["reactivate.planner"],
     ["reactivate._plan"],
     ["reactivate.report"],
     ["reactivate.recipe"],

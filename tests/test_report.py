@@ -35,7 +35,7 @@ from reactivate import Plan, report
 from reactivate.errors import UsageError
 from reactivate.planner import plan_table
 from reactivate.planner.cost.prediction import Fixed, Moment, Point, Prediction, Proof
-from reactivate.planner.plan import Circumstances, Decision
+from reactivate.planner.planned import Circumstances, Decision
 from reactivate.planner.treatments import FULL, KEEP, Treatment
 from reactivate.report import figure, pareto, timeline
 from reactivate.report.html import page as written

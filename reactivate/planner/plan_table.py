@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.table import Column, Row, draw, write_plainly
 from reactivate.planner.cost.prediction import Point
-from reactivate.planner.planned import Decided, Planned
+from reactivate.planner.planned import Decision, Planned
 
 MOST_POINTS = 8  # of the frontier, in a table
 KINDS = ("parameters", "gradients", "optimizer", "inputs", "kept", "recomputed", "workspace")  # of memory, from below
@@ -106,22 +106,22 @@ def block_rows(plan: Planned) -> list[Row]:
     return [*rows, Row([f"all {len(plan.decisions)}", "", "", *_figures(plan.decisions)], is_total=True)]
 
 
-def runs(decisions: Sequence[Decided]) -> list[list[Decided]]:
+def runs(decisions: Sequence[Decision]) -> list[list[Decision]]:
     """The blocks, those in one list that follow one another and of which the same was decided."""
 
-    def shape(decision: Decided) -> tuple[object, ...]:
+    def shape(decision: Decision) -> tuple[object, ...]:
         return decision.kind, decision.parameters, decision.treatment
 
     return [list(group) for _, group in itertools.groupby(decisions, shape)]
 
 
-def named(alike: Sequence[Decided]) -> str:
+def named(alike: Sequence[Decision]) -> str:
     """A run by the paths of its first and last block."""
     first, last = (decision.path or "the model itself" for decision in (alike[0], alike[-1]))
     return first if len(alike) == 1 else f"{first}…{last} ({len(alike)} alike)"
 
 
-def _figures(decisions: Sequence[Decided]) -> list[str]:
+def _figures(decisions: Sequence[Decision]) -> list[str]:
     seconds = sum(decision.seconds for decision in decisions)
     return [in_words(sum(decision.held_bytes for decision in decisions)), seconds_in_words(seconds) if seconds else ""]
 

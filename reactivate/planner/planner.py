@@ -24,7 +24,8 @@ from reactivate.planner.cost.overhead import measure_overhead
 from reactivate.planner.cost.prediction import Point, Proof
 from reactivate.planner.cost.timeline import prediction_of
 from reactivate.planner.place import Place, available_bytes
-from reactivate.planner.plan import Circumstances, Decision, Plan, digest_of
+from reactivate.planner.plan import Plan, digest_of
+from reactivate.planner.planned import Circumstances, Decision
 from reactivate.planner.profile.costs import Measured, Modelled, measure, seconds_of
 from reactivate.planner.profile.probe import Reading, Table, read, rounds_of
 from reactivate.planner.profile.simulate import simulate
