@@ -7,7 +7,7 @@ and the class stay as they are, and a copy of the model has a copy of the attrib
 from __future__ import annotations
 
 import copy
-import sys
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
@@ -18,13 +18,12 @@ from torch.nn import Module
 
 from reactivate._blocks import blocks_of, siblings_of
 from reactivate._cache_watch import CacheWatch
-from reactivate._checkpoint import run_in_graph
 from reactivate._compilers.graph import contexts_for
-from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import current_log, serve
 from reactivate._engine.record import Options
 from reactivate._engine.run import run
+from reactivate._run import run_region, run_untraced
 from reactivate._types import Action, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
@@ -284,14 +283,10 @@ class RegionForward(AppliedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options = self.options
         if is_compiling():
-            return run_in_graph(self.in_graph, args, kwargs, options)
-        original = self.original()
-        if "torchax" in sys.modules and is_traced(original, args, kwargs):
-            return run_traced(original, args, kwargs, options)
+            return run_region(run, options, self.in_graph, *args, **kwargs)
         watch = self.applied.cache_watch
-        if not watch.is_done:
-            return watch.run(self.path, original, args, kwargs, options)
-        return run(original, args, kwargs, options)
+        runner = run if watch.is_done else functools.partial(watch.run, self.path)
+        return run_untraced(runner, options, self.original(), args, kwargs)
 
 
 class SavedForward(AppliedForward):

@@ -20,9 +20,9 @@ from reactivate._applied import (
     forwards_of,
     sites_of,
 )
-from reactivate._checkpoint import Determinism, make_options
 from reactivate._engine.record import Options
 from reactivate._nearest import described
+from reactivate._options import Determinism, make_options
 from reactivate._types import Guard, Policy
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT

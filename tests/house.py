@@ -30,7 +30,7 @@ FLOORS = [
     ["reactivate.guards"],
     ["reactivate._engine"],
     ["reactivate._compilers"],
-    ["reactivate._checkpoint", "reactivate._site"],
+    ["reactivate._options", "reactivate._run", "reactivate._checkpoint", "reactivate._site"],
     ["reactivate._apply", "reactivate._applied", "reactivate._cache_watch"],
     ["reactivate._inspect"],
     ["reactivate.planner"],

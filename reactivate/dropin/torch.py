@@ -15,7 +15,6 @@ in another mode, an RNG of any device, batch norm's statistics are right or refu
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,12 +39,12 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.kept_calls.site_log import set_aside
 from reactivate._engine.record import Options
 from reactivate._engine.region import Region
 from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_recompute
+from reactivate._run import run_untraced
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
 from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError
 from reactivate.guards import DEFAULT, ContextPair, Guards
@@ -248,12 +247,10 @@ def _checkpoint(
         warn_of_running_as_traced()
         return function(*args, **kwargs)
     options = _options_of_call(asked)
-    if "torchax" in sys.modules and is_traced(function, args, kwargs):
-        return run_traced(function, args, kwargs, options)
     module = module_called_by(function)
     if module is None:
-        return run(function, args, kwargs, options)
-    return run_module(module, args, kwargs, options)
+        return run_untraced(run, options, function, args, kwargs)
+    return run_untraced(run_module, options, module, args, kwargs)
 
 
 def _checkpoint_of_torch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Any:
