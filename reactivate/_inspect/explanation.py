@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reactivate._engine.accounts import in_words
-from reactivate._inspect.table import Column, Row, draw, write_plainly
+from reactivate._table import Column, Row, Table
 from reactivate.errors import UsageError
 
 VERSION = 1
@@ -122,9 +122,7 @@ class Explanation:
             plain: without rich, as wide as it gets; so it is where rich is not installed.
         """
         columns, rows = _without_empty([*_rows(self.regions), *_rows(self.outside), _total(self)])
-        if plain:
-            return write_plainly(columns, rows, title=_title(self))
-        return draw(columns, rows, title=_title(self), width=width)
+        return Table(columns, rows, _title(self)).text(width=width, plain=plain)
 
     def __str__(self) -> str:
         return self.text()

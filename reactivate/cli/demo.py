@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._engine.accounts import in_words
-from reactivate._inspect.table import Column, Row, draw
+from reactivate._table import Column, Row, Table
 from reactivate.errors import UsageError
 from reactivate.planner.plan import Plan
 
@@ -182,4 +182,5 @@ def _table(results: dict[str, Any]) -> str:
     same = "Every loss, gradient, parameter and random number is the same, bit for bit."
     said = same if results["identical"] else f"The two runs differ, first in {results['first_difference']}."
     title = f"A GPT of {LAYERS} layers in {in_words(results['budget_bytes'])} ({BUDGET} of its activations)."
-    return f"{draw([Column(''), Column('plain', True), Column('planned', True)], rows, title=title)}\n{said}"
+    columns = (Column(""), Column("plain", True), Column("planned", True))
+    return f"{Table(columns, rows, title).text()}\n{said}"
