@@ -40,7 +40,7 @@ FLOORS = [
     ["reactivate.recipe"],
     ["reactivate.dropin", "reactivate.integrations"],
     ["reactivate"],
-    ["reactivate.cli", "reactivate._doctor"],
+    ["reactivate.cli", "reactivate._doctor", "reactivate._byte_gpt"],
 ]
 
 
