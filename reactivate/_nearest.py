@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -12,15 +12,37 @@ from torch.nn import Module
 LONGEST = 80  # characters of a description
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+MOST = 3  # names that are offered for one that is unknown
+
+
+def nearest(name: str, known: Iterable[str], plainly: Callable[[str], str] = str.lower) -> list[str]:
+    """Return the known names that begin with `name`; if none does, those that are similar to it.
+
+    Args:
+        name: an unknown one.
+        known: those that there are.
+        plainly: makes a name what is compared of it.
+
+    Example:
+        >>> from reactivate._nearest import nearest
+        >>> nearest("conv", ["conv1d", "conv2d", "convert"]), nearest("Linaer", ["linear", "line"])
+        (['conv1d', 'conv2d', 'convert'], ['linear', 'line'])
+    """
+    names = {plainly(item): item for item in known}
+    asked = plainly(name)
+    beginning = [item for item in names if item.startswith(asked)] if len(asked) > 1 else []
+    return [names[item] for item in beginning[:MOST] or difflib.get_close_matches(asked, names, n=MOST, cutoff=0.7)]
+
+
+def did_you_mean(name: str, known: Iterable[str], plainly: Callable[[str], str] = str.lower) -> str:
     """Return the nearest of the known names, as a question behind a space; empty if none is near.
 
     Example:
         >>> from reactivate._nearest import did_you_mean
-        >>> did_you_mean("LamaConfig", ["LlamaConfig", "ViTConfig"])
+        >>> did_you_mean("LamaConfig", ["LlamaConfig", "ResNet"])
         " Did you mean 'LlamaConfig'?"
     """
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.7)
+    close = nearest(name, known, plainly)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
