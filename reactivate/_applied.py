@@ -25,6 +25,7 @@ from reactivate._engine.record import Options
 from reactivate._engine.run import run
 from reactivate._run import run_region, run_untraced
 from reactivate._types import Action, Policy, Recompute, Save, Site
+from reactivate._words import counted
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
 
@@ -80,12 +81,11 @@ class Handle:
             self.remove()
 
     def __repr__(self) -> str:
-        saved = f", saved={len(self.saved)} modules" if self.saved else ""
+        saved = f", saved={counted(len(self.saved), 'module')}" if self.saved else ""
         return f"Handle({self.policy!r}, regions={len(self.regions)}{saved})"
 
     def __str__(self) -> str:
-        count = len(self.regions)
-        lines = [f"{self.policy!r}: {count} region{'' if count == 1 else 's'}, recomputed in backward."]
+        lines = [f"{self.policy!r}: {counted(len(self.regions), 'region')}, recomputed in backward."]
         lines += [
             f"  {kind}: {shortened(path or 'the model itself' for path in paths)}"
             for kind, paths in self._kinds.items()

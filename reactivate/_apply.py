@@ -21,9 +21,9 @@ from reactivate._applied import (
     sites_of,
 )
 from reactivate._engine.record import Options
-from reactivate._nearest import described
 from reactivate._options import Determinism, make_options
 from reactivate._types import Guard, Policy
+from reactivate._words import described
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
 from reactivate.policies._base import ReadyMade, check_policy

@@ -16,11 +16,11 @@ from torch.nn import Module
 
 from reactivate._engine.record import Options
 from reactivate._engine.run import module_called_by, run, run_module
-from reactivate._nearest import described, did_you_mean, name_of
 from reactivate._options import DEFAULT_OPTIONS, Determinism, make_options, with_policy
 from reactivate._run import run_region
 from reactivate._types import Guard, Policy
 from reactivate._view import view_of
+from reactivate._words import counted, described, did_you_mean, name_of
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
 
@@ -164,7 +164,7 @@ def _refusal(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> UsageEr
     call = f"the result takes the arguments of the function: write checkpoint({name_of(fn)})(...)"
     if args or (others and not any(did_you_mean(name, known) for name in others)):
         remedies.insert(0, call)
-    found = f"{len(args)} more positional argument{'s' if len(args) > 1 else ''}" if args else ""
+    found = counted(len(args), "more positional argument") if args else ""
     given = " and ".join(filter(None, (found, ", ".join(f"{name}=" for name in unknown))))
     hints = "".join(did_you_mean(name, known) for name in others)
     torchs = (

@@ -9,6 +9,7 @@ from typing import Any
 
 from reactivate._engine.accounts import in_words
 from reactivate._table import Column, Row, Table
+from reactivate._words import counted
 from reactivate.errors import UsageError
 
 VERSION = 1
@@ -237,14 +238,10 @@ def _cells(alike: Sequence[Entry], around: str) -> list[str]:
 
 def _named(entry: Entry, path: str) -> str:
     if entry.kind == "recomputed":
-        return _tensors(entry.tensors)
+        return counted(entry.tensors, "tensor")
     if entry.kind == "outside":
-        return f"{path or 'the model itself'}: {_tensors(entry.tensors)}"
+        return f"{path or 'the model itself'}: {counted(entry.tensors, 'tensor')}"
     return " ".join(filter(None, (path, entry.name)))
-
-
-def _tensors(count: int) -> str:
-    return "1 tensor" if count == 1 else f"{count} tensors"
 
 
 def _short(source: str | None) -> str:

@@ -16,10 +16,12 @@ from torch.nn import Module
 from reactivate._apply import apply, paused
 from reactivate._arguments import example_of
 from reactivate._checkpoint import checkpoint
+from reactivate._engine.accounts import Ledger, in_words
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.record import Record, observed_by, without_regions
 from reactivate._torch.containers import flatten, leaves_with_paths
 from reactivate._types import Policy
+from reactivate._words import counted
 from reactivate.errors import UsageError
 from reactivate.guards import Modules, all_sources
 from reactivate.policies._base import check_policy
@@ -57,8 +59,8 @@ class Verdict:
         if not self.is_deterministic:
             return f"The plain model differs between two runs of itself: {self.difference}"
         facts = (
-            f"{self.regions} regions, {self.recomputations} recomputations; autograd kept {_megabytes(self.kept_bytes)} "
-            f"where the plain model keeps {_megabytes(self.plain_bytes)}"
+            f"{counted(self.regions, 'region')}, {counted(self.recomputations, 'recomputation')}; autograd kept "
+            f"{in_words(self.kept_bytes)} where the plain model keeps {in_words(self.plain_bytes)}"
         )
         if self.is_same:
             return f"The same, bit for bit ({self.compared} tensors and random states; {facts})."
@@ -124,7 +126,7 @@ class _Run:
     """The results of one run."""
 
     results: dict[str, Any] = field(default_factory=dict)
-    kept: dict[int, int] = field(default_factory=dict)  # bytes of each storage that autograd kept
+    kept_bytes: int = 0
     regions: int = 0
     recomputations: int = 0
 
@@ -184,7 +186,13 @@ class Step:
             yield
 
     def _run(self, model: Callable[..., Any], run: _Run) -> None:
-        with saved_tensors_hooks(functools.partial(self._count, run.kept), lambda tensor: tensor):
+        ledger = Ledger(self.inputs.values())
+
+        def count(tensor: Tensor) -> Tensor:
+            run.kept_bytes += ledger.enter(tensor)
+            return tensor
+
+        with saved_tensors_hooks(count, lambda tensor: tensor):
             output = model(*self.args, **self.kwargs)
         outputs = leaves_of("output", output)
         roots = [leaf for leaf in outputs.values() if leaf.requires_grad]
@@ -201,12 +209,6 @@ class Step:
                 run.results[f"buffer {name} of {type(module).__name__} {number}"] = buffer.clone()
         for source in self.sources:
             run.results[f"random state of {source.name}"] = source.read()
-
-    def _count(self, kept: dict[int, int], tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if not any(storage.data_ptr() == leaf.untyped_storage().data_ptr() for leaf in self.inputs.values()):
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
 
 def leaves_of(name: str, value: Any) -> dict[str, Tensor]:
@@ -297,10 +299,6 @@ def _verdict(plain: _Run, ours: _Run, difference: str | None, *, is_deterministi
         compared=len(plain.results),
         regions=ours.regions,
         recomputations=ours.recomputations,
-        plain_bytes=sum(plain.kept.values()),
-        kept_bytes=sum(ours.kept.values()),
+        plain_bytes=plain.kept_bytes,
+        kept_bytes=ours.kept_bytes,
     )
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 2**20:.2f} MiB"

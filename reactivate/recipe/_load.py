@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from reactivate._applied import Handle
 from reactivate._apply import apply as apply_policy
-from reactivate._nearest import did_you_mean
+from reactivate._words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.planner.step import Loss
 from reactivate.recipe._base import Example, Recipe

@@ -1,4 +1,4 @@
-"""Words of error messages: a name that somebody may have meant, and a short description of a value."""
+"""Words of messages: a name that somebody may have meant, a short description of a value, a number of things."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def nearest(name: str, known: Iterable[str], plainly: Callable[[str], str] = str
         plainly: makes a name what is compared of it.
 
     Example:
-        >>> from reactivate._nearest import nearest
+        >>> from reactivate._words import nearest
         >>> nearest("conv", ["conv1d", "conv2d", "convert"]), nearest("Linaer", ["linear", "line"])
         (['conv1d', 'conv2d', 'convert'], ['linear', 'line'])
     """
@@ -38,7 +38,7 @@ def did_you_mean(name: str, known: Iterable[str], plainly: Callable[[str], str] 
     """Return the nearest of the known names, as a question behind a space; empty if none is near.
 
     Example:
-        >>> from reactivate._nearest import did_you_mean
+        >>> from reactivate._words import did_you_mean
         >>> did_you_mean("LamaConfig", ["LlamaConfig", "ResNet"])
         " Did you mean 'LlamaConfig'?"
     """
@@ -50,7 +50,7 @@ def described(value: Any) -> str:
     """Return a description of a value, short enough for a message.
 
     Example:
-        >>> from reactivate._nearest import described
+        >>> from reactivate._words import described
         >>> described(torch.ones(2, 3)), described(torch.nn.Linear), described("full")
         ('a Tensor of shape (2, 3)', 'the class Linear', "'full'")
     """
@@ -64,6 +64,17 @@ def described(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
     return text if len(text) <= LONGEST else f"an object of class {type(value).__name__}"
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number of things.
+
+    Example:
+        >>> from reactivate._words import counted
+        >>> counted(1, "region"), counted(2, "region")
+        ('1 region', '2 regions')
+    """
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def name_of(value: Any) -> str:
