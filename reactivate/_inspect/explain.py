@@ -89,7 +89,7 @@ def explain(
         else:
             Step(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
             torch.clear_autocast_cache()  # a step of its own casts its weights itself
-        trace = _Trace(model, args, kwargs, around, is_fake)
+        trace = _ExplainedStep(model, args, kwargs, around, is_fake)
         trace.run(model)
     return trace.explanation()
 
@@ -108,7 +108,7 @@ def _codes_around(frame: FrameType | None) -> set[CodeType]:
     return codes
 
 
-Place = tuple[str, "str | None"]  # module path, source line
+SourcePlace = tuple[str, "str | None"]  # module path, source line
 
 
 class _Holder:
@@ -129,7 +129,7 @@ class _Draft:
     """An entry that is being made."""
 
     kind: str
-    place: Place
+    place: SourcePlace
     name: str = ""
     action: str = "keep"
     reason: str | None = None
@@ -166,7 +166,7 @@ class _RegionEvent:
     calls: dict[int, _Draft]  # by the number of the call
 
 
-class _Trace(Step):
+class _ExplainedStep(Step):
     """One step of a model, and who kept what in it."""
 
     def __init__(
@@ -181,10 +181,10 @@ class _Trace(Step):
         self._ledger = Ledger()
         self._events: list[_Event | _RegionEvent] = []
         self._regions: list[_Draft] = []
-        self._outside: dict[Place, _Draft] = {}
+        self._outside: dict[SourcePlace, _Draft] = {}
         # Of regions whose forward pass runs, by their ids: what they keep, and the sites inside.
         self._inputs: defaultdict[int, list[_Event]] = defaultdict(list)
-        self._inside: defaultdict[int, list[_Draft | tuple[SavedSite, Place]]] = defaultdict(list)
+        self._inside: defaultdict[int, list[_Draft | tuple[SavedSite, SourcePlace]]] = defaultdict(list)
         self._results: dict[int, _Event] = {}  # by the id of a `Kept`
         self._drafts: dict[int, _RegionEvent] = {}  # by the id of the record
         # Of the recomputations that run: when they began, and what those inside took.
@@ -265,7 +265,7 @@ class _Trace(Step):
         around = next((region for region in _regions_around(frame) if region is not record), None)
         (self._regions if around is None else self._inside[id(around)]).append(draft)
 
-    def _saved_call(self, record: Record, site: SavedSite, place: Place) -> _Draft:
+    def _saved_call(self, record: Record, site: SavedSite, place: SourcePlace) -> _Draft:
         draft = _Draft("saved call", place, site.label, "save")
         if site.path is not None:
             draft.place = site.path, place[1]
@@ -348,7 +348,7 @@ class _Trace(Step):
 
     # -- places -------------------------------------------------------------------------------------------------------
 
-    def _place(self, frame: FrameType | None) -> Place:
+    def _place(self, frame: FrameType | None) -> SourcePlace:
         """The module that runs, and the line of the user's."""
         here, path = frame, None
         while frame is not None and path is None:
@@ -361,7 +361,7 @@ class _Trace(Step):
         found = None if frame is None else user_frame(frame)
         return None if found is None or found.f_code in self._around else line_of((found.f_code, found.f_lasti))
 
-    def _place_of_region(self, record: Record, frame: FrameType) -> Place:
+    def _place_of_region(self, record: Record, frame: FrameType) -> SourcePlace:
         path, line = self._place(frame)
         return self._paths.get(id(_module_of(record)), path), line
 

@@ -122,7 +122,7 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
 
 
 @dataclass
-class _Run:
+class _Outcome:
     """The results of one run."""
 
     results: dict[str, Any] = field(default_factory=dict)
@@ -167,9 +167,9 @@ class Step:
         closed_over = [item for item in reach.reached() if item.requires_grad and id(item) not in known]
         self.inputs |= {f"closed-over tensor {index}": item for index, item in enumerate(closed_over)}
 
-    def run(self, model: Callable[..., Any], change: Change = nullcontext) -> _Run:
+    def run(self, model: Callable[..., Any], change: Change = nullcontext) -> _Outcome:
         """Run forward and backward from the state that the call was made in, and go back to it."""
-        run = _Run()
+        run = _Outcome()
         with self.held(), observed_by(run), change(model) as subject:
             self._run(subject, run)
         return run
@@ -185,7 +185,7 @@ class Step:
                 stack.enter_context(self._guard.rewound(self._state))
             yield
 
-    def _run(self, model: Callable[..., Any], run: _Run) -> None:
+    def _run(self, model: Callable[..., Any], run: _Outcome) -> None:
         ledger = Ledger(self.inputs.values())
 
         def count(tensor: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def cotangents(roots: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def _first_difference(one: _Run, other: _Run) -> str | None:
+def _first_difference(one: _Outcome, other: _Outcome) -> str | None:
     for name, first in one.results.items():
         if name not in other.results:
             return f"{name} is missing"
@@ -291,7 +291,7 @@ def _by_how_much(one: Any, other: Any) -> str:
     return f", by up to {(one.double() - other.double()).abs().max().item():.3g}"
 
 
-def _verdict(plain: _Run, ours: _Run, difference: str | None, *, is_deterministic: bool) -> Verdict:
+def _verdict(plain: _Outcome, ours: _Outcome, difference: str | None, *, is_deterministic: bool) -> Verdict:
     return Verdict(
         is_same=difference is None,
         difference=difference,

@@ -29,7 +29,7 @@ SIZE = Size(layers=6, dim=128, heads=4, context=128, batch=8)
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A training run: its losses, the seconds of its steps, and all that it leaves behind, by name."""
 
     losses: list[float]
@@ -37,7 +37,7 @@ class Run:
     left: dict[str, Tensor]
 
 
-def train(source: Tensor, prepare: Callable[[nn.Module, Tensor], object]) -> Run:
+def train(source: Tensor, prepare: Callable[[nn.Module, Tensor], object]) -> TrainingRun:
     """Train a model from one seed.
 
     Args:
@@ -63,7 +63,7 @@ def train(source: Tensor, prepare: Callable[[nn.Module, Tensor], object]) -> Run
         assert parameter.grad is not None
         left |= {f"the last gradient of {name}": parameter.grad, f"the parameter {name}": parameter.detach()}
     left["the state of torch's random numbers"] = torch.get_rng_state()
-    return Run([loss.item() for loss in losses], seconds, left)
+    return TrainingRun([loss.item() for loss in losses], seconds, left)
 
 
 def run(out: Path, as_json: bool) -> int:
@@ -95,7 +95,7 @@ def run(out: Path, as_json: bool) -> int:
     return 0 if results["identical"] else 1
 
 
-def _results(plan: Plan, plain: Run, planned: Run) -> dict[str, Any]:
+def _results(plan: Plan, plain: TrainingRun, planned: TrainingRun) -> dict[str, Any]:
     difference = next((name for name, one in plain.left.items() if not torch.equal(one, planned.left[name])), None)
     return {
         "identical": difference is None,
@@ -106,7 +106,7 @@ def _results(plan: Plan, plain: Run, planned: Run) -> dict[str, Any]:
     }
 
 
-def _figures(run: Run, peak_bytes: int) -> dict[str, Any]:
+def _figures(run: TrainingRun, peak_bytes: int) -> dict[str, Any]:
     return {"peak_bytes": peak_bytes, "median_step_seconds": sorted(run.seconds)[STEPS // 2], "losses": run.losses}
 
 

@@ -85,7 +85,7 @@ class _MismatchError(RecomputeMismatchError, CheckpointError):
     """A recomputation that differs, for `except CheckpointError` as well."""
 
 
-class _Options(Options):
+class _TorchOptions(Options):
     """Options whose errors are torch's too (Rule 18)."""
 
     def exception(self, error: ReactivateError) -> BaseException:
@@ -113,7 +113,7 @@ def _options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determi
         determinism = "metadata"
     if not preserve_rng_state and "rng" in guards.names():
         guards = guards.without("rng")
-    return _Options(tuple(guards), early_stop, determinism)
+    return _TorchOptions(tuple(guards), early_stop, determinism)
 
 
 class Asked(NamedTuple):
@@ -128,7 +128,7 @@ class Asked(NamedTuple):
 
 
 _USUAL = (*Asked(), None, None, DEFAULT)  # as mostly: found by identities
-_USUAL_OPTIONS = _Options(tuple(DEFAULT))
+_USUAL_OPTIONS = _TorchOptions(tuple(DEFAULT))
 
 
 def _options_of_call(asked: Asked) -> Options:
@@ -147,7 +147,7 @@ def _options_of_call(asked: Asked) -> Options:
     if asked.context_fn is noop_context_fn:
         return options
     pair = ContextPair(functools.partial(_contexts, asked), keeps_random_numbers=keeps)
-    return _Options((*options.guards, pair), options.early_stop, options.determinism)
+    return _TorchOptions((*options.guards, pair), options.early_stop, options.determinism)
 
 
 def _contexts(asked: Asked) -> Any:

@@ -27,7 +27,7 @@ from reactivate.planner.place import Place, available_bytes
 from reactivate.planner.plan import Plan, digest_of
 from reactivate.planner.planned import Circumstances, Decision
 from reactivate.planner.profile.costs import Measured, Modelled, measure, seconds_of
-from reactivate.planner.profile.probe import Reading, Table, read, rounds_of
+from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
 from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
@@ -172,7 +172,7 @@ class Planner:
         self.menus = {
             path: treatments_of(unit, frozenset(self._called[path].functions)) for path, unit in self.units.items()
         }
-        self.table = Table(self.plain_reading, self.units)
+        self.table = TreatmentTable(self.plain_reading, self.units)
         rounds = rounds_of(self.units, self.menus)
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies, simulated: {number} of {len(rounds)}")

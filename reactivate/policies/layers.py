@@ -96,7 +96,7 @@ def recompute_every(k: int, offset: int = 0) -> ReadyMade:
 
 
 @dataclass(frozen=True, repr=False)
-class _Modules(ReadyMade):
+class _RecomputeModules(ReadyMade):
     selectors: tuple[Selector, ...]
 
     def __repr__(self) -> str:
@@ -126,4 +126,4 @@ def recompute_modules(*modules: Selector) -> ReadyMade:
     if not modules:
         raise UsageError("recompute_modules takes at least one module to recompute; full() takes every block.")
     check(modules, "recompute_modules")
-    return _Modules(modules)
+    return _RecomputeModules(modules)

@@ -11,7 +11,7 @@ from reactivate.policies._select import Selector, check, selects
 
 
 @dataclass(frozen=True, repr=False)
-class _Modules(ReadyMade):
+class _SaveModules(ReadyMade):
     selectors: tuple[Selector, ...]
     storage: Storage
 
@@ -49,11 +49,11 @@ def save_modules(*modules: Selector, storage: Storage = DEVICE) -> ReadyMade:
     if not modules:
         raise UsageError("save_modules takes at least one module to save.")
     check(modules, "save_modules")
-    return _Modules(modules, storage)
+    return _SaveModules(modules, storage)
 
 
 @dataclass(frozen=True, repr=False)
-class _Names(ReadyMade):
+class _SaveNames(ReadyMade):
     names: tuple[str, ...]
     storage: Storage
 
@@ -88,4 +88,4 @@ def save_names(*names: str, storage: Storage = DEVICE) -> ReadyMade:
     """
     if not names or not all(isinstance(name, str) and name for name in names):
         raise UsageError(f"save_names takes names as given to reactivate.site(fn, name=...); got {names!r}.")
-    return _Names(names, storage)
+    return _SaveNames(names, storage)

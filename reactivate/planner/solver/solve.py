@@ -163,7 +163,7 @@ class _Problem:
     def solve(self, budget_bytes: int) -> Solution:
         if budget_bytes < self.least_bytes:
             raise Infeasible(self.least_bytes)
-        search = _Search(self.chain.outside[0], self.bounds, budget_bytes)
+        search = _BranchAndBound(self.chain.outside[0], self.bounds, budget_bytes)
         search.run(self.graph, _NEVER, _FIRST_WIDTH)
         low_ticks = self.bounds[0].ticks_in(budget_bytes)
         allowed = (search.ticks - low_ticks) // 16 + 1
@@ -219,7 +219,7 @@ def _extended(move: Move, graph: _Graph, passed: set[int]) -> Move:
     return move
 
 
-class _Search:
+class _BranchAndBound:
     """Dynamic programming within a budget, and the best solution that it found so far.
 
     Attributes:
