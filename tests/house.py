@@ -23,7 +23,7 @@ MODULES = sorted(
 
 # From the ground up: what stands in a row may import what stands in it or above.
 FLOORS = [
-    ["reactivate.errors", "reactivate._types", "reactivate._words", "reactivate._table"],
+    ["reactivate.errors", "reactivate._types", "reactivate._words", "reactivate._table", "reactivate._warn"],
     ["reactivate._torch", "reactivate._standin", "reactivate._view", "reactivate.storage"],
     ["reactivate._backends", "reactivate._blocks"],
     ["reactivate.policies", "reactivate._arguments"],

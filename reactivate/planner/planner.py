@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from reactivate._blocks import blocks_of
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.verify import leaves_of
 from reactivate._torch.fake import DataDependentError
+from reactivate._warn import warn
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory
@@ -103,10 +103,9 @@ class Planner:
         available = available_bytes(self.place.device)
         policy = Assignment({} if simulated.peak_bytes < available else dict.fromkeys(self.units, FULL))
         if policy.treatments and self._simulated(policy.treatments).peak_bytes >= available:
-            warnings.warn(
+            warn(
                 f"plan: not even with everything recomputed does this step seem to fit in the {in_words(available)} that "
-                "are free here, so nothing is measured: the plan is predicted, as for a device that is not here.",
-                stacklevel=4,
+                "are free here, so nothing is measured: the plan is predicted, as for a device that is not here."
             )
             self.is_predicted = True
             self.plain_seconds = simulated.seconds

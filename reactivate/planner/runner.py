@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from reactivate._apply import apply, paused
 from reactivate._engine.accounts import in_words
 from reactivate._engine.recompute import is_recomputing
 from reactivate._inspect.verify import leaves_of
+from reactivate._warn import warn
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.measurement import Measurement
@@ -114,7 +114,7 @@ class _Watch:
         if handle is None or handle.policy != self._plan:  # while the model is planned or measured
             return
         self._known.add(shapes)
-        warnings.warn(self._words(shapes, args, kwargs), stacklevel=4)
+        warn(self._words(shapes, args, kwargs))
 
     def _words(self, shapes: Shapes, args: Any, kwargs: Any) -> str:
         plan = self._plan
