@@ -175,8 +175,8 @@ def _repeated(model: Module, found: AppliedForward, policy: Policy, options: Opt
         return applied.handle
     raise UsageError(
         f"apply: a policy is applied to this model already, {applied.handle!r} (at `{found.path}`). {difference}. Write "
-        "apply(model, policy, replace=True), or remove the first one: reactivate.Handle.of(model).remove(). To have both, "
-        "apply one policy made of both."
+        "apply(model, policy, replace=True); with policies.none() that removes it. To have both, apply one policy made of "
+        "both."
     )
 
 
