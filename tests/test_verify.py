@@ -20,7 +20,8 @@ from torch.utils import _pytree
 
 import reactivate
 from reactivate import policies
-from reactivate._inspect.verify import compare, leaves_of
+from reactivate._inspect.step import leaves_of
+from reactivate._inspect.verify import compare
 from reactivate._words import counted
 from reactivate.errors import UsageError
 

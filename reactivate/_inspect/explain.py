@@ -38,7 +38,7 @@ from reactivate._engine.run import run
 from reactivate._engine.sites import line_of, user_frame
 from reactivate._inspect.explanation import Entry, Explanation
 from reactivate._inspect.fake import faked, has_no_memory, tensors_of
-from reactivate._inspect.verify import Step, cotangents, leaves_of
+from reactivate._inspect.step import Step, cotangents, leaves_of
 from reactivate._torch.containers import flatten
 from reactivate._torch.modules import MODULE_CALL_CODE
 from reactivate._types import Device

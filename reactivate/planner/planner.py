@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from reactivate._apply import apply
 from reactivate._blocks import blocks_of
 from reactivate._engine.accounts import in_words
-from reactivate._inspect.verify import leaves_of
+from reactivate._inspect.step import leaves_of
 from reactivate._torch.fake import DataDependentError
 from reactivate._warn import warn
 from reactivate.errors import PlanInfeasible, UsageError

@@ -14,7 +14,7 @@ from reactivate._applied import Handle
 from reactivate._apply import apply, paused
 from reactivate._engine.accounts import in_words
 from reactivate._engine.recompute import is_recomputing
-from reactivate._inspect.verify import leaves_of
+from reactivate._inspect.step import leaves_of
 from reactivate._warn import warn
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
