@@ -18,10 +18,11 @@ from reactivate._applied import (
     SavedForward,
     forward_of,
     forwards_of,
-    sites_of,
 )
+from reactivate._engine.kept_calls.choice import Unmatched
 from reactivate._engine.record import Options
 from reactivate._options import Determinism, make_options
+from reactivate._selection import Selection
 from reactivate._types import Guard, Policy
 from reactivate._words import described
 from reactivate.errors import UsageError
@@ -168,7 +169,7 @@ def _repeated(model: Module, found: AppliedForward, policy: Policy, options: Opt
     applied = found.applied
     if applied.policy != policy or applied.options != options:
         difference = "The one that is given now is another, or has other options"
-    elif _placed_on(model, applied) != _chosen_on(model, policy, options):
+    elif _placed_on(model, applied) != _chosen_on(model, policy):
         difference = "The one that is given now is equal to it, but selects other modules, or modules by other paths"
     else:
         applied.handle._uses += 1
@@ -187,10 +188,10 @@ def _placed_on(model: Module, applied: Applied) -> set[tuple[int, type, str]]:
     }
 
 
-def _chosen_on(model: Module, policy: Policy, options: Options) -> set[tuple[int, type, str]]:
-    regions, saved = Applied(policy, options).choose(model, sites_of(model))
+def _chosen_on(model: Module, policy: Policy) -> set[tuple[int, type, str]]:
+    chosen = Selection(model, policy, Unmatched(policy, "apply"))
     return {
         (id(module), kind, path)
-        for kind, modules in ((RegionForward, regions), (SavedForward, saved))
+        for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved))
         for path, module in modules.items()
     }

@@ -32,7 +32,7 @@ FLOORS = [
     ["reactivate._engine"],
     ["reactivate._compilers"],
     ["reactivate._options", "reactivate._run", "reactivate._checkpoint", "reactivate._site"],
-    ["reactivate._apply", "reactivate._applied", "reactivate._cache_watch"],
+    ["reactivate._apply", "reactivate._applied", "reactivate._selection", "reactivate._cache_watch"],
     ["reactivate._inspect"],
     ["reactivate.planner"],
     ["reactivate._plan"],
