@@ -22,7 +22,8 @@ from reactivate.planner.measurement import Measurement
 from reactivate.planner.place import Place
 from reactivate.planner.plan import Plan
 from reactivate.planner.profile.costs import measured_peak, seconds_of
-from reactivate.planner.profile.trace import Costs, traced
+from reactivate.planner.profile.trace import Costs
+from reactivate.planner.profile.tracer import traced
 from reactivate.planner.step import TrainingStep
 
 _TIMED = 3
