@@ -4,10 +4,10 @@ python examples/byte_gpt.py --out demo           train, then a table here, and i
                                                  the plan (plan.json), a plot (byte_gpt.png) and results.json
 python examples/byte_gpt.py --out demo --json    the results as JSON in the place of the table
 
-It learns the source of Python's standard library, so nothing is downloaded. Planning takes two lines, in `prepare`; the
-rest is an ordinary training loop and what it takes to show that the two runs are the same, bit for bit: every loss,
-every gradient of the last step, every parameter, and the random number generators afterwards. Where they are not, or
-the step takes more than the budget, the script says so, and exits with 1.
+The model (`reactivate/_byte_gpt.py`) is an ordinary one, and learns the source of Python's standard library, so nothing is
+downloaded. Planning takes two lines, in `prepare`; the rest is an ordinary training loop and what it takes to show that the
+two runs are the same, bit for bit: every loss, every gradient of the last step, every parameter, and the random number
+generators afterwards. Where they are not, or the step takes more than the budget, the script says so, and exits with 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import os
 import random
 import sys
-import sysconfig
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -31,11 +30,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (as everybody calls it)
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 
 import reactivate
+from reactivate._byte_gpt import GPT, Size, batch_of, loss_of, standard_library
 
 try:
     from _runs import Run, evidence_of, first_difference, watched
@@ -47,86 +46,15 @@ except ImportError as error:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Size):
     """The model and its training; each is an option of the command line."""
 
     budget: str = field(default="20%", metadata={"help": "of memory, as reactivate.plan takes it"})
     steps: int = field(default=16, metadata={"help": "training steps of each run"})
-    layers: int = field(default=12, metadata={"help": "transformer blocks"})
-    dim: int = field(default=192, metadata={"help": "width of the model"})
-    heads: int = field(default=6, metadata={"help": "attention heads of a block"})
-    context: int = field(default=256, metadata={"help": "bytes that the model looks back"})
-    batch: int = field(default=6, metadata={"help": "sequences in a step"})
-    dropout: float = field(default=0.1, metadata={"help": "probability of every dropout"})
     seed: int = field(default=0, metadata={"help": "of both runs"})
 
 
-# The model
-
-
-class Block(nn.Module):
-    """Attention and MLP, each with its norm before it and its dropout behind it."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        dim = settings.dim
-        self.heads, self.dropout = settings.heads, settings.dropout
-        self.attention_norm = nn.LayerNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim), nn.Dropout(self.dropout)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, time, dim) to the same."""
-        x = x + F.dropout(self.out(self.attention(self.attention_norm(x))), self.dropout, self.training)
-        return x + self.mlp(x)
-
-    def attention(self, x: Tensor) -> Tensor:
-        """Causal attention of all heads."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True).transpose(1, 2).flatten(2)
-
-
-class GPT(nn.Module):
-    """Bytes in, logits of the next byte out."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.bytes = nn.Embedding(256, settings.dim)
-        self.positions = nn.Embedding(settings.context, settings.dim)
-        self.dropout = nn.Dropout(settings.dropout)
-        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
-        self.norm = nn.LayerNorm(settings.dim)
-        self.head = nn.Linear(settings.dim, 256, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) to (batch, time, 256)."""
-        x = self.dropout(self.bytes(tokens) + self.positions.weight[: tokens.shape[1]])
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
 # Training
-
-
-def standard_library() -> Tensor:
-    """The source of every module of Python's standard library, one after the other, as bytes."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    installed = {"site-packages", "dist-packages"}
-    files = [path for path in sorted(root.rglob("*.py")) if not installed & {*path.relative_to(root).parts}]
-    source = b"".join(path.read_bytes() for path in files)
-    if not source:
-        sys.exit(f"There is no source of the standard library in {root}: run this with a Python that has it.")
-    return torch.frombuffer(bytearray(source), dtype=torch.uint8)
-
-
-def loss_of(tokens: Tensor, logits: Tensor) -> Tensor:
-    """Of the next byte, in nats."""
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @dataclass
@@ -160,10 +88,6 @@ def train(settings: Settings, source: Tensor, trainee: Trainee, on_step: Callabl
     """Train, one timed step at a time; the profiler watches one step more, which is not timed."""
     model, optimizer = trainee.model, trainee.optimizer
 
-    def batch() -> Tensor:
-        starts = torch.randint(len(source) - settings.context, (settings.batch,)).tolist()
-        return torch.stack([source[start : start + settings.context + 1] for start in starts]).long()
-
     def step(tokens: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=False)  # gradients stay allocated, so that no timeline shows them
         with record_function("forward"):
@@ -175,13 +99,13 @@ def train(settings: Settings, source: Tensor, trainee: Trainee, on_step: Callabl
 
     losses, step_seconds = [], []
     for _ in range(settings.steps):
-        tokens = batch()
+        tokens = batch_of(source, settings)
         start = perf_counter()
         losses.append(step(tokens))
         step_seconds.append(perf_counter() - start)
         on_step(losses[-1].item(), step_seconds[-1])
         yield
-    tokens = batch()
+    tokens = batch_of(source, settings)
     timeline = watched(lambda: losses.append(step(tokens)))
     return Run([loss.item() for loss in losses], step_seconds, timeline, evidence_of(losses, model), trainee.plan)
 

@@ -6,6 +6,7 @@ import torch
 
 from fuzz.judge import RIGHT
 from fuzz.report import Refusals, Summary
+from reactivate._table import Column, Row, Table
 
 PAGE = """\
 # Random programs
@@ -17,8 +18,6 @@ every bit of outputs, gradients, state and random number generators. Each progra
 {programs:,} programs, seeds {first} to {last}, torch {torch}, {hours:.1f} hours in {workers} on the CPU:
 `python -m fuzz --count {programs} --seed {first}`. `make campaign` continues this run as long as the code is the same.
 
-| Programs that run without checkpointing | |
-|---|---:|
 {counts}
 
 The programs that are right ran {regions:,} regions and {recomputations:,} recomputations. {discarded:,} of the {programs:,}
@@ -28,8 +27,6 @@ programs raise without checkpointing too, mostly because they modify a saved ten
 
 The third column shows the result of torch's checkpoint on the same programs. `...` stands for names.
 
-| Programs | First seed | torch's checkpoint | Message |
-|---:|---:|---|---|
 {refusals}
 """
 
@@ -59,14 +56,20 @@ def page(summary: Summary, first: int, workers: int) -> str:
         torch=torch.__version__.partition("+")[0],
         hours=summary.seconds / 3600,
         workers="one process" if workers == 1 else f"{workers} processes",
-        counts="\n".join(f"| {name} | {count:,} |" for name, count in rows.items()),
+        counts=Table(
+            (Column("Programs that run without checkpointing"), Column("", True)),
+            [Row([name, f"{count:,}"]) for name, count in rows.items()],
+        ).markdown(),
         regions=summary.regions,
         recomputations=summary.recomputations,
         discarded=discarded,
-        refusals="\n".join(_row(kind, item) for kind, item in kinds),
+        refusals=Table(_COLUMNS, [_row(kind, item) for kind, item in kinds]).markdown(),
     )
 
 
-def _row(kind: str, item: Refusals) -> str:
+_COLUMNS = (Column("Programs", True), Column("First seed", True), Column("torch's checkpoint"), Column("Message"))
+
+
+def _row(kind: str, item: Refusals) -> Row:
     torchs = ", ".join(f"{name}: {count}" for name, count in item.torch.most_common())
-    return f"| {sum(item.torch.values())} | {item.first} | {torchs} | {kind.replace('|', ' ')} |"
+    return Row([str(sum(item.torch.values())), str(item.first), torchs, kind.replace("|", " ")])

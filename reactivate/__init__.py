@@ -14,10 +14,10 @@ from reactivate._engine.sharing import shared_recompute
 from reactivate._inspect.explain import explain
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.verify import Verdict, verify
-from reactivate._nearest import did_you_mean
 from reactivate._plan import plan
 from reactivate._site import site
 from reactivate._types import Recompute, Save, Site
+from reactivate._words import did_you_mean
 from reactivate.errors import ReactivateError
 from reactivate.planner.plan import Plan
 

@@ -1,4 +1,4 @@
-"""A policy on a model: which modules are regions or saved, and what stands in the place of their `forward`.
+"""A policy on a model: what stands in the place of the `forward` of regions and saved modules.
 
 Each module that the policy has an action for gets an instance attribute `forward` that does it. Hooks, names, parameters
 and the class stay as they are, and a copy of the model has a copy of the attribute, bound to the copied module.
@@ -7,27 +7,26 @@ and the class stay as they are, and a copy of the model has a copy of the attrib
 from __future__ import annotations
 
 import copy
-import sys
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._blocks import blocks_of, siblings_of
 from reactivate._cache_watch import CacheWatch
-from reactivate._checkpoint import run_in_graph
 from reactivate._compilers.graph import contexts_for
-from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import current_log, serve
 from reactivate._engine.record import Options
 from reactivate._engine.run import run
-from reactivate._types import Action, Policy, Recompute, Save, Site
-from reactivate.errors import UsageError
-from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
+from reactivate._run import run_region, run_untraced
+from reactivate._selection import Selection
+from reactivate._types import Policy
+from reactivate._words import counted
+from reactivate.policies._base import ReadyMade, interest_of, shortened
 
 FORWARD = "forward"
 
@@ -81,12 +80,11 @@ class Handle:
             self.remove()
 
     def __repr__(self) -> str:
-        saved = f", saved={len(self.saved)} modules" if self.saved else ""
+        saved = f", saved={counted(len(self.saved), 'module')}" if self.saved else ""
         return f"Handle({self.policy!r}, regions={len(self.regions)}{saved})"
 
     def __str__(self) -> str:
-        count = len(self.regions)
-        lines = [f"{self.policy!r}: {count} region{'' if count == 1 else 's'}, recomputed in backward."]
+        lines = [f"{self.policy!r}: {counted(len(self.regions), 'region')}, recomputed in backward."]
         lines += [
             f"  {kind}: {shortened(path or 'the model itself' for path in paths)}"
             for kind, paths in self._kinds.items()
@@ -114,70 +112,12 @@ class Applied:
 
     def attach(self, model: Module) -> None:
         """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
-        sites = sites_of(model)
-        regions, saved = self.choose(model, sites)
-        for kind, modules in ((RegionForward, regions), (SavedForward, saved)):
+        chosen = Selection(model, self.policy, self.unmatched)
+        for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved)):
             for path, module in modules.items():
                 module.__dict__[FORWARD] = kind(self, module, path, vars(module).get(FORWARD))
-        self.unmatched.regions = self.cache_watch.regions = len(regions)
-        self.handle.kept = _kept_beside(model, sites, regions)
-
-    def choose(self, model: Module, sites: list[tuple[Module, Site]]) -> tuple[dict[str, Module], dict[str, Module]]:
-        """Return the regions and the saved modules of `model`, by their paths."""
-        blocks = [site.path for _, site in sites if site.block is not None]
-        for part in parts_of(self.policy):
-            if isinstance(part, ReadyMade):
-                part.check_blocks(blocks)
-        actions = self._decide(sites)
-        regions = {path: module for path, (module, action) in actions.items() if isinstance(action, Recompute)}
-        inside = {id(inner) for module in regions.values() for inner in module.modules()}
-        saved = {
-            path: module
-            for path, (module, action) in actions.items()
-            if isinstance(action, Save) and id(module) in inside
-        }
-        self._refuse_unmatched(model, sites, regions, saved)
-        return regions, saved
-
-    def _decide(self, sites: list[tuple[Module, Site]]) -> dict[str, tuple[Module, Action | None]]:
-        actions: dict[str, tuple[Module, Action | None]] = {}
-        for module, site in sites:
-            action = self.policy(site)
-            if action is None and interest_of(self.policy).calls:  # it may be another call that is saved
-                action = next((found for found in self._of_parts(site) if isinstance(found, Save)), None)
-            actions[site.path] = (module, action)
-        return actions
-
-    def _of_parts(self, site: Site) -> Iterable[Action | None]:
-        return (part(site) for part in parts_of(self.policy) if isinstance(part, ReadyMade))
-
-    def _refuse_unmatched(
-        self,
-        model: Module,
-        sites: list[tuple[Module, Site]],
-        regions: dict[str, Module],
-        saved: dict[str, Module],
-    ) -> None:
-        """Rule 17: what selects modules must have selected some."""
-        for _, site in sites:
-            for part in list(self.unmatched.parts):
-                action = part(site)
-                if isinstance(action, Recompute) or (action is not None and site.path in saved):
-                    self.unmatched.parts.remove(part)
-        about_modules = [part for part in self.unmatched.parts if not _is_about_functions(part)]
-        if about_modules:
-            blocks = ", ".join(site.path for _, site in sites if site.block is not None)
-            names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
-            where = "" if regions else " (and no module is recomputed, inside of which something could be saved)"
-            raise UsageError(
-                f"apply: {about_modules[0]} matches nothing in {type(model).__name__}{where}. Its blocks are {names}. "
-                f"Its modules are {shortened(site.path for _, site in sites if site.path)}."
-            )
-        if self.unmatched.parts and not regions:
-            raise UsageError(
-                f"apply: {self.unmatched.parts[0]} saves calls inside of regions, and the policy makes no region. "
-                "Combine it with one that does: first_match(save_ops(...), full())."
-            )
+        self.unmatched.regions = self.cache_watch.regions = len(chosen.regions)
+        self.handle.kept = chosen.kept_beside()
 
     def options_of(self, path: str, module: weakref.ref[Module]) -> Options:
         """The options of a region."""
@@ -284,14 +224,10 @@ class RegionForward(AppliedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         options = self.options
         if is_compiling():
-            return run_in_graph(self.in_graph, args, kwargs, options)
-        original = self.original()
-        if "torchax" in sys.modules and is_traced(original, args, kwargs):
-            return run_traced(original, args, kwargs, options)
+            return run_region(run, options, self.in_graph, *args, **kwargs)
         watch = self.applied.cache_watch
-        if not watch.is_done:
-            return watch.run(self.path, original, args, kwargs, options)
-        return run(original, args, kwargs, options)
+        runner = run if watch.is_done else functools.partial(watch.run, self.path)
+        return run_untraced(runner, options, self.original(), args, kwargs)
 
 
 class SavedForward(AppliedForward):
@@ -310,43 +246,6 @@ class SavedForward(AppliedForward):
             if decision.is_of_interest:
                 return log.call(decision, self.original(), args, kwargs)
         return self.original()(*args, **kwargs)
-
-
-def sites_of(model: Module) -> list[tuple[Module, Site]]:
-    """Every module, with its site. They share what policies count."""
-    blocks = {id(module): number for number, module in enumerate(blocks_of(model).values())}
-    counts: dict[Any, int] = {}
-    return [
-        (module, Site(path, module=module, block=blocks.get(id(module)), blocks=len(blocks), counts=counts))
-        for path, module in model.named_modules()
-    ]
-
-
-def _is_about_functions(part: Any) -> bool:
-    interest = interest_of(part)
-    return interest.any_function or bool(interest.functions) or interest.names
-
-
-def _kept_beside(model: Module, sites: list[tuple[Module, Site]], regions: dict[str, Module]) -> dict[str, str]:
-    """Return {path: reason} of the layers with parameters that share a list with a block that is a region."""
-    blocks = {id(module): site.path for module, site in sites if site.block is not None}
-    recomputed = {id(inner) for module in regions.values() for inner in module.modules()}
-    lists = {path.rpartition(".")[0]: path for path, module in regions.items() if id(module) in blocks}
-    kept: dict[str, str] = {}
-    for path in lists.values():
-        for place, sibling in siblings_of(model, path).items():
-            is_around = any(id(inner) in recomputed for inner in sibling.modules())
-            if not is_around and any(True for _ in sibling.parameters()):
-                kept[place] = _reason(sibling, id(sibling) in blocks)
-    return kept
-
-
-def _reason(module: Module, is_block: bool) -> str:
-    if is_block:
-        return "the policy does not select them"
-    if any(True for _ in module.children()):
-        return "not among the repeated layers; add recompute_modules(...) for them"
-    return "single layers without modules inside, of which recomputation would drop little"
 
 
 def forwards_of(model: Module) -> Iterator[tuple[Module, AppliedForward]]:

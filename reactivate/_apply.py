@@ -18,12 +18,13 @@ from reactivate._applied import (
     SavedForward,
     forward_of,
     forwards_of,
-    sites_of,
 )
-from reactivate._checkpoint import Determinism, make_options
+from reactivate._engine.kept_calls.choice import Unmatched
 from reactivate._engine.record import Options
-from reactivate._nearest import described
+from reactivate._options import Determinism, make_options
+from reactivate._selection import Selection
 from reactivate._types import Guard, Policy
+from reactivate._words import described
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
 from reactivate.policies._base import ReadyMade, check_policy
@@ -168,15 +169,15 @@ def _repeated(model: Module, found: AppliedForward, policy: Policy, options: Opt
     applied = found.applied
     if applied.policy != policy or applied.options != options:
         difference = "The one that is given now is another, or has other options"
-    elif _placed_on(model, applied) != _chosen_on(model, policy, options):
+    elif _placed_on(model, applied) != _chosen_on(model, policy):
         difference = "The one that is given now is equal to it, but selects other modules, or modules by other paths"
     else:
         applied.handle._uses += 1
         return applied.handle
     raise UsageError(
         f"apply: a policy is applied to this model already, {applied.handle!r} (at `{found.path}`). {difference}. Write "
-        "apply(model, policy, replace=True), or remove the first one: reactivate.Handle.of(model).remove(). To have both, "
-        "apply one policy made of both."
+        "apply(model, policy, replace=True); with policies.none() that removes it. To have both, apply one policy made of "
+        "both."
     )
 
 
@@ -187,10 +188,10 @@ def _placed_on(model: Module, applied: Applied) -> set[tuple[int, type, str]]:
     }
 
 
-def _chosen_on(model: Module, policy: Policy, options: Options) -> set[tuple[int, type, str]]:
-    regions, saved = Applied(policy, options).choose(model, sites_of(model))
+def _chosen_on(model: Module, policy: Policy) -> set[tuple[int, type, str]]:
+    chosen = Selection(model, policy, Unmatched(policy, "apply"))
     return {
         (id(module), kind, path)
-        for kind, modules in ((RegionForward, regions), (SavedForward, saved))
+        for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved))
         for path, module in modules.items()
     }

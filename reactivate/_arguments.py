@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from reactivate._nearest import described
+from reactivate._words import described
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade
 

@@ -9,7 +9,6 @@ after the call and was not before. Then the watch ends, and later steps cost not
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,8 @@ from torch import Tensor, is_grad_enabled
 from reactivate._engine.accounts import Ledger, in_words
 from reactivate._engine.record import Options
 from reactivate._engine.run import run
+from reactivate._warn import warn
+from reactivate._words import counted
 
 
 class CacheWatch:
@@ -60,12 +61,11 @@ class CacheWatch:
     def _end(self) -> None:
         self.is_done = True
         if self.left_bytes:
-            warnings.warn(
-                f"apply: use_cache is on. The first call of {len(self._filling)} of {self.regions} regions left "
+            warn(
+                f"apply: use_cache is on. The first call of {len(self._filling)} of {counted(self.regions, 'region')} left "
                 f"{in_words(self.left_bytes)} of keys and values in its {self._kind}. Every step keeps such a cache until "
                 "its backward, although the regions recompute their other activations. Training has no use for it: write "
-                "model.config.use_cache = False, or call the model with use_cache=False. The gradients are the same.",
-                stacklevel=2,
+                "model.config.use_cache = False, or call the model with use_cache=False. The gradients are the same."
             )
 
 

@@ -6,34 +6,27 @@ import copy
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
-from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._compilers.graph import contexts_for
-from reactivate._compilers.jax import is_traced, run_traced
-from reactivate._engine.kept_calls.choice import Choice, Unmatched
-from reactivate._engine.kept_calls.site_log import serve
 from reactivate._engine.record import Options
 from reactivate._engine.run import module_called_by, run, run_module
-from reactivate._nearest import described, did_you_mean, name_of
-from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph
+from reactivate._options import DEFAULT_OPTIONS, Determinism, make_options, with_policy
+from reactivate._run import run_region
 from reactivate._types import Guard, Policy
 from reactivate._view import view_of
-from reactivate.errors import UnsupportedError, UsageError
-from reactivate.guards import DEFAULT, ContextPair
-from reactivate.policies._base import check_policy
+from reactivate._words import counted, described, did_you_mean, name_of
+from reactivate.errors import UsageError
+from reactivate.guards import DEFAULT
 
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=Module)
-
-Determinism = Literal["first", "metadata", "values", "none"]
 
 
 @overload
@@ -136,7 +129,7 @@ def checkpoint(
             checkpoint, policy=policy, guards=guards, early_stop=early_stop, determinism=determinism, name=name
         )
     options = make_options(guards, early_stop, determinism, name)
-    if options is _DEFAULT_OPTIONS and policy is None:
+    if options is DEFAULT_OPTIONS and policy is None:
         return wrap(fn, options, _DEFAULT_SETTINGS)
     given: dict[str, Any] = {"policy": policy, "early_stop": early_stop, "determinism": determinism, "name": name}
     if guards is not DEFAULT:
@@ -144,29 +137,7 @@ def checkpoint(
     return wrap(fn, options if policy is None else with_policy(options, fn, policy), given)
 
 
-def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determinism, name: str | None) -> Options:
-    """Checked options.
-
-    Raises:
-        UsageError: an option has a value that it cannot have.
-    """
-    if guards is DEFAULT and early_stop is True and determinism == "first" and name is None:
-        return _DEFAULT_OPTIONS
-    if determinism not in get_args(Determinism):
-        allowed = ", ".join(map(repr, get_args(Determinism)))
-        raise UsageError(f"determinism={determinism!r} is not a check. There are: {allowed}.")
-    members = tuple(guards)
-    for guard in members:
-        if not isinstance(guard, Guard):
-            raise UsageError(
-                f"`guards` must contain `Guard` objects; got {described(guard)}. Subclass reactivate.guards.Guard."
-            )
-    return Options(members, bool(early_stop), determinism, name)
-
-
-_DEFAULT_OPTIONS = Options(tuple(DEFAULT))
 _DEFAULT_SETTINGS: dict[str, Any] = {}
-
 
 _TORCHS = {
     "use_reentrant": lambda value: "leave out use_reentrant: there is one engine, without the reentrant limits",
@@ -193,7 +164,7 @@ def _refusal(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> UsageEr
     call = f"the result takes the arguments of the function: write checkpoint({name_of(fn)})(...)"
     if args or (others and not any(did_you_mean(name, known) for name in others)):
         remedies.insert(0, call)
-    found = f"{len(args)} more positional argument{'s' if len(args) > 1 else ''}" if args else ""
+    found = counted(len(args), "more positional argument") if args else ""
     given = " and ".join(filter(None, (found, ", ".join(f"{name}=" for name in unknown))))
     hints = "".join(did_you_mean(name, known) for name in others)
     torchs = (
@@ -277,7 +248,7 @@ def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> 
             f"checkpoint takes a module, and {fn.__name__} is its class: write checkpoint({fn.__name__}(...))."
         )
     module = module_called_by(fn)
-    call: Any = _call, fn if module is None else module, run if module is None else run_module, options
+    call: Any = run_region, run if module is None else run_module, options, fn if module is None else module
     if is_compiling():  # dynamo makes no objects of other classes while it traces
         return functools.partial(*call)
     region: Any = CheckpointedFunction(*call) if isinstance(fn, Module) or _dynamo_knows_partials else _function(call)
@@ -301,60 +272,9 @@ _dynamo_knows_partials = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 def _function(call: Any) -> Any:
-    _, target, runner, options = call
+    _, *region = call
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return _call(target, runner, options, *args, **kwargs)
+        return run_region(*region, *args, **kwargs)
 
     return checkpointed
-
-
-def _call(target: Any, runner: Callable[..., Any], options: Options, /, *args: Any, **kwargs: Any) -> Any:
-    if is_compiling():
-        return run_in_graph(target, args, kwargs, options)
-    if "torchax" in sys.modules and is_traced(target, args, kwargs):
-        return run_traced(target, args, kwargs, options)
-    return runner(target, args, kwargs, options)
-
-
-def run_in_graph(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-    """A region under torch.compile, which recomputes what is inside of it."""
-    try:
-        return checkpoint_in_graph(fn, args, kwargs, _context_fn_in_graph(options))
-    except NotTraced:
-        return (run_module if isinstance(fn, Module) else run)(fn, args, kwargs, options)
-
-
-def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
-    """`options` with a policy for what is inside of the region.
-
-    Raises:
-        UsageError: `policy` is no policy.
-    """
-    check_policy(policy, "checkpoint(policy=...)")
-    owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
-    module = owner if isinstance(owner, Module) else None
-    root = None if module is None else weakref.ref(module)
-    unmatched = Unmatched(policy, "checkpoint", has_modules=module is not None)
-    choice = serve(Choice(policy, unmatched, root, "", is_applied=False))
-    choice.find_modules()
-    return options.of(options.name, choice, contexts_for(policy, root, ""))
-
-
-def _context_fn_in_graph(options: Options) -> Any:
-    """Return the contexts of a traced region with these options, for torch.compile."""
-    if options is _DEFAULT_OPTIONS:
-        return None
-    if options.in_graph is not None:
-        return options.in_graph
-    if options.determinism == "values":
-        raise UnsupportedError('determinism="values" cannot be used under torch.compile: run the function without it.')
-    pairs = [guard for guard in options.guards if isinstance(guard, ContextPair)]
-    others = [guard for guard in options.guards if guard not in DEFAULT.members and guard not in pairs]
-    if others or len(pairs) > 1:
-        names = ", ".join(type(guard).__name__ for guard in others or pairs)
-        raise UnsupportedError(
-            f"These guards cannot be used under torch.compile: {names}. What runs in a compiled graph is recomputed by "
-            "the compiler, which knows the random numbers and one pair of dispatch modes."
-        )
-    return pairs[0].make if pairs else None

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from reactivate._apply import paused
 from reactivate._arguments import check_module, example_of
-from reactivate._nearest import described
+from reactivate._words import described
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
 from reactivate.planner.cost.devices import DeviceSpec

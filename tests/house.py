@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import reactivate
+from reactivate._table import Column, Row, Table
 
 PACKAGE = Path(reactivate.__file__).parent
 MODULES = sorted(
@@ -22,24 +23,24 @@ MODULES = sorted(
 
 # From the ground up: what stands in a row may import what stands in it or above.
 FLOORS = [
-    ["reactivate.errors", "reactivate._types", "reactivate._nearest"],
+    ["reactivate.errors", "reactivate._types", "reactivate._words", "reactivate._table", "reactivate._warn"],
     ["reactivate._torch", "reactivate._standin", "reactivate._view", "reactivate.storage"],
     ["reactivate._backends", "reactivate._blocks"],
-    ["reactivate.policies", "reactivate._arguments", "reactivate._inspect.table"],
+    ["reactivate.policies", "reactivate._arguments"],
     ["reactivate._engine.state"],
     ["reactivate.guards"],
     ["reactivate._engine"],
     ["reactivate._compilers"],
-    ["reactivate._checkpoint", "reactivate._site"],
-    ["reactivate._apply", "reactivate._applied", "reactivate._cache_watch"],
+    ["reactivate._options", "reactivate._run", "reactivate._checkpoint", "reactivate._site"],
+    ["reactivate._apply", "reactivate._applied", "reactivate._selection", "reactivate._cache_watch"],
     ["reactivate._inspect"],
-    ["reactivate.planner", "reactivate.planner.plan_table", "reactivate.planner.planned"],
+    ["reactivate.planner"],
     ["reactivate._plan"],
     ["reactivate.report"],
     ["reactivate.recipe"],
     ["reactivate.dropin", "reactivate.integrations"],
     ["reactivate"],
-    ["reactivate.cli", "reactivate._doctor"],
+    ["reactivate.cli", "reactivate._doctor", "reactivate._byte_gpt"],
 ]
 
 
@@ -103,10 +104,8 @@ def _section(room: str) -> Iterator[str]:
     yield f"{_first_line(room)} Imports: {', '.join(f'`{_path_of(name)}`' for name in others) or 'nothing'}."
     yield ""
     if len(files) > 1:
-        yield "| File | |"
-        yield "|---|---|"
-        for name in files[1:]:
-            yield f"| `{name.rpartition('.')[2]}.py` | {_first_line(name)} |"
+        rows = [Row([f"`{name.rpartition('.')[2]}.py`", _first_line(name)]) for name in files[1:]]
+        yield Table((Column("File"), Column("")), rows).markdown()
         yield ""
 
 

@@ -143,7 +143,7 @@ def test_a_second_policy_is_refused_and_names_the_first() -> None:
         reactivate.apply(model, KEEP_LINEAR)
     with pytest.raises(UsageError, match="already"):
         reactivate.apply(nn.Sequential(model), policies.recompute_modules("first"))
-    with pytest.raises(UsageError, match=r"replace=True.* reactivate\.Handle\.of\(model\)\.remove\(\)"):
+    with pytest.raises(UsageError, match=r"replace=True\); with policies\.none\(\) that removes it"):
         reactivate.apply(model, policies.full(), early_stop=False)
     handle.remove()
     handle.remove()
@@ -359,6 +359,23 @@ def test_a_policy_is_replaced() -> None:
     reactivate.apply(model, policies.none(), replace=True)
     assert reactivate.Handle.of(model) is None
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_what_the_refusal_of_a_second_policy_says_to_write_removes_every_first_one() -> None:
+    model = Model()
+    for layer in (model.layers[0], model.layers[1]):
+        reactivate.apply(layer, policies.recompute_modules(nn.Linear))
+    with pytest.raises(UsageError, match=r"replace=True\); with policies.none\(\) that removes it"):
+        reactivate.apply(model, policies.full())
+    for _ in range(2):  # the second time there is nothing to remove
+        reactivate.apply(model, policies.none(), replace=True)
+        assert reactivate.Handle.of(model) is None
+
+
+def test_exceptions_are_taken_away_from_saved_modules() -> None:
+    policy = policies.exclude(policies.save_modules("*.up", "*.down"), policies.save_modules("*.down"))
+    handle = reactivate.apply(Model(), policies.first_match(policy, policies.full()))
+    assert handle.saved and all(path.endswith(".up") for path in handle.saved)
 
 
 def test_a_part_of_a_larger_model_keeps_its_policy() -> None:

@@ -86,6 +86,14 @@ def test_one_warning_says_the_bytes_and_what_to_write(name: str) -> None:
     assert step(model) + step(model) + step(twin) + step(twin) == []
 
 
+def test_the_warning_names_the_line_that_called_the_model() -> None:
+    model = gpt2()
+    reactivate.apply(model, policies.full())
+    with pytest.warns(UserWarning, match="use_cache") as caught:
+        model(**batch())
+    assert caught[0].filename == __file__
+
+
 def test_regions_that_do_not_run_hold_nothing_up() -> None:
     """When a region is called again, a step has been measured."""
     model = Wrapped()

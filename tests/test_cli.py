@@ -377,8 +377,8 @@ def test_a_policy_that_is_wrong_says_how(text: str, said: str) -> None:
 
 @pytest.fixture
 def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"STEPS": 3, "BATCH": 4, "CONTEXT": 64, "LAYERS": 3, "DIM": 32, "HEADS": 2}.items():
-        monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(demo, "STEPS", 3)
+    monkeypatch.setattr(demo, "SIZE", demo.Size(layers=3, dim=32, heads=2, context=64, batch=4))
 
 
 def test_demo(small_demo: None, tmp_path: Path) -> None:

@@ -37,6 +37,17 @@ def test_there_is_no_cycle() -> None:
         done |= free
 
 
+def test_no_two_classes_share_a_name() -> None:
+    """But for what hosts call by one name, a class for each of them."""
+    homes: dict[str, set[str]] = {}
+    for name in MODULES:
+        for item in vars(importlib.import_module(name)).values():
+            if isinstance(item, type) and item.__module__ == name and not issubclass(item, torch.autograd.Function):
+                homes.setdefault(item.__name__.strip("_"), set()).add(name)
+    shared = {name: sorted(modules) for name, modules in homes.items() if len(modules) > 1}
+    assert shared.keys() <= {"ActivationCheckpointing"}, shared
+
+
 @pytest.mark.parametrize("name", ["reactivate", *MODULES])
 def test_all_is_the_truth(name: str) -> None:
     module = importlib.import_module(name)

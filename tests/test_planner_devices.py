@@ -71,6 +71,8 @@ def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
         find("H10O-SXM")
     with pytest.raises(UsageError, match=r"device='abacus' is not known. There are .*load\(path\)"):
         find("abacus")
+    with pytest.raises(UsageError, match=r"'H100' is not known. Did you mean 'H100-SXM' or 'H100-PCIe'\? There are"):
+        find("H100")
 
 
 def test_a_format_without_units_runs_as_float32() -> None:
@@ -103,7 +105,10 @@ def test_a_device_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"bandwidth": 1}, "unknown key 'bandwidth'. Did you mean 'bandwidth_efficiency'?"),
+        (
+            {"bandwidth": 1},
+            "unknown key 'bandwidth'. Did you mean 'bandwidth_bytes_per_second' or 'bandwidth_efficiency'?",
+        ),
         ({"zzz": 1}, "unknown key 'zzz'. It takes name, memory_bytes, "),
         ({"name": 3}, "name=3 is not allowed. It takes a text"),
         ({"source": ""}, "source='' is not allowed"),

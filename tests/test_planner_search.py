@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from reactivate.planner.profile.probe import Figures, Reading, Table
+from reactivate.planner.profile.probe import Figures, Reading, TreatmentTable
 from reactivate.planner.profile.trace import Op, Trace
 from reactivate.planner.solver.solution import Search
 from reactivate.planner.treatments import FULL, KEEP, Treatment
@@ -27,7 +27,7 @@ class World:
         self.paths = tuple(f"blocks.{number}" for number in range(len(unknown)))
         self.simulated = 0
         menus = dict.fromkeys(self.paths, MENU)
-        table = Table(
+        table = TreatmentTable(
             self.reading(dict.fromkeys(self.paths, KEEP), is_true=False), dict.fromkeys(self.paths, nn.ReLU())
         )
         for treatment in MENU[1:]:

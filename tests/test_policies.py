@@ -437,6 +437,7 @@ def test_policies_are_values() -> None:
         (lambda: policies.save_ops(), "at least one op"),
         (lambda: policies.save_ops("linaer"), "knows no op 'linaer'. Similar: 'linear'"),
         (lambda: policies.save_ops("linear", 3), "names of ops, functions of torch and Function classes; got 3"),
+        (lambda: policies.save_ops(nn.Linear), "got the class Linear. To save modules, write save_modules(Linear)."),
         (lambda: policies.save_ops("mul_"), "cannot save 'mul_': it writes into its argument"),
         (lambda: policies.save_ops(Tensor.relu_), "use 'relu'"),
         (lambda: policies.save_ops("linear", within=""), "the end of a module's path"),
@@ -479,6 +480,10 @@ def test_wrong_arguments_are_refused_at_once(make: Callable[[], Any], message: s
         (policies.recompute_every(9, offset=8), ["recompute_every(9, offset=8)", "layers.3"]),
         (LINEAR, ["the policy makes no region", "first_match"]),
         (policies.save_modules("*.up"), ["no module is recomputed"]),
+        (
+            policies.exclude(policies.recompute_modules("layers.0"), policies.recompute_modules("layers.1")),
+            ["recompute_modules('layers.1') as an exception to recompute_modules('layers.0') matches nothing"],
+        ),
     ],
 )
 def test_what_matches_no_module_is_refused_by_apply(policy: Any, messages: list[str]) -> None:
@@ -497,6 +502,7 @@ def test_what_matches_no_module_is_refused_by_apply(policy: Any, messages: list[
         (policies.save_names("q_proj"), "save_names('q_proj') matches nothing"),
         (policies.save_ops("linear", within="*.upp"), "matches nothing"),
         (policies.every_nth(2, policies.save_ops("einsum")), "save_ops('einsum')"),
+        (policies.exclude(LINEAR, policies.save_ops("tanh")), "save_ops('tanh') as an exception to save_ops('linear')"),
     ],
 )
 def test_what_matches_no_call_is_refused_when_the_regions_have_run(policy: Any, message: str) -> None:

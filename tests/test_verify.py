@@ -20,7 +20,9 @@ from torch.utils import _pytree
 
 import reactivate
 from reactivate import policies
-from reactivate._inspect.verify import compare, leaves_of
+from reactivate._inspect.step import leaves_of
+from reactivate._inspect.verify import compare
+from reactivate._words import counted
 from reactivate.errors import UsageError
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -46,7 +48,7 @@ def assert_good(verdict: reactivate.Verdict, regions: int = 1) -> None:
     assert verdict and verdict.is_same and verdict.is_deterministic and verdict.difference is None, verdict
     assert verdict.regions == verdict.recomputations == regions
     assert verdict.kept_bytes < verdict.plain_bytes
-    assert str(verdict).startswith("The same, bit for bit") and f"{regions} regions" in str(verdict)
+    assert str(verdict).startswith("The same, bit for bit") and counted(regions, "region") in str(verdict)
 
 
 def test_a_module_with_a_lone_tensor() -> None:

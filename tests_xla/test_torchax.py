@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchax import interop
 
 import reactivate
-from reactivate import _applied, _checkpoint, policies
+from reactivate import _run, policies
 from reactivate._compilers import jax as in_jax
 from reactivate._engine.record import without_regions
 from reactivate.dropin import torch as dropin
@@ -36,8 +36,7 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ran[0] += 1
         return in_jax.run_traced(*args)
 
-    for module in (_checkpoint, _applied, dropin):
-        monkeypatch.setattr(module, "run_traced", counting)
+    monkeypatch.setattr(_run, "run_traced", counting)
     return ran
 
 

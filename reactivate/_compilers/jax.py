@@ -36,7 +36,7 @@ from reactivate.guards import DEFAULT
 
 __all__ = ["is_traced", "run_traced"]
 
-Place = tuple[Any, str]  # an object and its attribute
+Attribute = tuple[Any, str]  # an object and its attribute
 
 _depth: ContextVar[int] = ContextVar("reactivate.torchax.depth", default=0)  # how many regions of JAX are around
 
@@ -83,7 +83,7 @@ def run_traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: 
         with set_aside():
             return run_traced(fn, args, kwargs, options)
     _refuse_untranslatable(options)
-    return _checkpointed(fn, args, kwargs, None if options.choice is None else _Names(options.choice))
+    return _checkpointed(fn, args, kwargs, None if options.choice is None else _NamingLog(options.choice))
 
 
 def _run_inside_hooks(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -106,12 +106,12 @@ def _torchax() -> Any:
 # -- what a region may write --------------------------------------------------------------------------------------------
 
 
-def _checkpointed(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: _Names | None) -> Any:
+def _checkpointed(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: _NamingLog | None) -> Any:
     """The result of the call, recomputed by JAX; what it wrote is in its place."""
     before = [(place, getattr(*place)) for place in _places(fn, args, kwargs)]
     call, policy = (fn, None) if names is None else (functools.partial(names.watch, fn), names.policy)
     result: Any = None
-    written: list[Place] = []
+    written: list[Attribute] = []
 
     def pure() -> list[Any]:
         nonlocal result, written
@@ -130,7 +130,7 @@ def _checkpointed(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names:
     return result
 
 
-def _places(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
+def _places(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Attribute]:
     """List the places that a call can write to: the keys of random numbers, and every tensor that it reaches."""
     roots = _roots(_reachable(fn, args, kwargs))
     environments = {id(found): found for found in (_torchax().default_env(), *(root._env for root in roots))}
@@ -138,14 +138,14 @@ def _places(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Plac
     return [*keys, *((root, "_elem") for root in roots)]
 
 
-def _written(before: Iterable[tuple[Place, Any]], after: Iterable[Place]) -> list[Place]:
+def _written(before: Iterable[tuple[Attribute, Any]], after: Iterable[Attribute]) -> list[Attribute]:
     """Return the places that hold something else than before, and those that are new."""
     known = {id(owner): value for (owner, _), value in before}
     places = {id(place[0]): place for place in (*(place for place, _ in before), *after)}
     return [place for place in places.values() if getattr(*place) is not known.get(id(place[0]))]
 
 
-def _write(contents: Iterable[tuple[Place, Any]]) -> None:
+def _write(contents: Iterable[tuple[Attribute, Any]]) -> None:
     for (owner, name), value in contents:
         if getattr(owner, name) is not value:
             setattr(owner, name, value)
@@ -188,7 +188,7 @@ def _inside() -> Iterator[None]:
 # -- what it keeps ----------------------------------------------------------------------------------------------------
 
 
-class _Names(Log):
+class _NamingLog(Log):
     """Names the results of the calls that the policy saves, and lets JAX keep what bears the name.
 
     Args:

@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from sys import _getframe
 from types import CodeType, FrameType
 from typing import Any
@@ -34,15 +33,13 @@ from reactivate._engine.mismatch.naming import name_of, saved_at
 from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.record import Record, observed_by
 from reactivate._engine.region import Region
-from reactivate._engine.run import run
-from reactivate._engine.sites import line_of, user_frame
-from reactivate._inspect.explanation import Entry, Explanation
+from reactivate._inspect.drafts import Draft, Holder, KeptTensor, RegionEnd, tensor_of
+from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.fake import faked, has_no_memory, tensors_of
-from reactivate._inspect.verify import Step, cotangents, leaves_of
+from reactivate._inspect.places import SourcePlace, SourcePlaces, codes_around, module_of, regions_around
+from reactivate._inspect.step import Step, cotangents, leaves_of
 from reactivate._torch.containers import flatten
-from reactivate._torch.modules import MODULE_CALL_CODE
 from reactivate._types import Device
-from reactivate._view import original_of
 from reactivate.errors import UsageError
 
 
@@ -81,7 +78,7 @@ def explain(
         [('0', 'region', 128), ('0.0', 'saved call', 128)]
     """
     args, kwargs = example_of("explain", model, args, kwargs)
-    around = _codes_around(_getframe(1))
+    around = codes_around(_getframe(1))
     is_fake = any(map(has_no_memory, tensors_of(model, args, kwargs))) if fake is None else fake
     with ExitStack() as stack:
         if is_fake:
@@ -89,7 +86,7 @@ def explain(
         else:
             Step(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
             torch.clear_autocast_cache()  # a step of its own casts its weights itself
-        trace = _Trace(model, args, kwargs, around, is_fake)
+        trace = _ExplainedStep(model, args, kwargs, around, is_fake)
         trace.run(model)
     return trace.explanation()
 
@@ -100,93 +97,26 @@ def _device_of(args: Any, kwargs: Any) -> torch.device | None:
     return devices[0] if devices else None
 
 
-def _codes_around(frame: FrameType | None) -> set[CodeType]:
-    codes = set()
-    while frame is not None:
-        codes.add(frame.f_code)
-        frame = frame.f_back
-    return codes
-
-
-Place = tuple[str, "str | None"]  # module path, source line
-
-
-class _Holder:
-    """A token in the place of a saved tensor: it is alive as long as the tensor is kept."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def _tensor_of(holder: _Holder) -> Tensor:
-    return holder.tensor
-
-
-@dataclass
-class _Draft:
-    """An entry that is being made."""
-
-    kind: str
-    place: Place
-    name: str = ""
-    action: str = "keep"
-    reason: str | None = None
-    storage: str | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
-    inside: list[_Draft] = field(default_factory=list)
-
-    def add(self, name: str, number: float) -> None:
-        self.figures[name] = self.figures.get(name, 0) + number
-
-    def entry(self) -> Entry:
-        path, source = self.place
-        inside = tuple(draft.entry() for draft in self.inside)
-        return Entry(
-            self.kind, path, self.name, self.action, self.reason, source, self.storage, inside=inside, **self.figures
-        )
-
-
-@dataclass
-class _Event:
-    """A tensor is kept: by whom, and under which figure it counts. No draft: nobody knows yet."""
-
-    holder: ref[_Holder]
-    draft: _Draft | None
-    figure: str
-
-
-@dataclass
-class _RegionEvent:
-    """A region has ended, and keeps what autograd does not know of."""
-
-    record: ref[Record]
-    draft: _Draft
-    calls: dict[int, _Draft]  # by the number of the call
-
-
-class _Trace(Step):
+class _ExplainedStep(Step):
     """One step of a model, and who kept what in it."""
 
     def __init__(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], around: set[CodeType], is_fake: bool
     ) -> None:
         super().__init__(model, args, kwargs)
-        self._around = around
         self._is_fake = is_fake
         roots = [model] if isinstance(model, Module) else Capture(model, args, kwargs).roots
-        self._paths = {id(original_of(module)): path for root in roots for path, module in root.named_modules()}
+        self._places = SourcePlaces(roots, around)
         self._roots = roots
         self._ledger = Ledger()
-        self._events: list[_Event | _RegionEvent] = []
-        self._regions: list[_Draft] = []
-        self._outside: dict[Place, _Draft] = {}
+        self._events: list[KeptTensor | RegionEnd] = []
+        self._regions: list[Draft] = []
+        self._outside: dict[SourcePlace, Draft] = {}
         # Of regions whose forward pass runs, by their ids: what they keep, and the sites inside.
-        self._inputs: defaultdict[int, list[_Event]] = defaultdict(list)
-        self._inside: defaultdict[int, list[_Draft | tuple[SavedSite, Place]]] = defaultdict(list)
-        self._results: dict[int, _Event] = {}  # by the id of a `Kept`
-        self._drafts: dict[int, _RegionEvent] = {}  # by the id of the record
+        self._inputs: defaultdict[int, list[KeptTensor]] = defaultdict(list)
+        self._inside: defaultdict[int, list[Draft | tuple[SavedSite, SourcePlace]]] = defaultdict(list)
+        self._results: dict[int, KeptTensor] = {}  # by the id of a `Kept`
+        self._drafts: dict[int, RegionEnd] = {}  # by the id of the record
         # Of the recomputations that run: when they began, and what those inside took.
         self._clocks: list[list[float]] = []
 
@@ -198,7 +128,7 @@ class _Trace(Step):
     def _run(self, model: Callable[..., Any], run: Any) -> None:
         self._ledger = Ledger(self._known())
         with observed_by(self):
-            with saved_tensors_hooks(self._pack, _tensor_of):
+            with saved_tensors_hooks(self._pack, tensor_of):
                 output = model(*self.args, **self.kwargs)
             roots = [leaf for leaf in leaves_of("output", output).values() if leaf.requires_grad]
             if not roots or not self.inputs:
@@ -216,10 +146,10 @@ class _Trace(Step):
 
     # -- the forward pass ---------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> _Holder:
+    def _pack(self, tensor: Tensor) -> Holder:
         """Autograd keeps `tensor`."""
-        holder = _Holder(tensor)
-        event = _Event(ref(holder), None, "result_bytes")
+        holder = Holder(tensor)
+        event = KeptTensor(ref(holder), None, "result_bytes")
         self._events.append(event)
         frame: FrameType | None = _getframe(1)
         here = frame
@@ -232,41 +162,41 @@ class _Trace(Step):
                 self._inputs[id(frame.f_locals["self"])].append(event)
                 return holder
             frame = frame.f_back
-        place = self._place(here)
-        event.draft = self._outside.setdefault(place, _Draft("outside", place))
+        place = self._places.at(here)
+        event.draft = self._outside.setdefault(place, Draft("outside", place))
         return holder
 
     def call_begins(self, site: SavedSite) -> None:
         """A call is to be saved."""
         frame = _getframe(1)
         if not is_recomputing():
-            region = next(_regions_around(frame), None)
-            self._inside[id(region)].append((site, self._place(frame)))
+            region = next(regions_around(frame), None)
+            self._inside[id(region)].append((site, self._places.at(frame)))
 
     def forward_done(self, record: Record) -> None:
         """A region's forward pass is over."""
         if is_recomputing():
             return
         frame = _getframe(1)
-        module = _module_of(record)
+        module = module_of(record)
         name = name_of(record) if module is None else type(module).__name__
-        draft = _Draft("region", self._place_of_region(record, frame), name, "recompute")
+        draft = Draft("region", self._places.of_region(record, frame), name, "recompute")
         for event in self._inputs.pop(id(record), ()):
             event.draft = draft
-        calls: dict[int, _Draft] = {}
+        calls: dict[int, Draft] = {}
         for item in self._inside.pop(id(record), ()):
-            if isinstance(item, _Draft):
+            if isinstance(item, Draft):
                 draft.inside.append(item)
             elif item[0] in record.sites:
                 call = calls[item[0].number] = self._saved_call(record, *item)
                 draft.inside.append(call)
-        done = self._drafts[id(record)] = _RegionEvent(ref(record), draft, calls)
+        done = self._drafts[id(record)] = RegionEnd(ref(record), draft, calls)
         self._events.append(done)
-        around = next((region for region in _regions_around(frame) if region is not record), None)
+        around = next((region for region in regions_around(frame) if region is not record), None)
         (self._regions if around is None else self._inside[id(around)]).append(draft)
 
-    def _saved_call(self, record: Record, site: SavedSite, place: Place) -> _Draft:
-        draft = _Draft("saved call", place, site.label, "save")
+    def _saved_call(self, record: Record, site: SavedSite, place: SourcePlace) -> Draft:
+        draft = Draft("saved call", place, site.label, "save")
         if site.path is not None:
             draft.place = site.path, place[1]
             draft.name = site.label.removeprefix(site.path).strip(" ()")
@@ -283,7 +213,7 @@ class _Trace(Step):
     def _count_kept(self) -> None:
         """The forward pass is over: count what is still kept."""
         for event in self._events:
-            if isinstance(event, _RegionEvent):
+            if isinstance(event, RegionEnd):
                 self._count_rest(event)
                 continue
             holder = event.holder()
@@ -291,7 +221,7 @@ class _Trace(Step):
                 self._enter(event.draft, event.figure, holder.tensor)
         self._events.clear()
 
-    def _count_rest(self, event: _RegionEvent) -> None:
+    def _count_rest(self, event: RegionEnd) -> None:
         record = event.record()
         if record is None:
             return
@@ -304,7 +234,7 @@ class _Trace(Step):
                 for tensor in held_by(kept.handle):  # what a storage took
                     self._enter(event.calls[site.number], "result_bytes", tensor)
 
-    def _enter(self, draft: _Draft, figure: str, tensor: Tensor) -> None:
+    def _enter(self, draft: Draft, figure: str, tensor: Tensor) -> None:
         size = self._ledger.enter(tensor)
         if size:
             draft.add(figure, size)
@@ -330,57 +260,21 @@ class _Trace(Step):
         if "recomputed_bytes" not in event.draft.figures:
             self._count_recomputed(record, event.draft)
 
-    def _count_recomputed(self, record: Record, draft: _Draft) -> None:
+    def _count_recomputed(self, record: Record, draft: Draft) -> None:
         draft.add("recomputed_bytes", 0)
-        lines: dict[str | None, _Draft] = {}
+        lines: dict[str | None, Draft] = {}
         for number, (reference, *_) in enumerate(record.saved):
             slot = reference()
             size = 0 if slot is None or slot.value is None else self._ledger.enter(slot.value)
             if size:
                 site = saved_at(record, number)
-                source = None if site[0] in self._around else line_of(site)
+                source = self._places.line(site)
                 place = draft.place[0], source
-                line = lines.setdefault(source, _Draft("recomputed", place, action="recompute"))
+                line = lines.setdefault(source, Draft("recomputed", place, action="recompute"))
                 for item in (draft, line):
                     item.add("recomputed_bytes", size)
                 line.add("tensors", 1)
         draft.inside += lines.values()
-
-    # -- places -------------------------------------------------------------------------------------------------------
-
-    def _place(self, frame: FrameType | None) -> Place:
-        """The module that runs, and the line of the user's."""
-        here, path = frame, None
-        while frame is not None and path is None:
-            if frame.f_code is MODULE_CALL_CODE:
-                path = self._paths.get(id(frame.f_locals["self"]))
-            frame = frame.f_back
-        return path or "", self._line(here)
-
-    def _line(self, frame: FrameType | None) -> str | None:
-        found = None if frame is None else user_frame(frame)
-        return None if found is None or found.f_code in self._around else line_of((found.f_code, found.f_lasti))
-
-    def _place_of_region(self, record: Record, frame: FrameType) -> Place:
-        path, line = self._place(frame)
-        return self._paths.get(id(_module_of(record)), path), line
-
-
-def _regions_around(frame: FrameType | None) -> Iterator[Region]:
-    """The regions whose forward pass runs, innermost first."""
-    while frame is not None:
-        if frame.f_code is run.__code__:
-            region = frame.f_locals.get("region")
-            if region is not None:
-                yield region
-        frame = frame.f_back
-
-
-def _module_of(record: Record) -> Module | None:
-    """The module that is the region, if it is one."""
-    fn = record.fn
-    owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
-    return owner if isinstance(owner, Module) else None
 
 
 def _now() -> float:

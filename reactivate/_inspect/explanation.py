@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reactivate._engine.accounts import in_words
-from reactivate._inspect.table import Column, Row, draw, write_plainly
+from reactivate._table import Column, Row, Table
+from reactivate._words import counted
 from reactivate.errors import UsageError
 
 VERSION = 1
@@ -122,9 +123,7 @@ class Explanation:
             plain: without rich, as wide as it gets; so it is where rich is not installed.
         """
         columns, rows = _without_empty([*_rows(self.regions), *_rows(self.outside), _total(self)])
-        if plain:
-            return write_plainly(columns, rows, title=_title(self))
-        return draw(columns, rows, title=_title(self), width=width)
+        return Table(columns, rows, _title(self)).text(width=width, plain=plain)
 
     def __str__(self) -> str:
         return self.text()
@@ -239,14 +238,10 @@ def _cells(alike: Sequence[Entry], around: str) -> list[str]:
 
 def _named(entry: Entry, path: str) -> str:
     if entry.kind == "recomputed":
-        return _tensors(entry.tensors)
+        return counted(entry.tensors, "tensor")
     if entry.kind == "outside":
-        return f"{path or 'the model itself'}: {_tensors(entry.tensors)}"
+        return f"{path or 'the model itself'}: {counted(entry.tensors, 'tensor')}"
     return " ".join(filter(None, (path, entry.name)))
-
-
-def _tensors(count: int) -> str:
-    return "1 tensor" if count == 1 else f"{count} tensors"
 
 
 def _short(source: str | None) -> str:

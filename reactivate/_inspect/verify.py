@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from reactivate._apply import apply, paused
 from reactivate._arguments import example_of
 from reactivate._checkpoint import checkpoint
-from reactivate._engine.inputs.capture import Capture
-from reactivate._engine.record import Record, observed_by, without_regions
-from reactivate._torch.containers import flatten, leaves_with_paths
+from reactivate._engine.accounts import in_words
+from reactivate._engine.record import without_regions
+from reactivate._inspect.step import Change, Outcome, Step
 from reactivate._types import Policy
-from reactivate.errors import UsageError
-from reactivate.guards import Modules, all_sources
+from reactivate._words import counted
 from reactivate.policies._base import check_policy
 
 
@@ -57,8 +55,8 @@ class Verdict:
         if not self.is_deterministic:
             return f"The plain model differs between two runs of itself: {self.difference}"
         facts = (
-            f"{self.regions} regions, {self.recomputations} recomputations; autograd kept {_megabytes(self.kept_bytes)} "
-            f"where the plain model keeps {_megabytes(self.plain_bytes)}"
+            f"{counted(self.regions, 'region')}, {counted(self.recomputations, 'recomputation')}; autograd kept "
+            f"{in_words(self.kept_bytes)} where the plain model keeps {in_words(self.plain_bytes)}"
         )
         if self.is_same:
             return f"The same, bit for bit ({self.compared} tensors and random states; {facts})."
@@ -102,9 +100,6 @@ def verify(
     return compare(model, args, kwargs, None if policy is None else functools.partial(_under, policy))
 
 
-Change = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any]]]
-
-
 def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None, change: Change | None) -> Verdict:
     """`verify`, for what any `change` makes of the model: model -> a context with the model that is to be the same."""
     call = Step(model, *example_of("verify", model, args, kwargs))
@@ -119,22 +114,6 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
     return _verdict(plain, ours, _first_difference(plain, ours), is_deterministic=True)
 
 
-@dataclass
-class _Run:
-    """The results of one run."""
-
-    results: dict[str, Any] = field(default_factory=dict)
-    kept: dict[int, int] = field(default_factory=dict)  # bytes of each storage that autograd kept
-    regions: int = 0
-    recomputations: int = 0
-
-    def forward_done(self, record: Record) -> None:
-        self.regions += 1
-
-    def recomputation_done(self, record: Record) -> None:
-        self.recomputations += 1
-
-
 @contextmanager
 def _under(policy: Policy, model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """The model with the policy."""
@@ -145,112 +124,7 @@ def _under(policy: Policy, model: Callable[..., Any]) -> Iterator[Callable[..., 
         yield checkpoint(model, policy=policy)
 
 
-class Step:
-    """A model and its arguments, with the state that both can reach."""
-
-    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.args, self.kwargs = args, kwargs
-        reach = Capture(model, args, kwargs)
-        self.sources = all_sources(reach)
-        self.modules = reach.modules
-        self._guard = Modules()
-        self._state = self._guard.before(reach)
-        self.inputs = _leaves_requiring_grad("args", args) | _leaves_requiring_grad("kwargs", kwargs)
-        known = {id(tensor) for tensor in self.inputs.values()}
-        for root in reach.roots:
-            for name, parameter in root.named_parameters():
-                if parameter.requires_grad and id(parameter) not in known:
-                    known.add(id(parameter))
-                    self.inputs[name] = parameter
-        closed_over = [item for item in reach.reached() if item.requires_grad and id(item) not in known]
-        self.inputs |= {f"closed-over tensor {index}": item for index, item in enumerate(closed_over)}
-
-    def run(self, model: Callable[..., Any], change: Change = nullcontext) -> _Run:
-        """Run forward and backward from the state that the call was made in, and go back to it."""
-        run = _Run()
-        with self.held(), observed_by(run), change(model) as subject:
-            self._run(subject, run)
-        return run
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Begin in the state that the call was made in, and go back to it: modules and random numbers."""
-        with ExitStack() as stack:
-            for source in self.sources:
-                stack.callback(source.write, source.read())
-            stack.enter_context(torch.enable_grad())
-            if self._state is not None:
-                stack.enter_context(self._guard.rewound(self._state))
-            yield
-
-    def _run(self, model: Callable[..., Any], run: _Run) -> None:
-        with saved_tensors_hooks(functools.partial(self._count, run.kept), lambda tensor: tensor):
-            output = model(*self.args, **self.kwargs)
-        outputs = leaves_of("output", output)
-        roots = [leaf for leaf in outputs.values() if leaf.requires_grad]
-        if not roots or not self.inputs:
-            raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to verify.")
-        inputs = list(self.inputs.values())
-        gradients = torch.autograd.grad(roots, inputs, cotangents(roots), allow_unused=True)
-        for name, leaf in outputs.items():
-            run.results[name] = leaf.detach().clone()
-        for name, gradient in zip(self.inputs, gradients):
-            run.results[f"gradient of {name}"] = gradient
-        for number, module in enumerate(self.modules):
-            for name, buffer in module.named_buffers(recurse=False):
-                run.results[f"buffer {name} of {type(module).__name__} {number}"] = buffer.clone()
-        for source in self.sources:
-            run.results[f"random state of {source.name}"] = source.read()
-
-    def _count(self, kept: dict[int, int], tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if not any(storage.data_ptr() == leaf.untyped_storage().data_ptr() for leaf in self.inputs.values()):
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-
-def leaves_of(name: str, value: Any) -> dict[str, Tensor]:
-    """The tensors in nested containers and dataclasses, by the way to them."""
-    found: dict[str, Tensor] = {}
-    for path, leaf in _leaves_with_paths(value):
-        if isinstance(leaf, Tensor):
-            found[name + path] = leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            for item in fields(leaf):
-                found |= leaves_of(f"{name}{path}.{item.name}", getattr(leaf, item.name))
-    return found
-
-
-def _leaves_with_paths(value: Any) -> list[tuple[str, Any]]:
-    try:
-        return leaves_with_paths(value)
-    except ValueError:  # a container in it is registered without keys
-        return [(step + path, leaf) for step, item in _items_of(value) for path, leaf in _leaves_with_paths(item)]
-
-
-def _items_of(value: Any) -> Iterator[tuple[str, Any]]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(_parts_of(value))
-    return ((f"[{key!r}]", item) for key, item in items)
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, (list, tuple)) else flatten(value)[0]
-
-
-def _leaves_requiring_grad(name: str, value: Any) -> dict[str, Tensor]:
-    return {path: leaf for path, leaf in leaves_of(name, value).items() if leaf.requires_grad}
-
-
-def cotangents(roots: list[Tensor]) -> list[Tensor]:
-    """A gradient for each output that has no symmetry: the sum of a softmax, say, would have gradient zero."""
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(root.shape, generator=generator, dtype=torch.float32).to(device=root.device, dtype=root.dtype)
-        for root in roots
-    ]
-
-
-def _first_difference(one: _Run, other: _Run) -> str | None:
+def _first_difference(one: Outcome, other: Outcome) -> str | None:
     for name, first in one.results.items():
         if name not in other.results:
             return f"{name} is missing"
@@ -289,7 +163,7 @@ def _by_how_much(one: Any, other: Any) -> str:
     return f", by up to {(one.double() - other.double()).abs().max().item():.3g}"
 
 
-def _verdict(plain: _Run, ours: _Run, difference: str | None, *, is_deterministic: bool) -> Verdict:
+def _verdict(plain: Outcome, ours: Outcome, difference: str | None, *, is_deterministic: bool) -> Verdict:
     return Verdict(
         is_same=difference is None,
         difference=difference,
@@ -297,10 +171,6 @@ def _verdict(plain: _Run, ours: _Run, difference: str | None, *, is_deterministi
         compared=len(plain.results),
         regions=ours.regions,
         recomputations=ours.recomputations,
-        plain_bytes=sum(plain.kept.values()),
-        kept_bytes=sum(ours.kept.values()),
+        plain_bytes=plain.kept_bytes,
+        kept_bytes=ours.kept_bytes,
     )
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 2**20:.2f} MiB"

@@ -15,13 +15,11 @@ in another mode, an RNG of any device, batch norm's statistics are right or refu
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -40,15 +38,15 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.kept_calls.site_log import set_aside
-from reactivate._engine.record import Options
 from reactivate._engine.region import Region
 from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_recompute
+from reactivate._run import run_untraced
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
-from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError
-from reactivate.guards import DEFAULT, ContextPair, Guards
+from reactivate.dropin._asked import Asked
+from reactivate.errors import UsageError
+from reactivate.guards import DEFAULT, Guards
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -70,35 +68,8 @@ __all__ = [
     "set_device_states",
 ]
 
-# What existing code (and torch's own tests) look for in the messages.
-_WORDS_OF_TORCH = {
-    "fewer": "A different number of tensors was saved",
-    "more": "trying to save more tensors during recomputation",
-    "metadata": "Recomputed values for the following tensors have different metadata",
-    "values": "Recomputed values for the following tensors have different values",
-}
-
 _early_stop: ContextVar[bool | None] = ContextVar("reactivate.dropin.torch.early_stop", default=None)
 _debug: ContextVar[bool | None] = ContextVar("reactivate.dropin.torch.debug", default=None)
-
-
-class _MismatchError(RecomputeMismatchError, CheckpointError):
-    """A recomputation that differs, for `except CheckpointError` as well."""
-
-
-class _Options(Options):
-    """Options whose errors are torch's too (Rule 18)."""
-
-    def exception(self, error: ReactivateError) -> BaseException:
-        if not isinstance(error, RecomputeMismatchError):
-            return error
-        lines = [
-            str(error).replace('`determinism="values"`', "`debug=True`"),
-            f"(In torch.utils.checkpoint: {_WORDS_OF_TORCH[error.kind]}.)",
-        ]
-        if self.determinism == "values":
-            lines.append("You are seeing this error because you passed `debug=True` to checkpoint.")
-        return _MismatchError("\n".join(lines), kind=error.kind)
 
 
 guards: Guards = DEFAULT
@@ -106,56 +77,6 @@ guards: Guards = DEFAULT
 
 replaced: dict[str, Any] = {}
 """torch's own functions, by name, that those of this instance are in the place of: what compilers are to trace."""
-
-
-@functools.cache
-def _options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determinism: str) -> Options:
-    if not preserve_rng_state and determinism == "first":  # other random numbers are no mistake there
-        determinism = "metadata"
-    if not preserve_rng_state and "rng" in guards.names():
-        guards = guards.without("rng")
-    return _Options(tuple(guards), early_stop, determinism)
-
-
-class Asked(NamedTuple):
-    """The options that a call gives for its region."""
-
-    preserve_rng_state: bool = True
-    context_fn: Callable[[], Any] = noop_context_fn
-    determinism_check: str = "default"
-    debug: bool = False
-    early_stop: bool = True
-    respect_saved_tensors_hooks: bool | None = None
-
-
-_USUAL = (*Asked(), None, None, DEFAULT)  # as mostly: found by identities
-_USUAL_OPTIONS = _Options(tuple(DEFAULT))
-
-
-def _options_of_call(asked: Asked) -> Options:
-    is_debugging, stops = _debug.get(), _early_stop.get()
-    if all(map(is_, (*asked, is_debugging, stops, guards), _USUAL)):
-        return _USUAL_OPTIONS
-    is_debugging = asked.debug if is_debugging is None else is_debugging
-    if is_debugging and asked.context_fn is not noop_context_fn:
-        raise UsageError("debug=True is incompatible with non-default context_fn.")
-    check = asked.determinism_check
-    if check not in ("default", "none"):
-        raise UsageError(f"determinism_check should be one of ['default', 'none'], but got {check!r}.")
-    determinism = "values" if is_debugging else "first" if check == "default" else "none"
-    keeps = asked.preserve_rng_state
-    options = _options(guards, keeps, asked.early_stop if stops is None else stops, determinism)
-    if asked.context_fn is noop_context_fn:
-        return options
-    pair = ContextPair(functools.partial(_contexts, asked), keeps_random_numbers=keeps)
-    return _Options((*options.guards, pair), options.early_stop, options.determinism)
-
-
-def _contexts(asked: Asked) -> Any:
-    forward, recompute = asked.context_fn()
-    if hasattr(forward, "respect_saved_tensors_hooks"):  # torch's selective checkpointing: torch tells it as well
-        forward.respect_saved_tensors_hooks = asked.respect_saved_tensors_hooks
-    return forward, recompute
 
 
 def checkpoint(
@@ -247,13 +168,11 @@ def _checkpoint(
     if has_contexts and runs_as_traced(function):
         warn_of_running_as_traced()
         return function(*args, **kwargs)
-    options = _options_of_call(asked)
-    if "torchax" in sys.modules and is_traced(function, args, kwargs):
-        return run_traced(function, args, kwargs, options)
+    options = asked.options(guards, _debug.get(), _early_stop.get())
     module = module_called_by(function)
     if module is None:
-        return run(function, args, kwargs, options)
-    return run_module(module, args, kwargs, options)
+        return run_untraced(run, options, function, args, kwargs)
+    return run_untraced(run_module, options, module, args, kwargs)
 
 
 def _checkpoint_of_torch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Any:
@@ -390,7 +309,7 @@ def checkpoint_generator_impl(
         return
     region = Region()
     with set_aside():
-        plainly = region.begin(fn, args, kwargs, _options_of_call(asked))
+        plainly = region.begin(fn, args, kwargs, asked.options(guards, _debug.get(), _early_stop.get()))
     if plainly is not None:
         yield
         return

@@ -20,6 +20,7 @@ from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.prediction import Fixed, Moment, Point, Prediction, Proof
 from reactivate.planner.plan_table import text
+from reactivate.planner.planned import Circumstances, Decision, Planned
 from reactivate.planner.treatments import Assignment, Treatment
 from reactivate.policies._base import Interest, ReadyMade
 
@@ -39,84 +40,17 @@ class Runner(Protocol):
         """Warn when `model` is called with other shapes. Returns what ends that."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The decision on a unit of the model.
-
-    Attributes:
-        path, kind: the module, and the name of its class.
-        parameters: a digest of the names, shapes and dtypes of its parameters.
-        treatment: what is done.
-        held_bytes: what is alive after its forward, until its backward begins, and was not before.
-        seconds: how much longer the step takes by it.
-    """
-
-    path: str
-    kind: str
-    parameters: str
-    treatment: Treatment
-    held_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Circumstances:
-    """The circumstances that a plan was made for.
-
-    Attributes:
-        model: the name of its class.
-        inputs: (name, shape, dtype) of the tensors that it is called with.
-        device: where it runs.
-        torch: the version.
-        loss: what the backward begins from, in words.
-        is_predicted: whether nothing ran: times are those of a roofline, and what kernels allocate for themselves is not
-            counted.
-    """
-
-    model: str
-    inputs: tuple[tuple[str, tuple[int, ...], str], ...]
-    device: str
-    torch: str
-    loss: str
-    is_predicted: bool
-
-
 @dataclass(frozen=True, repr=False)
-class Plan(ReadyMade):
-    """A policy that fits a step into a budget: give it to `apply`. Printed, it is a table.
+class Plan(Planned, ReadyMade):
+    """A policy that fits a step into a budget: give it to `apply`. Printed, it is a table; its figures are attributes.
 
     Attributes:
-        budget: as it was asked for.
-        budget_bytes: in bytes, all included.
-        made_for: the model, the inputs, the device.
-        decisions: what is done with each block.
-        fixed: what is allocated all the time.
-        plain: the step without a policy.
-        predicted: the step with this plan.
-        frontier: the plans for other budgets, from the least feasible.
-        policies: fixed policies, for comparison.
-        proof: how it was seen that the plan holds.
-        optimizer_bytes: the most that is allocated while the optimizer steps, all included; 0 if none was given.
-        planning_seconds: what planning took.
-        largest: the size of the dimension that was maximized, or None.
+        budget, budget_bytes, made_for, decisions, fixed, plain, predicted, frontier, policies, proof, optimizer_bytes,
+            planning_seconds, largest: as in `Planned`.
+        runner: what can still run the step: `measure`, `at` and warnings about other shapes need it. A file has none.
     """
 
-    budget: str
-    budget_bytes: int
-    made_for: Circumstances
-    decisions: tuple[Decision, ...]
-    fixed: Fixed
-    plain: Prediction
-    predicted: Prediction
-    frontier: tuple[Point, ...]
-    policies: tuple[Point, ...]
-    proof: Proof
-    optimizer_bytes: int = 0
-    planning_seconds: float = 0.0
-    largest: int | None = None
-    runner: Runner | None = field(
-        default=None, compare=False, metadata={"json": False}
-    )  # of `measure` and of other shapes
+    runner: Runner | None = field(default=None, compare=False, metadata={"json": False})
 
     # -- a policy -----------------------------------------------------------------------------------------------------
 
@@ -181,12 +115,7 @@ class Plan(ReadyMade):
             elif digest_of(module) != decision.parameters:
                 yield f"{where} has other parameters"
 
-    # -- figures ------------------------------------------------------------------------------------------------------
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that is allocated at any moment, all included: at most the budget."""
-        return max(self.predicted.peak_bytes, self.optimizer_bytes)
+    # -- its step -------------------------------------------------------------------------------------------------------
 
     def measure(self) -> Any:
         """Run the step with the plan, and return what was promised beside what was found.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reactivate._engine.accounts import in_words
-from reactivate._inspect.table import Column, Row, draw, write_plainly
+from reactivate._table import Column, Row, Table
 from reactivate.planner.cost.prediction import Point
-from reactivate.planner.planned import Decided, Planned
+from reactivate.planner.planned import Decision, Planned
 
 MOST_POINTS = 8  # of the frontier, in a table
 KINDS = ("parameters", "gradients", "optimizer", "inputs", "kept", "recomputed", "workspace")  # of memory, from below
@@ -24,9 +24,8 @@ def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str
         plain: without rich, as wide as it gets; so it is where rich is not installed.
     """
     head = "\n".join([verdict(plan), proof(plan), memory(plan)])
-    tables = ((BLOCK_COLUMNS, block_rows(plan)), (CHOICE_COLUMNS, choice_rows(plan)))
-    drawn = (write_plainly(*table) if plain else draw(*table, width=width) for table in tables)
-    return "\n\n".join([head, *(table.strip("\n") for table in drawn)])
+    tables = (table.text(width=width, plain=plain) for table in (block_table(plan), choice_table(plan)))
+    return "\n\n".join([head, *(table.strip("\n") for table in tables)])
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
@@ -95,40 +94,41 @@ def _in_brackets(words: str) -> str:
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
-BLOCK_COLUMNS = (Column("block"), Column("class"), Column("what is done"), Column("held", True), Column("extra", True))
+_BLOCK_COLUMNS = (Column("block"), Column("class"), Column("what is done"), Column("held", True), Column("extra", True))
 
 
-def block_rows(plan: Planned) -> list[Row]:
-    """A row for each run of blocks that are alike, with the sums of their figures; then one for all."""
+def block_table(plan: Planned) -> Table:
+    """Return a row for each run of blocks that are alike, with the sums of their figures; then one for all."""
     rows = [
         Row([named(alike), alike[0].kind, alike[0].treatment.name, *_figures(alike)]) for alike in runs(plan.decisions)
     ]
-    return [*rows, Row([f"all {len(plan.decisions)}", "", "", *_figures(plan.decisions)], is_total=True)]
+    total = Row([f"all {len(plan.decisions)}", "", "", *_figures(plan.decisions)], is_total=True)
+    return Table(_BLOCK_COLUMNS, [*rows, total])
 
 
-def runs(decisions: Sequence[Decided]) -> list[list[Decided]]:
+def runs(decisions: Sequence[Decision]) -> list[list[Decision]]:
     """The blocks, those in one list that follow one another and of which the same was decided."""
 
-    def shape(decision: Decided) -> tuple[object, ...]:
+    def shape(decision: Decision) -> tuple[object, ...]:
         return decision.kind, decision.parameters, decision.treatment
 
     return [list(group) for _, group in itertools.groupby(decisions, shape)]
 
 
-def named(alike: Sequence[Decided]) -> str:
+def named(alike: Sequence[Decision]) -> str:
     """A run by the paths of its first and last block."""
     first, last = (decision.path or "the model itself" for decision in (alike[0], alike[-1]))
     return first if len(alike) == 1 else f"{first}…{last} ({len(alike)} alike)"
 
 
-def _figures(decisions: Sequence[Decided]) -> list[str]:
+def _figures(decisions: Sequence[Decision]) -> list[str]:
     seconds = sum(decision.seconds for decision in decisions)
     return [in_words(sum(decision.held_bytes for decision in decisions)), seconds_in_words(seconds) if seconds else ""]
 
 
 # -- other choices ----------------------------------------------------------------------------------------------------
 
-CHOICE_COLUMNS = (
+_CHOICE_COLUMNS = (
     Column(""),
     Column("choice"),
     Column("peak", True),
@@ -153,9 +153,9 @@ class PolicyRow:
     fits: bool
 
 
-def choice_rows(plan: Planned) -> list[Row]:
-    """The plan among some of the frontier and the fixed policies, the smallest peak first."""
-    return [
+def choice_table(plan: Planned) -> Table:
+    """Return the plan among some of the frontier and the fixed policies, the smallest peak first."""
+    rows = [
         Row(
             [
                 "→" if choice.is_chosen else "",
@@ -168,6 +168,7 @@ def choice_rows(plan: Planned) -> list[Row]:
         )
         for choice in choices(plan)
     ]
+    return Table(_CHOICE_COLUMNS, rows)
 
 
 def choices(plan: Planned) -> list[PolicyRow]:

@@ -1,82 +1,90 @@
-"""The plan as a report reads it, so that a plan can print its report and neither has to import the other."""
+"""The contents of a plan: what was decided, for which circumstances, and what that promises. Reports read nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from reactivate.planner.cost.prediction import Fixed, Point, Prediction, Proof
+from reactivate.planner.treatments import Treatment
 
 
-class Done(Protocol):
-    """The decision on a unit, as of `Treatment`."""
+@dataclass(frozen=True)
+class Decision:
+    """The decision on a unit of the model.
 
-    @property
-    def name(self) -> str: ...
+    Attributes:
+        path, kind: the module, and the name of its class.
+        parameters: a digest of the names, shapes and dtypes of its parameters.
+        treatment: what is done.
+        held_bytes: what is alive after its forward, until its backward begins, and was not before.
+        seconds: how much longer the step takes by it.
+    """
 
-
-class Decided(Protocol):
-    """A unit and what is done with it: `Decision`."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def parameters(self) -> str: ...
-    @property
-    def treatment(self) -> Done: ...
-    @property
-    def held_bytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
+    path: str
+    kind: str
+    parameters: str
+    treatment: Treatment
+    held_bytes: int
+    seconds: float
 
 
-class MadeFor(Protocol):
-    """The circumstances of a plan, as of `Circumstances`."""
+@dataclass(frozen=True)
+class Circumstances:
+    """The circumstances that a plan was made for.
+
+    Attributes:
+        model: the name of its class.
+        inputs: (name, shape, dtype) of the tensors that it is called with.
+        device: where it runs.
+        torch: the version.
+        loss: what the backward begins from, in words.
+        is_predicted: whether nothing ran: times are those of a roofline, and what kernels allocate for themselves is not
+            counted.
+    """
+
+    model: str
+    inputs: tuple[tuple[str, tuple[int, ...], str], ...]
+    device: str
+    torch: str
+    loss: str
+    is_predicted: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Planned:
+    """The decisions of a plan, with the promise that they were chosen for.
+
+    Attributes:
+        budget: as it was asked for.
+        budget_bytes: in bytes, all included.
+        made_for: the model, the inputs, the device.
+        decisions: what is done with each block.
+        fixed: what is allocated all the time.
+        plain: the step without a policy.
+        predicted: the step with this plan.
+        frontier: the plans for other budgets, from the least feasible.
+        policies: fixed policies, for comparison.
+        proof: how it was seen that the plan holds.
+        optimizer_bytes: the most that is allocated while the optimizer steps, all included; 0 if none was given.
+        planning_seconds: what planning took.
+        largest: the size of the dimension that was maximized, or None.
+    """
+
+    budget: str
+    budget_bytes: int
+    made_for: Circumstances
+    decisions: tuple[Decision, ...]
+    fixed: Fixed
+    plain: Prediction
+    predicted: Prediction
+    frontier: tuple[Point, ...]
+    policies: tuple[Point, ...]
+    proof: Proof
+    optimizer_bytes: int = 0
+    planning_seconds: float = 0.0
+    largest: int | None = None
 
     @property
-    def model(self) -> str: ...
-    @property
-    def inputs(self) -> tuple[tuple[str, tuple[int, ...], str], ...]: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def torch(self) -> str: ...
-    @property
-    def loss(self) -> str: ...
-    @property
-    def is_predicted(self) -> bool: ...
-
-
-class Planned(Protocol):
-    """A plan: `Plan`, which says what each of these is."""
-
-    @property
-    def budget(self) -> str: ...
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def made_for(self) -> MadeFor: ...
-    @property
-    def decisions(self) -> Sequence[Decided]: ...
-    @property
-    def fixed(self) -> Fixed: ...
-    @property
-    def plain(self) -> Prediction: ...
-    @property
-    def predicted(self) -> Prediction: ...
-    @property
-    def frontier(self) -> Sequence[Point]: ...
-    @property
-    def policies(self) -> Sequence[Point]: ...
-    @property
-    def proof(self) -> Proof: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def optimizer_bytes(self) -> int: ...
-    @property
-    def planning_seconds(self) -> float: ...
-    @property
-    def largest(self) -> int | None: ...
+    def peak_bytes(self) -> int:
+        """The most that is allocated at any moment, all included: at most the budget."""
+        return max(self.predicted.peak_bytes, self.optimizer_bytes)

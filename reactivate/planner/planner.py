@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +14,9 @@ from torch.optim import Optimizer
 from reactivate._apply import apply
 from reactivate._blocks import blocks_of
 from reactivate._engine.accounts import in_words
-from reactivate._inspect.verify import leaves_of
+from reactivate._inspect.step import leaves_of
 from reactivate._torch.fake import DataDependentError
+from reactivate._warn import warn
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory
@@ -24,9 +24,10 @@ from reactivate.planner.cost.overhead import measure_overhead
 from reactivate.planner.cost.prediction import Point, Proof
 from reactivate.planner.cost.timeline import prediction_of
 from reactivate.planner.place import Place, available_bytes
-from reactivate.planner.plan import Circumstances, Decision, Plan, digest_of
+from reactivate.planner.plan import Plan, digest_of
+from reactivate.planner.planned import Circumstances, Decision
 from reactivate.planner.profile.costs import Measured, Modelled, measure, seconds_of
-from reactivate.planner.profile.probe import Reading, Table, read, rounds_of
+from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
 from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
@@ -102,10 +103,9 @@ class Planner:
         available = available_bytes(self.place.device)
         policy = Assignment({} if simulated.peak_bytes < available else dict.fromkeys(self.units, FULL))
         if policy.treatments and self._simulated(policy.treatments).peak_bytes >= available:
-            warnings.warn(
+            warn(
                 f"plan: not even with everything recomputed does this step seem to fit in the {in_words(available)} that "
-                "are free here, so nothing is measured: the plan is predicted, as for a device that is not here.",
-                stacklevel=4,
+                "are free here, so nothing is measured: the plan is predicted, as for a device that is not here."
             )
             self.is_predicted = True
             self.plain_seconds = simulated.seconds
@@ -171,7 +171,7 @@ class Planner:
         self.menus = {
             path: treatments_of(unit, frozenset(self._called[path].functions)) for path, unit in self.units.items()
         }
-        self.table = Table(self.plain_reading, self.units)
+        self.table = TreatmentTable(self.plain_reading, self.units)
         rounds = rounds_of(self.units, self.menus)
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies, simulated: {number} of {len(rounds)}")

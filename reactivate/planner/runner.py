@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +14,16 @@ from reactivate._applied import Handle
 from reactivate._apply import apply, paused
 from reactivate._engine.accounts import in_words
 from reactivate._engine.recompute import is_recomputing
-from reactivate._inspect.verify import leaves_of
+from reactivate._inspect.step import leaves_of
+from reactivate._warn import warn
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.measurement import Measurement
 from reactivate.planner.place import Place
 from reactivate.planner.plan import Plan
 from reactivate.planner.profile.costs import measured_peak, seconds_of
-from reactivate.planner.profile.trace import Costs, traced
+from reactivate.planner.profile.trace import Costs
+from reactivate.planner.profile.tracer import traced
 from reactivate.planner.step import TrainingStep
 
 _TIMED = 3
@@ -114,7 +115,7 @@ class _Watch:
         if handle is None or handle.policy != self._plan:  # while the model is planned or measured
             return
         self._known.add(shapes)
-        warnings.warn(self._words(shapes, args, kwargs), stacklevel=4)
+        warn(self._words(shapes, args, kwargs))
 
     def _words(self, shapes: Shapes, args: Any, kwargs: Any) -> str:
         plan = self._plan

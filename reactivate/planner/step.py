@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reactivate._inspect.fake import faked
-from reactivate._inspect.verify import Step, leaves_of
+from reactivate._inspect.step import Step, leaves_of
 from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]

@@ -121,7 +121,7 @@ class Assignment(ReadyMade):
 
     def inside(self, path: str) -> ReadyMade:
         unit = self._regions.get(path)  # type: ignore[attr-defined]
-        return self if unit is None else _Inside(unit, self.treatments[unit])
+        return self if unit is None else _InsideUnit(unit, self.treatments[unit])
 
     @property
     def may_match_nothing(self) -> bool:
@@ -129,7 +129,7 @@ class Assignment(ReadyMade):
 
 
 @dataclass(frozen=True, repr=False)
-class _Inside(ReadyMade):
+class _InsideUnit(ReadyMade):
     """The policy inside of one unit: regions with nothing to save have no policy to ask."""
 
     unit: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -12,8 +11,8 @@ from typing import Any, Literal
 
 from torch.nn import Module
 
-from reactivate._nearest import described
 from reactivate._types import DEVICE, Action, Policy, Site
+from reactivate._words import described, nearest
 from reactivate.errors import UsageError
 
 
@@ -144,7 +143,7 @@ def _remedy_for(policy: Any, asked_by: str) -> str:
     names = sys.modules[__package__].__dict__
     factories = [name for name, value in names.items() if _is_factory(value)]
     if isinstance(policy, str):
-        close = [policy] if policy in factories else difflib.get_close_matches(policy, factories, 1)
+        close = [policy] if policy in factories else nearest(policy, factories)
         return f": write {_call_of(names[close[0]])}." if close else "."
     if _is_factory(policy):
         return f", which makes one: write {_call_of(policy)}."

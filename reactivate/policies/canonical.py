@@ -7,7 +7,6 @@ a library are "library.op". In-place ops keep their underscore: "relu_".
 
 from __future__ import annotations
 
-import difflib
 import functools
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional
 
 from reactivate._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket, builtin_functions, qualified_name
+from reactivate._words import nearest
 from reactivate.errors import UsageError
 
 _NAMESPACES = ("linalg", "special", "fft")
@@ -55,7 +55,7 @@ def check(name: str, asked_by: str) -> None:
     """
     if _is_known(name):
         return
-    close = difflib.get_close_matches(name, _known_names(), 3, 0.5)
+    close = nearest(name, _known_names())
     hint = f" Similar: {', '.join(map(repr, close))}." if close else ""
     raise UsageError(
         f"{asked_by} knows no op {name!r}.{hint} Ops go by the name that users call: 'linear', 'matmul' (also for @), "

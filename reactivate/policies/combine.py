@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reactivate._types import Action, Policy, Save, Site
+from reactivate._types import Action, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import Interest, ReadyMade, check_every, check_policy, interest_of, written
+from reactivate.policies._base import Interest, ReadyMade, check_every, check_policy, interest_of, parts_of, written
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,12 +88,46 @@ class _Exclude(_Several):
         answers = [exception(site) for exception in exceptions]  # of all: some count
         return policy(site) if all(answer is None for answer in answers) else None
 
+    def parts(self) -> tuple[Policy, ...]:
+        policy, *exceptions = self.policies
+        leaves = (leaf for exception in exceptions for leaf in parts_of(exception))
+        return (policy, *(_Exception(leaf, policy) if isinstance(leaf, ReadyMade) else leaf for leaf in leaves))
+
+
+@dataclass(frozen=True, repr=False)
+class _Exception(ReadyMade):
+    """An exception, where it takes an answer of the policy away: an exception should do that somewhere."""
+
+    exception: ReadyMade
+    policy: Policy
+
+    def __repr__(self) -> str:
+        return f"{self.exception!r} as an exception to {self.policy!r}"
+
+    def __call__(self, site: Site) -> Action | None:
+        if self.exception(site) is None:
+            return None
+        # The parts, since the whole may count. Any action says that there is something to take away.
+        is_taken = any(part(site) is not None for part in parts_of(self.policy))
+        return Recompute() if is_taken else None
+
+    def interest(self) -> Interest:
+        return self.exception.interest()
+
+    @property
+    def may_match_nothing(self) -> bool:
+        return self.exception.may_match_nothing
+
+    def check_blocks(self, blocks: Sequence[str]) -> None:
+        self.exception.check_blocks(blocks)
+
 
 def exclude(policy: Policy, *exceptions: Policy) -> ReadyMade:
     """Take the answers of `policy`, except for sites that one of `exceptions` has an action for.
 
     Raises:
-        UsageError: one of them cannot be called, or there is no exception.
+        UsageError: one of them cannot be called, or there is no exception. From `apply` or the forward: an exception takes
+            no answer of `policy` away.
 
     Example:
         >>> import torch, reactivate

@@ -96,7 +96,7 @@ def recompute_every(k: int, offset: int = 0) -> ReadyMade:
 
 
 @dataclass(frozen=True, repr=False)
-class _Modules(ReadyMade):
+class _RecomputeModules(ReadyMade):
     selectors: tuple[Selector, ...]
 
     def __repr__(self) -> str:
@@ -106,11 +106,11 @@ class _Modules(ReadyMade):
         return Recompute() if site.module is not None and selects(self.selectors, site) else None
 
 
-def recompute_modules(*selectors: Selector) -> ReadyMade:
+def recompute_modules(*modules: Selector) -> ReadyMade:
     """Recompute these modules, each a region of its own; one inside of another is a region inside of a region.
 
     Args:
-        selectors: the end of a path in `model.named_modules()`, where `*` stands for one name and `**` for any number
+        modules: the end of a path in `model.named_modules()`, where `*` stands for one name and `**` for any number
             of them ("layers.*", "encoder.**.mlp"); a class of modules; a function of the site.
 
     Raises:
@@ -123,7 +123,7 @@ def recompute_modules(*selectors: Selector) -> ReadyMade:
         >>> reactivate.apply(model, reactivate.policies.recompute_modules("*.self_attn")).regions
         ('layers.0.self_attn', 'layers.1.self_attn')
     """
-    if not selectors:
+    if not modules:
         raise UsageError("recompute_modules takes at least one module to recompute; full() takes every block.")
-    check(selectors, "recompute_modules")
-    return _Modules(selectors)
+    check(modules, "recompute_modules")
+    return _RecomputeModules(modules)

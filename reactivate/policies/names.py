@@ -11,7 +11,7 @@ from reactivate.policies._select import Selector, check, selects
 
 
 @dataclass(frozen=True, repr=False)
-class _Modules(ReadyMade):
+class _SaveModules(ReadyMade):
     selectors: tuple[Selector, ...]
     storage: Storage
 
@@ -25,13 +25,13 @@ class _Modules(ReadyMade):
         return Interest(modules=True)
 
 
-def save_modules(*selectors: Selector, storage: Storage = DEVICE) -> ReadyMade:
+def save_modules(*modules: Selector, storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what these modules compute: a recomputation skips them.
 
     The cheapest kind of site: nothing is intercepted but the call of the module.
 
     Args:
-        selectors: as for `recompute_modules`.
+        modules: as for `recompute_modules`.
         storage: where to keep it.
 
     Raises:
@@ -46,14 +46,14 @@ def save_modules(*selectors: Selector, storage: Storage = DEVICE) -> ReadyMade:
         >>> handle.saved
         ('layers.0.linear2', 'layers.1.linear2')
     """
-    if not selectors:
+    if not modules:
         raise UsageError("save_modules takes at least one module to save.")
-    check(selectors, "save_modules")
-    return _Modules(selectors, storage)
+    check(modules, "save_modules")
+    return _SaveModules(modules, storage)
 
 
 @dataclass(frozen=True, repr=False)
-class _Names(ReadyMade):
+class _SaveNames(ReadyMade):
     names: tuple[str, ...]
     storage: Storage
 
@@ -88,4 +88,4 @@ def save_names(*names: str, storage: Storage = DEVICE) -> ReadyMade:
     """
     if not names or not all(isinstance(name, str) and name for name in names):
         raise UsageError(f"save_names takes names as given to reactivate.site(fn, name=...); got {names!r}.")
-    return _Names(names, storage)
+    return _SaveNames(names, storage)

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.autograd import Function
+from torch.nn import Module
 
 from reactivate._types import DEVICE, Action, Save, Site, Storage
+from reactivate._words import described
 from reactivate.errors import UsageError
 from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies._select import matches
@@ -122,6 +124,9 @@ def _patterns(within: Any, asked_by: str) -> tuple[str, ...]:
 
 
 def _checked_name(op: Any) -> str:
+    if isinstance(op, Module) or (isinstance(op, type) and issubclass(op, Module)):
+        kind = op.__name__ if isinstance(op, type) else type(op).__name__
+        raise UsageError(f"save_ops takes ops; got {described(op)}. To save modules, write save_modules({kind}).")
     name = op if isinstance(op, str) else name_of(op) if callable(op) else None
     if name is None:
         raise UsageError(f"save_ops takes names of ops, functions of torch and Function classes; got {op!r}.")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch.nn import Module
 
-from reactivate._checkpoint import Determinism
+from reactivate._options import Determinism
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards

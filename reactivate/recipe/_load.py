@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -13,6 +12,7 @@ from torch.nn import Module
 
 from reactivate._applied import Handle
 from reactivate._apply import apply as apply_policy
+from reactivate._words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.planner.step import Loss
 from reactivate.recipe._base import Example, Recipe
@@ -133,8 +133,7 @@ def _kind_of(given: Mapping[str, Any]) -> type[Recipe]:
     every = sorted(set().union(*known.values()))
     for name in given:
         if name not in every:
-            close = difflib.get_close_matches(str(name), every, n=1)
-            meant = f" Did you mean {close[0]!r}?" if close else ""
+            meant = did_you_mean(str(name), every)
             raise UsageError(f"recipe: there is no field {name!r}.{meant} There are: {_fields_of(known)}.")
     if found:
         raise UsageError(

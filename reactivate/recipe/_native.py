@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 from torch.nn import Module
 
-from reactivate._checkpoint import Determinism
+from reactivate._options import Determinism
 from reactivate._types import Policy
+from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
 from reactivate.recipe._base import Example, Recipe, Settings
-from reactivate.recipe._spelled import Spelled, understood
+from reactivate.recipe._grammar import Spelled
+from reactivate.recipe._mapping import plain, read_mapping
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,16 +29,19 @@ class Native(Recipe):
     determinism: Annotated[Determinism, "'first', 'metadata', 'values' or 'none'"] = "first"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, Spelled):
-            object.__setattr__(self, "policy", understood(self.policy))
-        self.policy.policy()  # what is wrong in it is said here,
-        self.settings()  # and of these
+        try:
+            if not isinstance(self.policy, Spelled):
+                object.__setattr__(self, "policy", read_mapping(self.policy))
+            self.policy.built()  # refuses what is wrong in it
+        except UsageError as error:
+            raise UsageError(f"recipe: {error}") from None
+        self.settings()  # refuses guards that there are not
 
     def policy_for(self, model: Module, example: Example | None = None) -> Policy:
-        return self.policy.policy()  # type: ignore[no-any-return]
+        return self.policy.built()  # type: ignore[no-any-return]
 
     def settings(self) -> Settings:
         return Settings(DEFAULT.without(*self.without_guards), self.early_stop, self.determinism)
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"policy": self.policy.plain()}
+        return super().to_dict() | {"policy": plain(self.policy)}

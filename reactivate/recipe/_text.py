@@ -1,4 +1,4 @@
-"""A policy from a text: calls of functions in `reactivate.policies`, and nothing else.
+"""Policies as texts: calls of functions in `reactivate.policies`, and nothing else.
 
 The text is parsed and never evaluated. Every node of its tree is one of those below, or it is refused.
 """
@@ -6,21 +6,13 @@ The text is parsed and never evaluated. Every node of its tree is one of those b
 from __future__ import annotations
 
 import ast
-import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from reactivate import policies, storage
-from reactivate._nearest import did_you_mean
 from reactivate._types import Policy
 from reactivate.errors import UsageError
+from reactivate.recipe._grammar import POLICIES, STORAGES, Functions, Spelled, check_name, signature_of
 
 LONGEST = 10_000  # characters
-
-_POLICIES: Mapping[str, Callable[..., Any]] = {
-    name: value for name in policies.__all__ if inspect.isfunction(value := getattr(policies, name))
-}
-_STORAGES: Mapping[str, Callable[..., Any]] = {"Device": storage.Device, "Host": storage.Host}
 
 
 def parse_policy(text: str, asked_by: str = "--policy") -> Policy:
@@ -40,45 +32,48 @@ def parse_policy(text: str, asked_by: str = "--policy") -> Policy:
         first_match(save_ops('linear'), full())
     """
     try:
-        return _parsed(text)
+        policy: Policy = read_text(text).built()
     except UsageError as error:
         raise UsageError(f"{asked_by}: {error}") from None
+    return policy
 
 
-def _parsed(text: str) -> Policy:
+def read_text(text: str) -> Spelled:
+    """Return the policy that `text` spells.
+
+    Raises:
+        UsageError: it is the spelling of no policy.
+    """
     if len(text) > LONGEST:
         raise UsageError(f"a text of {len(text)} characters; at most {LONGEST} are read.")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        policy: Policy = _call(tree, _POLICIES, text)
+        return _call(ast.parse(text.strip(), mode="eval").body, POLICIES, text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(f"{_short(text)} is not an expression: {getattr(error, 'msg', error)}.") from None
-    return policy
 
 
-def _call(node: ast.AST, known: Mapping[str, Callable[..., Any]], text: str) -> Any:
+def _call(node: ast.AST, known: Functions, text: str) -> Spelled:
     if isinstance(node, ast.Name) and node.id in known:
         raise UsageError(f"{node.id} is a function; write the call: {node.id}(...).")
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise _refusal(node, text)
     name = node.func.id
-    if name not in known:
-        there_are = ", ".join(sorted(_POLICIES))
-        raise UsageError(f"there is no {name!r}.{did_you_mean(name, known)} There are {there_are}.")
+    check_name(name, known)
     if any(keyword.arg is None for keyword in node.keywords):
         raise _refusal(node, text)
     args = [_value(item, text) for item in node.args]
     kwargs = {str(keyword.arg): _value(keyword.value, text) for keyword in node.keywords}
     try:
-        return known[name](*args, **kwargs)
+        given = signature_of(name).bind(*args, **kwargs)
     except TypeError as error:
         raise UsageError(f"{name} does not take this: {error}.") from None
+    return Spelled.of(name, given.arguments)
 
 
 def _value(node: ast.AST, text: str) -> Any:
-    """A literal, a list of values, a policy, a storage."""
+    """Return a literal, a list of values, or a call."""
     if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -88,7 +83,7 @@ def _value(node: ast.AST, text: str) -> Any:
     if isinstance(node, (ast.Tuple, ast.List)):
         return tuple(_value(item, text) for item in node.elts)
     if isinstance(node, (ast.Call, ast.Name)):
-        return _call(node, {**_POLICIES, **_STORAGES}, text)
+        return _call(node, {**POLICIES, **STORAGES}, text)
     raise _refusal(node, text)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from reactivate._words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.recipe._base import Recipe, needed
 
@@ -36,8 +36,7 @@ def _refusal(name: str, hint: Any, given: Mapping[str, Any]) -> str:
     if name not in given:
         return f"recipe: the field {name!r} is missing. It takes {takes}."
     value = given[name]
-    close = difflib.get_close_matches(value.lower(), _words(hint), n=1) if isinstance(value, str) else []
-    meant = f" Did you mean {close[0]!r}?" if close else ""
+    meant = did_you_mean(value, _words(hint)) if isinstance(value, str) else ""
     return f"recipe: {name}={value!r} is not allowed.{meant} It takes {takes}."
 
 

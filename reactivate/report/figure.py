@@ -98,18 +98,20 @@ def title(axes: Axes, words: str) -> None:
     axes.set_title(words, loc="left", fontweight="bold", fontsize=11, parse_math=False)
 
 
-def legend(axes: Axes) -> None:
+def legend(axes: Axes, columns: int = 4) -> None:
     """Put the legend below a picture."""
-    axes.legend(
+    found = axes.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, 0.0),
         borderaxespad=3.8,  # lines: below the axis and its label
-        ncols=4,
+        ncols=columns,
         frameon=False,
         fontsize=9,
         handlelength=1.4,
         columnspacing=1.2,
     )
+    for text in found.get_texts():
+        text.set_parse_math(False)  # a name may have dollar signs
 
 
 def _matplotlib() -> tuple[Any, Any]:

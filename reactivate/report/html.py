@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reactivate._engine.accounts import in_words
-from reactivate._inspect.table import Column, Row
+from reactivate._table import Column, Row, Table
 from reactivate.errors import UsageError
 from reactivate.planner import plan_table
 from reactivate.planner.planned import Planned
@@ -46,14 +46,13 @@ class HtmlTable:
 
     Attributes:
         heading: what stands above it.
-        columns, rows: what is in it.
+        table: what is in it.
         unfolded: for each row what is in it that it only sums up.
         marked: the number of the row that stands out, or None.
     """
 
     heading: str
-    columns: tuple[Column, ...]
-    rows: list[Row]
+    table: Table
     unfolded: list[list[str]]
     marked: int | None = None
 
@@ -112,7 +111,7 @@ def _inline(figure: Figure, name: str) -> str:
 def _blocks(plan: Planned) -> HtmlTable:
     runs = plan_table.runs(plan.decisions)
     paths = [[decision.path for decision in alike] if len(alike) > 1 else [] for alike in runs]
-    return HtmlTable("Blocks", plan_table.BLOCK_COLUMNS, plan_table.block_rows(plan), [*paths, []])
+    return HtmlTable("Blocks", plan_table.block_table(plan), [*paths, []])
 
 
 def _memory(plan: Planned) -> HtmlTable:
@@ -122,13 +121,13 @@ def _memory(plan: Planned) -> HtmlTable:
     if plan.optimizer_bytes:
         rows.append(Row(["the optimizer's step", in_words(plan.optimizer_bytes), _share(plan.optimizer_bytes, peak)]))
     columns = (Column("what"), Column("bytes", True), Column("share", True))
-    return HtmlTable("Memory at the peak", columns, rows, [[] for _ in rows])
+    return HtmlTable("Memory at the peak", Table(columns, rows), [[] for _ in rows])
 
 
 def _choices(plan: Planned) -> HtmlTable:
-    rows = plan_table.choice_rows(plan)
+    table = plan_table.choice_table(plan)
     chosen = next(index for index, choice in enumerate(plan_table.choices(plan)) if choice.is_chosen)
-    return HtmlTable("Other choices", plan_table.CHOICE_COLUMNS, rows, [[] for _ in rows], chosen)
+    return HtmlTable("Other choices", table, [[] for _ in table.rows], chosen)
 
 
 def _share(size: int, whole: int) -> str:

@@ -49,8 +49,8 @@ class Reached:
     def __init__(self, fn: Any, given: Any, noted: Noted) -> None:
         self._noted = noted
         self._fn = fn
-        self._closed_over = _Walk(fn)
-        self._given = _Walk(given)
+        self._closed_over = _SideEffects(fn)
+        self._given = _SideEffects(given)
         self._versions = versions_of(self.tensors())
         self._memory = list(map(_memory_of, self.tensors()))
 
@@ -75,7 +75,7 @@ class Reached:
             changed = next((item for item in found if id(item) not in noted and _is_of_this_call(item)), None)
             if changed is not None:
                 return f"it changes a {type(changed).__name__} that it closes over"
-        if not _are_same(_Walk(self._fn).tensors, self._closed_over.tensors):
+        if not _are_same(_SideEffects(self._fn).tensors, self._closed_over.tensors):
             return "it leaves a tensor in what it closes over"
         return None
 
@@ -84,7 +84,7 @@ class Reached:
         return self._closed_over.tensors + self._given.tensors
 
 
-class _Walk:
+class _SideEffects:
     """The objects that a value leads to, without modules and generators.
 
     Attributes:
@@ -165,7 +165,7 @@ def _is_of_this_call(value: Any) -> bool:
             if type(value) is CellType:
                 if any(item is part for item in local for part in _items(value) or ()):
                     return True
-            elif _Walk(local).has_seen(value):
+            elif _SideEffects(local).has_seen(value):
                 return True
         frame = frame.f_back
     return False

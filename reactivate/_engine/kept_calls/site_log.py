@@ -81,7 +81,7 @@ class Log:
         self.is_setup_inside = False  # whether what a custom function sets up next is part of a saved call
         ops = choice.interest.ops
         self._shows_compiled = ops is None or COMPILED_CODE in ops
-        self._mode: _Mode | None = _Mode(self, choice) if choice.sees_functions else None
+        self._mode: _LoggingMode | None = _LoggingMode(self, choice) if choice.sees_functions else None
 
     @property
     def record(self) -> Any:
@@ -161,7 +161,7 @@ class Log:
             self.is_inside = False
 
 
-class _Mode(TorchFunctionMode):
+class _LoggingMode(TorchFunctionMode):
     """Shows torch's functions to a log."""
 
     def __init__(self, log: Log, choice: Choice) -> None:

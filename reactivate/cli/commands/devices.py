@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from reactivate._inspect.table import WIDTH, Column, Row, draw
+from reactivate._table import WIDTH, Column, Row, Table
 from reactivate.cli.options import REPORTING
 from reactivate.cli.outcome import Code, print_json
 from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec
@@ -29,7 +29,7 @@ def _table() -> str:
     rows = [Row([*_figures(device), f"[{sources.index(device.source) + 1}]"]) for device in DEVICES.values()]
     notes = (f"[{number}] {source}" for number, source in enumerate(sources, start=1))
     title = "Published peaks: memory, its bandwidth, and TFLOP/s of dense matrix products."
-    return "\n".join([draw(columns, rows, title=title, width=WIDTH), "", *notes])
+    return "\n".join([Table(columns, rows, title).text(width=WIDTH), "", *notes])
 
 
 def _figures(device: DeviceSpec) -> list[str]:

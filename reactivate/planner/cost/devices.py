@@ -11,7 +11,6 @@ Whoever has the device should measure these, and describe it in a file (`load`).
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from reactivate._words import did_you_mean
 from reactivate.errors import UsageError
 
 __all__ = ["DEVICES", "FORMATS", "DeviceSpec", "find", "load"]
@@ -131,10 +131,8 @@ def find(name: str) -> DeviceSpec:
     known = {_plain(device): device for device in DEVICES}
     if _plain(name) in known:
         return DEVICES[known[_plain(name)]]
-    close = difflib.get_close_matches(_plain(name), known, n=1)
-    meant = f" Did you mean {known[close[0]]!r}?" if close else ""
     raise UsageError(
-        f"device={name!r} is not known.{meant} There are {', '.join(DEVICES)}. "
+        f"device={name!r} is not known.{did_you_mean(name, DEVICES, _plain)} There are {', '.join(DEVICES)}. "
         "Another one can be described in a JSON file: reactivate.planner.cost.devices.load(path)."
     )
 
@@ -163,9 +161,9 @@ def _check_keys(given: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     known = {item.name: item.default is MISSING for item in fields(DeviceSpec)}
     for key in given:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            meant = f" Did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"device file {os.fspath(path)}: unknown key {key!r}.{meant} It takes {', '.join(known)}.")
+            raise UsageError(
+                f"device file {os.fspath(path)}: unknown key {key!r}.{did_you_mean(key, known)} It takes {', '.join(known)}."
+            )
     missing = [key for key, is_needed in known.items() if is_needed and key not in given]
     if missing:
         raise UsageError(f"device file {os.fspath(path)}: missing {', '.join(map(repr, missing))}.")

@@ -17,7 +17,8 @@ from reactivate._engine.accounts import Ledger
 from reactivate._inspect.fake import faked, has_no_memory
 from reactivate._torch.containers import flatten
 from reactivate.planner.cost.prediction import Fixed
-from reactivate.planner.profile.trace import Costs, traced
+from reactivate.planner.profile.trace import Costs
+from reactivate.planner.profile.tracer import traced
 
 
 def fixed_of(model: Module, args: Any, kwargs: Any, optimizer_bytes: int) -> Fixed:

@@ -140,7 +140,7 @@ def _class_of(unit: Module) -> object:
     return type(unit), facts
 
 
-class Table:
+class TreatmentTable:
     """Every unit's treatments, with their figures.
 
     Args:

@@ -10,7 +10,8 @@ from torch.nn import Module
 
 from reactivate._apply import apply
 from reactivate._types import Policy
-from reactivate.planner.profile.trace import Costs, Trace, traced
+from reactivate.planner.profile.trace import Costs, Trace
+from reactivate.planner.profile.tracer import traced
 from reactivate.planner.step import TrainingStep
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reactivate.planner.profile.probe import Figures, Reading, Table
+from reactivate.planner.profile.probe import Figures, Reading, TreatmentTable
 from reactivate.planner.profile.trace import Trace
 from reactivate.planner.solver.chain import Candidate, Chain, Pick, Solution
 from reactivate.planner.solver.solve import Infeasible, least, solve
@@ -42,7 +42,7 @@ class Search:
 
     def __init__(
         self,
-        table: Table,
+        table: TreatmentTable,
         menus: Mapping[str, Sequence[Treatment]],
         simulate: Callable[[Mapping[str, Treatment]], tuple[Trace, Reading]],
     ) -> None:

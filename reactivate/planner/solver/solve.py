@@ -25,8 +25,6 @@ And a thousand blocks that are all equal: each is one that decides, so that it t
 from __future__ import annotations
 
 import heapq
-import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,17 +32,16 @@ from operator import itemgetter
 
 from reactivate.errors import UsageError
 from reactivate.planner.solver.bound import Bound, Move, bounds_of
-from reactivate.planner.solver.chain import Candidate, Chain, Pick, Solution
+from reactivate.planner.solver.chain import Chain, Pick, Solution
+from reactivate.planner.solver.graph import Graph, contracted, graph_of
 
 __all__ = ["Infeasible", "frontier", "least", "solve"]
 
-_TICK_BITS = 60
 _NEVER = 1 << 80  # more ticks than any choice takes
 _FIRST_WIDTH, _WIDTH = 4, 256  # partial choices that go on from a block
 _FACTOR = 4  # by which a guess, or a width, that was too small is increased
 _WAY_BITS = 24
 
-_Graph = dict[int, list[Move]]  # from each block on
 _Label = tuple[
     int, int, int, int
 ]  # a partial choice: held bytes, ticks, peak in bytes, and which label and move led here
@@ -140,12 +137,12 @@ class _Problem:
     """A chain, made ready to be solved for any budget."""
 
     chain: Chain
-    graph: _Graph
+    graph: Graph
     bounds: list[Bound]
 
     @classmethod
     def of(cls, chain: Chain) -> _Problem:
-        graph = _graph_of(chain)
+        graph = graph_of(chain)
         return cls(chain, graph, bounds_of(list(graph.values()), chain.outside[-1]))
 
     @property
@@ -163,7 +160,7 @@ class _Problem:
     def solve(self, budget_bytes: int) -> Solution:
         if budget_bytes < self.least_bytes:
             raise Infeasible(self.least_bytes)
-        search = _Search(self.chain.outside[0], self.bounds, budget_bytes)
+        search = _BranchAndBound(self.chain.outside[0], self.bounds, budget_bytes)
         search.run(self.graph, _NEVER, _FIRST_WIDTH)
         low_ticks = self.bounds[0].ticks_in(budget_bytes)
         allowed = (search.ticks - low_ticks) // 16 + 1
@@ -179,7 +176,7 @@ class _Problem:
             else:
                 allowed, width = allowed * _FACTOR, _WIDTH
 
-    def _reduced(self, budget_bytes: int, ticks: int) -> _Graph:
+    def _reduced(self, budget_bytes: int, ticks: int) -> Graph:
         """The graph without the moves that no solution within the budget and the time makes.
 
         Room and time are weighted so that along the bound the sum is least at the budget. A solution's is at most the limit;
@@ -189,7 +186,7 @@ class _Problem:
         limit = tick_weight * ticks + room_weight * budget_bytes
         after = [bound.least_of(room_weight, tick_weight) for bound in self.bounds]
         before = {0: 0}
-        graph: _Graph = {}
+        graph: Graph = {}
         for start, moves in self.graph.items():
             if start in before:
                 graph[start] = []
@@ -198,28 +195,10 @@ class _Problem:
                     if weight + after[move.stop] <= limit:
                         graph[start].append(move)
                         before[move.stop] = min(weight, before.get(move.stop, weight))
-        return _contracted(graph)
+        return contracted(graph)
 
 
-def _contracted(graph: _Graph) -> _Graph:
-    """Return the moves with one in place of two between which there is no choice."""
-    arrivals = Counter(move.stop for moves in graph.values() for move in moves)
-    passed = {start for start, moves in graph.items() if start and len(moves) == 1 and arrivals[start] == 1}
-    shorter = {}
-    for start, moves in graph.items():
-        if start not in passed:
-            shorter[start] = [_extended(move, graph, passed) for move in moves]
-    return shorter
-
-
-def _extended(move: Move, graph: _Graph, passed: set[int]) -> Move:
-    """The move with what follows it without a choice."""
-    while move.stop in passed:
-        move = move.then(graph[move.stop][0])
-    return move
-
-
-class _Search:
+class _BranchAndBound:
     """Dynamic programming within a budget, and the best solution that it found so far.
 
     Attributes:
@@ -237,7 +216,7 @@ class _Search:
         self.picks: list[Pick] = []
         self.states = 0
 
-    def run(self, graph: _Graph, ticks: int, width: int) -> tuple[bool, bool]:
+    def run(self, graph: Graph, ticks: int, width: int) -> tuple[bool, bool]:
         """Look for a better solution that takes no more than these ticks.
 
         Returns:
@@ -292,7 +271,7 @@ class _Search:
         ]
 
 
-def _picks_on(way: int, graph: _Graph, labels: dict[int, list[_Label]], end: int) -> list[Pick]:
+def _picks_on(way: int, graph: Graph, labels: dict[int, list[_Label]], end: int) -> list[Pick]:
     """Return the choices on a way to the end: back from label to label."""
     mask = (1 << _WAY_BITS) - 1
     parts = []
@@ -301,41 +280,3 @@ def _picks_on(way: int, graph: _Graph, labels: dict[int, list[_Label]], end: int
         parts.append(graph[end][number].picks)
         way = labels[end][index][3]
     return [pick for part in reversed(parts) for pick in part]
-
-
-def _graph_of(chain: Chain) -> _Graph:
-    """The moves from each block. What is outside of blocks is in their needs."""
-    menus = [[(start + 1, menu)] for start, menu in enumerate(chain.menus)]
-    for span in chain.spans:
-        menus[span.start].append((span.stop, span.menu))
-    shift = _TICK_BITS - math.frexp(_slowest(menus))[1]
-    graph: _Graph = {}
-    for start, row in enumerate(menus):
-        by_stop: dict[int, list[Move]] = {}
-        for stop, menu in row:
-            by_stop.setdefault(stop, []).extend(_move_of(chain, start, stop, entry, shift) for entry in menu)
-        graph[start] = [move for moves in by_stop.values() for move in _undominated(moves)]
-    return graph
-
-
-def _move_of(chain: Chain, start: int, stop: int, entry: Candidate, shift: int) -> Move:
-    need = max(entry.need_bytes, chain.outside[start], entry.held_bytes + chain.outside[stop])
-    ticks = round(math.ldexp(entry.seconds, shift))
-    return Move(stop, entry.held_bytes, need, ticks, (Pick(start, stop, entry),))
-
-
-def _slowest(menus: Sequence[Sequence[tuple[int, Sequence[Candidate]]]]) -> float:
-    """The seconds of the slowest choice."""
-    seconds = [0.0] * (len(menus) + 1)
-    for start in reversed(range(len(menus))):
-        seconds[start] = max(seconds[stop] + max(entry.seconds for entry in menu) for stop, menu in menus[start])
-    return seconds[0]
-
-
-def _undominated(moves: Iterable[Move]) -> list[Move]:
-    """Return the moves that hold, need or take less than every other."""
-    found: list[Move] = []
-    for move in sorted(moves, key=lambda move: (move.held, move.ticks, move.need)):
-        if not any(other.need <= move.need and other.ticks <= move.ticks for other in found):
-            found.append(move)
-    return found

@@ -1,0 +1,68 @@
+"""Entries of an explanation while its step runs: tensors may be let go again before they count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from reactivate._engine.record import Record
+from reactivate._inspect.explanation import Entry
+from reactivate._inspect.places import SourcePlace
+
+
+class Holder:
+    """A token in the place of a saved tensor: it is alive as long as the tensor is kept."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def tensor_of(holder: Holder) -> Tensor:
+    return holder.tensor
+
+
+@dataclass
+class Draft:
+    """An entry that is being made."""
+
+    kind: str
+    place: SourcePlace
+    name: str = ""
+    action: str = "keep"
+    reason: str | None = None
+    storage: str | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+    inside: list[Draft] = field(default_factory=list)
+
+    def add(self, name: str, number: float) -> None:
+        self.figures[name] = self.figures.get(name, 0) + number
+
+    def entry(self) -> Entry:
+        path, source = self.place
+        inside = tuple(draft.entry() for draft in self.inside)
+        return Entry(
+            self.kind, path, self.name, self.action, self.reason, source, self.storage, inside=inside, **self.figures
+        )
+
+
+@dataclass
+class KeptTensor:
+    """A tensor is kept: by whom, and under which figure it counts. No draft: nobody knows yet."""
+
+    holder: ref[Holder]
+    draft: Draft | None
+    figure: str
+
+
+@dataclass
+class RegionEnd:
+    """A region has ended, and keeps what autograd does not know of."""
+
+    record: ref[Record]
+    draft: Draft
+    calls: dict[int, Draft]  # by the number of the call

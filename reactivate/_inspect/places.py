@@ -1,0 +1,75 @@
+"""Places of a step in a model: the module that runs, and the line of the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType
+
+from torch.nn import Module
+
+from reactivate._engine.record import Record
+from reactivate._engine.region import Region
+from reactivate._engine.run import run
+from reactivate._engine.sites import Site, line_of, user_frame
+from reactivate._torch.modules import MODULE_CALL_CODE
+from reactivate._view import original_of
+
+SourcePlace = tuple[str, "str | None"]  # module path, source line
+
+
+class SourcePlaces:
+    """Finds places in the stack.
+
+    Args:
+        roots: the models whose modules have paths.
+        around: the code that called all this, which is nobody's place.
+    """
+
+    def __init__(self, roots: Iterable[Module], around: set[CodeType]) -> None:
+        self._paths = {id(original_of(module)): path for root in roots for path, module in root.named_modules()}
+        self._around = around
+
+    def at(self, frame: FrameType | None) -> SourcePlace:
+        """Return the module that runs, and the line of the user's."""
+        here, path = frame, None
+        while frame is not None and path is None:
+            if frame.f_code is MODULE_CALL_CODE:
+                path = self._paths.get(id(frame.f_locals["self"]))
+            frame = frame.f_back
+        found = None if here is None else user_frame(here)
+        return path or "", None if found is None else self.line((found.f_code, found.f_lasti))
+
+    def of_region(self, record: Record, frame: FrameType) -> SourcePlace:
+        """Return the place of a region whose forward ends in `frame`."""
+        path, line = self.at(frame)
+        return self._paths.get(id(module_of(record)), path), line
+
+    def line(self, site: Site) -> str | None:
+        """Return the line of a site; None in the code around."""
+        return None if site[0] in self._around else line_of(site)
+
+
+def codes_around(frame: FrameType | None) -> set[CodeType]:
+    """Return the code of a frame, and of those that called it."""
+    codes = set()
+    while frame is not None:
+        codes.add(frame.f_code)
+        frame = frame.f_back
+    return codes
+
+
+def regions_around(frame: FrameType | None) -> Iterator[Region]:
+    """The regions whose forward pass runs, innermost first."""
+    while frame is not None:
+        if frame.f_code is run.__code__:
+            region = frame.f_locals.get("region")
+            if region is not None:
+                yield region
+        frame = frame.f_back
+
+
+def module_of(record: Record) -> Module | None:
+    """The module that is the region, if it is one."""
+    fn = record.fn
+    owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, Module) else None

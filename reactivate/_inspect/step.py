@@ -1,0 +1,142 @@
+"""One step of a model, forward and backward, from the state that it is called in, and back to that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from reactivate._engine.accounts import Ledger
+from reactivate._engine.inputs.capture import Capture
+from reactivate._engine.record import Record, observed_by
+from reactivate._torch.containers import flatten, leaves_with_paths
+from reactivate.errors import UsageError
+from reactivate.guards import Modules, all_sources
+
+Change = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any]]]
+
+
+@dataclass
+class Outcome:
+    """The results of one run."""
+
+    results: dict[str, Any] = field(default_factory=dict)
+    kept_bytes: int = 0
+    regions: int = 0
+    recomputations: int = 0
+
+    def forward_done(self, record: Record) -> None:
+        self.regions += 1
+
+    def recomputation_done(self, record: Record) -> None:
+        self.recomputations += 1
+
+
+class Step:
+    """A model and its arguments, with the state that both can reach."""
+
+    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        reach = Capture(model, args, kwargs)
+        self.sources = all_sources(reach)
+        self.modules = reach.modules
+        self._guard = Modules()
+        self._state = self._guard.before(reach)
+        self.inputs = _leaves_requiring_grad("args", args) | _leaves_requiring_grad("kwargs", kwargs)
+        known = {id(tensor) for tensor in self.inputs.values()}
+        for root in reach.roots:
+            for name, parameter in root.named_parameters():
+                if parameter.requires_grad and id(parameter) not in known:
+                    known.add(id(parameter))
+                    self.inputs[name] = parameter
+        closed_over = [item for item in reach.reached() if item.requires_grad and id(item) not in known]
+        self.inputs |= {f"closed-over tensor {index}": item for index, item in enumerate(closed_over)}
+
+    def run(self, model: Callable[..., Any], change: Change = nullcontext) -> Outcome:
+        """Run forward and backward from the state that the call was made in, and go back to it."""
+        run = Outcome()
+        with self.held(), observed_by(run), change(model) as subject:
+            self._run(subject, run)
+        return run
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Begin in the state that the call was made in, and go back to it: modules and random numbers."""
+        with ExitStack() as stack:
+            for source in self.sources:
+                stack.callback(source.write, source.read())
+            stack.enter_context(torch.enable_grad())
+            if self._state is not None:
+                stack.enter_context(self._guard.rewound(self._state))
+            yield
+
+    def _run(self, model: Callable[..., Any], run: Outcome) -> None:
+        ledger = Ledger(self.inputs.values())
+
+        def count(tensor: Tensor) -> Tensor:
+            run.kept_bytes += ledger.enter(tensor)
+            return tensor
+
+        with saved_tensors_hooks(count, lambda tensor: tensor):
+            output = model(*self.args, **self.kwargs)
+        outputs = leaves_of("output", output)
+        roots = [leaf for leaf in outputs.values() if leaf.requires_grad]
+        if not roots or not self.inputs:
+            raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to verify.")
+        inputs = list(self.inputs.values())
+        gradients = torch.autograd.grad(roots, inputs, cotangents(roots), allow_unused=True)
+        for name, leaf in outputs.items():
+            run.results[name] = leaf.detach().clone()
+        for name, gradient in zip(self.inputs, gradients):
+            run.results[f"gradient of {name}"] = gradient
+        for number, module in enumerate(self.modules):
+            for name, buffer in module.named_buffers(recurse=False):
+                run.results[f"buffer {name} of {type(module).__name__} {number}"] = buffer.clone()
+        for source in self.sources:
+            run.results[f"random state of {source.name}"] = source.read()
+
+
+def leaves_of(name: str, value: Any) -> dict[str, Tensor]:
+    """The tensors in nested containers and dataclasses, by the way to them."""
+    found: dict[str, Tensor] = {}
+    for path, leaf in _leaves_with_paths(value):
+        if isinstance(leaf, Tensor):
+            found[name + path] = leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for item in fields(leaf):
+                found |= leaves_of(f"{name}{path}.{item.name}", getattr(leaf, item.name))
+    return found
+
+
+def _leaves_with_paths(value: Any) -> list[tuple[str, Any]]:
+    try:
+        return leaves_with_paths(value)
+    except ValueError:  # a container in it is registered without keys
+        return [(step + path, leaf) for step, item in _items_of(value) for path, leaf in _leaves_with_paths(item)]
+
+
+def _items_of(value: Any) -> Iterator[tuple[str, Any]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(_parts_of(value))
+    return ((f"[{key!r}]", item) for key, item in items)
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (list, tuple)) else flatten(value)[0]
+
+
+def _leaves_requiring_grad(name: str, value: Any) -> dict[str, Tensor]:
+    return {path: leaf for path, leaf in leaves_of(name, value).items() if leaf.requires_grad}
+
+
+def cotangents(roots: list[Tensor]) -> list[Tensor]:
+    """A gradient for each output that has no symmetry: the sum of a softmax, say, would have gradient zero."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(root.shape, generator=generator, dtype=torch.float32).to(device=root.device, dtype=root.dtype)
+        for root in roots
+    ]

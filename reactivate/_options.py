@@ -1,0 +1,78 @@
+"""The options of a region, checked, and the same for torch.compile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+from torch.nn import Module
+
+from reactivate._compilers.graph import contexts_for
+from reactivate._engine.kept_calls.choice import Choice, Unmatched
+from reactivate._engine.kept_calls.site_log import serve
+from reactivate._engine.record import Options
+from reactivate._types import Guard, Policy
+from reactivate._words import described
+from reactivate.errors import UnsupportedError, UsageError
+from reactivate.guards import DEFAULT, ContextPair
+from reactivate.policies._base import check_policy
+
+Determinism = Literal["first", "metadata", "values", "none"]
+
+DEFAULT_OPTIONS = Options(tuple(DEFAULT))
+
+
+def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determinism, name: str | None) -> Options:
+    """Checked options.
+
+    Raises:
+        UsageError: an option has a value that it cannot have.
+    """
+    if guards is DEFAULT and early_stop is True and determinism == "first" and name is None:
+        return DEFAULT_OPTIONS
+    if determinism not in get_args(Determinism):
+        allowed = ", ".join(map(repr, get_args(Determinism)))
+        raise UsageError(f"determinism={determinism!r} is not a check. There are: {allowed}.")
+    members = tuple(guards)
+    for guard in members:
+        if not isinstance(guard, Guard):
+            raise UsageError(
+                f"`guards` must contain `Guard` objects; got {described(guard)}. Subclass reactivate.guards.Guard."
+            )
+    return Options(members, bool(early_stop), determinism, name)
+
+
+def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
+    """`options` with a policy for what is inside of the region.
+
+    Raises:
+        UsageError: `policy` is no policy.
+    """
+    check_policy(policy, "checkpoint(policy=...)")
+    owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
+    module = owner if isinstance(owner, Module) else None
+    root = None if module is None else weakref.ref(module)
+    unmatched = Unmatched(policy, "checkpoint", has_modules=module is not None)
+    choice = serve(Choice(policy, unmatched, root, "", is_applied=False))
+    choice.find_modules()
+    return options.of(options.name, choice, contexts_for(policy, root, ""))
+
+
+def contexts_in_graph(options: Options) -> Any:
+    """Return the contexts of a traced region with these options, for torch.compile."""
+    if options is DEFAULT_OPTIONS:
+        return None
+    if options.in_graph is not None:
+        return options.in_graph
+    if options.determinism == "values":
+        raise UnsupportedError('determinism="values" cannot be used under torch.compile: run the function without it.')
+    pairs = [guard for guard in options.guards if isinstance(guard, ContextPair)]
+    others = [guard for guard in options.guards if guard not in DEFAULT.members and guard not in pairs]
+    if others or len(pairs) > 1:
+        names = ", ".join(type(guard).__name__ for guard in others or pairs)
+        raise UnsupportedError(
+            f"These guards cannot be used under torch.compile: {names}. What runs in a compiled graph is recomputed by "
+            "the compiler, which knows the random numbers and one pair of dispatch modes."
+        )
+    return pairs[0].make if pairs else None

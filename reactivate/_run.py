@@ -1,0 +1,42 @@
+"""The one dispatch of a region's call: into a graph of torch.compile, into a trace of JAX, or to the engine.
+
+Fake tensors, dispatch modes and transforms of `torch.func` are the engine's own affair: there is a call to run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.compiler import is_compiling
+
+from reactivate._compilers.jax import is_traced, run_traced
+from reactivate._engine.record import Options
+from reactivate._options import contexts_in_graph
+from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph
+
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any], Options], Any]
+
+
+def run_region(runner: Runner, options: Options, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call `fn(*args, **kwargs)` as a region.
+
+    Args:
+        runner: the part of the engine that runs it in eager mode.
+        options: of the region.
+        fn: a function or a module.
+    """
+    if is_compiling():
+        try:
+            return checkpoint_in_graph(fn, args, kwargs, contexts_in_graph(options))
+        except NotTraced:
+            return runner(fn, args, kwargs, options)
+    return run_untraced(runner, options, fn, args, kwargs)
+
+
+def run_untraced(runner: Runner, options: Options, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `fn(*args, **kwargs)` as a region that torch.compile does not trace."""
+    if "torchax" in sys.modules and is_traced(fn, args, kwargs):
+        return run_traced(fn, args, kwargs, options)
+    return runner(fn, args, kwargs, options)

@@ -1,0 +1,116 @@
+"""A policy's choice among the modules of a model: regions, saved modules, and what is kept beside them, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn import Module
+
+from reactivate._blocks import blocks_of, siblings_of
+from reactivate._engine.kept_calls.choice import Unmatched
+from reactivate._types import Action, Policy, Recompute, Save, Site
+from reactivate.errors import UsageError
+from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
+
+
+class Selection:
+    """The modules of a model that a policy has an action for.
+
+    Args:
+        model: the model.
+        policy: the policy.
+        unmatched: the parts of the policy, of which those that match a module are crossed off.
+
+    Attributes:
+        regions: {path: module} of those that are recomputed.
+        saved: {path: module} of those that are saved inside of a region.
+
+    Raises:
+        UsageError: a part of the policy is for another model, or matches nothing.
+    """
+
+    def __init__(self, model: Module, policy: Policy, unmatched: Unmatched) -> None:
+        self._model = model
+        self._policy = policy
+        self._sites = _sites_of(model)
+        blocks = [site.path for _, site in self._sites if site.block is not None]
+        for part in parts_of(policy):
+            if isinstance(part, ReadyMade):
+                part.check_blocks(blocks)
+        actions = [(site.path, module, self._action(site)) for module, site in self._sites]
+        self.regions = {path: module for path, module, action in actions if isinstance(action, Recompute)}
+        self._inside = {id(inner) for module in self.regions.values() for inner in module.modules()}
+        self.saved = {
+            path: module for path, module, action in actions if isinstance(action, Save) and id(module) in self._inside
+        }
+        self._cross_off(unmatched)
+        self._refuse_unmatched(unmatched)
+
+    def _action(self, site: Site) -> Action | None:
+        action = self._policy(site)
+        if action is None and interest_of(self._policy).calls:  # it may be another call that is saved
+            action = next((found for found in self._of_parts(site) if isinstance(found, Save)), None)
+        return action
+
+    def _of_parts(self, site: Site) -> Iterable[Action | None]:
+        return (part(site) for part in parts_of(self._policy) if isinstance(part, ReadyMade))
+
+    def _cross_off(self, unmatched: Unmatched) -> None:
+        for _, site in self._sites:
+            for part in list(unmatched.parts):
+                action = part(site)
+                if isinstance(action, Recompute) or (action is not None and site.path in self.saved):
+                    unmatched.parts.remove(part)
+
+    def _refuse_unmatched(self, unmatched: Unmatched) -> None:
+        """Rule 17: what selects modules must have selected some."""
+        about_modules = [part for part in unmatched.parts if not _is_about_functions(part)]
+        if about_modules:
+            blocks = ", ".join(site.path for _, site in self._sites if site.block is not None)
+            names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
+            where = "" if self.regions else " (and no module is recomputed, inside of which something could be saved)"
+            raise UsageError(
+                f"apply: {about_modules[0]} matches nothing in {type(self._model).__name__}{where}. Its blocks are {names}. "
+                f"Its modules are {shortened(site.path for _, site in self._sites if site.path)}."
+            )
+        if unmatched.parts and not self.regions:
+            raise UsageError(
+                f"apply: {unmatched.parts[0]} saves calls inside of regions, and the policy makes no region. "
+                "Combine it with one that does: first_match(save_ops(...), full())."
+            )
+
+    def kept_beside(self) -> dict[str, str]:
+        """Return {path: reason} of the layers with parameters that share a list with a block that is a region."""
+        blocks = {id(module) for module, site in self._sites if site.block is not None}
+        lists = {path.rpartition(".")[0]: path for path, module in self.regions.items() if id(module) in blocks}
+        kept: dict[str, str] = {}
+        for path in lists.values():
+            for place, sibling in siblings_of(self._model, path).items():
+                is_around = any(id(inner) in self._inside for inner in sibling.modules())
+                if not is_around and any(True for _ in sibling.parameters()):
+                    kept[place] = _reason(sibling, id(sibling) in blocks)
+        return kept
+
+
+def _sites_of(model: Module) -> list[tuple[Module, Site]]:
+    """Every module, with its site. They share what policies count."""
+    blocks = {id(module): number for number, module in enumerate(blocks_of(model).values())}
+    counts: dict[Any, int] = {}
+    return [
+        (module, Site(path, module=module, block=blocks.get(id(module)), blocks=len(blocks), counts=counts))
+        for path, module in model.named_modules()
+    ]
+
+
+def _is_about_functions(part: Any) -> bool:
+    interest = interest_of(part)
+    return interest.any_function or bool(interest.functions) or interest.names
+
+
+def _reason(module: Module, is_block: bool) -> str:
+    if is_block:
+        return "the policy does not select them"
+    if any(True for _ in module.children()):
+        return "not among the repeated layers; add recompute_modules(...) for them"
+    return "single layers without modules inside, of which recomputation would drop little"

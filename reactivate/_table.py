@@ -1,0 +1,135 @@
+"""Tables: text for a terminal, drawn by rich where that is installed, or Markdown."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+WIDTH = 120  # where there is no terminal
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Attributes:
+        title: what stands above it.
+        is_figure: whether it is set to the right, and never broken.
+    """
+
+    title: str
+    is_figure: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row.
+
+    Attributes:
+        cells: a text for each column; those that are missing at the end are empty.
+        depth: how deep in the tree of the first column it stands.
+        is_total: whether a rule stands before it.
+    """
+
+    cells: Sequence[str]
+    depth: int = 0
+    is_total: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: a tree in the first column, figures in the others.
+
+    Attributes:
+        columns, rows: what is in it.
+        title: what stands above it.
+
+    Example:
+        >>> from reactivate._table import Column, Row, Table
+        >>> table = Table([Column("site"), Column("kept", True)], [Row(["layers.0", "4 KiB"]), Row(["linear"], depth=1)])
+        >>> table.text().split()[-4:]
+        ['layers.0', '4', 'KiB', 'linear']
+        >>> print(table.markdown())
+        | site | kept |
+        |---|---:|
+        | layers.0 | 4 KiB |
+        | linear | |
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    title: str = ""
+
+    def text(self, *, width: int | None = None, plain: bool = False) -> str:
+        """Return the table as text, without colours.
+
+        Args:
+            width: in characters; that of the terminal if None, 120 where there is none.
+            plain: without rich, as wide as it gets; so it is where rich is not installed.
+        """
+        rich = None if plain else _rich()
+        lines = self._plain_lines() if rich is None else self._drawn_lines(rich, width or _width())
+        return "\n".join([self.title, *lines] if self.title else lines)
+
+    def markdown(self) -> str:
+        """Return the table as Markdown has it, without its title."""
+        rule = "|".join("---:" if column.is_figure else "---" for column in self.columns)
+        head, *lines = map(_markdown_line, ([column.title for column in self.columns], *self._cells()))
+        return "\n".join([head, f"|{rule}|", *lines])
+
+    def _cells(self) -> Iterator[list[str]]:
+        for row in self.rows:
+            yield [*row.cells, *[""] * (len(self.columns) - len(row.cells))]
+
+    def _indented(self) -> Iterator[list[str]]:
+        for row, cells in zip(self.rows, self._cells()):
+            yield ["  " * row.depth + cells[0], *cells[1:]]
+
+    def _plain_lines(self) -> list[str]:
+        """Return columns as wide as what is in them, separated by two spaces."""
+        lines = [[column.title for column in self.columns], *self._indented()]
+        widths = [max(map(len, cells)) for cells in zip(*lines)]
+        return [
+            "  ".join(
+                cell.rjust(width) if column.is_figure else cell.ljust(width)
+                for column, cell, width in zip(self.columns, line, widths)
+            ).rstrip()
+            for line in lines
+        ]
+
+    def _drawn_lines(self, rich: tuple[Any, Any, Any, Any], width: int) -> list[str]:
+        console, table_class, text_class, box = rich
+        table = table_class(box=box)
+        for column in self.columns:
+            justify = "right" if column.is_figure else "left"
+            table.add_column(column.title, justify=justify, no_wrap=column.is_figure, overflow="fold")
+        for row, cells in zip(self.rows, self._indented()):
+            if row.is_total:
+                table.add_section()
+            table.add_row(*map(text_class, cells))
+        file = StringIO()
+        console(file=file, width=width, color_system=None, force_terminal=False).print(table)
+        return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    return f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|"
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
+
+
+def _rich() -> tuple[Any, Any, Any, Any] | None:
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError:
+        return None
+    return Console, RichTable, Text, box.SIMPLE

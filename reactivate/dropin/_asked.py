@@ -1,0 +1,98 @@
+"""The options of a call of `torch.utils.checkpoint`, as options of a region: their errors are torch's too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import is_
+from typing import Any, NamedTuple
+
+from torch.utils.checkpoint import CheckpointError, noop_context_fn
+
+from reactivate._engine.record import Options
+from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError
+from reactivate.guards import DEFAULT, ContextPair, Guards
+
+# What existing code (and torch's own tests) look for in the messages.
+_WORDS_OF_TORCH = {
+    "fewer": "A different number of tensors was saved",
+    "more": "trying to save more tensors during recomputation",
+    "metadata": "Recomputed values for the following tensors have different metadata",
+    "values": "Recomputed values for the following tensors have different values",
+}
+
+
+class _MismatchError(RecomputeMismatchError, CheckpointError):
+    """A recomputation that differs, for `except CheckpointError` as well."""
+
+
+class _TorchOptions(Options):
+    """Options whose errors are torch's too (Rule 18)."""
+
+    def exception(self, error: ReactivateError) -> BaseException:
+        if not isinstance(error, RecomputeMismatchError):
+            return error
+        lines = [
+            str(error).replace('`determinism="values"`', "`debug=True`"),
+            f"(In torch.utils.checkpoint: {_WORDS_OF_TORCH[error.kind]}.)",
+        ]
+        if self.determinism == "values":
+            lines.append("You are seeing this error because you passed `debug=True` to checkpoint.")
+        return _MismatchError("\n".join(lines), kind=error.kind)
+
+
+class Asked(NamedTuple):
+    """The options that a call gives for its region."""
+
+    preserve_rng_state: bool = True
+    context_fn: Callable[[], Any] = noop_context_fn
+    determinism_check: str = "default"
+    debug: bool = False
+    early_stop: bool = True
+    respect_saved_tensors_hooks: bool | None = None
+
+    def options(self, guards: Guards, is_debugging: bool | None, stops: bool | None) -> Options:
+        """Return the options of the region.
+
+        Args:
+            guards: of every region.
+            is_debugging, stops: in the place of `debug` and `early_stop`, unless None.
+
+        Raises:
+            UsageError: an option has a value that it cannot have, or does not go with another.
+        """
+        if all(map(is_, (*self, is_debugging, stops, guards), _USUAL)):
+            return _USUAL_OPTIONS
+        is_debugging = self.debug if is_debugging is None else is_debugging
+        if is_debugging and self.context_fn is not noop_context_fn:
+            raise UsageError("debug=True is incompatible with non-default context_fn.")
+        check = self.determinism_check
+        if check not in ("default", "none"):
+            raise UsageError(f"determinism_check should be one of ['default', 'none'], but got {check!r}.")
+        determinism = "values" if is_debugging else "first" if check == "default" else "none"
+        keeps = self.preserve_rng_state
+        options = _options(guards, keeps, self.early_stop if stops is None else stops, determinism)
+        if self.context_fn is noop_context_fn:
+            return options
+        pair = ContextPair(functools.partial(_contexts, self), keeps_random_numbers=keeps)
+        return _TorchOptions((*options.guards, pair), options.early_stop, options.determinism)
+
+
+_USUAL = (*Asked(), None, None, DEFAULT)  # as mostly: found by identities
+_USUAL_OPTIONS = _TorchOptions(tuple(DEFAULT))
+
+
+@functools.cache
+def _options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determinism: str) -> Options:
+    if not preserve_rng_state and determinism == "first":  # other random numbers are no mistake there
+        determinism = "metadata"
+    if not preserve_rng_state and "rng" in guards.names():
+        guards = guards.without("rng")
+    return _TorchOptions(tuple(guards), early_stop, determinism)
+
+
+def _contexts(asked: Asked) -> Any:
+    forward, recompute = asked.context_fn()
+    if hasattr(forward, "respect_saved_tensors_hooks"):  # torch's selective checkpointing: torch tells it as well
+        forward.respect_saved_tensors_hooks = asked.respect_saved_tensors_hooks
+    return forward, recompute

@@ -1,0 +1,235 @@
+"""Traces a step while it runs: allocations, units, regions and recomputations, op by op.
+
+A step runs on fake tensors (see `_inspect.fake`) under a dispatch mode that sees every op and every storage that is
+born and dies. That gives the peak of the real step to the byte, but for what kernels allocate for themselves, which
+`Costs` knows where it was measured.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, UntypedStorage
+from torch.nn import Module
+from torch.nn.functional import multi_head_attention_forward
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reactivate._engine.accounts import copied_inputs, held_by_guards, put_aside, storages_of
+from reactivate._engine.kept_calls.site_log import opened
+from reactivate._engine.recompute import is_recomputing
+from reactivate._engine.record import Record, observed_by
+from reactivate._torch.autograd import current_node_number, next_node_number
+from reactivate._torch.containers import flatten
+from reactivate._torch.ops import DEVICE_QUERY
+from reactivate.planner.profile.trace import Allocation, Costs, Op, Trace, UnitCall
+from reactivate.policies.canonical import name_of
+
+
+@contextmanager
+def traced(
+    units: Mapping[str, Module], known: Iterable[Tensor], costs: Costs, *, count_functions: bool = False
+) -> Iterator[Trace]:
+    """Take down what runs inside of the context.
+
+    Args:
+        units: the model's blocks by their paths, none inside of another.
+        known: tensors that are there before the step and do not count.
+        costs: what ops cost.
+        count_functions: whether to count the calls of torch's functions.
+    """
+    tracer = _Tracer({id(module): path for path, module in units.items()}, costs)
+    for tensor in known:
+        tracer.know(tensor)
+    with ExitStack() as stack:
+        for handle in (
+            register_module_forward_pre_hook(tracer.unit_begins),
+            register_module_forward_hook(tracer.unit_ends, always_call=True),
+        ):
+            stack.callback(handle.remove)
+        stack.enter_context(observed_by(tracer))
+        stack.enter_context(tracer)
+        if count_functions:
+            stack.enter_context(_Functions(tracer.function_called))
+        yield tracer.trace
+
+
+class _Tracer(TorchDispatchMode):
+    def __init__(self, units: Mapping[int, str], costs: Costs) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self._units = units
+        self._costs = costs
+        self._live_bytes = 0
+        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._own: set[int] = set()  # those that were not there before
+        self._place = _Places()
+        self._call: UnitCall | None = None  # that runs
+        self._aside: list[Allocation] = []  # by the guards of the recomputations that run
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def know(self, tensor: Tensor) -> None:
+        """`tensor` is read: if no op has made it, it was there before."""
+        for storage in storages_of(tensor):
+            if not self._is_known(storage):
+                self._storages[id(storage)] = weakref.ref(storage)
+
+    def _is_known(self, storage: UntypedStorage) -> bool:
+        known = self._storages.get(id(storage))  # torch gives a storage one Python object for life
+        return known is not None and known() is not None
+
+    def _enter(self, tensor: Tensor, least_bytes: int = 0) -> None:
+        for storage in storages_of(tensor):
+            if not self._is_known(storage):
+                key = id(storage)
+                allocation = self._allocate(self._rounded(max(int(storage.nbytes()), least_bytes)))
+                self._storages[key] = weakref.ref(storage, self._leaver(key, allocation))
+                self._own.add(key)
+
+    def _allocate(self, size_bytes: int) -> Allocation:
+        allocation = Allocation(size_bytes, len(self.trace.ops))
+        self.trace.allocations.append(allocation)
+        self._live_bytes += size_bytes
+        return allocation
+
+    def _release(self, allocation: Allocation) -> None:
+        allocation.died = len(self.trace.ops)
+        self._live_bytes -= allocation.size_bytes
+
+    def _rounded(self, size_bytes: int) -> int:
+        rounding = self._costs.rounding
+        return -(-size_bytes // rounding) * rounding
+
+    def _leaver(self, key: int, allocation: Allocation) -> Callable[[object], None]:
+        def leave(_: object) -> None:
+            self._release(allocation)
+            self._storages.pop(key, None)
+            self._own.discard(key)
+
+        return leave
+
+    # -- ops ----------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is DEVICE_QUERY:  # fake tensors are asked all the time
+            return func(*args, **kwargs)
+        for leaf in flatten((args, kwargs))[0]:
+            if isinstance(leaf, Tensor):
+                self.know(leaf)
+        before = self._live_bytes
+        result = func(*args, **kwargs)
+        cost = self._costs.of(func, args, kwargs, result)
+        sizes = iter(cost.result_bytes)
+        for leaf in flatten(result)[0]:
+            if isinstance(leaf, Tensor):
+                self._enter(leaf, next(sizes, 0))
+        is_recomputation = is_recomputing()
+        turn, position, is_backward = self._place.now()
+        top = max(self._live_bytes, before + cost.top_bytes)
+        op = Op(turn, position, is_backward, is_recomputation, before, top, self._live_bytes, cost.seconds)
+        self.trace.ops.append(op)
+        return result
+
+    # -- units --------------------------------------------------------------------------------------------------------
+
+    def unit_begins(self, module: Module, args: Any) -> None:
+        """A module is called."""
+        path = self._units.get(id(module))
+        if path is not None and not is_recomputing():
+            self._place.unit_begins()
+            turn = self._place.turn
+            while len(self.trace.calls) <= turn:
+                self.trace.calls.append([])
+            self._call = UnitCall(path, self._live_bytes)
+            self.trace.calls[turn].append(self._call)
+
+    def unit_ends(self, module: Module, args: Any, result: Any) -> None:
+        """A module has returned, or raised."""
+        if id(module) in self._units and not is_recomputing():
+            self._place.unit_ends()
+            self._call = None
+
+    def function_called(self, name: str) -> None:
+        """One of torch's functions is called."""
+        if self._call is not None:
+            self._call.functions[name] += 1
+
+    # -- regions ------------------------------------------------------------------------------------------------------
+
+    def forward_done(self, record: Record) -> None:
+        """A region's forward pass is over: what its guards keep did not come out of an op."""
+        if self._call is not None and not is_recomputing():
+            self._call.regions += 1
+            self._call.saved_tensors += len(record.saved)
+            self._call.saved_calls += sum(site.reason is None for site in record.sites)
+        for tensor in (*held_by_guards(record), *copied_inputs(record)):
+            self._enter(tensor)
+
+    def recomputation_begins(self, record: Record) -> None:
+        """A region is recomputed: state as it is now is put aside, where it is other than it was."""
+        self._aside.append(self._allocate(sum(self._rounded(tensor.nbytes) for tensor in put_aside(record))))
+
+    def recomputation_done(self, record: Record) -> None:
+        """A region was recomputed."""
+        self._release(self._aside.pop())
+
+
+class _Functions(TorchFunctionMode):
+    """Tells of each of torch's functions that is called."""
+
+    def __init__(self, called: Callable[[str], None]) -> None:
+        self._called = called
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._called(name_of(func))
+        if func is multi_head_attention_forward:  # written in Python: what it calls counts
+            with self:
+                return opened(func)(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _Places:
+    """The position of the step in the model."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self._is_backward = False
+        self._starts: list[int] = []  # of each call of a unit in this turn: the number of the first node made in it
+        self._stops: list[int] = []
+        self._depth = 0
+        self._last = 0
+
+    def unit_begins(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            if self._is_backward:  # the next pass
+                self._is_backward = False
+                self.turn += 1
+                self._starts, self._stops = [], []
+            self._starts.append(next_node_number())
+
+    def unit_ends(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._stops.append(next_node_number())
+
+    def now(self) -> tuple[int, int, bool]:
+        """The turn, the position, and whether it is the backward."""
+        number = current_node_number()
+        if number is None:
+            begun, ended = len(self._starts), len(self._stops)
+            position = 2 * begun - 1 if begun > ended else 2 * ended
+            return self.turn, position, False
+        self._is_backward = True
+        if number >= 0:  # an accumulation of a gradient goes with the node before
+            ended = bisect_right(self._stops, number)
+            is_inside = ended < len(self._starts) and self._starts[ended] <= number
+            self._last = 2 * ended + 1 if is_inside else 2 * ended
+        return self.turn, self._last, True
