@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gc
 import io
 import math
+import os
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType, ModuleType, SimpleNamespace
@@ -910,3 +913,67 @@ def test_gradients_that_the_forward_reads() -> None:
         else:
             with pytest.raises(RecomputeMismatchError):
                 outputs[1].backward()
+
+
+@shows("State that Python code cannot read")
+def test_state_that_python_code_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REACTIVATE_TEST", "1")
+
+    def longer() -> int:
+        os.environ["REACTIVATE_TEST"] += "1"
+        return len(os.environ["REACTIVATE_TEST"])
+
+    region = reactivate.checkpoint(lambda x: (x * longer()).sin())
+    with pytest.raises(RecomputeMismatchError, match="that the library cannot see"):
+        region(torch.ones(2, requires_grad=True)).sum().backward()
+    length = len(os.environ["REACTIVATE_TEST"])
+    reactivate.checkpoint(lambda x: x.sin() + longer())(torch.ones(2, requires_grad=True)).sum().backward()
+    assert len(os.environ["REACTIVATE_TEST"]) == length + 1
+
+
+@shows('Caches and `determinism="values"`')
+@pytest.mark.parametrize("determinism", ["first", "values"])
+def test_caches_and_values(determinism: Any) -> None:
+    table = functools.cache(lambda length: torch.arange(length).float().cos())
+    out = reactivate.checkpoint(lambda x: (x * table(len(x))).sin(), determinism=determinism)(leaf(4))
+    with pytest.raises(RecomputeMismatchError, match="Op 1") if determinism == "values" else nullcontext():
+        out.sum().backward()
+    reactivate.checkpoint(lambda x: (x * table(len(x))).sin(), determinism=determinism)(leaf(4)).sum().backward()
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.sin()
+        return self.last
+
+
+@shows("Effects of saved modules")
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_effects_of_saved_modules(is_saved: bool) -> None:
+    class Compares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Remembers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.child(x)
+            return (hidden.exp() if hidden is self.child.last else hidden).cos()
+
+    policy = policies.save_modules("child") if is_saved else None
+    out = reactivate.checkpoint(Compares(), policy=policy)(leaf(4))
+    with pytest.raises(RecomputeMismatchError) if is_saved else nullcontext():
+        out.sum().backward()
+
+
+@shows("Hooks that change values")
+@pytest.mark.parametrize("changes", [False, True])
+def test_hooks_that_change_values(changes: bool) -> None:
+    dtype = torch.bfloat16 if changes else torch.float64
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.to(dtype), lambda x: x.float()):
+        out = reactivate.checkpoint(lambda x: (x * 3).exp().sin())(leaf(4).tanh())
+    with pytest.raises(RecomputeMismatchError, match="return the bits") if changes else nullcontext():
+        out.sum().backward()

@@ -25,7 +25,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.functional import softsign
 
 from reactivate._engine.mismatch.stale import comes_from_stale, watches
 from reactivate._engine.state.known import Known
@@ -36,8 +35,8 @@ _PLAIN = (Tensor, Parameter)
 _ROUNDINGS, _COARSE_ROUNDINGS = 64, 4
 """How many units in the last place, of the norm of a row or a column, a difference of rounding size may have: of floats of
 32 bits or more, and of smaller ones, whose sums are computed in 32 bits and rounded once."""
-_BLOCK = 1 << 20
-"""How many elements of a tensor are looked at with one temporary of their size."""
+_BLOCK, _BLOCKS = 1 << 14, 64
+"""The size of the temporaries in elements, unless these would be more blocks of the tensor than that."""
 
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
@@ -221,22 +220,25 @@ def _sums_of(tensor: Tensor) -> Sums | None:
 
 def _profile_of(flat: Tensor) -> Profile:
     width = math.isqrt(len(flat))
-    rows = max(1, _BLOCK // width)
-    blocks = [_bounded(block) for block in flat[: width * width].view(width, width).split(rows)]
-    rest = _bounded(flat[width * width :])
-    columns = torch.stack([block.sum(0) for block in blocks]).sum(0)
-    heights = torch.stack([block.norm(dim=0) for block in blocks]).norm(dim=0)
-    widths = torch.cat([block.norm(dim=1) for block in blocks])
-    typical = widths.norm() / width
+    rows = max(1, max(_BLOCK, len(flat) // _BLOCKS) // width)
+    blocks = flat[: width * width].view(width, width).split(rows)
+    found = [_sums_and_norms(_bounded(block)) for block in blocks]  # one temporary at a time
+    columns, lines, heights, widths = zip(*found)
+    rest, lengths = _bounded(flat[width * width :]), torch.cat(widths)
+    typical = lengths.norm() / width
     return Profile(
-        torch.cat([columns, *(block.sum(1) for block in blocks), rest]),
-        torch.cat([heights, widths, torch.maximum(rest.abs(), typical)]),
+        torch.cat([torch.stack(columns).sum(0), *lines, rest]),
+        torch.cat([torch.stack(heights).norm(dim=0), lengths, torch.maximum(rest.abs(), typical)]),
     )
 
 
+def _sums_and_norms(block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return block.sum(0), block.sum(1), block.norm(dim=0), block.norm(dim=1)
+
+
 def _bounded(elements: Tensor) -> Tensor:
-    wide = elements if elements.dtype in (torch.float32, torch.float64) else elements.float()
-    return softsign(wide.nan_to_num())
+    bounded = (elements if elements.dtype in (torch.float32, torch.float64) else elements.float()).nan_to_num()
+    return bounded.div_(bounded.abs().add_(1))
 
 
 def _mixed(words: Tensor) -> Tensor:
