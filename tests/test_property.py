@@ -342,5 +342,5 @@ def _found(*rest: Step, modules: tuple[str, ...] = ()) -> Program:
 @given(programs(), st.booleans(), st.sampled_from(["metadata", "first", "first", "values", "none"]))
 def test_random_programs(program: Program, early_stop: bool, determinism: str) -> None:
     note(str(program))
-    with patch("reactivate._engine.region.is_due", lambda fn, determinism, choice, roots: True):
+    with patch("reactivate._engine.region.is_due", lambda fn, determinism, choice: True):
         check(program, early_stop=early_stop, determinism=determinism)

@@ -125,7 +125,7 @@ class Region(BackwardSide):
             if tokens[index] is not None:
                 self.asked.append((unrestored, tokens[index]))
         pack: Any = self.pack
-        if is_due(fn, options.determinism, options.choice, capture.roots):
+        if is_due(capture, options.determinism, options.choice):
             self.check, self.places = Check(), {}
             pack = self.pack_noted
         elif observers or (options.determinism != "first" and not are_known(owner_of(fn))):

@@ -86,7 +86,9 @@ class FencedRecomputation:
         fenced = iter(made)
         aliases.token = next(fenced) if gradient else None
         for key in given:
-            memo[key] = alias_like(memo[key], next(fenced))
+            original = memo[key]
+            memo[key] = alias_like(original, next(fenced))
+            aliases.stand_for(original, memo[key])
         aliases.own(memo[key] for key in given)
         for tensor, alias in zip(named.values(), fenced):
             aliases.put(tensor, alias)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -47,18 +47,18 @@ _calls: dict[int, tuple[Any, dict[Any, int]]] = {}
 _writers = Known()  # owners of regions that wrote to what there is no copy of
 
 
-def is_due(fn: Any, determinism: str, choice: Any, roots: Sequence[Any]) -> bool:
+def is_due(call: Any, determinism: str, choice: Any) -> bool:
     """Return whether checksums are taken in this call of a region: for a comparison, or for a proof if one is needed.
 
     With "first" they are in the 1st, 2nd, 4th, 8th, ... call, and but for "none" in every call if an earlier one needed a
     proof. Closures may be made anew for each call: those of one code over one module count together.
 
     Args:
-        fn: the function.
+        call: its function and the modules that this reaches.
         determinism: as given to `checkpoint`.
         choice: of the policy, if there is one.
-        roots: the modules that the function reaches.
     """
+    fn = call.fn
     if determinism == "values" or (_writers and determinism != "none" and _writers.has(owner_of(fn))):
         return True
     if determinism != "first":
@@ -67,8 +67,8 @@ def is_due(fn: Any, determinism: str, choice: Any, roots: Sequence[Any]) -> bool
     number: Any = 0 if choice is None else choice.number
     if kind is FunctionType:
         owner = fn.__code__
-        if roots:
-            owner, number = roots[0], (number, id(owner))
+        if call.roots:
+            owner, number = call.roots[0], (number, id(owner))
     else:
         owner = fn.__self__ if kind is MethodType else fn
     entry = _calls.get(id(owner))
