@@ -255,19 +255,3 @@ def test_another_device_is_not_concerned() -> None:
         assert other.given == []
     finally:
         register_fence("meta", None)
-
-
-@pytest.mark.parametrize("way", ["container", "closure"])
-def test_an_argument_that_a_region_inside_gets_twice(way: str, fence: Fence) -> None:
-    def gradient(wrap: Callable[..., Any]) -> Tensor:
-        torch.manual_seed(0)
-        x = torch.randn(4, requires_grad=True)
-        held = x.sin().exp()
-        inner = wrap(lambda a, b: a.sin() * b.cos() if way == "container" else a.sin() * held.cos())
-        outer = wrap(lambda a, items: inner(a, items[0]).exp())
-        outer(held, [held]).sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    ours = gradient(lambda fn: reactivate.checkpoint(fn, early_stop=False))
-    assert torch.equal(gradient(lambda fn: fn), ours)

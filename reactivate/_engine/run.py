@@ -8,8 +8,6 @@ from typing import Any
 from torch import is_grad_enabled
 from torch.nn import Module
 
-from reactivate._backends import fences
-from reactivate._engine.barriers.aliases import original_arguments
 from reactivate._engine.kept_calls.site_log import is_at_work, open_logs, set_aside
 from reactivate._engine.record import (
     Options,
@@ -30,8 +28,6 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     if open_logs and is_at_work():  # calls inside of this region are not those of a region around it
         with set_aside():
             return run(fn, args, kwargs, options)
-    if fences():
-        args, kwargs = original_arguments(args, kwargs)
     region = Region()
     plainly = region.begin(fn, args, kwargs, options)
     if plainly is not None:

@@ -38,7 +38,6 @@ class Aliases(TorchFunctionMode):
     def __init__(self, known: Mapping[str, Fence]) -> None:
         self._fences = known
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the original, which has to stay alive
-        self._originals: dict[int, tuple[Tensor, Tensor]] = {}  # of arguments, by the id of the alias
         self._left: set[int] = set()
         self.token: Tensor | None = None  # the gradient behind the last fence: a surprise waits for it as well
         self._made: dict[int, ref[Tensor]] = {}  # by the id of what is made inside
@@ -51,22 +50,12 @@ class Aliases(TorchFunctionMode):
     def __exit__(self, *details: object) -> None:
         pop_function_mode()
         # Hold nothing: what is still there when the device cuts off its graph becomes an output of it.
-        self._aliases, self._originals, self._made = {}, {}, {}
+        self._aliases, self._made = {}, {}
         self.token = None
 
     def put(self, tensor: Tensor, alias: Tensor) -> None:
         """Read `alias`, which stands behind a fence, for `tensor`."""
         self._aliases[id(tensor)] = tensor, alias_like(tensor, alias)
-
-    def stand_for(self, tensor: Tensor, alias: Tensor) -> None:
-        """Read `alias` for `tensor`, an argument that a container or a closure may hold too."""
-        self._aliases[id(tensor)] = tensor, alias
-        self._originals[id(alias)] = alias, tensor
-
-    def argument(self, value: Any) -> Any:
-        """Return what a region inside of the recomputation is given for `value`: of an alias, what it stands for."""
-        known = self._originals.get(id(value))
-        return value if known is None else known[1]
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Let these be read as they are."""
@@ -121,15 +110,6 @@ class Aliases(TorchFunctionMode):
             return run_unseen(fence, [tensor])[0]  # type: ignore[no-any-return]
         alias, self.token = run_unseen(fence, [tensor, self.token])
         return alias  # type: ignore[no-any-return]
-
-
-def original_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a region inside of a recomputation: a closure or a container may hold the same tensors."""
-    for mode in function_modes():
-        if isinstance(mode, Aliases):
-            args = tuple(map(mode.argument, args))
-            kwargs = {name: mode.argument(value) for name, value in kwargs.items()}
-    return args, kwargs
 
 
 @contextmanager

@@ -86,9 +86,7 @@ class FencedRecomputation:
         fenced = iter(made)
         aliases.token = next(fenced) if gradient else None
         for key in given:
-            original = memo[key]
-            memo[key] = alias_like(original, next(fenced))
-            aliases.stand_for(original, memo[key])
+            memo[key] = alias_like(memo[key], next(fenced))
         aliases.own(memo[key] for key in given)
         for tensor, alias in zip(named.values(), fenced):
             aliases.put(tensor, alias)
