@@ -33,10 +33,12 @@ from reactivate._torch.modes import run_unseen
 
 _PLAIN = (Tensor, Parameter)
 _ROUNDINGS, _COARSE_ROUNDINGS = 64, 4
-"""How many units in the last place, of the norm of a row or a column, a difference of rounding size may have: of floats of
+"""How many units in the last place, of the norm of a row, a difference of rounding size may have: of floats of
 32 bits or more, and of smaller ones, whose sums are computed in 32 bits and rounded once."""
-_BLOCK, _BLOCKS = 1 << 14, 64
+_BLOCK, _BLOCKS = 1 << 15, 4
 """The size of the temporaries in elements, unless these would be more blocks of the tensor than that."""
+_BOUND = 1e3
+"""The size of the largest elements in a profile. Beside larger ones, of which masks are made, no difference would show."""
 
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
@@ -100,13 +102,13 @@ def _first_call(owner: Any) -> tuple[Any, dict[Any, int]]:
 
 
 class Profile(NamedTuple):
-    """The elements of a tensor in a square, summed up by rows and columns; what is left over stands behind.
+    """The rows of a tensor's elements in a square, summed up with weights; what is left over stands behind.
 
-    They are summed as x / (1 + |x|): masks are made of elements so large that no difference would show beside them.
+    They are summed within bounds: masks are made of elements so large that no difference would show beside them.
 
     Attributes:
-        sums: of rows and columns.
-        norms: theirs, of which a difference of rounding size is a small part.
+        sums: of the rows: other numbers, or the same in another order, have other sums.
+        norms: of the rows, of which a difference of rounding size is a small part.
     """
 
     sums: Tensor
@@ -220,25 +222,24 @@ def _sums_of(tensor: Tensor) -> Sums | None:
 
 def _profile_of(flat: Tensor) -> Profile:
     width = math.isqrt(len(flat))
-    rows = max(1, max(_BLOCK, len(flat) // _BLOCKS) // width)
-    blocks = flat[: width * width].view(width, width).split(rows)
-    found = [_sums_and_norms(_bounded(block)) for block in blocks]  # one temporary at a time
-    columns, lines, heights, widths = zip(*found)
-    rest, lengths = _bounded(flat[width * width :]), torch.cat(widths)
-    typical = lengths.norm() / width
-    return Profile(
-        torch.cat([torch.stack(columns).sum(0), *lines, rest]),
-        torch.cat([torch.stack(heights).norm(dim=0), lengths, torch.maximum(rest.abs(), typical)]),
-    )
+    square, rest = flat[: width * width].view(width, width), _bounded(flat[width * width :])
+    weights = (
+        torch.arange(width, device=flat.device, dtype=rest.dtype).mul_(2.4).cos_()
+    )  # like no other, and none small
+    blocks = square.split(max(1, max(_BLOCK, len(flat) // _BLOCKS) // width))
+    sums, norms = zip(*(_sums_and_norms(block, weights) for block in blocks))  # one temporary at a time
+    lengths = torch.cat(norms)
+    return Profile(torch.cat([*sums, rest]), torch.cat([lengths, torch.maximum(rest.abs(), lengths.norm() / width)]))
 
 
-def _sums_and_norms(block: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return block.sum(0), block.sum(1), block.norm(dim=0), block.norm(dim=1)
+def _sums_and_norms(block: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    bounded = _bounded(block)
+    return torch.mv(bounded, weights), bounded.norm(dim=1)
 
 
 def _bounded(elements: Tensor) -> Tensor:
-    bounded = (elements if elements.dtype in (torch.float32, torch.float64) else elements.float()).nan_to_num()
-    return bounded.div_(bounded.abs().add_(1))
+    wide = elements if elements.dtype in (torch.float32, torch.float64) else elements.float()
+    return wide.clamp(-_BOUND, _BOUND)
 
 
 def _mixed(words: Tensor) -> Tensor:
