@@ -148,7 +148,7 @@ def test_one_model_alone() -> None:
         ((), {"policy": "full()"}, "no model among the objects"),
         ((Net(),), {}, "got none of them"),
         ((Net(),), {"policy": "full()", "budget": "60%"}, "got policy and budget"),
-        ((Net(),), {"policy": "ful()"}, "prepare\\(policy=...\\): there is no 'ful'.*'full'"),
+        ((Net(),), {"policy": "ful()"}, "prepare\\(policy=...\\): there is no policy 'ful'.*'full'"),
         ((Net(),), {"budget": "60%"}, "1 models and 0 optimizers"),
         ((Net(),), {"budget": "60"}, "has no unit"),
     ],

@@ -53,7 +53,7 @@ from reactivate._torch.autograd import (
 )
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
 from reactivate._torch.transforms import current_transform, name_of_transform
-from reactivate._types import Save
+from reactivate._types import DEVICE, Save
 
 _OF_SUBCLASS = "it returns a tensor of a subclass without `__torch_dispatch__`, which would come back without its class"
 _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
@@ -247,7 +247,7 @@ class ForwardLog(Log):
             if leaf.is_inference():
                 site.reason = OF_INFERENCE
                 continue
-            if _loses_class(type(leaf)):
+            if storage is DEVICE and _loses_class(type(leaf)):
                 site.reason = _OF_SUBCLASS
             site.requires.append(leaf.requires_grad)
             index = sources.which(leaf)

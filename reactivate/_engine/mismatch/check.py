@@ -35,11 +35,8 @@ _PLAIN = (Tensor, Parameter)
 _ROUNDINGS, _COARSE_ROUNDINGS = 64, 4
 """How many units in the last place, of the norm of a row, a difference of rounding size may have: of floats of
 32 bits or more, and of smaller ones, whose sums are computed in 32 bits and rounded once."""
-_BLOCK, _BLOCKS = 1 << 15, 4
-"""The size of the temporaries in elements, unless these would be more blocks of the tensor than that."""
-_BOUND = 1e3
-"""The size of the largest elements in a profile. Beside larger ones, of which masks are made, no difference would show."""
-
+_ROWS = 32
+"""How many sums a profile has: it is held until the backward."""
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
 
@@ -102,9 +99,7 @@ def _first_call(owner: Any) -> tuple[Any, dict[Any, int]]:
 
 
 class Profile(NamedTuple):
-    """The rows of a tensor's elements in a square, summed up with weights; what is left over stands behind.
-
-    They are summed within bounds: masks are made of elements so large that no difference would show beside them.
+    """The elements of a tensor in a few rows, summed up with weights; what is left over stands behind.
 
     Attributes:
         sums: of the rows: other numbers, or the same in another order, have other sums.
@@ -221,25 +216,17 @@ def _sums_of(tensor: Tensor) -> Sums | None:
 
 
 def _profile_of(flat: Tensor) -> Profile:
-    width = math.isqrt(len(flat))
-    square, rest = flat[: width * width].view(width, width), _bounded(flat[width * width :])
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.float()
+    rows = min(_ROWS, len(flat))
+    width = len(flat) // rows
+    table, rest = flat[: rows * width].view(rows, width), flat[rows * width :]
     weights = (
-        torch.arange(width, device=flat.device, dtype=rest.dtype).mul_(2.4).cos_()
+        torch.arange(width, device=flat.device, dtype=flat.dtype).mul_(2.4).cos_()
     )  # like no other, and none small
-    blocks = square.split(max(1, max(_BLOCK, len(flat) // _BLOCKS) // width))
-    sums, norms = zip(*(_sums_and_norms(block, weights) for block in blocks))  # one temporary at a time
-    lengths = torch.cat(norms)
-    return Profile(torch.cat([*sums, rest]), torch.cat([lengths, torch.maximum(rest.abs(), lengths.norm() / width)]))
-
-
-def _sums_and_norms(block: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    bounded = _bounded(block)
-    return torch.mv(bounded, weights), bounded.norm(dim=1)
-
-
-def _bounded(elements: Tensor) -> Tensor:
-    wide = elements if elements.dtype in (torch.float32, torch.float64) else elements.float()
-    return wide.clamp(-_BOUND, _BOUND)
+    norms = table.norm(dim=1)
+    typical = norms.norm() / (rows * width) ** 0.5
+    return Profile(torch.cat([torch.mv(table, weights), rest]), torch.cat([norms, torch.maximum(rest.abs(), typical)]))
 
 
 def _mixed(words: Tensor) -> Tensor:

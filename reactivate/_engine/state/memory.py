@@ -6,7 +6,7 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Parameter, UninitializedBuffer, UninitializedParameter
 
 _is_of_xla = attrgetter("is_xla")  # of each tensor; `device.type` would cost ten times as much
 
@@ -14,6 +14,8 @@ _is_of_xla = attrgetter("is_xla")  # of each tensor; `device.type` would cost te
 def memory_of(tensor: Tensor) -> int | None:
     """Return what tensors have in common that share memory, None where that cannot be told."""
     kind = type(tensor)
+    if kind is UninitializedParameter or kind is UninitializedBuffer:
+        return None
     if kind is not Tensor and kind is not Parameter and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return None
     if tensor.layout is not torch.strided or tensor.is_meta or _is_of_xla(tensor):
