@@ -255,7 +255,7 @@ class Matching:
             # A copy that stands in for the original counts from 0, so that only the original can be ahead.
             raise self._refuse(refusals.written_before_saved(record, index, tensor))
         if record.options.determinism != "none" and (tensor.shape, tensor.dtype, tensor.device) != saved[1][:3]:
-            raise self._refuse(refusals.different_tensor(record, index, tensor, _getframe()))
+            raise self._refuse(refusals.different_tensor(record, index, tensor, _getframe(1)))
 
     def _save_more(self, tensor: Tensor) -> Tensor:
         # Without early stop a backward inside the forward pass recomputes more than the forward pass has saved by then.
@@ -264,7 +264,7 @@ class Matching:
             if not self._may_be_filling(tensor):
                 self._stop_if_possible()
         elif self.record.tokens is None:
-            raise self._refuse(refusals.more_tensors(self.record, tensor, _getframe()))
+            raise self._refuse(refusals.more_tensors(self.record, tensor, _getframe(1)))
         return tensor.detach()
 
     def _refuse(self, error: ReactivateError) -> BaseException:

@@ -40,7 +40,10 @@ def user_frame(frame: FrameType) -> FrameType:
 
 
 def user_frame_inside(frame: FrameType) -> tuple[FrameType, bool]:
-    """Return what `user_frame` does, and whether that frame is inside of the region that is running."""
+    """Return what `user_frame` does, and whether that frame is inside of the region that is running.
+
+    Not of the caller's own frame: a device's thread has no frame of the user's, and who holds its own frame holds all in it.
+    """
     found: FrameType | None = frame
     is_inside = True
     while found is not None:

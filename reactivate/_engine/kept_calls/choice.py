@@ -262,7 +262,7 @@ class Choice:
         """The path of the module whose call is running."""
         if not self._paths:
             self._find_paths()
-        frame: FrameType | None = _getframe()
+        frame: FrameType | None = _getframe(1)
         while frame is not None:
             if frame.f_code is MODULE_CALL_CODE:
                 path = self._paths.get(id(frame.f_locals["self"]))
