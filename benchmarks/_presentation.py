@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import sys
@@ -281,3 +282,12 @@ def cpu_name() -> str:
     lines = facts.read_text().splitlines() if facts.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def names_of_models(known: Iterable[str], text: str) -> list[str]:
+    """Return the names in an option, with commas between them, each one of `known`."""
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no model {', '.join(unknown)}; there are {', '.join(known)}")
+    return names

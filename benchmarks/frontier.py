@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,7 +25,19 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler tells of r
 import torch
 from _frontier_measure import Frontier, Peer, Planned, Settings, Verdict, measure_model
 from _frontier_steps import BLOCKS, WHOLE
-from _presentation import Series, Table, differences, megabytes, read, require, scatter, show, with_interval, write
+from _presentation import (
+    Series,
+    Table,
+    differences,
+    megabytes,
+    names_of_models,
+    read,
+    require,
+    scatter,
+    show,
+    with_interval,
+    write,
+)
 from _timing import CLOCKS, SINGLE, Estimate, Track, progress, silent
 from _training import MODELS
 from _ways import OURS, PLAIN, SAC, TORCH
@@ -256,21 +269,21 @@ def write_page(directory: Path, page: Path) -> None:
     page.write_text(to_markdown(frontiers), encoding="utf-8")
 
 
-def models_of(text: str) -> list[str]:
-    """Return names with commas between them, each one of `MODELS`."""
-    names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in MODELS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    return names
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Checked options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=models_of, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
     parser.add_argument(
-        "--compile", type=models_of, default=[], metavar="MODELS", help="those with compiled peers: minutes for each"
+        "--models",
+        type=partial(names_of_models, MODELS),
+        default=[*MODELS],
+        help=f"of {', '.join(MODELS)}; '' for none",
+    )
+    parser.add_argument(
+        "--compile",
+        type=partial(names_of_models, MODELS),
+        default=[],
+        metavar="MODELS",
+        help="those with compiled peers: minutes for each",
     )
     parser.add_argument("--seconds", type=float, default=Settings().seconds, help="of rounds for a model (%(default)g)")
     parser.add_argument("--device", default="cpu", help="where the tensors are (default: cpu)")

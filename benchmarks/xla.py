@@ -14,10 +14,11 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from _presentation import Machine, Record, Table, cpu_name, megabytes, read, require, show, write
+from _presentation import Machine, Record, Table, cpu_name, megabytes, names_of_models, read, require, show, write
 from _timing import Track, progress, silent
 from _xla_case import (
     ALTERNATE,
@@ -266,19 +267,15 @@ def _run(models: Iterable[str], quietly: bool) -> Results:
     return results
 
 
-def models_of(text: str) -> list[str]:
-    """Return names with commas between them, each one of `MODELS`."""
-    names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in MODELS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
-    return names
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Checked options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=models_of, default=[*MODELS], help=f"of {', '.join(MODELS)}; '' for none")
+    parser.add_argument(
+        "--models",
+        type=partial(names_of_models, MODELS),
+        default=[*MODELS],
+        help=f"of {', '.join(MODELS)}; '' for none",
+    )
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write the results")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page about the results in DIRECTORY")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")

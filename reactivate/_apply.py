@@ -51,7 +51,7 @@ def apply(
         model: changed in place, until `Handle.remove`.
         policy: see `reactivate.policies`. It says which modules are regions, and which calls inside of these are kept.
         guards, early_stop, determinism: as for `checkpoint`. By default the regions of a plan are not compared with their
-            forwards (`determinism="metadata"`): checksums and recomputations to the end are not in its promise.
+            forwards (`determinism="metadata"`): checksums are not in its promise.
 
         replace: replace a policy that is applied to the model already. If the new one is refused, the old one stays.
 

@@ -94,8 +94,8 @@ def checkpoint(
             "rng")`, add your own with `guards.DEFAULT.adding(...)`.
         early_stop: stop a recomputation as soon as the last saved tensor that is needed exists.
         determinism: how a recomputation is compared with its forward. "metadata": number, shape, dtype and device of the
-            saved tensors. "first": that, and in the 1st, 2nd, 4th, 8th, ... call of a region checksums of saved tensors
-            and outputs; such a recomputation runs to its end. "values": a checksum of the result of every op; slow, it
+            saved tensors. "first": that, and in the 1st, 2nd, 4th, 8th, ... call of a region checksums of these, and of
+            outputs where the recomputation comes to its end. "values": a checksum of the result of every op; slow, it
             names the first op that differs. "none": only the number of saved tensors.
         name: the name of the region in error messages and profiler traces; by default the name of `fn`.
 

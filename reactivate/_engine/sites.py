@@ -20,23 +20,17 @@ _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.
 
 # Whether code is torch's or ours, by the id of the code object: with the object, so that the id stays its own.
 _known: Bounded[int, tuple[bool, CodeType]] = Bounded()
-_callers: set[CodeType] = set()
+_callers: set[int] = set()  # by the id of the code, which is ours and stays: to hash code is slow
 
 
 def calls_regions(code: CodeType) -> None:
     """Note that this code of ours calls the function of a region: what is further out is not inside of it."""
-    _callers.add(code)
+    _callers.add(id(code))
 
 
 def user_frame(frame: FrameType) -> FrameType:
     """The innermost frame outside of torch and of this package, or `frame` if there is none."""
-    found: FrameType | None = frame
-    while found is not None:
-        code = found.f_code
-        if not _is_library(code):
-            return found
-        found = found.f_back
-    return frame
+    return user_frame_inside(frame)[0]
 
 
 def user_frame_inside(frame: FrameType) -> tuple[FrameType, bool]:
@@ -50,7 +44,7 @@ def user_frame_inside(frame: FrameType) -> tuple[FrameType, bool]:
         code = found.f_code
         if not _is_library(code):
             return found, is_inside
-        if is_inside and code in _callers:
+        if is_inside and id(code) in _callers:
             is_inside = False
         found = found.f_back
     return frame, False

@@ -46,6 +46,7 @@ def place_of(record: Record, spec: Any) -> str:
 
 
 def written_input(record: Record) -> str:
+    """Return the place of an input that was modified in place."""
     for place, spec in inputs_of(record):
         try:
             value_of(spec)
@@ -143,8 +144,10 @@ def site_now(record: Record, frame: FrameType) -> str:
 
 
 def tensor_text(tensor: Tensor) -> str:
+    """Return a tensor's metadata as messages give them."""
     return f"a tensor of {metadata_text(tensor.shape, tensor.dtype, tensor.device)}"
 
 
 def metadata_text(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    """Return metadata as messages give them."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
