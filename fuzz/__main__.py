@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from fuzz.campaign import Limits, campaign
+from fuzz.campaign import Limits, campaign, place_on
 from fuzz.failures import Failures
 from fuzz.generate import generate
 from fuzz.judge import judge
@@ -24,6 +24,7 @@ PROGRESS = 5.0
 def main(arguments: list[str] | None = None) -> int:
     """Run a campaign and return 1 if it found a failure."""
     options = _parser().parse_args(arguments)
+    place_on(options.device)
     seconds = 60.0 if options.seconds is None and options.count is None else options.seconds
     limits = Limits(options.count, seconds)
     failures = Failures(options.shrink)
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seed", type=int, help="seed of the first program; the others follow. By default from the clock"
     )
     parser.add_argument("--workers", type=int, default=1, help="number of processes")
+    parser.add_argument("--device", default="cpu", help="where the tensors are (default: cpu)")
     parser.add_argument("--shrink", type=int, default=20, help="number of failures to shrink and print")
     parser.add_argument("--show", action="store_true", help="print the first program")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")

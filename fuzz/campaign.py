@@ -5,11 +5,14 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+
+import torch
 
 from fuzz.generate import generate
 from fuzz.judge import CRASHED, PLAIN_RAISES, Verdict, judge
@@ -47,6 +50,15 @@ def judge_seed(seed: int, arm: Arm = OURS) -> Verdict:
     return judge(generate(seed), arm, measure=seed % MEASURED == 0)
 
 
+def place_on(device: str) -> None:
+    """Let the tensors of all programs of this process be on a device, whose kernels then give the same bits each time."""
+    if device == "cpu":
+        return
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_default_device(device)
+
+
 def campaign(first: int, limits: Limits, workers: int = 1, judging: Callable[[int], Verdict] = judge_seed) -> Found:
     """Yield (seed, verdict) for one seed after the other; with several workers in the order of completion."""
     seeds = limits.seeds(first)
@@ -56,10 +68,15 @@ def campaign(first: int, limits: Limits, workers: int = 1, judging: Callable[[in
         yield from ((seed, judging(seed)) for seed in seeds)
 
 
+def _processes(count: int) -> ProcessPoolExecutor:
+    device = str(torch.get_default_device())
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), place_on, (device,))
+
+
 def _in_processes(seeds: Iterator[int], workers: int) -> Found:
     while True:
         pending: dict[Future[list[Verdict]], list[int]] = {}
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        with _processes(workers) as pool:
             try:
                 yield from _fed(pool, seeds, pending, workers)
             except BrokenProcessPool:
@@ -105,7 +122,7 @@ def _watched(seed: int) -> Verdict:
 def _one_by_one(seeds: list[int]) -> Found:
     """Judge seeds of which one has ended its process, so that it is known which."""
     while seeds:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with _processes(1) as pool:
             try:
                 while seeds:
                     yield seeds[0], pool.submit(_watched, seeds[0]).result()
@@ -117,7 +134,7 @@ def _one_by_one(seeds: list[int]) -> Found:
 
 def _crash_of(seed: int) -> Verdict:
     """Return the verdict on a program that ends its process: discarded if the plain run does so too."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with _processes(1) as pool:
         try:
             pool.submit(_run_plain, seed).result()
         except BrokenProcessPool:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
+
+from torch.utils import deterministic
 
 from fuzz.program import Program
 from fuzz.run import OURS, PLAIN, STRICT_TORCH, TORCH, Arm, Trace, compiled, kept_bytes, run
@@ -66,13 +70,26 @@ def judge(program: Program, arm: Arm = OURS, *, measure: bool = False) -> Verdic
     if ours.error is None and differs is None:
         kept = (kept_bytes(code, PLAIN, seed), kept_bytes(code, arm, seed)) if measure else None
         return Verdict(RIGHT, kept=kept, **counts)
-    if difference(plain, run(code, PLAIN, seed)) is not None:
+    with _filled_otherwise():
+        again = run(code, PLAIN, seed)
+    if difference(plain, again) is not None:
         return Verdict(NOT_REPRODUCIBLE)
     if ours.error is not None and not isinstance(ours.error, Exception):
         return Verdict(ESCAPED, type(ours.error).__name__, **counts)
     if ours.error is not None:
         return Verdict(REFUSED, words_of(ours.error), str(ours.error), torchs_verdict(plain, code, seed), **counts)
     return Verdict(SILENT, str(differs), **counts)
+
+
+@contextmanager
+def _filled_otherwise() -> Iterator[None]:
+    """Let memory that nobody wrote to hold something else, where torch's deterministic algorithms fill it."""
+    fills = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = not fills
+    try:
+        yield
+    finally:
+        deterministic.fill_uninitialized_memory = fills
 
 
 def difference(one: Trace, other: Trace) -> str | None:

@@ -25,7 +25,9 @@ __all__ = ["F", "collections", "copy", "functools", "gc", "math", "policies", "r
 
 SCALE: contextvars.ContextVar[float] = contextvars.ContextVar("SCALE", default=1.5)
 COUNTS = {"calls": 0}
-G, R, A = torch.Generator().manual_seed(1), random.Random(1), numpy.random.default_rng(1)
+DEVICE = torch.get_default_device()
+STREAM = torch if DEVICE.type == "cpu" else torch.get_device_module(DEVICE)
+G, R, A = torch.Generator(DEVICE).manual_seed(1), random.Random(1), numpy.random.default_rng(1)
 
 
 class Holder:

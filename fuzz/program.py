@@ -55,7 +55,7 @@ BACKWARDS = ("backward", "grad", "retain", "double", "outputs", "inputs")
 
 SURROUNDINGS = (
     "",
-    'torch.autocast("cpu", torch.bfloat16)',
+    "torch.autocast(DEVICE.type, torch.bfloat16)",
     "torch.no_grad()",
     "torch.autograd.set_multithreading_enabled(False)",
 )

@@ -86,15 +86,19 @@ class Freezer:
 
 def bits_of(tensor: Tensor) -> bytes:
     """Return the elements as bytes."""
-    plain = tensor.detach().contiguous().reshape(-1)
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 def random_streams() -> Frozen:
     """Return a digest of the states of the process-wide generators."""
     name, keys, *rest = numpy.random.get_state()
+    device = torch.get_default_device()
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
     return (
-        _digest(torch.get_rng_state().numpy().tobytes()),
+        *(_digest(state.numpy().tobytes()) for state in states),
         hash(random.getstate()),
         _digest(keys.tobytes() + repr((name, rest)).encode()),
     )

@@ -223,7 +223,9 @@ def _forward(program: Program, batch: str) -> list[str]:
     training = program.training
     needs = ", requires_grad=True" if training.input_needs_grad else ""
     call = f"out{batch}, mid{batch} = model(x{batch})"
-    around = ['torch.autocast("cpu", torch.bfloat16)'] * training.autocast + [training.hooks] * bool(training.hooks)
+    around = ["torch.autocast(DEVICE.type, torch.bfloat16)"] * training.autocast + [training.hooks] * bool(
+        training.hooks
+    )
     run = [f"with {', '.join(around)}:", f"    {call}"] if around else [call]
     extra = [
         "".join(filled(program, index, use, CONSTRUCTS[use.construct].loss))

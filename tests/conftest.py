@@ -42,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="tests marked slow as well, and of each row in torch's tables every sample"
     )
+    parser.addoption("--device", default="cpu", help="where the tensors of torch's tables are (default: cpu)")
     parser.addoption("--fenced", action="store_true", help="as if the CPU were a device whose compiler needs a fence")
 
 
@@ -57,6 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def samples(request: pytest.FixtureRequest) -> slice:
     """Which samples of a row in torch's tables are taken."""
     return slice(None if request.config.getoption("--all") else 1)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device of the tensors of torch's tables; on all but a CPU without kernels that give other bits each time."""
+    found = request.config.getoption("--device")
+    if found != "cpu":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    yield found
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

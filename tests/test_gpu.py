@@ -157,7 +157,8 @@ def test_a_flag_that_is_set_between_forward_and_backward(name: str) -> None:
         return Case(fn, (torch.randn(32, WIDTH, device=DEVICE, requires_grad=True),), modules=[module])
 
     with restored():
-        plain = run(make, backward=backward_on_device)
+        plain = run(make, backward=backward_after(lambda: write(value)))
+        write(before)
         checkpointed = run(make, reactivate.checkpoint, backward_after(lambda: write(value)))
         assert read() == value, "what was set is still set"
     assert list(seen) == [before], "the recomputation ran under what the forward ran under"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Ran, assert_same
+from oracle import Ran, assert_same, skip_unless_repeatable
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_methods_invocations import op_db
@@ -25,8 +25,8 @@ _LSTSQ = "LAPACK's least squares give other last bits where the matrices lie oth
 EXCLUDED = {"linalg_lstsq": _LSTSQ, "linalg_lstsq_grad_oriented": _LSTSQ}
 
 
-def dtype_of(op: Any) -> torch.dtype | None:
-    supported = op.supported_backward_dtypes("cpu")
+def dtype_of(op: Any, device: str = "cpu") -> torch.dtype | None:
+    supported = op.supported_backward_dtypes(device)
     order = (torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.float16)
     return next((dtype for dtype in order if dtype in supported), None)
 
@@ -43,7 +43,7 @@ def copied(value: Any) -> Any:
         if leaf.layout is not torch.strided:
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
         memory = leaf.detach().untyped_storage().clone()
-        alike = torch.empty(0, dtype=leaf.dtype)
+        alike = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         alike = alike.set_(memory, leaf.storage_offset(), leaf.shape, leaf.stride())
         return alike.requires_grad_(leaf.requires_grad)
 
@@ -86,11 +86,16 @@ def call(op: Any, sample: Any, *, checkpointed: bool) -> tuple[Ran, list[Tensor]
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.formatted_name)
-def test_op(op: Any, samples: slice) -> None:
+def test_op(op: Any, samples: slice, device: str) -> None:
     if op.formatted_name in EXCLUDED:
         pytest.skip(EXCLUDED[op.formatted_name])
+    dtype = dtype_of(op, device)
+    if dtype is None:
+        pytest.skip(f"torch has no backward of it on {device}")
     saved = recomputations = 0
-    for sample in islice(op.sample_inputs("cpu", dtype_of(op), requires_grad=True), samples.stop):
+    for sample in islice(op.sample_inputs(device, dtype, requires_grad=True), samples.stop):
+        if device != "cpu":
+            skip_unless_repeatable(lambda sample=sample: call(op, sample, checkpointed=False)[0])
         plain, arguments = call(op, sample, checkpointed=False)
         try:
             ours, _ = call(op, sample, checkpointed=True)

@@ -4,7 +4,7 @@ from fuzz.construct import Construct
 
 CONSTRUCTS = {
     "autocast": Construct(
-        'with torch.autocast("cpu", torch.bfloat16$how):\n    h = self.lin(h)$after',
+        "with torch.autocast(DEVICE.type, torch.bfloat16$how):\n    h = self.lin(h)$after",
         options={
             "how": ("", ", enabled=False", ", cache_enabled=False"),
             "after": (".float()", " + self.lin(h)\nh = h.float()"),

@@ -29,7 +29,7 @@ EXPLICIT = (
     "float($numpy.random())",
 )
 
-GENERATORS = "[torch.Generator().manual_seed(3), random.Random(3), numpy.random.default_rng(3)]"
+GENERATORS = "[torch.Generator(DEVICE).manual_seed(3), random.Random(3), numpy.random.default_rng(3)]"
 
 CONSTRUCTS = {
     "draw": Construct(
@@ -51,9 +51,9 @@ CONSTRUCTS = {
         "$get\n$draw\n$set",
         options={
             "draw": (*DRAWS, "h = h * random.random()", "h = h * numpy.random.rand()"),
-            "get": ("states$n = torch.get_rng_state(), random.getstate(), numpy.random.get_state()",),
+            "get": ("states$n = STREAM.get_rng_state(), random.getstate(), numpy.random.get_state()",),
             "set": (
-                "torch.set_rng_state(states$n[0])\nrandom.setstate(states$n[1])\nnumpy.random.set_state(states$n[2])",
+                "STREAM.set_rng_state(states$n[0])\nrandom.setstate(states$n[1])\nnumpy.random.set_state(states$n[2])",
             ),
         },
         weight=3,

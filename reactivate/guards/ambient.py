@@ -36,6 +36,7 @@ _READERS = (
     accelerator_device,
 )
 _NOTHING_ELSE = [False, 0, False, None]  # what the last four say when there are flags and nothing else
+_NO_MODES = [False, 0]
 _AUTOCAST_TYPES = tuple(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
 )
@@ -48,25 +49,31 @@ class Ambient(Guard):
     _last: list[Any] | None = None
 
     def before(self, call: Call) -> Any:
-        settings = list(map(ask, _READERS))
+        settings = _read()
         if settings == self._last:  # many regions share one list
             return self._last
-        if settings[-4:] != _NOTHING_ELSE:
-            return [*settings, _Rest.read()]
-        self._last = settings
+        if settings[len(_FLAG_READERS) :][:2] == _NO_MODES:  # a mode is compared as it likes, and must not be held
+            self._last = settings
         return settings
 
     def skip(self, call: Call, token: Any) -> None:
         return None  # a function puts back what it sets
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        settings = list(map(ask, _READERS))
-        if settings == snapshot:  # and so there is nothing else
-            return _LeftAsFound(settings)
+        settings = _read()
         rest = snapshot[-1] if len(snapshot) > len(_READERS) else _Rest((), (), None, None)
-        if settings == snapshot[:-1] and rest == _Rest.read() and rest.autocast is None:
+        if settings == snapshot and rest.autocast is None:
             return _LeftAsFound(settings)  # under autocast there is always something to do: see `_autocast`
         return _as_it_was(snapshot[: len(FLAGS)], rest)
+
+
+def _read() -> list[Any]:
+    """Return what all readers say, and the rest where they say that there is something."""
+    settings = list(map(ask, _READERS))
+    rest = settings[len(_FLAG_READERS) :]
+    if rest != _NOTHING_ELSE:
+        settings.append(_Rest.read(*rest))
+    return settings
 
 
 class _LeftAsFound:
@@ -99,14 +106,13 @@ class _Rest(NamedTuple):
     place: tuple[Any, Any] | None
 
     @classmethod
-    def read(cls) -> _Rest:
-        backend = accelerator()
-        is_in_use = backend is not None and backend.is_initialized()
+    def read(cls, has_function_mode: bool, has_dispatch_mode: int, is_autocast: bool, device: Any) -> _Rest:
+        backend = None if device is None else accelerator()
         return cls(
-            tuple(filterfalse(_is_ours, function_modes())),
-            tuple(filter(_is_users, dispatch_modes())),
-            _read_autocast() if is_any_autocast_enabled() else None,
-            backend.read_place() if backend is not None and is_in_use else None,
+            tuple(filterfalse(_is_ours, function_modes())) if has_function_mode else (),
+            tuple(filter(_is_users, dispatch_modes())) if has_dispatch_mode else (),
+            _read_autocast() if is_autocast else None,
+            backend.read_place() if backend is not None and backend.is_initialized() else None,
         )
 
 
@@ -153,15 +159,17 @@ def _read_autocast() -> tuple[Any, ...]:
 def _autocast(settings: tuple[Any, ...] | None) -> Iterator[None]:
     """Autocast as in `settings`, None for off, without its cache of cast weights."""
     now, is_cached = _read_autocast(), torch.is_autocast_cache_enabled()
-    depth = torch.autocast_increment_nesting()
+    # All threads have one cache. At the outermost level it is empty, and is dropped afterwards. Inside of an autocast that
+    # is active it is that one's, with weights as they were cast at some other time, perhaps without a graph. A device's
+    # thread counts levels of its own, but is told what is enabled around the backward.
+    is_outermost = torch.autocast_increment_nesting() == 1 and not any(is_enabled for _, is_enabled, _ in now)
     _write_autocast(settings or tuple((kind, False, dtype) for kind, _, dtype in now))
-    # At the outermost level the cache is empty, and is dropped afterwards. Inside of an autocast that is active it is
-    # that one's, with weights as they were cast at some other time, perhaps without a graph.
-    torch.set_autocast_cache_enabled(depth == 1)
+    torch.set_autocast_cache_enabled(is_outermost)
     try:
         yield
     finally:
-        if torch.autocast_decrement_nesting() == 0:
+        torch.autocast_decrement_nesting()
+        if is_outermost:
             torch.clear_autocast_cache()
         _write_autocast(now)
         torch.set_autocast_cache_enabled(is_cached)

@@ -158,20 +158,24 @@ class DeviceRng(Guard):
         return functools.partial(_bring, states) if states else None
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        return undisturbed(_RewoundDevices(snapshot))
+        rewound = _RewoundDevices(snapshot)
+        return undisturbed(rewound, rewound.differs)
 
 
 class _RewoundDevices:
     """Devices whose generators are set back; a state that is the present one is not written."""
 
     def __init__(self, snapshot: Sequence[tuple[Backend, Any]]) -> None:
-        self._snapshot = snapshot
+        # A backend may keep a state for each thread, and have none on the one that a backward runs on.
+        self._wanted = [(backend, state) for backend, state in snapshot if backend.is_initialized()]
+
+    def differs(self) -> bool:
+        """Return whether a generator has to be set back."""
+        return not all(backend.is_same_rng(backend.read_rng(), state) for backend, state in self._wanted)
 
     def __enter__(self) -> None:
-        # A backend may keep a state for each thread, and have none on the one that a backward runs on.
-        wanted = [(backend, state) for backend, state in self._snapshot if backend.is_initialized()]
-        self._now = [(backend, backend.read_rng()) for backend, _ in wanted]
-        _write_what_differs(self._now, wanted)
+        self._now = [(backend, backend.read_rng()) for backend, _ in self._wanted]
+        _write_what_differs(self._now, self._wanted)
 
     def __exit__(self, *error: object) -> None:
         _write_what_differs([(backend, backend.read_rng()) for backend, _ in self._now], self._now)

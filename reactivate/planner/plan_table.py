@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from reactivate._engine.accounts import in_words
 from reactivate._table import Column, Row, Table
-from reactivate.planner.cost.prediction import Point
+from reactivate.planner.cost.prediction import Fixed, Moment, Point
 from reactivate.planner.planned import Decision, Planned
 
 MOST_POINTS = 8  # of the frontier, in a table
-KINDS = ("parameters", "gradients", "optimizer", "inputs", "kept", "recomputed", "workspace")  # of memory, from below
+ALL_THE_TIME = tuple(item.name for item in fields(Fixed))
+KINDS = (*ALL_THE_TIME, "kept", "recomputed", "workspace")  # of memory, from below
 
 
 def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str:
@@ -63,8 +64,14 @@ def memory(plan: Planned) -> str:
 
 
 def at_peak(plan: Planned) -> dict[str, int]:
-    """The bytes of each of `KINDS` at the peak of forward and backward."""
-    return {name: getattr(plan.fixed if index < 4 else plan.predicted.peak, name) for index, name in enumerate(KINDS)}
+    """The bytes of each of `KINDS` at the peak of forward and backward; of others only where there are any."""
+    sizes = bytes_at(plan, plan.predicted.peak)
+    return {name: size for name, size in sizes.items() if size or name != "others"}
+
+
+def bytes_at(plan: Planned, moment: Moment) -> dict[str, int]:
+    """The bytes of each of `KINDS` at one moment."""
+    return {name: getattr(plan.fixed if name in ALL_THE_TIME else moment, name) for name in KINDS}
 
 
 def slowdown(plan: Planned, seconds: float) -> str:

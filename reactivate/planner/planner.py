@@ -6,6 +6,7 @@ import functools
 import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from reactivate._torch.fake import DataDependentError
 from reactivate._warn import warn
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
-from reactivate.planner.cost.memory import fixed_of, optimizer_memory
+from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
 from reactivate.planner.cost.overhead import measure_overhead
 from reactivate.planner.cost.prediction import Point, Proof
 from reactivate.planner.cost.timeline import prediction_of
@@ -68,14 +69,19 @@ class Planner:
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
         state_bytes, optimizer_top = self._optimizer_memory()
         self.fixed = fixed_of(self.step.model, self.step.args, self.step.kwargs, state_bytes)
-        self.optimizer_bytes = 0 if self._optimizer is None else self.fixed.total + optimizer_top
         if self.place.is_here:
             plain = self._measure(plain)
+            self.fixed = replace(self.fixed, others=self._others())  # now that libraries have taken their workspaces
         else:
             self.plain_seconds = plain.seconds
+        self.optimizer_bytes = 0 if self._optimizer is None else self.fixed.total + optimizer_top
         self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
         self.plain = plain
         self.plain_reading = self._read(plain, {})
+
+    def _others(self) -> int:
+        step = self.step
+        return others_on(self.place.device, step.model, step.args, step.kwargs, self._optimizer)
 
     @contextmanager
     def _watching_loss(self) -> Iterator[None]:
@@ -214,12 +220,13 @@ class Planner:
         least_bytes = self.smallest_bytes()
         fixed = self.fixed
         share = -(-100 * (least_bytes - fixed.total) // max(self.plain.peak_bytes, 1))
+        others = f", others {in_words(fixed.others)}" if fixed.others else ""
         return PlanInfeasible(
             f"plan(budget={budget.text!r}): no plan keeps this step within {in_words(allowed)} ({allowed} bytes); the least "
             f"that does takes {in_words(least_bytes)}: budget={least_bytes}, or '{share}%'. Of that, {in_words(fixed.total)} "
             f"are there all the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
-            f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}). Raise the budget, or make the batch "
-            "smaller.",
+            f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}{others}). Raise the budget, or make "
+            "the batch smaller.",
             budget_bytes=allowed,
             least_bytes=least_bytes,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
 from reactivate.planner.cost.prediction import Moment, Prediction
-from reactivate.planner.plan_table import KINDS
+from reactivate.planner.plan_table import KINDS, bytes_at
 from reactivate.planner.planned import Planned
 from reactivate.report.figure import (
     BUDGET,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = dict(zip(KINDS, ("#3d5a80", "#5f7ea8", "#8ba6c9", "#b9cbe2", "#e07a3f", "#2a9d8f", "#e9c46a")))
+COLORS = dict(zip(KINDS, ("#3d5a80", "#5f7ea8", "#8ba6c9", "#b9cbe2", "#d5d5de", "#e07a3f", "#2a9d8f", "#e9c46a")))
 _HEADROOM = 1.16  # for words above the mountain
 
 
@@ -81,10 +81,8 @@ def described(plan: Planned) -> str:
 def _draw_step(axes: Axes, plan: Planned, scale: int, tick: float) -> None:
     moments = _from_zero(plan.predicted)
     times = [moment.seconds / tick for moment in moments]
-    heights = {
-        name: [getattr(plan.fixed if index < 4 else moment, name) / scale for moment in moments]
-        for index, name in enumerate(KINDS)
-    }
+    sizes = [bytes_at(plan, moment) for moment in moments]
+    heights = {name: [each[name] / scale for each in sizes] for name in KINDS}
     used = {name: values for name, values in heights.items() if any(values)}
     axes.stackplot(
         times,

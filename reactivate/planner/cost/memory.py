@@ -30,6 +30,21 @@ def fixed_of(model: Module, args: Any, kwargs: Any, optimizer_bytes: int) -> Fix
     return Fixed(parameters, gradients, optimizer_bytes, inputs)
 
 
+def others_on(device: torch.device, model: Module, args: Any, kwargs: Any, optimizer: Optimizer | None) -> int:
+    """Return the bytes on an accelerator that are none of the step's: other tensors, and workspaces of its libraries.
+
+    A CPU's memory is everybody's, and counts nothing.
+    """
+    if device.type == "cpu":
+        return 0
+    parameters = list(model.parameters())
+    gradients = [item.grad for item in parameters if item.grad is not None]
+    state = [] if optimizer is None else flatten(_plain(optimizer.state.values()))[0]
+    leaves = [*parameters, *model.buffers(), *gradients, *state, *flatten((args, kwargs))[0]]
+    own = Ledger().enter_all(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == device.type)
+    return max(int(torch.accelerator.memory_allocated(device)) - own, 0)
+
+
 def optimizer_memory(optimizer: Optimizer, model: Module, costs: Costs, device: torch.device) -> tuple[int, int]:
     """Return the bytes that an optimizer keeps, and the most that its step allocates beside that. Nothing is computed.
 

@@ -16,17 +16,19 @@ class Fixed:
         gradients: of all parameters that have one.
         optimizer: its state.
         inputs: what the model is called with.
+        others: what else is on an accelerator: other tensors, and what its libraries take for their work.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     inputs: int
+    others: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.inputs
+        return self.parameters + self.gradients + self.optimizer + self.inputs + self.others
 
 
 @dataclass(frozen=True)
