@@ -212,7 +212,7 @@ def test_the_mountain_is_made_of_what_memory_is_for() -> None:
     before = max(item.seconds for item in TWELVE.predicted.moments if item.seconds < peak.seconds)
     time, low = (before + peak.seconds) / 2, 0.0
     areas = {area.get_label(): area.get_paths()[0] for area in axes.collections}
-    sizes = plan_table.at_peak(TWELVE)
+    sizes = plan_table.bytes_at(TWELVE, TWELVE.predicted.peak)
     assert list(areas) == [name for name in plan_table.KINDS if sizes[name]]
     assert sum(sizes.values()) == TWELVE.predicted.peak_bytes
     for name, path in areas.items():
