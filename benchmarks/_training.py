@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _ways import PLAIN, SAC, TORCH, non_reentrant, selective
+from _ways import PLAIN, SAC, TORCH, non_reentrant, repeatable, selective
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 from torch.profiler import record_function
@@ -84,7 +84,8 @@ def left_by(model: nn.Module, step: Callable[[], Tensor]) -> dict[str, list[Tens
     """Return what one step leaves, from gradients of zero on."""
     torch.manual_seed(0)
     model.zero_grad(set_to_none=False)
-    loss = step()
+    with repeatable(next(model.parameters()).device):
+        loss = step()
     return {
         "loss": [loss],
         "gradients": [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None],

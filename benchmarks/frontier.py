@@ -171,11 +171,18 @@ def paragraphs(found: Frontier) -> list[str]:
     optimum = found.optimum
     ways = {peer.name: peer.differences for peer in found.peers}
     ways |= {item.step: item.differences for item in different_steps(found.planned)}
+    if found.peers[0].differences:  # the plain step's own
+        bits = (
+            "Nothing is said of bits: not even two plain steps are equal here, since a kernel of the device adds in "
+            "another order each time."
+        )
+    else:
+        bits = differences(ways, "Every step")
     return [
         f"On the measured chain of a small model of the same kind ({optimum.blocks} blocks, {optimum.choices} choices), the "
         f"solver's choice is the optimum of the cost model at {optimum.equal} of {optimum.budgets} budgets; at worst it is "
         f"{optimum.worst:.2%} above it.",
-        differences(ways, "Every step"),
+        bits,
     ]
 
 
@@ -184,8 +191,9 @@ def to_markdown(frontiers: Sequence[Frontier]) -> str:
     blocks = [INTRODUCTION]
     for found in frontiers:
         machine = found.machine
+        where = "" if machine["device"] == "cpu" else f", on one {machine['device name']}"
         blocks += [
-            f"## {found.title.partition(':')[0]}",
+            f"## {found.title.partition(':')[0]}{where}",
             f"{found.title}; {found.parameters / 1e6:.1f} million parameters. {machine['device name']}, Python "
             f"{machine['python']}, torch {machine['torch']}, one thread, {found.rounds} rounds; {SINGLE.describe}. "
             f"Planned in {found.planning_seconds:.1f} s, for each further budget in {found.replanning_seconds:.2f} s. "

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
-
-from torch.utils import deterministic
 
 from fuzz.program import Program
 from fuzz.run import OURS, PLAIN, STRICT_TORCH, TORCH, Arm, Trace, compiled, kept_bytes, run
@@ -20,7 +16,8 @@ ESCAPED = "signal escaped"
 CRASHED = "crashed"
 BY_CHANCE = "right by chance"
 PLAIN_RAISES, NOT_REPRODUCIBLE = "plain run raises", "plain run not reproducible"
-DISCARDED = (PLAIN_RAISES, NOT_REPRODUCIBLE)
+UNWRITTEN = "plain run may read memory that nobody wrote to"
+DISCARDED = (PLAIN_RAISES, NOT_REPRODUCIBLE, UNWRITTEN)
 STATE = ("state", "random", "globals", "classes")
 """Notes about state, which torch's checkpoint advances twice."""
 
@@ -60,7 +57,8 @@ class Verdict:
 
 def judge(program: Program, arm: Arm = OURS, *, measure: bool = False) -> Verdict:
     """Run a program plain and checkpointed and compare; a second plain run, or torch's, only where they differ."""
-    code, seed = compiled(source_of(program)), program.seed
+    source, seed = source_of(program), program.seed
+    code = compiled(source)
     plain = run(code, PLAIN, seed)
     if plain.error is not None:
         return Verdict(PLAIN_RAISES, words_of(plain.error), str(plain.error))
@@ -70,10 +68,10 @@ def judge(program: Program, arm: Arm = OURS, *, measure: bool = False) -> Verdic
     if ours.error is None and differs is None:
         kept = (kept_bytes(code, PLAIN, seed), kept_bytes(code, arm, seed)) if measure else None
         return Verdict(RIGHT, kept=kept, **counts)
-    with _filled_otherwise():
-        again = run(code, PLAIN, seed)
-    if difference(plain, again) is not None:
+    if difference(plain, run(code, PLAIN, seed)) is not None:
         return Verdict(NOT_REPRODUCIBLE)
+    if _may_read_unwritten(source):
+        return Verdict(UNWRITTEN)
     if ours.error is not None and not isinstance(ours.error, Exception):
         return Verdict(ESCAPED, type(ours.error).__name__, **counts)
     if ours.error is not None:
@@ -81,15 +79,12 @@ def judge(program: Program, arm: Arm = OURS, *, measure: bool = False) -> Verdic
     return Verdict(SILENT, str(differs), **counts)
 
 
-@contextmanager
-def _filled_otherwise() -> Iterator[None]:
-    """Let memory that nobody wrote to hold something else, where torch's deterministic algorithms fill it."""
-    fills = deterministic.fill_uninitialized_memory
-    deterministic.fill_uninitialized_memory = not fills
-    try:
-        yield
-    finally:
-        deterministic.fill_uninitialized_memory = fills
+def _may_read_unwritten(source: str) -> bool:
+    """Tell if a plain run may depend on memory that nobody wrote to, whose contents two runs can share by chance.
+
+    torch's rrelu has its noise saved before it draws it: a hook that copies what is saved has a copy of nothing.
+    """
+    return "rrelu" in source and "saved_tensors_hooks" in source
 
 
 def difference(one: Trace, other: Trace) -> str | None:
@@ -106,12 +101,12 @@ def torchs_verdict(plain: Trace, code: CodeType, seed: int) -> str:
     It is right by chance where it computes the gradients from other tensors than the forward saved, and rounding, a zero
     or a symmetry hides that: the program of another seed is wrong. To refuse that one is right (see `docs/limits.md`).
     """
-    torch = run(code, TORCH, seed)
-    if torch.error is not None:
+    theirs = run(code, TORCH, seed)
+    if theirs.error is not None:
         return "raises"
-    if difference(plain, torch) is None:
+    if difference(plain, theirs) is None:
         return RIGHT if run(code, STRICT_TORCH, seed).error is None else BY_CHANCE
-    without = [Trace([note for note in trace.notes if note[0] not in STATE]) for trace in (plain, torch)]
+    without = [Trace([note for note in trace.notes if note[0] not in STATE]) for trace in (plain, theirs)]
     return "right but for state" if difference(*without) is None else "wrong"
 
 
