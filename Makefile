@@ -16,7 +16,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-xla test-upstream clean
+.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-gpu bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,8 +42,10 @@ ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng mut
 test-fenced: $(VENV)/.test $(VENV)/.models  ## the engine's tests, as if the CPU were a device whose compiler needs a fence
 	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --fenced $(ENGINE)
 
-test-gpu: $(VENV)/.test  ## what names CUDA, where there is one
+test-gpu: $(VENV)/.test  ## what names CUDA, torch's tables and random programs, on a GPU
 	$(BIN)/python -m pytest -m gpu
+	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --device cuda tests/test_ops.py tests/test_module_table.py
+	$(TEST) $(BIN)/python -m fuzz --device cuda --count 2000 --seed 1 --workers $(JOBS)
 
 test-public: $(VENV)/.test $(VENV)/.models  ## the engine's tests without what has a public way beside it: the same bits, slower
 	$(TEST) PYTHONPATH=tests $(BIN)/python -m pytest -n $(JOBS) -p public_ways $(ENGINE)
@@ -108,6 +110,13 @@ bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: 
 	$(BIN)/python benchmarks/self_check.py --out benchmarks/results
 	$(BIN)/python benchmarks/selective.py --out benchmarks/results
 	$(BIN)/python benchmarks/frontier.py --compile gpt --out benchmarks/results --page docs/planning-measured.md
+
+ON_GPU := --device cuda --clock wall --out benchmarks/results
+
+bench-gpu: $(VENV)/.bench $(VENV)/.models  ## the figures in docs/gpu.md, on a GPU
+	$(BIN)/python benchmarks/overhead.py $(ON_GPU)
+	$(BIN)/python benchmarks/selective.py $(ON_GPU)
+	$(BIN)/python benchmarks/frontier.py $(ON_GPU) --page docs/planning-measured.md
 
 bench-xla: $(XLA)/.installed  ## the figures in docs/xla-measured.md
 	$(IN_XLA) benchmarks/xla.py --out benchmarks/results --page docs/xla-measured.md

@@ -166,7 +166,7 @@ def page_of(rows: Sequence[Row]) -> str:
     lines = [
         "# Tested with",
         "",
-        "The tests of `make test` on each torch, on the CPU: no test runs on a GPU here. The last rows are the engine's",
+        "The tests of `make test` on each torch, on the CPU ([on a GPU](gpu.md)). The last rows are the engine's",
         "tests with public names of torch only (`make test-public`): the same bits, slower. `make torches` writes this page.",
         "",
         "| torch | Python | tests | passed | skipped | failed |",
