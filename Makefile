@@ -16,7 +16,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-gpu bench-xla test-upstream clean
+.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-gpu bench-torches bench-xla test-upstream clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -117,6 +117,10 @@ bench-gpu: $(VENV)/.bench $(VENV)/.models  ## the figures in docs/gpu.md, on a G
 	$(BIN)/python benchmarks/overhead.py $(ON_GPU)
 	$(BIN)/python benchmarks/selective.py $(ON_GPU)
 	$(BIN)/python benchmarks/frontier.py $(ON_GPU) --page docs/planning-measured.md
+
+bench-torches: $(VENV)/.bench $(NEWEST)/.installed  ## the table in docs/overhead.md: the newest torch, and public names only
+	PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python benchmarks/overhead.py --quick --out benchmarks/results
+	$(BIN)/python tests/public_ways.py benchmarks/overhead.py --quick --out benchmarks/results
 
 bench-xla: $(XLA)/.installed  ## the figures in docs/xla-measured.md
 	$(IN_XLA) benchmarks/xla.py --out benchmarks/results --page docs/xla-measured.md

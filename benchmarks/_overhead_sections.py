@@ -229,6 +229,7 @@ def regions(subjects: Subjects, device: torch.device) -> Steps:
 
 OVER_PLAIN = "over plain"
 BEYOND_FORWARD = "beyond one extra forward"
+PER_TENSOR = "each saved tensor"
 
 SECTIONS = (
     Section(
@@ -242,7 +243,7 @@ SECTIONS = (
         f"Each further saved tensor: chains of {SAVED_TENSORS[0]} to {SAVED_TENSORS[-1]} `sin`",
         slopes,
         (
-            Quantity("each saved tensor", "µs", per_tensor, {WARM.name: 0.55, SINGLE.name: 0.55}, MAIN),
+            Quantity(PER_TENSOR, "µs", per_tensor, {WARM.name: 0.55, SINGLE.name: 0.55}, MAIN),
             Quantity(
                 "each saved tensor, less the op", "µs", per_tensor_less_op, {WARM.name: 0.5, SINGLE.name: 0.5}, MAIN
             ),

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 import torch
 from _timing import Estimate
 
+from reactivate._torch.ways import ways
+
 Machine = dict[str, str | int | None]
 Place = tuple[float, float]
 Kind = TypeVar("Kind")
@@ -219,9 +221,10 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Of the files: benchmark, device and version of torch."""
+        """Of the files: benchmark, device, version of torch, and "public" where only public names of it are used."""
         device = "cpu" if self.machine["device"] == "cpu" else str(self.machine["device name"]).replace(" ", "-")
-        return f"{self.benchmark}-{device}-torch{str(self.machine['torch']).partition('+')[0]}"
+        end = "-public" if self.machine.get("names of torch") == "public" else ""
+        return f"{self.benchmark}-{device}-torch{str(self.machine['torch']).partition('+')[0]}{end}"
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), **self.explained}, indent=1, ensure_ascii=False) + "\n"
@@ -271,6 +274,7 @@ def describe_machine(device: torch.device) -> Machine:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_remat": remat,
+        "names of torch": "private" if any(way.is_fast and not way.lost for way in ways) else "public",
         "threads": 1,
         "garbage collector": "enabled; what was alive before is frozen",
     }

@@ -4,6 +4,7 @@ python benchmarks/overhead.py                    every figure on the terminal, i
 python benchmarks/overhead.py --quick            the same in a minute, with wider intervals
 python benchmarks/overhead.py --only fixed       one section
 python benchmarks/overhead.py --out DIRECTORY    JSON and Markdown as well, named for device and torch version
+python tests/public_ways.py benchmarks/overhead.py     with public names of torch only, where there is such a way
 """
 
 from __future__ import annotations
@@ -16,11 +17,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _overhead_sections import SECTIONS, Quantity, Section, Subjects, ten_modules
-from _presentation import Record, Table, describe_machine, require, show, with_interval, write
+from _overhead_sections import (
+    BEYOND_FORWARD,
+    OVER_PLAIN,
+    PER_TENSOR,
+    SECTIONS,
+    Quantity,
+    Section,
+    Subjects,
+    ten_modules,
+)
+from _presentation import Record, Table, describe_machine, read, require, show, with_interval, write
 from _timing import (
     CLOCKS,
     METHODS,
+    SINGLE,
     Array,
     Estimate,
     Method,
@@ -34,10 +45,17 @@ from _timing import (
     silent,
     verdict,
 )
-from _ways import ALL_OURS, PLAIN, TORCH, differs_from_plain, make_subjects, named
+from _ways import ALL_OURS, OURS, PLAIN, TORCH, differs_from_plain, make_subjects, named
 
 FEWEST_ROUNDS = 15
 QUICK = Settings(rounds=30, batch_seconds=0.003, calls=300)
+COMPARED = (
+    ("fixed", OVER_PLAIN),
+    ("slope", PER_TENSOR),
+    ("block", BEYOND_FORWARD),
+    ("transformer", BEYOND_FORWARD),
+    ("no_grad", OVER_PLAIN),
+)
 CLOCK_NAMES = {"cpu": "the CPU time of the process", "wall": "wall-clock time"}
 
 
@@ -178,6 +196,30 @@ def to_markdown(results: Results) -> str:
     return "\n".join([*lines, *_differences(results)]) + "\n"
 
 
+def compared(directory: Path) -> Table:
+    """The same figures of each result in a directory: devices, torches, private and public names of torch."""
+    found = [read(Results, path) for path in sorted(directory.glob("overhead-*.json"))]
+    header = ("torch", "names of torch", "device", *(f"{name}: {quantity}" for name, quantity in COMPARED))
+    lines = [
+        (
+            *(str(each.machine["torch"]), str(each.machine.get("names of torch", "private"))),
+            str(each.machine["device name"]),
+            *(with_interval(_ratio_of(each, *figure)) for figure in COMPARED),
+        )
+        for each in found
+    ]
+    return Table("Ratios to torch non-reentrant, single calls", header, lines)
+
+
+def _ratio_of(results: Results, section: str, quantity: str) -> Estimate:
+    wanted = (section, quantity, OURS, SINGLE.name)
+    return next(
+        row.of_torch
+        for row in results.rows
+        if (row.section, row.quantity, row.subject, row.method) == wanted and row.of_torch is not None
+    )
+
+
 def _differences(results: Results) -> list[str]:
     return [
         f"- {named(name, results.machine)}: {', '.join(what) or 'nothing'}"
@@ -204,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show([*tables(results), "The ten-module block differs from plain, bit for bit, in:", *_differences(results)])
     if options.out:
         write(options.out, results.name, json=results.to_json(), md=to_markdown(results))
+        write(options.out, "overhead-compared", md=compared(options.out).with_title() + "\n")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,6 +1,7 @@
 """A plugin for pytest: every private name of torch that has a public way beside it is taken to do something else.
 
-`make test-public` runs the tests with it: the same bits, slower.
+`make test-public` runs the tests with it: the same bits, slower. `python tests/public_ways.py SCRIPT ARGUMENT ...` runs a
+script so.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import runpy
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -58,3 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("fast_ways")
         if marker is not None:
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+
+
+if __name__ == "__main__":
+    sys.argv.pop(0)
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
