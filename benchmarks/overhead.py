@@ -197,7 +197,7 @@ def to_markdown(results: Results) -> str:
 
 
 def compared(directory: Path) -> Table:
-    """The same figures of each result in a directory: devices, torches, private and public names of torch."""
+    """Compare the results in a directory by the same figures: devices, torches, private and public names of torch."""
     found = [read(Results, path) for path in sorted(directory.glob("overhead-*.json"))]
     header = ("torch", "names of torch", "device", *(f"{name}: {quantity}" for name, quantity in COMPARED))
     lines = [

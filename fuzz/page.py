@@ -6,7 +6,7 @@ import torch
 
 from fuzz.judge import RIGHT
 from fuzz.report import Refusals, Summary
-from reactivate._table import Column, Row, Table
+from reactivate._text.table import Column, Row, Table
 
 PAGE = """\
 # Random programs

@@ -6,18 +6,18 @@ Drop activations in the forward pass, get them back in the backward pass, with e
 from typing import Any
 
 from reactivate import dropin, errors, guards, integrations, policies, recipe, report, storage
-from reactivate._applied import Handle
-from reactivate._apply import apply
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.sharing import shared_recompute
 from reactivate._inspect.explain import explain
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.verify import Verdict, verify
+from reactivate._model.applied import Handle
+from reactivate._model.apply import apply
 from reactivate._plan import plan
 from reactivate._site import site
+from reactivate._text.words import did_you_mean
 from reactivate._types import Recompute, Save, Site
-from reactivate._words import did_you_mean
 from reactivate.errors import ReactivateError
 from reactivate.planner.plan import Plan
 

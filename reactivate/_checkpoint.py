@@ -16,11 +16,11 @@ from torch.nn import Module
 
 from reactivate._engine.record import Options
 from reactivate._engine.run import module_called_by, run, run_module
+from reactivate._modules.view import view_of
 from reactivate._options import DEFAULT_OPTIONS, Determinism, make_options, with_policy
 from reactivate._run import run_region
+from reactivate._text.words import counted, described, did_you_mean, name_of
 from reactivate._types import Guard, Policy
-from reactivate._view import view_of
-from reactivate._words import counted, described, did_you_mean, name_of
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
 

@@ -12,8 +12,8 @@ from reactivate._compilers.graph import contexts_for
 from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import serve
 from reactivate._engine.record import Options
+from reactivate._text.words import described
 from reactivate._types import Guard, Policy
-from reactivate._words import described
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
 from reactivate.policies._base import check_policy

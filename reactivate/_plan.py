@@ -11,9 +11,9 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from reactivate._apply import paused
-from reactivate._arguments import check_module, example_of
-from reactivate._words import described
+from reactivate._inspect.arguments import check_module, example_of
+from reactivate._model.apply import paused
+from reactivate._text.words import described
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
 from reactivate.planner.cost.devices import DeviceSpec

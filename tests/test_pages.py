@@ -56,7 +56,7 @@ def test_the_python_of_a_page_runs(page: Path, packages: frozenset[str], tmp_pat
     program = tmp_path / "page.py"
     program.write_text("\n\n".join(block for block, needed in blocks_of(page) if needed <= packages), encoding="utf-8")
     paths = os.pathsep.join(filter(None, (str(Path(reactivate.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     launcher = LAUNCHER.search(page.read_text("utf-8"))

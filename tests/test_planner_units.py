@@ -8,7 +8,7 @@ from plan_models import GPT, Block, UNet
 from torch import nn
 
 import reactivate
-from reactivate._blocks import blocks_of
+from reactivate._modules.blocks import blocks_of
 from reactivate._types import Recompute, Save, Site
 from reactivate.planner.profile.probe import rounds_of
 from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import Recompute, Save, Site, policies
-from reactivate._blocks import blocks_of
 from reactivate._engine.record import observed_by
+from reactivate._modules.blocks import blocks_of
 from reactivate.errors import UsageError
 from reactivate.policies import canonical
 from reactivate.policies._select import matches

@@ -22,7 +22,7 @@ import reactivate
 from reactivate import policies
 from reactivate._inspect.step import leaves_of
 from reactivate._inspect.verify import compare
-from reactivate._words import counted
+from reactivate._text.words import counted
 from reactivate.errors import UsageError
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]

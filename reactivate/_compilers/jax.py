@@ -27,7 +27,7 @@ from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.kept_calls.choice import CallDecision, Choice
 from reactivate._engine.kept_calls.site_log import Log, is_at_work, open_logs, set_aside, tensors_in
 from reactivate._engine.record import Options, are_regions_off, plain_contexts
-from reactivate._standin import StandIn
+from reactivate._modules.standin import StandIn
 from reactivate._torch.containers import flatten
 from reactivate._torch.modules import has_hooks
 from reactivate._types import DEVICE, Save

@@ -16,7 +16,7 @@ from reactivate._engine.record import (
 )
 from reactivate._engine.region import Region
 from reactivate._engine.sites import calls_regions
-from reactivate._standin import StandIn
+from reactivate._modules.standin import StandIn
 from reactivate._torch.dynamo import leave_to_eager
 from reactivate._torch.modules import has_hooks, module_call
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from reactivate._arguments import example_of
 from reactivate._backends import accelerator
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
 from reactivate._engine.inputs.capture import Capture
@@ -33,6 +32,7 @@ from reactivate._engine.mismatch.naming import name_of, saved_at
 from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.record import Record, observed_by
 from reactivate._engine.region import Region
+from reactivate._inspect.arguments import example_of
 from reactivate._inspect.drafts import Draft, Holder, KeptTensor, RegionEnd, tensor_of
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.fake import faked, has_no_memory, tensors_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from reactivate._engine.accounts import in_words
-from reactivate._table import Column, Row, Table
-from reactivate._words import counted
+from reactivate._text.table import Column, Row, Table
+from reactivate._text.words import counted
 from reactivate.errors import UsageError
 
 VERSION = 1

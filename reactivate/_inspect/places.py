@@ -11,8 +11,8 @@ from reactivate._engine.record import Record
 from reactivate._engine.region import Region
 from reactivate._engine.run import run
 from reactivate._engine.sites import Site, line_of, user_frame
+from reactivate._modules.view import original_of
 from reactivate._torch.modules import MODULE_CALL_CODE
-from reactivate._view import original_of
 
 SourcePlace = tuple[str, "str | None"]  # module path, source line
 

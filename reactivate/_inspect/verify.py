@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._apply import apply, paused
-from reactivate._arguments import example_of
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.accounts import in_words
 from reactivate._engine.record import without_regions
+from reactivate._inspect.arguments import example_of
 from reactivate._inspect.step import Change, Outcome, Step
+from reactivate._model.apply import apply, paused
+from reactivate._text.words import counted
 from reactivate._types import Policy
-from reactivate._words import counted
 from reactivate.policies._base import check_policy
 
 

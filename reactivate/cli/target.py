@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from reactivate._text.words import did_you_mean
 from reactivate._torch.containers import flatten, unflatten
-from reactivate._words import did_you_mean
 from reactivate.cli import huggingface
 from reactivate.errors import UsageError
 

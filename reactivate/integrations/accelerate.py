@@ -9,8 +9,8 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from reactivate._text.words import described
 from reactivate._types import Policy
-from reactivate._words import described
 from reactivate.errors import UsageError
 from reactivate.integrations._hosts import check_host
 from reactivate.integrations._training import Training

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from reactivate._engine.accounts import in_words
-from reactivate._table import Column, Row, Table
+from reactivate._text.table import Column, Row, Table
 from reactivate.planner.cost.prediction import Fixed, Moment, Point
 from reactivate.planner.planned import Decision, Planned
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from reactivate._apply import apply
-from reactivate._blocks import blocks_of
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.step import leaves_of
+from reactivate._model.apply import apply
+from reactivate._modules.blocks import blocks_of
+from reactivate._text.warnings import warn
 from reactivate._torch.fake import DataDependentError
-from reactivate._warn import warn
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on

@@ -10,12 +10,12 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._applied import Handle
-from reactivate._apply import apply, paused
 from reactivate._engine.accounts import in_words
 from reactivate._engine.recompute import is_recomputing
 from reactivate._inspect.step import leaves_of
-from reactivate._warn import warn
+from reactivate._model.applied import Handle
+from reactivate._model.apply import apply, paused
+from reactivate._text.warnings import warn
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.measurement import Measurement

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.nn import Module, ModuleDict, ModuleList
 
-from reactivate._blocks import blocks_of, is_made_of_modules
+from reactivate._modules.blocks import blocks_of, is_made_of_modules
 
 _LISTS = (ModuleList, ModuleDict)  # they have children and are not called
 

@@ -5,8 +5,8 @@ A policy is any callable `Site -> Action | None`. Those here are frozen values t
 
 from typing import Any
 
+from reactivate._text.words import did_you_mean
 from reactivate._types import Action, Policy, Recompute, Save, Site
-from reactivate._words import did_you_mean
 from reactivate.policies.combine import every_nth, exclude, first_match, union
 from reactivate.policies.layers import full, none, recompute_every, recompute_modules
 from reactivate.policies.names import save_modules, save_names

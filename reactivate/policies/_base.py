@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from torch.nn import Module
 
+from reactivate._text.words import described, nearest
 from reactivate._types import DEVICE, Action, Policy, Site
-from reactivate._words import described, nearest
 from reactivate.errors import UsageError
 
 

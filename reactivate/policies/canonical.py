@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional
 
+from reactivate._text.words import nearest
 from reactivate._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket, builtin_functions, qualified_name
-from reactivate._words import nearest
 from reactivate.errors import UsageError
 
 _NAMESPACES = ("linalg", "special", "fft")

@@ -8,8 +8,8 @@ from typing import Any
 from torch.autograd import Function
 from torch.nn import Module
 
+from reactivate._text.words import described
 from reactivate._types import DEVICE, Action, Save, Site, Storage
-from reactivate._words import described
 from reactivate.errors import UsageError
 from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies._select import matches

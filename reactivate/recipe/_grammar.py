@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from reactivate import policies
+from reactivate._text.words import did_you_mean
 from reactivate._types import Policy, Storage
-from reactivate._words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.storage import Device, Host
 

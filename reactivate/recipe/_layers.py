@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from reactivate._blocks import blocks_of
+from reactivate._modules.blocks import blocks_of
 from reactivate._types import Policy, Site
 from reactivate.errors import UsageError
 from reactivate.policies import recompute_modules

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from reactivate._applied import Handle
-from reactivate._apply import apply as apply_policy
-from reactivate._words import did_you_mean
+from reactivate._model.applied import Handle
+from reactivate._model.apply import apply as apply_policy
+from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.planner.step import Loss
 from reactivate.recipe._base import Example, Recipe

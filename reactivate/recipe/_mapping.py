@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from reactivate._text.words import did_you_mean
 from reactivate._types import Policy, Storage
-from reactivate._words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.recipe._grammar import POLICIES, STORAGES, Spelled, check_name, kinds_of, listed, signature_of
 from reactivate.recipe._text import read_text

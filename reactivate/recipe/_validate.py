@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from reactivate._words import did_you_mean
+from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.recipe._base import Recipe, needed
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reactivate._table import WIDTH
+from reactivate._text.table import WIDTH
 from reactivate.errors import UsageError
 from reactivate.planner import plan_table
 from reactivate.planner.planned import Planned

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reactivate._engine.accounts import in_words
-from reactivate._table import Column, Row, Table
+from reactivate._text.table import Column, Row, Table
 from reactivate.errors import UsageError
 from reactivate.planner import plan_table
 from reactivate.planner.planned import Planned

@@ -12,7 +12,7 @@ from typing import Any
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._standin import NAME, Placed, changing
+from reactivate._modules.standin import NAME, Placed, changing
 
 
 class SavedStandIn(Placed):

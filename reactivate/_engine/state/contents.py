@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from reactivate._engine.state.held import are_items, given_back, held_all, hold_values
-from reactivate._standin import Placed
+from reactivate._modules.standin import Placed
 
 ATOMS = frozenset(
     {

@@ -18,7 +18,7 @@ from torch.nn import Module
 from reactivate._engine.state.bounded import cached
 from reactivate._engine.state.contents import put_dict
 from reactivate._engine.state.held import are_items, given_back
-from reactivate._standin import NAME, Placed
+from reactivate._modules.standin import NAME, Placed
 from reactivate._torch.modules import is_distributed
 
 Namespace = dict[str, Any]

@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from reactivate._table import WIDTH, Column, Row, Table
+from reactivate._text.table import WIDTH, Column, Row, Table
 from reactivate.cli.options import REPORTING
 from reactivate.cli.outcome import Code, print_json
 from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec

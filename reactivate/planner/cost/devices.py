@@ -19,7 +19,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from reactivate._words import did_you_mean
+from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
 
 __all__ = ["DEVICES", "FORMATS", "DeviceSpec", "find", "load"]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch.nn import Module
 
-from reactivate._apply import apply
+from reactivate._model.apply import apply
 from reactivate._types import Policy
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.profile.tracer import traced

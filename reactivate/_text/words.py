@@ -24,7 +24,7 @@ def nearest(name: str, known: Iterable[str], plainly: Callable[[str], str] = str
         plainly: makes a name what is compared of it.
 
     Example:
-        >>> from reactivate._words import nearest
+        >>> from reactivate._text.words import nearest
         >>> nearest("conv", ["conv1d", "conv2d", "convert"]), nearest("Linaer", ["linear", "line"])
         (['conv1d', 'conv2d', 'convert'], ['linear', 'line'])
     """
@@ -38,7 +38,7 @@ def did_you_mean(name: str, known: Iterable[str], plainly: Callable[[str], str] 
     """Return the nearest of the known names, as a question behind a space; empty if none is near.
 
     Example:
-        >>> from reactivate._words import did_you_mean
+        >>> from reactivate._text.words import did_you_mean
         >>> did_you_mean("LamaConfig", ["LlamaConfig", "ResNet"])
         " Did you mean 'LlamaConfig'?"
     """
@@ -50,7 +50,7 @@ def described(value: Any) -> str:
     """Return a description of a value, short enough for a message.
 
     Example:
-        >>> from reactivate._words import described
+        >>> from reactivate._text.words import described
         >>> described(torch.ones(2, 3)), described(torch.nn.Linear), described("full")
         ('a Tensor of shape (2, 3)', 'the class Linear', "'full'")
     """
@@ -70,7 +70,7 @@ def counted(number: int, thing: str) -> str:
     """Return a number of things.
 
     Example:
-        >>> from reactivate._words import counted
+        >>> from reactivate._text.words import counted
         >>> counted(1, "region"), counted(2, "region")
         ('1 region', '2 regions')
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from reactivate._words import described
+from reactivate._text.words import described
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade
 
@@ -27,7 +27,7 @@ def example_of(asked_by: str, model: Any, args: Any, kwargs: Any) -> tuple[tuple
         UsageError: `model` cannot be called, or there is no batch in `args`.
 
     Example:
-        >>> from reactivate._arguments import example_of
+        >>> from reactivate._inspect.arguments import example_of
         >>> example_of("plan", max, [1, 2], None), example_of("plan", print, {"end": ""}, None)
         (((1, 2), {}), ((), {'end': ''}))
     """

@@ -49,7 +49,7 @@ class Table:
         title: what stands above it.
 
     Example:
-        >>> from reactivate._table import Column, Row, Table
+        >>> from reactivate._text.table import Column, Row, Table
         >>> table = Table([Column("site"), Column("kept", True)], [Row(["layers.0", "4 KiB"]), Row(["linear"], depth=1)])
         >>> table.text().split()[-4:]
         ['layers.0', '4', 'KiB', 'linear']

@@ -17,8 +17,8 @@ from torch import Tensor, is_grad_enabled
 from reactivate._engine.accounts import Ledger, in_words
 from reactivate._engine.record import Options
 from reactivate._engine.run import run
-from reactivate._warn import warn
-from reactivate._words import counted
+from reactivate._text.warnings import warn
+from reactivate._text.words import counted
 
 
 class CacheWatch:

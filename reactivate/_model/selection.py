@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.nn import Module
 
-from reactivate._blocks import blocks_of, siblings_of
 from reactivate._engine.kept_calls.choice import Unmatched
+from reactivate._modules.blocks import blocks_of, siblings_of
 from reactivate._types import Action, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened

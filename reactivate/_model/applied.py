@@ -16,16 +16,16 @@ from typing import Any
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._cache_watch import CacheWatch
 from reactivate._compilers.graph import contexts_for
 from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import current_log, serve
 from reactivate._engine.record import Options
 from reactivate._engine.run import run
+from reactivate._model.cache_watch import CacheWatch
+from reactivate._model.selection import Selection
 from reactivate._run import run_region, run_untraced
-from reactivate._selection import Selection
+from reactivate._text.words import counted
 from reactivate._types import Policy
-from reactivate._words import counted
 from reactivate.policies._base import ReadyMade, interest_of, shortened
 
 FORWARD = "forward"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from reactivate._view import original_of
+from reactivate._modules.view import original_of
 
 _CONTAINERS = (ModuleList, ModuleDict, Sequential)
 _Rule = Callable[[Module, str], dict[str, Module]]
@@ -27,7 +27,7 @@ def blocks_of(model: Module) -> dict[str, Module]:
 
     Example:
         >>> import torch
-        >>> from reactivate._blocks import blocks_of
+        >>> from reactivate._modules.blocks import blocks_of
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16)
         >>> list(blocks_of(torch.nn.TransformerEncoder(layer, 2)))
         ['layers.0', 'layers.1']

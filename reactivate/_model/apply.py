@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._applied import (
+from reactivate._engine.kept_calls.choice import Unmatched
+from reactivate._engine.record import Options
+from reactivate._model.applied import (
     FORWARD,
     Applied,
     AppliedForward,
@@ -19,12 +21,10 @@ from reactivate._applied import (
     forward_of,
     forwards_of,
 )
-from reactivate._engine.kept_calls.choice import Unmatched
-from reactivate._engine.record import Options
+from reactivate._model.selection import Selection
 from reactivate._options import Determinism, make_options
-from reactivate._selection import Selection
+from reactivate._text.words import described
 from reactivate._types import Guard, Policy
-from reactivate._words import described
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
 from reactivate.policies._base import ReadyMade, check_policy
