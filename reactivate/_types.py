@@ -180,8 +180,6 @@ class Guard:
         ...     value = 0
         ...     def before(self, call):
         ...         return self.value
-        ...     def after(self, token):
-        ...         return token if token != self.value else None
         ...     @contextlib.contextmanager
         ...     def recompute(self, snapshot):
         ...         now, self.value = self.value, snapshot
@@ -196,11 +194,17 @@ class Guard:
     """Whether the function may meet other tensors in a recomputation than in the forward pass, with versions of their own."""
 
     def before(self, call: Call) -> Any:
-        """Read the state as the forward pass is about to see it. None: there is none, and no more questions."""
+        """Read the state as the forward pass is about to see it.
+
+        None says that there is none, and nothing else is asked: where None is a value of the state, return a tuple of it.
+        """
         return None
 
     def after(self, token: Any) -> Any | None:
-        """Return what a recomputation needs to see that state again, or None. May be called twice for one `before`."""
+        """Return what a recomputation needs to see that state again. May be called twice for one `before`.
+
+        None says that no recomputation will see another state: right only where nothing but the region itself changes it.
+        """
         return token
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 import torch
 
@@ -19,7 +20,10 @@ def accelerator() -> Backend | None:
     """The backend of this machine's accelerator, None if torch has none."""
     # Asked each time: a privateuse1 backend is registered after torch is imported.
     device = accelerator_device()
-    return None if device is None else _backend(device.type)
+    if device is None:
+        return None
+    module = getattr(torch, device.type, None)  # which a privateuse1 backend may register later
+    return None if module is None else _backend(device.type, module)
 
 
 def backends() -> tuple[Backend, ...]:
@@ -27,7 +31,8 @@ def backends() -> tuple[Backend, ...]:
     found = accelerator()
     known = () if found is None else (found,)
     if found is not None and found.device_type != "cuda" and torch.cuda.is_initialized():
-        known = (*known, _backend("cuda"))  # torch has one accelerator: a library's own device goes before its own
+        # torch has one accelerator: a library's own device goes before its own.
+        known = (*known, _backend("cuda", torch.cuda))
     if xla_runtime() is not None:
         from reactivate._backends.xla import BACKEND  # an optional package
 
@@ -36,10 +41,7 @@ def backends() -> tuple[Backend, ...]:
 
 
 @functools.cache
-def _backend(device_type: str) -> Backend | None:
-    module = getattr(torch, device_type, None)
-    if module is None:
-        return None
+def _backend(device_type: str, module: Any) -> Backend:
     if device_type == "jax" and "torchax" in sys.modules:
         from reactivate._backends.torchax import BACKEND  # an optional package
 

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
+
 from reactivate._torch.modes import equal_unseen
+
+_GENERATORS = ("device_count", "get_rng_state", "set_rng_state")
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return equal_unseen(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 class Backend:
@@ -15,8 +23,9 @@ class Backend:
 
     Args:
         device_type: as in `torch.device(device_type)`.
-        module: its device module, with `device_count`, `get_rng_state` and `set_rng_state`. `is_initialized`,
-            `is_available`, `current_device`, `device`, `current_stream` and `stream` are used where they exist.
+        module: its device module. `device_count`, `get_rng_state` and `set_rng_state` are about its generators: a module
+            without one of these has none. `is_initialized`, `is_available`, `current_device`, `device`, `current_stream` and
+            `stream` are used where they exist, too.
     """
 
     def __init__(self, device_type: str, module: Any) -> None:
@@ -33,6 +42,8 @@ class Backend:
     def read_rng(self) -> Sequence[Any]:
         """The state of the generator of every device."""
         module = self._module
+        if not all(hasattr(module, name) for name in _GENERATORS):
+            return []
         count = module.device_count()
         if count == 1:
             return [module.get_rng_state()]
@@ -49,7 +60,7 @@ class Backend:
 
     def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
         """Return whether no number was drawn between two reads."""
-        return all(equal_unseen(one, other) for one, other in zip(first, second))
+        return all(map(_is_same, first, second))
 
     def first_rng(self) -> Sequence[Any] | None:
         """The state that the generators had when the device was initialised, None if that cannot be known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -252,17 +253,21 @@ class Planner:
         return Proof("simulated", self.fixed.total + found.trace.peak_bytes, found.rounds)
 
     def _decisions(self, found: Proven) -> tuple[Decision, ...]:
-        entries = {
-            path: pick.entry for path, pick in reversed(list(zip(self.plain_reading.paths, found.solution.picks)))
-        }
+        held: Counter[str] = Counter()
+        seconds: dict[str, float] = defaultdict(float)
+        for path, pick in zip(
+            self.plain_reading.paths, found.solution.picks, strict=True
+        ):  # a unit may be called often
+            held[path] += pick.entry.held_bytes
+            seconds[path] += pick.entry.seconds
         return tuple(
             Decision(
                 path,
                 type(self.units[path]).__name__,
                 digest_of(self.units[path]),
                 treatment,
-                entries[path].held_bytes,
-                entries[path].seconds,
+                held[path],
+                seconds[path],
             )
             for path, treatment in found.treatments.items()
         )

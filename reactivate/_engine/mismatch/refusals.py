@@ -135,19 +135,23 @@ def more_tensors(record: Record, tensor: Tensor, frame: FrameType) -> RecomputeM
     )
 
 
+_UNSEEN = (
+    "It reads something that has changed since and that the library cannot see: a write through `.data` or NumPy, an object "
+    "with state in C, a file, the environment, a thread-local value. Keep that state in a buffer or an attribute of a "
+    "module, give the module `recompute_state()` and `load_recompute_state(state)`, or restore the state with a guard "
+    "(docs/guards.md)."
+)
+
+
 def different_values(record: Record, details: str) -> RecomputeMismatchError:
     """An op of the recomputation has another name or other results (`determinism="values"`)."""
     return RecomputeMismatchError(
-        f"The recomputation of the region `{name_of(record)}` computes other values than its forward pass. {details}",
+        f"The recomputation of the region `{name_of(record)}` computes other values than its forward pass. {details}\n"
+        f"{_UNSEEN}",
         kind="values",
     )
 
 
-_UNSEEN = (
-    "It reads something that has changed since and that the library cannot see: a write through `.data` or NumPy, an object "
-    "with state in C, a file. Keep that state in a buffer or an attribute of a module, or give the module "
-    "`recompute_state()` and `load_recompute_state(state)`."
-)
 _LOSSY = (
     "\nOr the saved-tensor hooks around the region changed its inputs: they must return the bits that they were given. Hooks "
     "that cast or quantize go around the model without regions, or inside of a region around single calls."
