@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from reactivate._engine.mismatch.check import uncounted
 from reactivate._inspect.arguments import check_module, example_of
 from reactivate._model.apply import paused
 from reactivate._text.words import described
@@ -25,6 +26,7 @@ from reactivate.planner.solver.maximize import largest
 from reactivate.planner.step import Loss, TrainingStep
 
 
+@uncounted()
 def plan(
     model: Module,
     args: Any = (),

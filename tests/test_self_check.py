@@ -309,3 +309,31 @@ def test_closures_over_different_modules_are_different_regions() -> None:
         x = reactivate.checkpoint(lambda x, layer=layer: layer(x))(x)
     with pytest.raises(RecomputeMismatchError, match="that the library cannot see"):
         x.sum().backward()
+
+
+@pytest.mark.parametrize("tool", ["explain", "verify", "verify of a policy", "plan"])
+def test_what_a_tool_runs_is_no_step(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of training is compared, whatever has looked at the model before."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (self.linear(x) * float(os.environ["SCALE"])).sin().exp()
+
+    monkeypatch.setenv("SCALE", "1")
+    model, x = nn.Sequential(*(Scaled() for _ in range(3))), torch.randn(16, 8)
+    policy: Any = policies.full()
+    if tool == "plan":
+        policy = reactivate.plan(model, x, budget="80%")
+    elif tool == "verify of a policy":
+        assert reactivate.verify(model, x, policy=policy)
+    reactivate.apply(model, policy, determinism="first")
+    if tool in ("explain", "verify"):
+        getattr(reactivate, tool)(model, x)
+    out = model(x).sum()
+    monkeypatch.setenv("SCALE", "3")
+    with pytest.raises(RecomputeMismatchError):
+        out.backward()

@@ -28,6 +28,7 @@ from reactivate._backends import accelerator
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.kept_calls.kept import Kept, SavedSite
+from reactivate._engine.mismatch.check import uncounted
 from reactivate._engine.mismatch.naming import name_of, saved_at
 from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.record import Record, observed_by
@@ -43,6 +44,7 @@ from reactivate._types import Device
 from reactivate.errors import UsageError
 
 
+@uncounted()
 def explain(
     model: Callable[..., Any],
     args: Any = (),

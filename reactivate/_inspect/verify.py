@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.accounts import in_words
+from reactivate._engine.mismatch.check import uncounted
 from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.step import Change, Outcome, Step
@@ -100,6 +101,7 @@ def verify(
     return compare(model, args, kwargs, None if policy is None else functools.partial(_under, policy))
 
 
+@uncounted()
 def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None, change: Change | None) -> Verdict:
     """`verify`, for what any `change` makes of the model: model -> a context with the model that is to be the same."""
     call = Step(model, *example_of("verify", model, args, kwargs))

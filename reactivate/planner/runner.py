@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._engine.accounts import in_words
+from reactivate._engine.mismatch.check import uncounted
 from reactivate._engine.recompute import is_recomputing
 from reactivate._inspect.step import leaves_of
 from reactivate._model.applied import Handle
@@ -51,6 +52,7 @@ class StepRunner:
         with paused(self._step.model):
             return self._replan(budget)
 
+    @uncounted()
     def measure(self, plan: Plan) -> Measurement:
         """Run the step with `plan`: once to warm up, once for its peak, then for its time."""
         if not self._place.is_here:

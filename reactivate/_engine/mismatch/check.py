@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -75,6 +76,20 @@ def is_due(call: Any, determinism: str, choice: Any) -> bool:
         entry = _first_call(owner)
     entry[1][number] = count = entry[1].get(number, 0) + 1
     return not count & (count - 1)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Put the numbers of calls back afterwards: those that a tool makes meanwhile are no steps of a training."""
+    before = {key: (reference, dict(counts)) for key, (reference, counts) in _calls.items()}
+    try:
+        yield
+    finally:
+        for key, (reference, counts) in list(_calls.items()):
+            counts.clear()
+            known, number = before.get(key, (None, {}))
+            if known is reference:
+                counts.update(number)
 
 
 def note_writer(fn: Any) -> None:
