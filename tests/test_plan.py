@@ -315,7 +315,7 @@ def test_a_share_is_of_the_activations() -> None:
 
 
 def test_a_cpu_has_no_default_budget() -> None:
-    with pytest.raises(UsageError, match="say how much"):
+    with pytest.raises(UsageError, match="needs a budget on a CPU"):
         reactivate.plan(gpt(layers=2).model, gpt(layers=2).args)
 
 
@@ -583,3 +583,33 @@ def test_a_loss_that_is_none_is_refused(loss: Any, message: str) -> None:
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module"):
         reactivate.plan(lambda x: x, torch.ones(1), budget="60%")  # type: ignore[arg-type]
+
+
+def test_a_plan_for_fewer_layers_is_refused() -> None:
+    """The layers that it does not know would be kept, and the budget broken."""
+
+    def make(layers: int) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+    plan = reactivate.plan(make(4), torch.randn(2, 8, 16), budget="60%")
+    with pytest.raises(UsageError, match="it has 6 blocks .* and had 4"):
+        reactivate.apply(make(6), plan)
+
+
+def test_the_table_says_what_is_done_in_all_calls_of_a_layer() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.TransformerEncoderLayer(32, 2, 128, dropout=0.0, batch_first=True) for _ in range(2)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                for layer in self.layers:
+                    x = layer(x)
+            return x
+
+    plan = reactivate.plan(Shared(), torch.randn(8, 64, 32), budget="60%", device="H100-SXM")
+    assert all(decision.held_bytes > 0 for decision in plan.decisions)

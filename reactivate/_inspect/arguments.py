@@ -34,9 +34,10 @@ def example_of(asked_by: str, model: Any, args: Any, kwargs: Any) -> tuple[tuple
     check_callable(asked_by, model)
     _check_batch(asked_by, args)
     if kwargs is not None and not isinstance(kwargs, Mapping):
+        meant = f" Did you mean budget={kwargs!r}?" if asked_by == "plan" and isinstance(kwargs, (str, int)) else ""
         raise UsageError(
             f"{asked_by}: kwargs= takes a dict of keyword arguments; got {described(kwargs)}. Positional arguments are one "
-            f"tuple: {asked_by}(model, (x, y), kwargs={{...}})."
+            f"tuple: {asked_by}(model, (x, y), kwargs={{...}}).{meant}"
         )
     if isinstance(args, Mapping):
         if kwargs is not None:

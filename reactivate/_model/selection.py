@@ -68,6 +68,12 @@ class Selection:
         about_modules = [part for part in unmatched.parts if not _is_about_functions(part)]
         if about_modules:
             blocks = ", ".join(site.path for _, site in self._sites if site.block is not None)
+            if not any(site.path for _, site in self._sites):
+                kind = type(self._model).__name__
+                raise UsageError(
+                    f"apply: {about_modules[0]} matches nothing in {kind}, which has no modules inside. Make it one region: "
+                    "reactivate.checkpoint(model)."
+                )
             names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
             where = "" if self.regions else " (and no module is recomputed, inside of which something could be saved)"
             raise UsageError(

@@ -35,6 +35,7 @@ class Installation:
         instance = _second_instance(dropin)
         instance.guards = guards  # type: ignore[attr-defined]
         names = [name for name in _NAMES if hasattr(upstream, name)]  # not all of them are in every torch
+        self._names = names
         swaps = [Swap(getattr(upstream, name), getattr(instance, _NAMES[name])) for name in names]
         for name, swap in zip(names, swaps):
             swap.new.__module__, swap.new.__name__, swap.new.__qualname__ = upstream.__name__, name, name  # for pickle
@@ -48,6 +49,10 @@ class Installation:
         # Only now: what is in a dict would have been replaced.
         instance.replaced = {name: swap.old for name, swap in zip(names, swaps)}  # type: ignore[attr-defined]
         _active.append(self)
+
+    def __repr__(self) -> str:
+        state = "installed" if self in _active else "taken back"
+        return f"<reactivate in the place of torch.utils.checkpoint, {state}: {', '.join(self._names)}>"
 
     def remove(self) -> None:
         """Put torch's functions back, also where they were imported from torch in the meantime.

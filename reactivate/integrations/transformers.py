@@ -59,7 +59,7 @@ class ActivationCheckpointing(*_BASES):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs.get("optimizer")
-        if getattr(model, "is_gradient_checkpointing", False):
+        if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
             raise UsageError(
                 "ActivationCheckpointing: gradient checkpointing of transformers is on, so that layers would be recomputed "
                 "twice. Leave out TrainingArguments(gradient_checkpointing=True), or call "

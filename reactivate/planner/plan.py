@@ -22,6 +22,7 @@ from reactivate.planner.cost.prediction import Fixed, Moment, Point, Prediction,
 from reactivate.planner.plan_table import text
 from reactivate.planner.planned import Circumstances, Decision, Planned
 from reactivate.planner.treatments import Assignment, Treatment
+from reactivate.planner.units import units_of
 from reactivate.policies._base import Interest, ReadyMade
 
 VERSION = 1
@@ -104,6 +105,9 @@ class Plan(Planned, ReadyMade):
         return super().applied_to(model) if self.runner is None else self.runner.watch(model, self)
 
     def _differences(self, model: Module) -> Any:
+        found = len(units_of(model))
+        if self.made_for.units and found != self.made_for.units:
+            yield f"it has {found} blocks and other modules of modules, and had {self.made_for.units}"
         modules = dict(model.named_modules())
         for decision in self.decisions:
             module = modules.get(decision.path)

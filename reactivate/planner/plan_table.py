@@ -60,7 +60,8 @@ def proof(plan: Planned) -> str:
 def memory(plan: Planned) -> str:
     """Say what the peak is made of."""
     parts = ", ".join(f"{name} {in_words(size)}" for name, size in at_peak(plan).items() if size)
-    return f"At the peak of forward and backward: {parts}."
+    optimizer = "" if plan.optimizer_bytes else " No optimizer was given, so its memory is not counted: optimizer=..."
+    return f"At the peak of forward and backward: {parts}.{optimizer}"
 
 
 def at_peak(plan: Planned) -> dict[str, int]:

@@ -40,6 +40,7 @@ class Circumstances:
         loss: what the backward begins from, in words.
         is_predicted: whether nothing ran: times are those of a roofline, and what kernels allocate for themselves is not
             counted.
+        units: how many blocks, and other modules of modules, the model had; 0 in older files.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Circumstances:
     torch: str
     loss: str
     is_predicted: bool
+    units: int = 0
 
 
 @dataclass(frozen=True, repr=False)

@@ -56,6 +56,7 @@ class Planner:
         self._optimizer = optimizer
         self._overhead = measure_overhead()
         self.units = units_of(step.model)
+        self._units_of_model = len(self.units)
         self.costs: Costs = Modelled(place.spec, place.rounding)
         self.is_predicted = not place.is_here
 
@@ -209,7 +210,7 @@ class Planner:
         """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
         if self.place.device.type == "cpu" and not self.is_predicted:
             raise UsageError(
-                "plan(budget=None): what is free is known of an accelerator. On a CPU say how much: budget='8GiB'."
+                "plan needs a budget on a CPU, where nobody says what is free: budget='8GiB' (--budget 8GiB)."
             )
         if self.is_predicted:
             free = int(self.place.spec.memory_bytes * (1 - RESERVE))
@@ -302,5 +303,11 @@ class Planner:
         )
         device = self.place.spec.name if self.is_predicted else str(self.place.device)
         return Circumstances(
-            type(self.step.model).__name__, inputs, device, torch.__version__, self._loss, self.is_predicted
+            type(self.step.model).__name__,
+            inputs,
+            device,
+            torch.__version__,
+            self._loss,
+            self.is_predicted,
+            self._units_of_model,
         )
