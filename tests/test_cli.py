@@ -572,7 +572,7 @@ def test_help_and_version() -> None:
         result = run(*arguments)
         assert result.exit_code == 0
         assert "Usage: " in result.stdout
-    assert "Exit codes: 0 yes; 1 no" in run("--help").stdout
+    assert "Exit codes: 0 success; 1 no" in run("--help").stdout
     assert reactivate.__version__ in run("--version").stdout
 
 
@@ -651,3 +651,26 @@ def test_doctor_names_what_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 private names and layouts" in shown
     assert "not: what is gone (torch._C._gone); lost: every backward" in shown
     assert "not: the memory of something (a layout in memory); a public way takes its place, slower" in shown
+
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.checkpoint import checkpoint
+
+x = torch.ones(2, requires_grad=True)
+checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+print(__name__, sys.argv[1:], torch.utils.checkpoint.checkpoint.__globals__["__name__"])
+{}
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise KeyError('mine')", 1)])
+def test_run_runs_a_script_as_python_does(end: str, code: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(end), encoding="utf-8")
+    command_line = [sys.executable, "-m", "reactivate", "run", str(script), "--lr", "3", "-x"]
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert done.returncode == code
+    assert done.stdout == "__main__ ['--lr', '3', '-x'] reactivate.dropin.torch\n"
+    assert ("KeyError: 'mine'" in done.stderr) is (code == 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -324,26 +323,59 @@ def test_a_device_that_is_not_in_use_is_left_alone() -> None:
     assert not devices.initialized
 
 
-def test_a_registered_privateuse1_backend_is_found() -> None:
-    code = """
-        import torch, types, reactivate
-        generator = torch.Generator().manual_seed(1)
-        module = types.ModuleType("fake")
-        module.is_initialized = module.is_available = lambda: True
-        module.device_count, module.current_device = (lambda: 1), (lambda: 0)
-        module.get_rng_state = lambda device=0: generator.get_state()
-        module.set_rng_state = lambda state, device=0: generator.set_state(state)
-        f = lambda x: (x.sin() * torch.rand(4, generator=holder["generator"])).exp()
-        holder = {"generator": generator}
-        x = torch.ones(4, requires_grad=True)
-        reactivate.checkpoint(torch.sin)(x).sum().backward()
-        torch.utils.rename_privateuse1_backend("fake")
-        torch._register_device_module("fake", module)
-        from reactivate._backends import accelerator
-        if torch.accelerator.current_accelerator() is not None:
-            assert accelerator().device_type == "fake"
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+REGISTERED = """
+import queue, sys, types
+import torch, reactivate
+
+late, without, kind = sys.argv[1:]
+hidden = queue.SimpleQueue()  # nothing that a region restores by itself
+hidden.put(0)
+
+def read(device=0):
+    seed = hidden.get()
+    hidden.put(seed)
+    return seed if kind == "int" else torch.tensor(seed)
+
+def write(seed, device=0):
+    hidden.get()
+    hidden.put(int(seed))
+
+def draw():
+    write(int(read()) + 1)
+    return torch.rand(4, generator=torch.Generator().manual_seed(int(read())))
+
+module = types.ModuleType("fake")
+module.is_initialized = module.is_available = lambda: True
+module.device_count, module.get_rng_state, module.set_rng_state = (lambda: 1), read, write
+torch.utils.rename_privateuse1_backend("fake")
+if late == "late":  # a region runs before the device has its module
+    reactivate.checkpoint(torch.sin)(torch.ones(3, requires_grad=True)).sum().backward()
+if without:
+    delattr(module, without)
+torch._register_device_module("fake", module)
+body = (lambda x: x.sin().exp()) if without else (lambda x: (x.sin() * draw()).exp().sin())
+
+def once(wrap):
+    write(5)
+    x = torch.ones(4, requires_grad=True)
+    out = wrap(body)(x)
+    first = draw()
+    out.sum().backward()
+    return [out.detach(), x.grad, first, draw()]
+
+plain, ours = once(lambda fn: fn), once(lambda fn: reactivate.checkpoint(fn, determinism="metadata"))
+assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
+"""
+
+
+@pytest.mark.parametrize("kind", ["int", "tensor"])
+@pytest.mark.parametrize("late", ["late", "early"])
+@pytest.mark.parametrize("without", ["", "get_rng_state", "device_count"])
+def test_a_registered_privateuse1_device(late: str, without: str, kind: str) -> None:
+    """Its generators are restored, whenever it was registered; a module without any is no reason to fail."""
+    command = [sys.executable, "-c", REGISTERED, late, without, kind]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 # -- named trackers ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The command `reactivate`: plan, show, verify, explain, demo, devices, doctor.
+"""The command `reactivate`: plan, show, verify, explain, run, demo, devices, doctor.
 
 What a command answers goes to stdout, all else to stderr. Exit codes:
 

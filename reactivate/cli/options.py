@@ -93,7 +93,7 @@ POLICY = _together(
 REPORTING = _together(
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document, and nothing else."),
     # Where a command fails its options may not have been parsed, so that `Commands.main` looks for these itself.
-    click.option("--traceback", is_flag=True, expose_value=False, help="Of an error, print where it was raised."),
+    click.option("--traceback", is_flag=True, expose_value=False, help="Show the traceback of an error."),
 )
 """How it is answered."""
 

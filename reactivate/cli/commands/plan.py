@@ -43,10 +43,12 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "--device",
     metavar="DEVICE",
     help="Of torch (cuda), or by name (H100-SXM, see `reactivate devices`), or a "
-    ".json file that describes one. One that is not here is simulated.",
+    ".json file that describes one. A device that is not here is simulated.",
 )
 @click.option("--meta", "on_meta", is_flag=True, help="Make the model without memory, and simulate all.")
-@click.option("--optimizer", type=click.Choice([*OPTIMIZERS], case_sensitive=False), help="Its memory counts too.")
+@click.option(
+    "--optimizer", type=click.Choice([*OPTIMIZERS], case_sensitive=False), help="Optimizer whose memory counts."
+)
 @click.option("--maximize", metavar="batch|NAME=DIM", help="Look for the largest batch that fits, or other dimension.")
 @OUT
 @REPORTING
