@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
