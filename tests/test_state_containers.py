@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy
 import pytest
@@ -1194,3 +1195,28 @@ def recomputation_fails_and_backward_is_tried_again(wrap: Wrap) -> Any:
     x.grad = None
     loss.backward()
     return [x.grad, seen, state.step, between]
+
+
+def test_a_weak_table_that_loses_entries_while_it_is_looked_at() -> None:
+    """Entries go when the collector runs, which may be in the middle of a look."""
+
+    class Key:
+        pass
+
+    class Losing(type):
+        def __getattr__(cls, name: str) -> Any:
+            keys.clear()  # as the collector would: asking a class for a name it has not is what runs here
+            raise AttributeError(name)
+
+    class Value(metaclass=Losing):
+        scale = 2.0
+
+    keys, kept = [Key() for _ in range(9)], Key()
+    table = WeakKeyDictionary({key: Value() for key in (kept, *keys)})
+
+    def fn(x: Tensor) -> Tensor:
+        return x.sin().exp() * table[kept].scale
+
+    x = torch.ones(3, requires_grad=True)
+    reactivate.checkpoint(fn)(x).sum().backward()
+    assert len(table) == 1

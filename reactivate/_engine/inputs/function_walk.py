@@ -27,6 +27,7 @@ from reactivate._engine.state.code import Bindings, CodeNote, are_closed
 from reactivate._engine.state.contents import (
     ATOMS,
     LARGEST,
+    pairs_in,
 )
 from reactivate._engine.state.functions import (
     CellContainerNote,
@@ -133,7 +134,7 @@ class FunctionWalk(Walk):
             self.notes.append(CellContainerNote(cell))
             if id(contents) not in self._specs:
                 self._specs[id(contents)] = contents
-                for key, item in contents.items() if kind is not list else enumerate(contents):
+                for key, item in pairs_in(contents):
                     if type(item) not in ATOMS:
                         self._look(item, f"{place}[{key!r}]", depth)
         else:

@@ -30,7 +30,17 @@ from reactivate._engine.inputs.kinds import (
 )
 from reactivate._engine.state.attributes import KindNote, SlotsNote, TensorsNote, namespace_of, slots_of
 from reactivate._engine.state.buffers import ArrayNote, BytesNote, NumbersNote, StreamNote
-from reactivate._engine.state.contents import ATOMS, LARGEST, DictNote, LengthNote, ListNote, Note, SetNote, length_of
+from reactivate._engine.state.contents import (
+    ATOMS,
+    LARGEST,
+    DictNote,
+    LengthNote,
+    ListNote,
+    Note,
+    SetNote,
+    length_of,
+    pairs_in,
+)
 from reactivate._engine.state.functions import (
     ClassNote,
 )
@@ -215,7 +225,7 @@ class Walk:
             return
         note = (DictNote if isinstance(value, dict) else ListNote)(value, weak=self._weak)
         self.notes.append(note)
-        items = value.items() if kind is dict else enumerate(value) if kind is list else note.items()
+        items = pairs_in(value) if kind in (dict, list) else note.items()
         for index, item in items:
             if type(item) not in ATOMS:
                 item = item.reference() if type(item) is WeakTensor else item
@@ -256,7 +266,7 @@ class Walk:
         self._look_at_all(note.filled(), place, depth)
 
     def _look_at_all(self, attributes: dict[str, Any], place: str, depth: int) -> None:
-        for name, item in list(attributes.items()):
+        for name, item in pairs_in(attributes):
             if type(item) not in ATOMS:
                 self._look(item, f"{place}.{name}", depth)
 

@@ -30,6 +30,14 @@ LARGEST = 4096
 """The number of items up to which a container is noted item by item; of a larger one, only its length is."""
 
 
+def pairs_in(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the keys, or indices, and the items that a dict or a list has now.
+
+    Of a dict both are copied at once: a weak reference that dies may change it while somebody goes through it.
+    """
+    return enumerate(container) if isinstance(container, list) else zip([*container], [*container.values()])
+
+
 def length_of(container: Any) -> int:
     """Return how many items a container has, past methods that a subclass overrides."""
     for kind in (list, dict, deque, set):
