@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from types import CodeType
 
 from fuzz.program import Program
-from fuzz.run import OURS, PLAIN, STRICT_TORCH, TORCH, Arm, Trace, compiled, kept_bytes, run
+from fuzz.run import HOOKED, OURS, PLAIN, STRICT_TORCH, TORCH, Arm, Trace, compiled, kept_bytes, run
 from fuzz.source import source_of
 
 RIGHT, SILENT, REFUSED = "right", "silent", "refused"
+AS_HOOKED = "as with hooks that do nothing"
+"""Other bits than plain, and bit for bit those that torch computes with saved-tensor hooks that return what they get."""
 ESCAPED = "signal escaped"
 """An exception that `except Exception` does not catch comes out of a region."""
 CRASHED = "crashed"
@@ -76,6 +78,8 @@ def judge(program: Program, arm: Arm = OURS, *, measure: bool = False) -> Verdic
         return Verdict(ESCAPED, type(ours.error).__name__, **counts)
     if ours.error is not None:
         return Verdict(REFUSED, words_of(ours.error), str(ours.error), torchs_verdict(plain, code, seed), **counts)
+    if difference(run(code, HOOKED, seed), ours) is None:
+        return Verdict(AS_HOOKED, **counts)
     return Verdict(SILENT, str(differs), **counts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fuzz.judge import RIGHT
+from fuzz.judge import AS_HOOKED, RIGHT
 from fuzz.report import Refusals, Summary
 from reactivate._text.table import Column, Row, Table
 
@@ -44,6 +44,9 @@ def page(summary: Summary, first: int, workers: int) -> str:
     rows = {
         "compared": summary.programs - discarded,
         "right, bit for bit": summary.outcomes[RIGHT],
+        "other bits, those that torch gives with saved-tensor hooks that do nothing ([why](limits.md))": summary.outcomes[
+            AS_HOOKED
+        ],
         "silently different": sum(map(len, summary.silent.values())),
         "refused": sum(sum(item.torch.values()) for _, item in kinds),
         "refused, and torch's checkpoint runs them rightly": summary.false_refusals,

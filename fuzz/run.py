@@ -95,6 +95,20 @@ def torchs(determinism: str = "default") -> Arm:
     return Arm(checkpoint, recompute)
 
 
+def _hooked(fn: Wrap, **options: Any) -> Wrap:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return fn(*args, **kwargs)
+
+    return call
+
+
+def _hook_modules(model: nn.Module, paths: Sequence[str], **options: Any) -> None:
+    for path in paths:
+        module = model.get_submodule(path)
+        module.forward = _hooked(module.forward)
+
+
 def checked(**fixed: Any) -> Arm:
     """Return the arm under test, with options that hold for all regions."""
 
@@ -111,6 +125,8 @@ def checked(**fixed: Any) -> Arm:
 
 
 PLAIN = Arm(_plain, _nothing)
+HOOKED = Arm(_hooked, _hook_modules)
+"""Plain, with saved-tensor hooks around regions that do nothing: torch itself gives a few programs other bits then."""
 TORCH, STRICT_TORCH = torchs(), torchs("bits")
 OURS = checked()
 

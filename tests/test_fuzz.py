@@ -16,7 +16,7 @@ from fuzz.campaign import Limits, campaign, judge_seed
 from fuzz.construct import fill
 from fuzz.failures import Failures
 from fuzz.generate import generate
-from fuzz.judge import BY_CHANCE, DISCARDED, REFUSED, RIGHT, SILENT, Verdict, judge, torchs_verdict, words_of
+from fuzz.judge import AS_HOOKED, BY_CHANCE, DISCARDED, REFUSED, RIGHT, SILENT, Verdict, judge, torchs_verdict, words_of
 from fuzz.page import page
 from fuzz.program import Between, Block, Call, Group, Program, Training, Use
 from fuzz.report import Summary
@@ -274,3 +274,9 @@ def test_workers_come_to_the_verdicts_of_one_process() -> None:
 def test_what_depends_on_unwritten_memory_is_no_test() -> None:
     """Two plain runs may find the same there by chance, and the checkpointed one something else."""
     assert judge_seed(10027611).outcome in DISCARDED
+
+
+@pytest.mark.parametrize("seed", [10075173])
+def test_what_hooks_change_by_themselves_is_told_apart(seed: int) -> None:
+    """Torch unpacks a leaf as another object for each op where there are hooks, and autocast casts each (limits.md)."""
+    assert judge_seed(seed).outcome == AS_HOOKED

@@ -26,7 +26,7 @@ from code_read_by_programs import reads_from_afar
 from journal import Journal
 from memory import allocated_by
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import reactivate
@@ -977,3 +977,29 @@ def test_hooks_that_change_values(changes: bool) -> None:
         out = reactivate.checkpoint(lambda x: (x * 3).exp().sin())(leaf(4).tanh())
     with pytest.raises(RecomputeMismatchError, match="return the bits") if changes else nullcontext():
         out.sum().backward()
+
+
+def test_a_double_backward_under_autocast_is_as_with_hooks_that_do_nothing() -> None:
+    """A leaf that two ops read is cast once by autocast, but for each of them where there are hooks."""
+
+    def hooked(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def call(x: Tensor) -> Any:
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                return fn(x)
+
+        return call
+
+    def once(wrap: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(3)
+        one, other = nn.Linear(4, 4), nn.Linear(4, 4)
+        x = torch.randn(3, 4, requires_grad=True)
+        loss = wrap(lambda x: one(x).sin() + other(x))(x).square().mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            leaves = [x, *one.parameters(), *other.parameters()]
+            gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+            sum(gradient.float().square().sum() for gradient in gradients).backward()
+        return [*(gradient.detach() for gradient in gradients), x.grad]
+
+    plain, ours, theirs = once(lambda fn: fn), once(reactivate.checkpoint), once(hooked)
+    assert all(map(torch.equal, ours, theirs))
+    assert not torch.equal(plain[-1], ours[-1])
