@@ -979,6 +979,7 @@ def test_hooks_that_change_values(changes: bool) -> None:
         out.sum().backward()
 
 
+@shows("A double backward under autocast")
 def test_a_double_backward_under_autocast_is_as_with_hooks_that_do_nothing() -> None:
     """A leaf that two ops read is cast once by autocast, but for each of them where there are hooks."""
 
