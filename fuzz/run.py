@@ -87,12 +87,18 @@ def torchs(determinism: str = "default") -> Arm:
 
         return checkpointed
 
+    return Arm(checkpoint, _wrapping(checkpoint))
+
+
+def _wrapping(wrap: Wrap) -> Callable[..., None]:
+    """Return what wraps the forwards of the modules at some paths."""
+
     def recompute(model: nn.Module, paths: Sequence[str], **options: Any) -> None:
         for path in paths:
             module = model.get_submodule(path)
-            module.forward = checkpoint(module.forward)
+            module.forward = wrap(module.forward)
 
-    return Arm(checkpoint, recompute)
+    return recompute
 
 
 def _hooked(fn: Wrap, **options: Any) -> Wrap:
@@ -101,12 +107,6 @@ def _hooked(fn: Wrap, **options: Any) -> Wrap:
             return fn(*args, **kwargs)
 
     return call
-
-
-def _hook_modules(model: nn.Module, paths: Sequence[str], **options: Any) -> None:
-    for path in paths:
-        module = model.get_submodule(path)
-        module.forward = _hooked(module.forward)
 
 
 def checked(**fixed: Any) -> Arm:
@@ -125,7 +125,7 @@ def checked(**fixed: Any) -> Arm:
 
 
 PLAIN = Arm(_plain, _nothing)
-HOOKED = Arm(_hooked, _hook_modules)
+HOOKED = Arm(_hooked, _wrapping(_hooked))
 """Plain, with saved-tensor hooks around regions that do nothing: torch itself gives a few programs other bits then."""
 TORCH, STRICT_TORCH = torchs(), torchs("bits")
 OURS = checked()

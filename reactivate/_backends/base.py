@@ -7,15 +7,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
-
-from reactivate._torch.modes import equal_unseen
+from reactivate._torch.modes import is_same_state
 
 _GENERATORS = ("device_count", "get_rng_state", "set_rng_state")
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return equal_unseen(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 class Backend:
@@ -60,7 +54,7 @@ class Backend:
 
     def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
         """Return whether no number was drawn between two reads."""
-        return all(map(_is_same, first, second))
+        return all(map(is_same_state, first, second))
 
     def first_rng(self) -> Sequence[Any] | None:
         """The state that the generators had when the device was initialised, None if that cannot be known."""

@@ -12,7 +12,7 @@ import torch
 
 from reactivate._backends import accelerator
 from reactivate._engine.state.turns import undisturbed
-from reactivate._torch.modes import equal_unseen
+from reactivate._torch.modes import is_same_state
 from reactivate._types import Call, Guard
 from reactivate.errors import UsageError
 from reactivate.guards._base import Rewound
@@ -97,11 +97,7 @@ def _content(state: Any) -> Any:
 
 
 def _are_same(some: dict[str, Any], others: dict[str, Any]) -> bool:
-    return some.keys() == others.keys() and all(_is_same(some[name], others[name]) for name in some)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return equal_unseen(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+    return some.keys() == others.keys() and all(is_same_state(some[name], others[name]) for name in some)
 
 
 class RngTracker:

@@ -256,9 +256,8 @@ class Planner:
     def _decisions(self, found: Proven) -> tuple[Decision, ...]:
         held: Counter[str] = Counter()
         seconds: dict[str, float] = defaultdict(float)
-        for path, pick in zip(
-            self.plain_reading.paths, found.solution.picks, strict=True
-        ):  # a unit may be called often
+        # A unit may be called often.
+        for path, pick in zip(self.plain_reading.paths, found.solution.picks, strict=True):
             held[path] += pick.entry.held_bytes
             seconds[path] += pick.entry.seconds
         return tuple(
