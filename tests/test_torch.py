@@ -691,6 +691,26 @@ def autocast_is_noticed() -> None:
         assert room.is_any_autocast_enabled()
 
 
+@needs("is_same_state")
+def states_of_generators_are_compared_unseen() -> None:
+    seen: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    state = torch.Generator().get_state()
+    other = state.clone()
+    other[0] += 1
+    with Watch():
+        assert room.is_same_state(state, state.clone()) is True
+        assert room.is_same_state(state, other) is False
+    assert torch.ops.aten.equal.default not in seen
+    assert room.is_same_state((1, [2]), (1, [2])) is True
+    assert room.is_same_state(1, 2) is False
+
+
 @pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: check.__name__)
 def test_what_is_needed(check: Callable[[], None]) -> None:
     check()
