@@ -20,7 +20,7 @@ from reactivate._modules.view import view_of
 from reactivate._options import DEFAULT_OPTIONS, Determinism, make_options, with_policy
 from reactivate._run import run_region
 from reactivate._text.words import counted, described, did_you_mean, name_of
-from reactivate._types import Guard, Policy
+from reactivate._types import DEVICE, Guard, Policy, Storage
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
 
@@ -34,6 +34,7 @@ def checkpoint(
     fn: M,
     *,
     policy: Policy | None = None,
+    inputs: Storage = DEVICE,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism = "first",
@@ -46,6 +47,7 @@ def checkpoint(
     fn: Callable[P, R],
     *,
     policy: Policy | None = None,
+    inputs: Storage = DEVICE,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism = "first",
@@ -57,6 +59,7 @@ def checkpoint(
 def checkpoint(
     *,
     policy: Policy | None = None,
+    inputs: Storage = DEVICE,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism = "first",
@@ -68,6 +71,7 @@ def checkpoint(
     fn: Callable[..., Any] | None = None,
     *args: Any,
     policy: Policy | None = None,
+    inputs: Storage = DEVICE,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
     determinism: Determinism = "first",
@@ -90,6 +94,7 @@ def checkpoint(
             decorator.
         policy: which calls inside of `fn` to save; see `reactivate.policies`. Paths begin at `fn`, if that is a module
             or a method of one.
+        inputs: where to keep the tensors that `fn` is called with: `storage.Host()` for the memory of the host.
         guards: the state that a recomputation sees as the forward saw it. Leave some out with `guards.DEFAULT.without(
             "rng")`, add your own with `guards.DEFAULT.adding(...)`.
         early_stop: stop a recomputation as soon as the last saved tensor that is needed exists.
@@ -126,12 +131,20 @@ def checkpoint(
         raise _refusal(fn, args, unknown)
     if fn is None:
         return functools.partial(
-            checkpoint, policy=policy, guards=guards, early_stop=early_stop, determinism=determinism, name=name
+            checkpoint,
+            policy=policy,
+            inputs=inputs,
+            guards=guards,
+            early_stop=early_stop,
+            determinism=determinism,
+            name=name,
         )
-    options = make_options(guards, early_stop, determinism, name)
+    options = make_options(guards, early_stop, determinism, name, inputs)
     if options is DEFAULT_OPTIONS and policy is None:
         return wrap(fn, options, _DEFAULT_SETTINGS)
     given: dict[str, Any] = {"policy": policy, "early_stop": early_stop, "determinism": determinism, "name": name}
+    if inputs is not DEVICE:
+        given["inputs"] = inputs
     if guards is not DEFAULT:
         given["guards"] = options.guards
     return wrap(fn, options if policy is None else with_policy(options, fn, policy), given)

@@ -13,23 +13,29 @@ from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import serve
 from reactivate._engine.record import Options
 from reactivate._text.words import described
-from reactivate._types import Guard, Policy
+from reactivate._types import DEVICE, Guard, Policy, Storage
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
-from reactivate.policies._base import check_policy
+from reactivate.policies._base import check_policy, check_storage
 
 Determinism = Literal["first", "metadata", "values", "none"]
 
 DEFAULT_OPTIONS = Options(tuple(DEFAULT))
 
 
-def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determinism, name: str | None) -> Options:
+def make_options(
+    guards: Iterable[Guard],
+    early_stop: bool,
+    determinism: Determinism,
+    name: str | None,
+    inputs: Storage = DEVICE,
+) -> Options:
     """Checked options.
 
     Raises:
         UsageError: an option has a value that it cannot have.
     """
-    if guards is DEFAULT and early_stop is True and determinism == "first" and name is None:
+    if guards is DEFAULT and early_stop is True and determinism == "first" and name is None and inputs is DEVICE:
         return DEFAULT_OPTIONS
     if determinism not in get_args(Determinism):
         allowed = ", ".join(map(repr, get_args(Determinism)))
@@ -40,7 +46,8 @@ def make_options(guards: Iterable[Guard], early_stop: bool, determinism: Determi
             raise UsageError(
                 f"`guards` must contain `Guard` objects; got {described(guard)}. Subclass reactivate.guards.Guard."
             )
-    return Options(members, bool(early_stop), determinism, name)
+    check_storage(inputs, "checkpoint(inputs=...)")
+    return Options(members, bool(early_stop), determinism, name, inputs=inputs)
 
 
 def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
@@ -63,6 +70,11 @@ def contexts_in_graph(options: Options) -> Any:
     """Return the contexts of a traced region with these options, for torch.compile."""
     if options is DEFAULT_OPTIONS:
         return None
+    if options.inputs != DEVICE:
+        raise UnsupportedError(
+            f"The inputs of a region are to go to {options.inputs!r}; under torch.compile they stay on the device. Leave out "
+            "inputs=, or run the region in eager: torch.compiler.disable(region)."
+        )
     if options.in_graph is not None:
         return options.in_graph
     if options.determinism == "values":

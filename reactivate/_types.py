@@ -60,7 +60,13 @@ DEVICE: Storage = Device()
 
 @dataclass(frozen=True)
 class Recompute:
-    """Drop the activations of a call and run it again in the backward."""
+    """Drop the activations of a call and run it again in the backward.
+
+    Args:
+        inputs: where to keep the tensors that it is called with until then.
+    """
+
+    inputs: Storage = DEVICE
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from reactivate._engine.state.contents import Note
 from reactivate._engine.state.gradients import Gradients
 from reactivate._engine.state.tensor_states import TensorStates
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE, is_function_running
-from reactivate._types import Guard, Unrestored
+from reactivate._types import DEVICE, Guard, Storage, Unrestored
 from reactivate.errors import ReactivateError
 
 Before = Callable[[Any], Any]
@@ -41,6 +41,7 @@ class Options:
     name: str | None = None
     choice: Choice | None = None
     in_graph: Any = None  # the same for torch.compile: a function for the contexts around the traced region
+    inputs: Storage = DEVICE
     befores: tuple[Before, ...] = field(init=False, repr=False, compare=False)
     afters: tuple[tuple[After | None, Recomputation], ...] = field(init=False, repr=False, compare=False)
     has_leaving: bool = field(init=False, repr=False, compare=False)
@@ -67,9 +68,9 @@ class Options:
         object.__setattr__(self, "asked", asked)
         object.__setattr__(self, "has_leaving", any(type(guard).leave is not Guard.leave for guard in self.guards))
 
-    def of(self, name: str | None, choice: Choice | None, in_graph: Any) -> Options:
-        """Return these options for a region of that name, with what a policy says of its inside."""
-        return replace(self, name=name, choice=choice, in_graph=in_graph)
+    def of(self, name: str | None, choice: Choice | None, in_graph: Any, inputs: Storage | None = None) -> Options:
+        """Return these options for a region of that name, with what a policy says of its inside and of its inputs."""
+        return replace(self, name=name, choice=choice, in_graph=in_graph, inputs=inputs or self.inputs)
 
     def exception(self, error: ReactivateError) -> BaseException:
         """Return the error to raise for `error`: a drop-in makes it the peer's own type as well (Rule 18)."""

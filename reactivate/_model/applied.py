@@ -25,7 +25,7 @@ from reactivate._model.cache_watch import CacheWatch
 from reactivate._model.selection import Selection
 from reactivate._run import run_region, run_untraced
 from reactivate._text.words import counted
-from reactivate._types import Policy
+from reactivate._types import DEVICE, Policy, Storage
 from reactivate.policies._base import ReadyMade, interest_of, shortened
 
 FORWARD = "forward"
@@ -109,10 +109,12 @@ class Applied:
         self.handle = Handle(policy)
         self.unmatched = Unmatched(policy, "apply")
         self.cache_watch = CacheWatch()
+        self.inputs: dict[str, Storage] = {}  # of the regions whose inputs go to a storage
 
     def attach(self, model: Module) -> None:
         """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
         chosen = Selection(model, self.policy, self.unmatched)
+        self.inputs = chosen.inputs
         for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved)):
             for path, module in modules.items():
                 module.__dict__[FORWARD] = kind(self, module, path, vars(module).get(FORWARD))
@@ -127,18 +129,19 @@ class Applied:
         if interest.any_function or interest.functions or interest.names or interest.modules:
             choice = serve(Choice(policy, self.unmatched, module, path))
             in_graph = contexts_for(policy, module, path)
-        return self.options.of(path, choice, in_graph)
+        return self.options.of(path, choice, in_graph, self.inputs.get(path, DEVICE))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
-        return Applied._copied(self.policy, self.options, self.handle.kept)
+        return Applied._copied(self.policy, self.options, self.handle.kept, self.inputs)
 
     def __reduce__(self) -> tuple[Callable[..., Applied], tuple[Any, ...]]:
-        return Applied._copied, (self.policy, self.options, self.handle.kept)
+        return Applied._copied, (self.policy, self.options, self.handle.kept, self.inputs)
 
     @classmethod
-    def _copied(cls, policy: Policy, options: Options, kept: dict[str, str]) -> Applied:
+    def _copied(cls, policy: Policy, options: Options, kept: dict[str, str], inputs: dict[str, Storage]) -> Applied:
         applied = cls(policy, options)
         applied.handle.kept = dict(kept)
+        applied.inputs = dict(inputs)
         applied.unmatched.parts = []  # that is the original's affair
         applied.cache_watch.is_done = True  # so is that
         return applied

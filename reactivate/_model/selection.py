@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from reactivate._engine.kept_calls.choice import Unmatched
 from reactivate._modules.blocks import blocks_of, siblings_of
-from reactivate._types import Action, Policy, Recompute, Save, Site
+from reactivate._types import DEVICE, Action, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
 
@@ -24,6 +24,7 @@ class Selection:
 
     Attributes:
         regions: {path: module} of those that are recomputed.
+        inputs: {path: storage} of the regions whose inputs go to one.
         saved: {path: module} of those that are saved inside of a region.
 
     Raises:
@@ -40,6 +41,11 @@ class Selection:
                 part.check_blocks(blocks)
         actions = [(site.path, module, self._action(site)) for module, site in self._sites]
         self.regions = {path: module for path, module, action in actions if isinstance(action, Recompute)}
+        self.inputs = {
+            path: action.inputs
+            for path, _, action in actions
+            if isinstance(action, Recompute) and action.inputs is not DEVICE
+        }
         self._inside = {id(inner) for module in self.regions.values() for inner in module.modules()}
         self.saved = {
             path: module for path, module, action in actions if isinstance(action, Save) and id(module) in self._inside

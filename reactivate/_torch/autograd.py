@@ -107,7 +107,12 @@ def users_hooks() -> tuple[Any, Any] | None:
             getattr(getattr(pack, "func", pack), "__self__", None), "users_hooks", None
         )
         return found
-    return None if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else (pack, hooks[1])
+    return None if is_of_checkpointing(pack) else (pack, hooks[1])
+
+
+def is_of_checkpointing(pack: Any) -> bool:
+    """Return whether a pack hook is a region's, or that of torch's checkpoint: what it is given is not kept."""
+    return getattr(pack, "_checkpoint_internal", False) or getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 
 def beside_users_hooks(pack: Any) -> Any:

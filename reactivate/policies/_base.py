@@ -130,6 +130,19 @@ def check_policy(policy: Any, asked_by: str) -> None:
     )
 
 
+def check_storage(storage: Any, asked_by: str) -> None:
+    """See to it that `storage` is one.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if isinstance(storage, type) or not all(callable(getattr(storage, name, None)) for name in ("save", "load")):
+        raise UsageError(
+            f"{asked_by} takes a storage, an object with `save` and `load` such as reactivate.storage.Host(); got "
+            f"{described(storage)}."
+        )
+
+
 def _found(policy: Any) -> str:
     return f"the function {policy.__name__}" if _is_factory(policy) else described(policy)
 

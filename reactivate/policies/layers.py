@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reactivate._types import Action, Recompute, Site
+from reactivate._types import DEVICE, Action, Recompute, Site, Storage
 from reactivate.errors import UsageError
-from reactivate.policies._base import ReadyMade, check_every, shortened, written
+from reactivate.policies._base import ReadyMade, check_every, check_storage, shortened, written
 from reactivate.policies._select import Selector, check, selects
 
 
 @dataclass(frozen=True, repr=False)
 class _Full(ReadyMade):
+    inputs: Storage
+
     def __repr__(self) -> str:
-        return written("full")
+        return written("full", inputs=self.inputs)
 
     def __call__(self, site: Site) -> Action | None:
-        return Recompute() if site.block is not None else None
+        return Recompute(self.inputs) if site.block is not None else None
 
 
-def full() -> ReadyMade:
+def full(*, inputs: Storage = DEVICE) -> ReadyMade:
     """Recompute every block.
 
     Blocks are the layers in the lists of a model, under whatever name: the children of its `ModuleList`s, and those of a
     `ModuleDict` or `Sequential` in which two share a class; the outermost ones. A child that is not made of modules itself
     (an embedding, a norm) is no block; `print(handle)` says which these are.
+
+    Args:
+        inputs: where to keep what the blocks are called with: `storage.Host()` for the memory of the host.
 
     Example:
         >>> import torch, reactivate
@@ -34,7 +39,8 @@ def full() -> ReadyMade:
         >>> reactivate.apply(model, reactivate.policies.full()).regions
         ('layers.0', 'layers.1', 'layers.2', 'layers.3')
     """
-    return _Full()
+    check_storage(inputs, "full(inputs=...)")
+    return _Full(inputs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,12 +65,13 @@ def none() -> ReadyMade:
 class _Every(ReadyMade):
     k: int
     offset: int
+    inputs: Storage
 
     def __repr__(self) -> str:
-        return written("recompute_every", self.k, offset=self.offset or None)
+        return written("recompute_every", self.k, offset=self.offset or None, inputs=self.inputs)
 
     def __call__(self, site: Site) -> Action | None:
-        return Recompute() if site.block is not None and site.block % self.k == self.offset else None
+        return Recompute(self.inputs) if site.block is not None and site.block % self.k == self.offset else None
 
     def check_blocks(self, blocks: Sequence[str]) -> None:
         if 0 < len(blocks) < self.k:
@@ -74,12 +81,13 @@ class _Every(ReadyMade):
             )
 
 
-def recompute_every(k: int, offset: int = 0) -> ReadyMade:
+def recompute_every(k: int, offset: int = 0, *, inputs: Storage = DEVICE) -> ReadyMade:
     """Recompute every k-th block: those whose number, from 0, leaves the remainder `offset`.
 
     Args:
         k: at least 1; at most the number of blocks, which `apply` checks.
         offset: from 0 to k - 1.
+        inputs: where to keep what these blocks are called with.
 
     Raises:
         UsageError: `k` or `offset` is out of range.
@@ -92,26 +100,29 @@ def recompute_every(k: int, offset: int = 0) -> ReadyMade:
         ('layers.1', 'layers.3')
     """
     check_every(k, offset, "recompute_every")
-    return _Every(k, offset)
+    check_storage(inputs, "recompute_every(inputs=...)")
+    return _Every(k, offset, inputs)
 
 
 @dataclass(frozen=True, repr=False)
 class _RecomputeModules(ReadyMade):
     selectors: tuple[Selector, ...]
+    inputs: Storage
 
     def __repr__(self) -> str:
-        return written("recompute_modules", *self.selectors)
+        return written("recompute_modules", *self.selectors, inputs=self.inputs)
 
     def __call__(self, site: Site) -> Action | None:
-        return Recompute() if site.module is not None and selects(self.selectors, site) else None
+        return Recompute(self.inputs) if site.module is not None and selects(self.selectors, site) else None
 
 
-def recompute_modules(*modules: Selector) -> ReadyMade:
+def recompute_modules(*modules: Selector, inputs: Storage = DEVICE) -> ReadyMade:
     """Recompute these modules, each a region of its own; one inside of another is a region inside of a region.
 
     Args:
         modules: the end of a path in `model.named_modules()`, where `*` stands for one name and `**` for any number
             of them ("layers.*", "encoder.**.mlp"); a class of modules; a function of the site.
+        inputs: where to keep what these modules are called with.
 
     Raises:
         UsageError: a selector is none of these, or there is none.
@@ -126,4 +137,5 @@ def recompute_modules(*modules: Selector) -> ReadyMade:
     if not modules:
         raise UsageError("recompute_modules takes at least one module to recompute; full() takes every block.")
     check(modules, "recompute_modules")
-    return _RecomputeModules(modules)
+    check_storage(inputs, "recompute_modules(inputs=...)")
+    return _RecomputeModules(modules, inputs)

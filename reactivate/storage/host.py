@@ -2,41 +2,93 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from reactivate.storage.moved import Traffic
+from reactivate.storage.staging import Staging
 
 
 @dataclass(frozen=True)
 class Host:
-    """Kept tensors go to the memory of the host, and come back for the backward.
+    """Keep tensors in the memory of the host, and bring them back for the backward.
 
-    The copies are made on the device's current stream, in order with what computes on it. A tensor that is on the host
-    already stays as it is.
+    Copies go on streams of their own, beside what computes, and the host waits for none of them. In the backward each
+    tensor that is read starts the copy of the one that was taken in before it. The last tensors taken in stay on the
+    device, since the backward needs these at once. Views of one memory are copied once. Tensors that are on the host
+    already, parameters and other leaves stay where they are.
+
+    A tensor is kept as it is when it is taken in. What writes to it later and is not seen by its version counter (through
+    `tensor.data`) is not seen here either.
 
     Args:
-        pin: copy into page-locked memory, which the device reads and writes at full speed.
+        limit: the most bytes of the host to lock; half of its memory by default. Over it, tensors stay on the device,
+            and a warning says so once.
+        least_bytes: smaller tensors stay on the device.
+        last: how many tensors, of those taken in last, stay on the device.
+        ahead: how many tensors are on their way back while another one is read.
 
     Example:
         >>> import reactivate
-        >>> policy = reactivate.policies.save_ops("linear", storage=reactivate.storage.Host())
+        >>> host = reactivate.storage.Host()
+        >>> policy = reactivate.policies.save_ops("linear", storage=host)
     """
 
-    pin: bool = True
+    limit: int | None = None
+    least_bytes: int = 2**20
+    last: int = 1
+    ahead: int = 1
     exact = True
+    _staging: Staging = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_staging", Staging(self.limit, self.least_bytes, self.last, self.ahead))
 
     def save(self, tensor: Tensor) -> Any:
-        if tensor.device.type in ("cpu", "meta"):
-            return tensor
-        kept = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=self.pin
-        )
-        return tensor.device, kept.copy_(tensor)
+        return self._staging.save(tensor)
 
     def load(self, handle: Any) -> Tensor:
-        if isinstance(handle, Tensor):
-            return handle
-        device, kept = handle
-        return kept.to(device)  # type: ignore[no-any-return]
+        return self._staging.load(handle)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was moved so far, and what stayed and why."""
+        return self._staging.traffic
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes of the host that are locked now."""
+        return self._staging.locked_bytes
+
+    @contextmanager
+    def group(self, key: Any) -> Iterator[None]:
+        """Take what is kept inside of the context as one series, which a backward reads from its end to its beginning.
+
+        For several forwards before the first backward, as in a pipeline: a group for each microbatch.
+
+        Args:
+            key: which group; anything that can be hashed.
+        """
+        before, self._staging.group = self._staging.group, key
+        try:
+            yield
+        finally:
+            self._staging.group = before
+
+    def prefetch(self, key: Any) -> None:
+        """Start to bring back what the backward of the group `key` reads first."""
+        self._staging.prefetch_last(key)
+
+    def clear(self) -> None:
+        """Unlock the memory of the host that is not in use."""
+        self._staging.clear()
+
+    def __reduce__(self) -> Any:
+        return Host, (self.limit, self.least_bytes, self.last, self.ahead)
+
+    def __deepcopy__(self, memo: Any) -> Host:
+        return Host(self.limit, self.least_bytes, self.last, self.ahead)

@@ -15,12 +15,14 @@ from torch.nn import Module
 
 from reactivate._engine.inputs.module_walk import ModuleWalk, is_large
 from reactivate._engine.inputs.specs import GeneratorInput, IteratorInput, SavedInput, TupleInput
+from reactivate._engine.inputs.stored import stored
 from reactivate._engine.inputs.walk import DEPTH_OF_ARGUMENTS, DEPTH_OF_FUNCTIONS
 from reactivate._engine.state.attributes import TensorsNote
 from reactivate._engine.state.contents import ATOMS
 from reactivate._engine.state.iterators import holds_iterator, is_iterator
-from reactivate._torch.autograd import innermost_pack_hook
+from reactivate._torch.autograd import innermost_pack_hook, is_of_checkpointing
 from reactivate._torch.saved import save_tensor
+from reactivate._types import DEVICE, Storage
 
 
 class Capture(ModuleWalk):
@@ -30,15 +32,27 @@ class Capture(ModuleWalk):
         fn, args, kwargs: the function, and the specs of its arguments.
         given: the tensors of `saved`, in which the arguments come first.
         is_hooked: whether there are saved-tensor hooks around the region.
+        storage: what keeps the tensors among the inputs that ops have computed; None if they stay where they are.
         is_large: whether there are so many modules that they are noted as they are reached (see `_engine/state/reaching.py`).
     """
 
     is_large = False
 
-    def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_be_large: bool = False) -> None:
+    def __init__(
+        self,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        may_be_large: bool = False,
+        storage: Storage = DEVICE,
+    ) -> None:
         super().__init__()
         self.fn = fn
-        self.is_hooked = innermost_pack_hook() is not None
+        pack = innermost_pack_hook()
+        self.is_hooked = pack is not None
+        self.storage = None if storage is DEVICE or is_of_checkpointing(pack) else storage
+        is_plain = pack is None and self.storage is None
         specs = self._specs
         if isinstance(fn, Module):
             self.roots = (fn,)
@@ -56,7 +70,7 @@ class Capture(ModuleWalk):
         self._weak = False
         for index, item in enumerate(args):
             # As mostly; what `_argument` would do, without its calls.
-            if type(item) is Tensor and item.requires_grad and not self.is_hooked and id(item) not in specs:
+            if type(item) is Tensor and item.requires_grad and is_plain and id(item) not in specs:
                 spec = specs[id(item)] = save_tensor(item, False)
                 self.saved.append((item, spec, item._version))
                 captured.append(spec)
@@ -109,19 +123,19 @@ class Capture(ModuleWalk):
 
     def _is_made_anew(self, value: tuple[Any, ...]) -> bool:
         """Return whether a recomputation needs another tuple: around copied iterators, or tensors that hooks move."""
-        return holds_iterator(value) or (self.is_hooked and any(isinstance(item, Tensor) for item in value))
+        is_moved = self.is_hooked or self.storage is not None
+        return holds_iterator(value) or (is_moved and any(isinstance(item, Tensor) for item in value))
 
     def _tensor_argument(self, tensor: Tensor, place: str) -> Any:
-        spec: Any
-        if self.is_hooked:
-            spec = tensor if self._is_state(tensor) else SavedInput(tensor)
-        elif tensor.requires_grad and not self._is_state(tensor):
-            spec = save_tensor(tensor, False)
-        else:
-            spec = tensor
+        spec: Any = tensor
+        if (self.is_hooked or tensor.requires_grad) and not self._is_state(tensor):
+            spec = self._stored(tensor) or (SavedInput(tensor) if self.is_hooked else save_tensor(tensor, False))
         self._specs[id(tensor)] = spec
         if spec is not tensor:
             self.saved.append((tensor, spec, tensor._version))
         else:
             self._tensor(tensor, place)
         return spec
+
+    def _stored(self, tensor: Tensor) -> Any:
+        return None if self.storage is None or tensor.grad_fn is None else stored(tensor, self.storage)

@@ -154,7 +154,7 @@ class FunctionWalk(Walk):
             return
         spec = self._specs.get(id(tensor))
         if spec is None:
-            spec = self._specs[id(tensor)] = SavedInput(tensor)
+            spec = self._specs[id(tensor)] = self._stored(tensor) or SavedInput(tensor)
             self.saved.append((tensor, spec, tensor._version))
         self.notes.append(CellTensorNote(cell, spec))
 

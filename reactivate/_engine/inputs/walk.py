@@ -306,3 +306,7 @@ class Walk:
     def _state_of_module(self, tensor: Tensor) -> None:
         if tensor.grad_fn is None:
             self.module_tensors.append(tensor)
+
+    def _stored(self, tensor: Tensor) -> Any:
+        """Hand a tensor that an op has computed to the storage for inputs; None if it stays where it is."""
+        return None

@@ -1,0 +1,55 @@
+"""Inputs of regions that a storage keeps: `Recompute(inputs=storage)`.
+
+What goes to the storage is what nobody else keeps: tensors that ops have computed. Parameters and other leaves are there
+anyway. Inside of a region, or of another library's, nothing goes: the region around it keeps nothing of that in any case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from reactivate._engine.aside import aside
+from reactivate._engine.inputs.specs import InputSpec, Memo
+from reactivate._torch.autograd import give_back
+from reactivate._torch.saved import SavedTensor, save_tensor
+from reactivate._types import Storage
+
+
+class StoredInput(InputSpec):
+    """A tensor in a storage: the original, as long as somebody has it unmodified, or what the storage gives back.
+
+    Attributes:
+        storage: where it is.
+    """
+
+    __slots__ = ("_attributes", "_handle", "_original", "_version", "storage")
+
+    def __init__(self, tensor: Tensor, storage: Storage, handle: Any) -> None:
+        self.storage = storage
+        # A handle that is a tensor is seen by the hooks around the region (Rule 9).
+        self._handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
+        self._original = ref(tensor)
+        self._version = tensor._version
+        self._attributes = dict(vars(tensor))
+
+    def rebuild(self, memo: Memo) -> Tensor:
+        original = self._original()
+        if original is not None and original._version == self._version:
+            return original
+        tensor = give_back(aside(self.storage.load, self.handle()).detach())
+        if self._attributes:
+            vars(tensor).update(self._attributes)
+        return tensor
+
+    def handle(self) -> Any:
+        """Return what the storage gave for the tensor."""
+        return self._handle.unpack() if type(self._handle) is SavedTensor else self._handle
+
+
+def stored(tensor: Tensor, storage: Storage) -> StoredInput | None:
+    """Hand a tensor to a storage; None if it stays where it is."""
+    handle = aside(storage.save, tensor)
+    return None if handle is tensor else StoredInput(tensor, storage, handle)

@@ -1,0 +1,126 @@
+"""How a tensor lies in memory: the run of elements that it spans, and how to see it there again.
+
+A storage that moves bytes takes the run, which is one-dimensional and dense, to wherever it keeps it. What comes back is
+another run, and `Layout.view_of` makes the tensor of it, with the strides that it had. Two tensors that are views of one
+memory are two layouts of one run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of a tensor in a run of elements.
+
+    Attributes:
+        size, stride: as of the tensor, in elements.
+        offset: where it begins in the run, in elements.
+        is_conj, is_neg: torch's lazy bits of a view.
+        kind: the class of the tensor, if that is a plain subclass of `Tensor`.
+        attributes: what was set on the tensor in Python.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    is_conj: bool
+    is_neg: bool
+    kind: type[Tensor]
+    attributes: dict[str, Any]
+
+    def view_of(self, run: Tensor) -> Tensor:
+        """Return the tensor, on the memory of `run`."""
+        tensor = run.as_strided(self.size, self.stride, self.offset + int(run.storage_offset()))
+        if self.is_conj:
+            tensor = tensor.conj()
+        if self.is_neg:
+            tensor = torch._neg_view(tensor)
+        if self.kind is not Tensor:
+            tensor = tensor.as_subclass(self.kind)
+        if self.attributes:
+            vars(tensor).update(self.attributes)
+        return tensor
+
+    def moved_by(self, elements: int) -> Layout:
+        """Return the place in a run that begins so many elements earlier."""
+        return replace(self, offset=self.offset + elements) if elements else self
+
+
+@dataclass(frozen=True)
+class Span:
+    """The elements of a memory that a tensor spans.
+
+    Attributes:
+        start, stop: in elements of its dtype, from the beginning of the memory.
+    """
+
+    start: int
+    stop: int
+
+    def holds(self, other: Span) -> bool:
+        """Return whether `other` is a part of it."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+def span_of(tensor: Tensor) -> Span:
+    """Return the elements that `tensor` spans; all of its memory, where that is at most twice as much.
+
+    So tensors that are views of one memory mostly are in one run, and a batch that is cut from a data set is not the whole
+    of it.
+    """
+    start = int(tensor.storage_offset())
+    if tensor.numel() == 0:
+        return Span(start, start)
+    stop = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+    whole = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
+    return Span(0, whole) if whole <= 2 * (stop - start) else Span(start, stop)
+
+
+def layout_of(tensor: Tensor) -> tuple[Layout, Span]:
+    """Return how `tensor` lies in the elements that it spans, and which these are."""
+    span = span_of(tensor)
+    offset = int(tensor.storage_offset()) - span.start
+    bits = bool(tensor.is_conj()), bool(tensor.is_neg())
+    attributes = dict(vars(tensor))
+    return Layout(tensor.size(), tensor.stride(), offset, *bits, type(tensor), attributes), span
+
+
+def run_of(tensor: Tensor, span: Span) -> Tensor:
+    """Return the elements of `span` in the memory of `tensor`, dense and one-dimensional."""
+    plain = tensor.detach()
+    if type(plain) is not Tensor:
+        plain = plain.as_subclass(Tensor)  # type: ignore[arg-type]
+    if plain.is_conj():
+        plain = plain.conj()
+    if plain.is_neg():
+        plain = torch._neg_view(plain)
+    return plain.as_strided((span.stop - span.start,), (1,), span.start)
+
+
+class Memory:
+    """The contents of a tensor's memory at a time, told apart from what was in it before and after.
+
+    Tensors that share memory and a version counter, and whose counter stands at the same number, have the same contents.
+    """
+
+    __slots__ = ("_owner", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._owner = ref(owner_of(tensor))
+        self.version = tensor._version
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether these are still the contents that `tensor` has."""
+        return self._owner() is owner_of(tensor) and tensor._version == self.version
+
+
+def owner_of(tensor: Tensor) -> Tensor:
+    """Return the tensor whose views share memory and version counter with `tensor`: itself, if it is no view."""
+    return tensor if tensor._base is None else tensor._base

@@ -1,0 +1,141 @@
+"""Tensors that are kept elsewhere: what a storage that moves bytes has in common with any other.
+
+A subclass says where a run of elements goes (`put`) and how it comes back. What is decided here: which tensors move,
+that views of one memory are moved once and come back as views of one, and what is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+
+from reactivate.storage.layout import Layout, Memory, Span, layout_of, owner_of, run_of
+from reactivate.storage.wrapped import Wrapped, parts_of
+
+
+class Block:
+    """A run of elements that is kept elsewhere, as long as somebody has the block.
+
+    Attributes:
+        memory: whose contents these are.
+        span: which elements of that memory.
+    """
+
+    def __init__(self, memory: Memory, span: Span) -> None:
+        self.memory = memory
+        self.span = span
+        self._loaded: tuple[ref[Tensor], int] | None = None
+
+    def load(self) -> Tensor:
+        """Return the elements where they were; those that are there already, if nobody has written to them."""
+        if self._loaded is not None:
+            reference, version = self._loaded
+            run = reference()
+            if run is not None and run._version == version:
+                return run
+        run = self.read()
+        self._loaded = ref(run), run._version
+        return run
+
+    def read(self) -> Tensor:
+        """Bring the elements back."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """The handle of a tensor that was moved: a block, and how the tensor lies in it."""
+
+    block: Block
+    layout: Layout
+
+
+@dataclass(eq=False)
+class Traffic:
+    """What a storage has done.
+
+    Attributes:
+        moved: tensors that were moved.
+        moved_bytes: bytes that were taken away. Of views of one memory these count once.
+        loaded_bytes: bytes that were brought back.
+        stayed: {reason: number} of the tensors that were not moved.
+    """
+
+    moved: int = 0
+    moved_bytes: int = 0
+    loaded_bytes: int = 0
+    stayed: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        lines = [f"{self.moved:,} tensors moved, {self.moved_bytes:,} bytes; {self.loaded_bytes:,} bytes brought back."]
+        lines += [f"  {number:,} stayed: {reason}" for reason, number in self.stayed.most_common()]
+        return "\n".join(lines)
+
+
+class Mover:
+    """The part of a storage that moves runs of elements.
+
+    Args:
+        least_bytes: smaller tensors stay.
+    """
+
+    def __init__(self, least_bytes: int) -> None:
+        self.least_bytes = least_bytes
+        self.traffic = Traffic()
+        self._blocks: WeakValueDictionary[tuple[int, int, torch.dtype], Block] = WeakValueDictionary()
+
+    def save(self, tensor: Tensor) -> Any:
+        """Take `tensor` in: a handle for it, or the tensor itself if it stays."""
+        wrapped = parts_of(tensor)
+        if wrapped is not None:
+            return wrapped.each(self.save)
+        reason = self.reason_to_stay(tensor)
+        handle = None if reason else self._moved(tensor)
+        if handle is None:
+            self.traffic.stayed[reason or self.is_full] += 1
+            return tensor
+        self.traffic.moved += 1
+        return handle
+
+    def load(self, handle: Any) -> Tensor:
+        """Return the tensor that `handle` stands for, where it was."""
+        if isinstance(handle, Moved):
+            return handle.layout.view_of(handle.block.load())
+        if isinstance(handle, Wrapped):
+            return handle.rebuilt(self.load)
+        return handle  # type: ignore[no-any-return]
+
+    is_full = "there is no room for them"
+
+    def reason_to_stay(self, tensor: Tensor) -> str | None:
+        """Return why a tensor is not moved, None if it is."""
+        if tensor.requires_grad and tensor.is_leaf:
+            return "parameters and other leaves are there anyway"
+        if tensor.layout is not torch.strided or tensor.is_inference():
+            return "sparse, nested and inference tensors stay where they are"
+        if tensor.numel() * tensor.element_size() < self.least_bytes:
+            return f"smaller than {self.least_bytes:,} bytes"
+        return None
+
+    def _moved(self, tensor: Tensor) -> Moved | None:
+        layout, span = layout_of(tensor)
+        owner = owner_of(tensor)
+        key = id(owner), owner._version, tensor.dtype
+        block = self._blocks.get(key)
+        if block is None or not block.memory.is_of(tensor) or not block.span.holds(span):
+            run = run_of(tensor, span)
+            block = self.put(run, Memory(tensor), span)
+            if block is None:
+                return None
+            self.traffic.moved_bytes += run.numel() * run.element_size()
+            self._blocks[key] = block
+        return Moved(block, layout.moved_by(span.start - block.span.start))
+
+    def put(self, run: Tensor, memory: Memory, span: Span) -> Block | None:
+        """Take a run of elements away, None if there is no room for it."""
+        raise NotImplementedError

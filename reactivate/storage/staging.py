@@ -1,0 +1,266 @@
+"""The order in which tensors go to the host and come back.
+
+The last tensors taken in wait on the device. A tensor that others have come after goes; as soon as the next one goes, the
+stream that computes waits for its copy, and its memory on the device is let go. In the backward, reading a tensor starts
+the copy of those that were taken in before it. The rules cited are those of `streams.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from threading import RLock
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from reactivate._text.warnings import warn
+from reactivate._torch.fake import FakeTensor
+from reactivate.storage.layout import Memory, Span
+from reactivate.storage.moved import Block, Mover
+from reactivate.storage.slabs import Slab, Slabs, half_of_memory
+from reactivate.storage.streams import Streams, streams_of
+
+_WRITTEN = "a tensor that a storage took in has been modified by an inplace operation before it was copied"
+
+
+class Series:
+    """Blocks of one group on one device, in the order in which they were taken in."""
+
+    def __init__(self) -> None:
+        self.blocks: list[ref[HostBlock]] = []
+        self.waiting: deque[ref[HostBlock]] = deque()
+        self.going: deque[ref[HostBlock]] = deque()
+
+    def add(self, block: HostBlock) -> None:
+        """Note the block that was taken in last."""
+        while self.blocks and self.blocks[-1]() is None:
+            self.blocks.pop()
+        block.number = len(self.blocks)
+        self.blocks.append(ref(block))
+        self.waiting.append(ref(block))
+
+    def before(self, number: int, count: int) -> list[HostBlock]:
+        """Return the blocks taken in before one, the nearest first, of those that are still needed."""
+        found: list[HostBlock] = []
+        for reference in reversed(self.blocks[max(0, number - 2 * count) : number]):
+            block = reference()
+            if block is not None and len(found) < count:
+                found.append(block)
+        return found
+
+
+class HostBlock(Block):
+    """A run of elements that is on the device, on its way, or in a slab.
+
+    Args:
+        memory, span: as of any block.
+        run: the elements, on the device.
+        series: where the block stands.
+        streams: of the device.
+        slabs: for its kind of device.
+    """
+
+    number = 0
+
+    def __init__(
+        self, memory: Memory, span: Span, run: Tensor, series: Series, streams: Streams, staging: Staging, slabs: Slabs
+    ) -> None:
+        super().__init__(memory, span)
+        self._run: Tensor | None = run
+        self._size = run.numel(), run.dtype
+        self._series = series
+        self._streams = streams
+        self._staging = staging
+        self._slabs = slabs
+        self._slab: Slab | None = None
+        self._gone: Any = None  # the event of the copy from the device, until the stream that computes waits for it
+        self._coming: tuple[Tensor, Any] | None = None
+        self._computing: Any = None  # the stream in whose order the memory on the device comes
+        self._is_written = False
+
+    def start(self) -> bool:
+        """Start the copy from the device; return whether there was room for it."""
+        run = self._run
+        if run is None or self._slab is not None or self._look_for_write(run):
+            return False
+        slab = self._slabs.take(run.numel() * run.element_size())
+        if slab is None:
+            return False
+        self._slab = slab
+        self._computing = self._streams.current()
+        self._gone = slab.last = self._streams.take_out(run, slab.run_of(*self._size), slab.last)
+        return True
+
+    def let_go(self) -> None:
+        """Let go of the memory on the device (rule 2)."""
+        if self._gone is not None and self._run is not None:
+            self._computing.wait_event(self._gone)
+            self._look_for_write(self._run)  # from here on, whatever writes comes after the copy
+            self._run = self._gone = None
+
+    def _look_for_write(self, run: Tensor) -> bool:
+        self._is_written = self._is_written or run._version != self.memory.version
+        return self._is_written
+
+    def start_back(self) -> None:
+        """Start the copy to the device, if that is where it is not."""
+        if self._run is None and self._coming is None and self._slab is not None and not self._is_written:
+            self._computing = self._streams.current()
+            self._coming = self._streams.bring_back(self._slab.run_of(*self._size), self._slab.last)
+            self._slab.last = self._coming[1]
+
+    def read(self) -> Tensor:
+        if self._run is not None:
+            if self._look_for_write(self._run):
+                raise RuntimeError(_WRITTEN)
+            return self._run
+        if self._is_written:
+            raise RuntimeError(_WRITTEN)
+        self.start_back()
+        assert self._coming is not None
+        run, arrived = self._coming
+        self._computing.wait_event(arrived)  # rule 5
+        if self._streams.current() != self._computing:
+            self._streams.current().wait_event(arrived)
+        self._coming = None
+        self._staging.traffic.loaded_bytes += run.numel() * run.element_size()
+        return run
+
+    def load(self) -> Tensor:
+        with self._staging.lock:
+            run = super().load()
+            self._staging.bring_back_before(self, self._series)
+            return run
+
+    def __del__(self) -> None:
+        if self._gone is not None:
+            self._computing.wait_event(self._gone)  # rule 2
+        if self._coming is not None:
+            self._computing.wait_event(self._coming[1])  # rule 5
+        if self._slab is not None:
+            self._slabs.give_back(self._slab)
+
+
+class PlainBlock(Block):
+    """A run of elements on the host, copied in order with what computes: on a device that has no streams, or no memory."""
+
+    def __init__(self, memory: Memory, span: Span, run: Tensor) -> None:
+        super().__init__(memory, span)
+        self._device = run.device
+        self._run = run.to("cpu")
+
+    def read(self) -> Tensor:
+        return self._run.to(self._device)
+
+
+class Staging(Mover):
+    """What is on its way, for one storage.
+
+    Args:
+        limit: of locked bytes; None for half of the host's memory.
+        least_bytes: smaller tensors stay.
+        last: how many tensors wait on the device.
+        ahead: how many come back before they are read.
+    """
+
+    def __init__(self, limit: int | None, least_bytes: int, last: int, ahead: int) -> None:
+        super().__init__(least_bytes)
+        self.lock = RLock()
+        self.group: Any = None
+        self._limit = half_of_memory() if limit is None else limit
+        self._last = last
+        self._ahead = ahead
+        self._slabs: dict[str, Slabs] = {}
+        self._series: dict[tuple[torch.device, Any], Series] = {}
+        self._has_warned = False
+
+    @property
+    def is_full(self) -> str:  # type: ignore[override]
+        return f"the limit of {self._limit:,} locked bytes is reached"
+
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes of the host that are locked now."""
+        return sum(slabs.locked_bytes for slabs in self._slabs.values())
+
+    def reason_to_stay(self, tensor: Tensor) -> str | None:
+        device = tensor.device
+        if device.type == "cpu":
+            return "they are on the host already"
+        if device.type in ("meta", "xla"):
+            return f"{device.type} tensors stay where they are"
+        if not isinstance(tensor, FakeTensor):
+            if _shares_memory(device):
+                return "the device works in the host's memory"
+            capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+            if capturing is not None and capturing():
+                return "a graph of the device is being captured"
+        return super().reason_to_stay(tensor)
+
+    def put(self, run: Tensor, memory: Memory, span: Span) -> Block:
+        with self.lock:
+            streams = None if isinstance(run, FakeTensor) else streams_of(run.device)
+            if streams is None:
+                return PlainBlock(memory, span, run)
+            device_type = run.device.type
+            if device_type not in self._slabs:
+                self._slabs[device_type] = Slabs(device_type, self._limit)
+            series = self._series.setdefault((run.device, self.group), Series())
+            block = HostBlock(memory, span, run, series, streams, self, self._slabs[device_type])
+            series.add(block)
+            while len(series.waiting) > self._last:
+                self._send(series, series.waiting.popleft()())
+            return block
+
+    def _send(self, series: Series, block: HostBlock | None) -> None:
+        if block is None:
+            return
+        if block.start():
+            series.going.append(ref(block))
+            while len(series.going) > 1:
+                self._let_go(series.going.popleft()())
+        elif not self._has_warned and not block._is_written:
+            self._has_warned = True
+            warn(
+                f"reactivate.storage.Host: the limit of {self._limit:,} locked bytes is reached, and tensors stay on the "
+                "device. Raise it with Host(limit=...), if the machine has more memory."
+            )
+
+    @staticmethod
+    def _let_go(block: HostBlock | None) -> None:
+        if block is not None:
+            block.let_go()
+
+    def bring_back_before(self, block: HostBlock, series: Series) -> None:
+        """Start to bring back what was taken in before `block`."""
+        wanted = series.before(block.number, self._ahead)
+        for other in wanted:
+            other.start_back()
+        for reference in list(series.going):
+            gone = reference()
+            if gone is None or (gone not in wanted and gone is not block):
+                series.going.remove(reference)
+                self._let_go(gone)
+
+    def prefetch_last(self, key: Any) -> None:
+        """Start to bring back what was taken in last in a group."""
+        with self.lock:
+            for (_, group), series in self._series.items():
+                if group == key:
+                    for block in series.before(len(series.blocks), self._ahead):
+                        block.start_back()
+
+    def clear(self) -> None:
+        """Unlock what is not in use."""
+        for slabs in self._slabs.values():
+            slabs.clear()
+
+
+@functools.cache
+def _shares_memory(device: torch.device) -> bool:
+    """Return whether the device has no memory of its own."""
+    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return properties is not None and bool(getattr(properties(device), "is_integrated", False))

@@ -1,0 +1,84 @@
+"""Copies between a device and the host on streams of their own, beside what computes.
+
+Rules, each of which has a test that fails without it:
+
+1. A copy from the device waits for what computes the tensor: for an event that the reader's stream records first.
+2. The memory of a tensor that is being copied is not let go before the stream that computes waits for the copy. Whoever
+   gets the memory next, in the order of that stream, comes after the copy.
+3. Memory for a copy to the device comes in the order of the stream that computes. The copy waits for an event that this
+   stream records afterwards: what had the memory before is done with it.
+4. It waits for the copy from the device as well, if that is still under way.
+5. The stream that computes waits for a copy to the device before anything reads it; and before its memory is let go, if
+   nobody reads it.
+6. Memory of the host is given to another tensor together with the event of the last copy from or to it. The next copy
+   waits for that event.
+7. Memory of the host is unlocked only when that event is done; then, and only then, the host itself waits.
+
+An event is recorded once. It lives as long as a block, a slab or a tensor that is on its way refers to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Streams:
+    """The streams of one device: one for each direction.
+
+    Args:
+        device: with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self._out = self._module.Stream(device)
+        self._back = self._module.Stream(device)
+
+    def current(self) -> Any:
+        """Return the stream that computes."""
+        return self._module.current_stream(self._device)
+
+    def take_out(self, run: Tensor, memory: Tensor, after: Any) -> Any:
+        """Copy from the device: an event for its end.
+
+        Args:
+            run: on the device.
+            memory: of the host, of the same size.
+            after: the event of the last copy from or to `memory`, or None.
+        """
+        self._out.wait_event(self.current().record_event())  # rule 1
+        if after is not None:
+            self._out.wait_event(after)  # rule 6
+        with self._module.stream(self._out):
+            memory.copy_(run, non_blocking=True)
+        return self._out.record_event()
+
+    def bring_back(self, memory: Tensor, after: Any) -> tuple[Tensor, Any]:
+        """Copy to the device: the tensor, which nobody may read yet, and an event for the copy's end.
+
+        Args:
+            memory: of the host.
+            after: the event of the copy that filled it.
+        """
+        run = torch.empty(memory.shape, dtype=memory.dtype, device=self._device)
+        self._back.wait_event(self.current().record_event())  # rule 3
+        self._back.wait_event(after)  # rule 4
+        with self._module.stream(self._back):
+            run.copy_(memory, non_blocking=True)
+        return run, self._back.record_event()
+
+
+_streams: dict[torch.device, Streams | None] = {}
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Return the streams of a device, None if its kind of device has none."""
+    if device not in _streams:
+        module: Any = torch.get_device_module(device)
+        has = all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
+        _streams[device] = Streams(device) if has else None
+    return _streams[device]

@@ -1,0 +1,49 @@
+"""Tensors that are made of tensors: distributed, quantised and other wrappers. Their parts are moved, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapped:
+    """A tensor made of others, by torch's protocol for these.
+
+    Attributes:
+        kind: its class.
+        parts: {attribute: the tensor, or the handle of one}.
+        context: what the class needs beside these.
+        size, stride: of the whole.
+        attributes: what was set on the tensor in Python, beside the parts.
+    """
+
+    kind: Any
+    parts: dict[str, Any]
+    context: Any
+    size: Any
+    stride: Any
+
+    def each(self, function: Callable[[Any], Any]) -> Any:
+        """Return it with `function` of each part."""
+        parts = {name: function(part) for name, part in self.parts.items()}
+        return Wrapped(self.kind, parts, self.context, self.size, self.stride)
+
+    def rebuilt(self, load: Callable[[Any], Tensor]) -> Tensor:
+        """Return the tensor, of parts that are loaded."""
+        parts = {name: load(part) for name, part in self.parts.items()}
+        tensor: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        return tensor
+
+
+def parts_of(tensor: Tensor) -> Wrapped | None:
+    """Return what `tensor` is made of, None if it has memory of its own."""
+    kind: Any = type(tensor)
+    if kind is Tensor or not hasattr(kind, "__tensor_flatten__"):
+        return None
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: getattr(tensor, name) for name in names}
+    return Wrapped(kind, parts, context, tensor.size(), tensor.stride())
