@@ -56,7 +56,7 @@ class Host:
 
     @property
     def traffic(self) -> Traffic:
-        """What was moved so far, and what stayed and why."""
+        """Counts of the tensors that were moved so far, and of those that stayed, with the reasons."""
         return self._staging.traffic
 
     @property

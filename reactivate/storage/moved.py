@@ -1,4 +1,4 @@
-"""Tensors that are kept elsewhere: what a storage that moves bytes has in common with any other.
+"""Tensors that are kept elsewhere: the part that all storages which move bytes have in common.
 
 A subclass says where a run of elements goes (`put`) and how it comes back. What is decided here: which tensors move,
 that views of one memory are moved once and come back as views of one, and what is counted.
@@ -14,21 +14,21 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from reactivate.storage.layout import Layout, Memory, Span, layout_of, owner_of, run_of
+from reactivate.storage.placement import Extent, Memory, Placement, owner_of, placement_of, run_of
 from reactivate.storage.wrapped import Wrapped, parts_of
 
 
-class Block:
-    """A run of elements that is kept elsewhere, as long as somebody has the block.
+class Piece:
+    """A run of elements that is kept elsewhere, as long as somebody has the piece.
 
     Attributes:
         memory: whose contents these are.
-        span: which elements of that memory.
+        extent: which elements of that memory.
     """
 
-    def __init__(self, memory: Memory, span: Span) -> None:
+    def __init__(self, memory: Memory, extent: Extent) -> None:
         self.memory = memory
-        self.span = span
+        self.extent = extent
         self._loaded: tuple[ref[Tensor], int] | None = None
 
     def load(self) -> Tensor:
@@ -49,15 +49,15 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Moved:
-    """The handle of a tensor that was moved: a block, and how the tensor lies in it."""
+    """The handle of a tensor that was moved: a piece of memory, and how the tensor lies in it."""
 
-    block: Block
-    layout: Layout
+    piece: Piece
+    placement: Placement
 
 
 @dataclass(eq=False)
 class Traffic:
-    """What a storage has done.
+    """Counts of a storage.
 
     Attributes:
         moved: tensors that were moved.
@@ -87,7 +87,7 @@ class Mover:
     def __init__(self, least_bytes: int) -> None:
         self.least_bytes = least_bytes
         self.traffic = Traffic()
-        self._blocks: WeakValueDictionary[tuple[int, int, torch.dtype], Block] = WeakValueDictionary()
+        self._pieces: WeakValueDictionary[tuple[int, int, torch.dtype], Piece] = WeakValueDictionary()
 
     def save(self, tensor: Tensor) -> Any:
         """Take `tensor` in: a handle for it, or the tensor itself if it stays."""
@@ -105,7 +105,7 @@ class Mover:
     def load(self, handle: Any) -> Tensor:
         """Return the tensor that `handle` stands for, where it was."""
         if isinstance(handle, Moved):
-            return handle.layout.view_of(handle.block.load())
+            return handle.placement.view_of(handle.piece.load())
         if isinstance(handle, Wrapped):
             return handle.rebuilt(self.load)
         return handle  # type: ignore[no-any-return]
@@ -123,19 +123,20 @@ class Mover:
         return None
 
     def _moved(self, tensor: Tensor) -> Moved | None:
-        layout, span = layout_of(tensor)
+        tensor = tensor.resolve_neg()  # a lazy bit, for which there is no public function
+        placement, extent = placement_of(tensor)
         owner = owner_of(tensor)
         key = id(owner), owner._version, tensor.dtype
-        block = self._blocks.get(key)
-        if block is None or not block.memory.is_of(tensor) or not block.span.holds(span):
-            run = run_of(tensor, span)
-            block = self.put(run, Memory(tensor), span)
-            if block is None:
+        piece = self._pieces.get(key)
+        if piece is None or not piece.memory.is_of(tensor) or not piece.extent.holds(extent):
+            run = run_of(tensor, extent)
+            piece = self.put(run, Memory(tensor), extent)
+            if piece is None:
                 return None
             self.traffic.moved_bytes += run.numel() * run.element_size()
-            self._blocks[key] = block
-        return Moved(block, layout.moved_by(span.start - block.span.start))
+            self._pieces[key] = piece
+        return Moved(piece, placement.moved_by(extent.start - piece.extent.start))
 
-    def put(self, run: Tensor, memory: Memory, span: Span) -> Block | None:
+    def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece | None:
         """Take a run of elements away, None if there is no room for it."""
         raise NotImplementedError

@@ -18,47 +18,47 @@ from torch import Tensor
 
 from reactivate._text.warnings import warn
 from reactivate._torch.fake import FakeTensor
-from reactivate.storage.layout import Memory, Span
-from reactivate.storage.moved import Block, Mover
+from reactivate.storage.moved import Mover, Piece
+from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.slabs import Slab, Slabs, half_of_memory
-from reactivate.storage.streams import Streams, streams_of
+from reactivate.storage.streams import CopyStreams, streams_of
 
 _WRITTEN = "a tensor that a storage took in has been modified by an inplace operation before it was copied"
 
 
 class Series:
-    """Blocks of one group on one device, in the order in which they were taken in."""
+    """Pieces of one group on one device, in the order in which they were taken in."""
 
     def __init__(self) -> None:
-        self.blocks: list[ref[HostBlock]] = []
-        self.waiting: deque[ref[HostBlock]] = deque()
-        self.going: deque[ref[HostBlock]] = deque()
+        self.pieces: list[ref[HostPiece]] = []
+        self.waiting: deque[ref[HostPiece]] = deque()
+        self.going: deque[ref[HostPiece]] = deque()
 
-    def add(self, block: HostBlock) -> None:
-        """Note the block that was taken in last."""
-        while self.blocks and self.blocks[-1]() is None:
-            self.blocks.pop()
-        block.number = len(self.blocks)
-        self.blocks.append(ref(block))
-        self.waiting.append(ref(block))
+    def add(self, piece: HostPiece) -> None:
+        """Note the piece that was taken in last."""
+        while self.pieces and self.pieces[-1]() is None:
+            self.pieces.pop()
+        piece.number = len(self.pieces)
+        self.pieces.append(ref(piece))
+        self.waiting.append(ref(piece))
 
-    def before(self, number: int, count: int) -> list[HostBlock]:
-        """Return the blocks taken in before one, the nearest first, of those that are still needed."""
-        found: list[HostBlock] = []
-        for reference in reversed(self.blocks[max(0, number - 2 * count) : number]):
-            block = reference()
-            if block is not None and len(found) < count:
-                found.append(block)
+    def before(self, number: int, count: int) -> list[HostPiece]:
+        """Return the pieces taken in before one, the nearest first, of those that are still needed."""
+        found: list[HostPiece] = []
+        for reference in reversed(self.pieces[max(0, number - 2 * count) : number]):
+            piece = reference()
+            if piece is not None and len(found) < count:
+                found.append(piece)
         return found
 
 
-class HostBlock(Block):
+class HostPiece(Piece):
     """A run of elements that is on the device, on its way, or in a slab.
 
     Args:
-        memory, span: as of any block.
+        memory, extent: as of any piece.
         run: the elements, on the device.
-        series: where the block stands.
+        series: where the piece stands.
         streams: of the device.
         slabs: for its kind of device.
     """
@@ -66,9 +66,16 @@ class HostBlock(Block):
     number = 0
 
     def __init__(
-        self, memory: Memory, span: Span, run: Tensor, series: Series, streams: Streams, staging: Staging, slabs: Slabs
+        self,
+        memory: Memory,
+        extent: Extent,
+        run: Tensor,
+        series: Series,
+        streams: CopyStreams,
+        staging: Staging,
+        slabs: Slabs,
     ) -> None:
-        super().__init__(memory, span)
+        super().__init__(memory, extent)
         self._run: Tensor | None = run
         self._size = run.numel(), run.dtype
         self._series = series
@@ -144,11 +151,11 @@ class HostBlock(Block):
             self._slabs.give_back(self._slab)
 
 
-class PlainBlock(Block):
+class PlainPiece(Piece):
     """A run of elements on the host, copied in order with what computes: on a device that has no streams, or no memory."""
 
-    def __init__(self, memory: Memory, span: Span, run: Tensor) -> None:
-        super().__init__(memory, span)
+    def __init__(self, memory: Memory, extent: Extent, run: Tensor) -> None:
+        super().__init__(memory, extent)
         self._device = run.device
         self._run = run.to("cpu")
 
@@ -157,7 +164,7 @@ class PlainBlock(Block):
 
 
 class Staging(Mover):
-    """What is on its way, for one storage.
+    """The tensors of one storage that are on their way.
 
     Args:
         limit: of locked bytes; None for half of the host's memory.
@@ -200,29 +207,29 @@ class Staging(Mover):
                 return "a graph of the device is being captured"
         return super().reason_to_stay(tensor)
 
-    def put(self, run: Tensor, memory: Memory, span: Span) -> Block:
+    def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
         with self.lock:
             streams = None if isinstance(run, FakeTensor) else streams_of(run.device)
             if streams is None:
-                return PlainBlock(memory, span, run)
+                return PlainPiece(memory, extent, run)
             device_type = run.device.type
             if device_type not in self._slabs:
                 self._slabs[device_type] = Slabs(device_type, self._limit)
             series = self._series.setdefault((run.device, self.group), Series())
-            block = HostBlock(memory, span, run, series, streams, self, self._slabs[device_type])
-            series.add(block)
+            piece = HostPiece(memory, extent, run, series, streams, self, self._slabs[device_type])
+            series.add(piece)
             while len(series.waiting) > self._last:
                 self._send(series, series.waiting.popleft()())
-            return block
+            return piece
 
-    def _send(self, series: Series, block: HostBlock | None) -> None:
-        if block is None:
+    def _send(self, series: Series, piece: HostPiece | None) -> None:
+        if piece is None:
             return
-        if block.start():
-            series.going.append(ref(block))
+        if piece.start():
+            series.going.append(ref(piece))
             while len(series.going) > 1:
                 self._let_go(series.going.popleft()())
-        elif not self._has_warned and not block._is_written:
+        elif not self._has_warned and not piece._is_written:
             self._has_warned = True
             warn(
                 f"reactivate.storage.Host: the limit of {self._limit:,} locked bytes is reached, and tensors stay on the "
@@ -230,18 +237,18 @@ class Staging(Mover):
             )
 
     @staticmethod
-    def _let_go(block: HostBlock | None) -> None:
-        if block is not None:
-            block.let_go()
+    def _let_go(piece: HostPiece | None) -> None:
+        if piece is not None:
+            piece.let_go()
 
-    def bring_back_before(self, block: HostBlock, series: Series) -> None:
-        """Start to bring back what was taken in before `block`."""
-        wanted = series.before(block.number, self._ahead)
+    def bring_back_before(self, piece: HostPiece, series: Series) -> None:
+        """Start to bring back what was taken in before `piece`."""
+        wanted = series.before(piece.number, self._ahead)
         for other in wanted:
             other.start_back()
         for reference in list(series.going):
             gone = reference()
-            if gone is None or (gone not in wanted and gone is not block):
+            if gone is None or (gone not in wanted and gone is not piece):
                 series.going.remove(reference)
                 self._let_go(gone)
 
@@ -250,8 +257,8 @@ class Staging(Mover):
         with self.lock:
             for (_, group), series in self._series.items():
                 if group == key:
-                    for block in series.before(len(series.blocks), self._ahead):
-                        block.start_back()
+                    for piece in series.before(len(series.pieces), self._ahead):
+                        piece.start_back()
 
     def clear(self) -> None:
         """Unlock what is not in use."""

@@ -14,7 +14,7 @@ Rules, each of which has a test that fails without it:
    waits for that event.
 7. Memory of the host is unlocked only when that event is done; then, and only then, the host itself waits.
 
-An event is recorded once. It lives as long as a block, a slab or a tensor that is on its way refers to it.
+An event is recorded once. It lives as long as a piece, a slab or a tensor that is on its way refers to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 
-class Streams:
+class CopyStreams:
     """The streams of one device: one for each direction.
 
     Args:
@@ -72,13 +72,13 @@ class Streams:
         return run, self._back.record_event()
 
 
-_streams: dict[torch.device, Streams | None] = {}
+_streams: dict[torch.device, CopyStreams | None] = {}
 
 
-def streams_of(device: torch.device) -> Streams | None:
+def streams_of(device: torch.device) -> CopyStreams | None:
     """Return the streams of a device, None if its kind of device has none."""
     if device not in _streams:
         module: Any = torch.get_device_module(device)
         has = all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
-        _streams[device] = Streams(device) if has else None
+        _streams[device] = CopyStreams(device) if has else None
     return _streams[device]

@@ -1,8 +1,8 @@
-"""How a tensor lies in memory: the run of elements that it spans, and how to see it there again.
+"""Placement of a tensor in memory: the run of elements that it spans, and how to see it there again.
 
 A storage that moves bytes takes the run, which is one-dimensional and dense, to wherever it keeps it. What comes back is
-another run, and `Layout.view_of` makes the tensor of it, with the strides that it had. Two tensors that are views of one
-memory are two layouts of one run.
+another run, and `Placement.view_of` makes the tensor of it, with the strides that it had. Two tensors that are views of one
+memory have two placements in one run.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     """The place of a tensor in a run of elements.
 
     Attributes:
         size, stride: as of the tensor, in elements.
         offset: where it begins in the run, in elements.
-        is_conj, is_neg: torch's lazy bits of a view.
+        is_conj: whether it is a lazy conjugate.
         kind: the class of the tensor, if that is a plain subclass of `Tensor`.
         attributes: what was set on the tensor in Python.
     """
@@ -31,7 +31,6 @@ class Layout:
     stride: tuple[int, ...]
     offset: int
     is_conj: bool
-    is_neg: bool
     kind: type[Tensor]
     attributes: dict[str, Any]
 
@@ -40,21 +39,19 @@ class Layout:
         tensor = run.as_strided(self.size, self.stride, self.offset + int(run.storage_offset()))
         if self.is_conj:
             tensor = tensor.conj()
-        if self.is_neg:
-            tensor = torch._neg_view(tensor)
         if self.kind is not Tensor:
             tensor = tensor.as_subclass(self.kind)
         if self.attributes:
             vars(tensor).update(self.attributes)
         return tensor
 
-    def moved_by(self, elements: int) -> Layout:
+    def moved_by(self, elements: int) -> Placement:
         """Return the place in a run that begins so many elements earlier."""
         return replace(self, offset=self.offset + elements) if elements else self
 
 
 @dataclass(frozen=True)
-class Span:
+class Extent:
     """The elements of a memory that a tensor spans.
 
     Attributes:
@@ -64,12 +61,12 @@ class Span:
     start: int
     stop: int
 
-    def holds(self, other: Span) -> bool:
+    def holds(self, other: Extent) -> bool:
         """Return whether `other` is a part of it."""
         return self.start <= other.start and other.stop <= self.stop
 
 
-def span_of(tensor: Tensor) -> Span:
+def extent_of(tensor: Tensor) -> Extent:
     """Return the elements that `tensor` spans; all of its memory, where that is at most twice as much.
 
     So tensors that are views of one memory mostly are in one run, and a batch that is cut from a data set is not the whole
@@ -77,31 +74,28 @@ def span_of(tensor: Tensor) -> Span:
     """
     start = int(tensor.storage_offset())
     if tensor.numel() == 0:
-        return Span(start, start)
+        return Extent(start, start)
     stop = start + 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
     whole = int(tensor.untyped_storage().nbytes()) // tensor.element_size()
-    return Span(0, whole) if whole <= 2 * (stop - start) else Span(start, stop)
+    return Extent(0, whole) if whole <= 2 * (stop - start) else Extent(start, stop)
 
 
-def layout_of(tensor: Tensor) -> tuple[Layout, Span]:
+def placement_of(tensor: Tensor) -> tuple[Placement, Extent]:
     """Return how `tensor` lies in the elements that it spans, and which these are."""
-    span = span_of(tensor)
-    offset = int(tensor.storage_offset()) - span.start
-    bits = bool(tensor.is_conj()), bool(tensor.is_neg())
-    attributes = dict(vars(tensor))
-    return Layout(tensor.size(), tensor.stride(), offset, *bits, type(tensor), attributes), span
+    extent = extent_of(tensor)
+    offset = int(tensor.storage_offset()) - extent.start
+    kind, attributes = type(tensor), dict(vars(tensor))
+    return Placement(tensor.size(), tensor.stride(), offset, bool(tensor.is_conj()), kind, attributes), extent
 
 
-def run_of(tensor: Tensor, span: Span) -> Tensor:
-    """Return the elements of `span` in the memory of `tensor`, dense and one-dimensional."""
+def run_of(tensor: Tensor, extent: Extent) -> Tensor:
+    """Return the elements of `extent` in the memory of `tensor`, dense and one-dimensional."""
     plain = tensor.detach()
     if type(plain) is not Tensor:
-        plain = plain.as_subclass(Tensor)  # type: ignore[arg-type]
+        plain = plain.as_subclass(Tensor)
     if plain.is_conj():
         plain = plain.conj()
-    if plain.is_neg():
-        plain = torch._neg_view(plain)
-    return plain.as_strided((span.stop - span.start,), (1,), span.start)
+    return plain.as_strided((extent.stop - extent.start,), (1,), extent.start)
 
 
 class Memory:
