@@ -1,0 +1,26 @@
+"""Programs with streams give the right bits on an accelerator that is simulated, and wrong ones with a mistake in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FILES = ["simulated_cases.py"]
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_acc"), reason="this torch has no device guards written in Python")
+@pytest.mark.parametrize("file", FILES)
+def test_in_a_process_of_its_own(file: str) -> None:
+    """torch has one accelerator at most, and cannot forget it."""
+    path = Path(__file__).with_name(file)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path)]
+    found = subprocess.run(
+        command, check=False, capture_output=True, text=True, env=environment, cwd=path.parent.parent
+    )
+    assert found.returncode == 0, found.stdout[-5000:] + found.stderr[-2000:]
