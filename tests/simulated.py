@@ -754,3 +754,21 @@ torch._register_device_module(NAME, sys.modules[__name__])
 torch.utils.rename_privateuse1_backend(NAME)  # torch's accelerator from now on: autograd asks for its streams
 torch._C._acc.register_python_privateuseone_hook(_REGISTERED[0])
 torch._C._acc.register_python_privateuseone_device_guard(_REGISTERED[1])
+
+
+class cudart:
+    """The part of CUDA's runtime that locks memory of the host, as `torch.cuda.cudart()`."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
+        _active().pinned[address] = _memory_at(address, nbytes)
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        unpin(_active().pinned[address])
+        return 0
+
+
+def _memory_at(address: int, nbytes: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

@@ -21,7 +21,7 @@ from reactivate._torch.fake import FakeTensor
 from reactivate.storage.moved import Mover, Piece
 from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.slabs import Slab, Slabs, half_of_memory
-from reactivate.storage.streams import CopyStreams, streams_of
+from reactivate.storage.streams import CopyStreams, has_streams
 
 _WRITTEN = "a tensor that a storage took in has been modified by an inplace operation before it was copied"
 
@@ -181,6 +181,7 @@ class Staging(Mover):
         self._last = last
         self._ahead = ahead
         self._slabs: dict[str, Slabs] = {}
+        self._streams: dict[torch.device, CopyStreams] = {}
         self._series: dict[tuple[torch.device, Any], Series] = {}
         self._has_warned = False
 
@@ -209,14 +210,15 @@ class Staging(Mover):
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
         with self.lock:
-            streams = None if isinstance(run, FakeTensor) else streams_of(run.device)
-            if streams is None:
+            device = run.device
+            if isinstance(run, FakeTensor) or not has_streams(device):
                 return PlainPiece(memory, extent, run)
-            device_type = run.device.type
-            if device_type not in self._slabs:
-                self._slabs[device_type] = Slabs(device_type, self._limit)
-            series = self._series.setdefault((run.device, self.group), Series())
-            piece = HostPiece(memory, extent, run, series, streams, self, self._slabs[device_type])
+            if device not in self._streams:
+                self._streams[device] = CopyStreams(device)
+            if device.type not in self._slabs:
+                self._slabs[device.type] = Slabs(device.type, self._limit)
+            series = self._series.setdefault((device, self.group), Series())
+            piece = HostPiece(memory, extent, run, series, self._streams[device], self, self._slabs[device.type])
             series.add(piece)
             while len(series.waiting) > self._last:
                 self._send(series, series.waiting.popleft()())

@@ -72,13 +72,7 @@ class CopyStreams:
         return run, self._back.record_event()
 
 
-_streams: dict[torch.device, CopyStreams | None] = {}
-
-
-def streams_of(device: torch.device) -> CopyStreams | None:
-    """Return the streams of a device, None if its kind of device has none."""
-    if device not in _streams:
-        module: Any = torch.get_device_module(device)
-        has = all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
-        _streams[device] = CopyStreams(device) if has else None
-    return _streams[device]
+def has_streams(device: torch.device) -> bool:
+    """Return whether a kind of device has streams."""
+    module: Any = torch.get_device_module(device)
+    return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
