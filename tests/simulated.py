@@ -23,272 +23,43 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import random
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from simulated_streams import GARBAGE, Block, Entry, Lane, Mark, Queues, Work, below_everything, locked, roofline
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 NAME = "privateuseone"
 DEVICE = torch.device(NAME, 0)
-SCHEDULES = ("late", "early", "random", "eager")
-GARBAGE = 0xFB
-
-synchronisations = 0  # how often the host waited for the device
 aten = torch.ops.aten
 
 
-class Work(NamedTuple):
-    """An op as a function of durations sees it: `kind` is "compute", "to_host" or "to_device"."""
-
-    name: str
-    kind: str
-    nbytes: int
-    flops: int
-
-
-class Entry(NamedTuple):
-    """A line of the log: when an op would have run, in seconds, if streams ran in parallel."""
-
-    stream: int
-    name: str
-    start: float
-    end: float
-
-
-def roofline(
-    work: Work, flops: float = 1e12, memory: float = 1e11, to_host: float = 1e10, to_device: float = 1e10
-) -> float:
-    """Return the seconds that `work` takes on a device of these rates per second: the default of durations."""
-    if work.kind == "compute":
-        return max(work.flops / flops, work.nbytes / memory)
-    return work.nbytes / (to_host if work.kind == "to_host" else to_device)
-
-
-# -- streams and their order ---------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Mark:
-    """A point in a lane that others can wait for: an event as it was recorded once."""
-
-    lane: Lane
-    time: float
-    done: bool = False
-
-
-@dataclass(eq=False)
-class Task:
-    """An entry of a lane: it waits for `after`, and runs. A `free` one may run as soon as the entries before it have."""
-
-    run: Callable[[], None]
-    after: Mark | None = None
-    free: bool = False
-
-
-@dataclass(eq=False)
-class Lane:
-    """The queue of one stream."""
-
-    index: int
-    pace: float  # how often it runs by itself under the schedule "random"
-    time: float = 0.0  # when its last op ends on the virtual clock
-    tasks: deque[Task] = field(default_factory=deque)
-
-    def is_ready(self) -> bool:
-        return bool(self.tasks) and (self.tasks[0].after is None or self.tasks[0].after.done)
-
-
-@dataclass(eq=False)
-class Block:
-    """The memory of one storage."""
-
-    memory: Tensor
-    lane: Lane
-    managed: Any = None
-    users: set[Lane] = field(default_factory=set)  # besides the lane that allocated it
-
-
-def _locked(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def locked(self: Simulator, *args: Any, **kwargs: Any) -> Any:
-        with self.lock:
-            return function(self, *args, **kwargs)
-
-    return locked
-
-
-class Simulator:
+class Simulator(Queues):
     """The state of the device inside of one `accelerator` context."""
 
     def __init__(self, schedule: str, seed: int, duration: Callable[[Work], float]) -> None:
-        self.schedule, self.duration = schedule, duration
-        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(0)
-        self.lock, self.local, self.home = threading.RLock(), threading.local(), threading.get_ident()
-        self.lanes: list[Lane] = []
-        self.blocks: dict[int, Block] = {}  # by address
-        self.freed: deque[int] = deque()  # blocks that torch let go of, and no lane knows about yet
-        self.deferred: list[tuple[Block, list[Mark]]] = []  # freed, but in use on other lanes
+        super().__init__(schedule, seed, duration)
+        self.generator = torch.Generator().manual_seed(0)
         self.pinned: dict[int, Tensor] = {}  # by address
-        self.host_time, self.engines, self.log = 0.0, {"compute": 0.0, "to_host": 0.0, "to_device": 0.0}, list[Entry]()
-        self.allocated = self.peak = 0
-        self.new_lane()
-        self.home_stream = Stream._of(0)
-
-    @_locked
-    def new_lane(self) -> Lane:
-        self.lanes.append(Lane(len(self.lanes), self.random.choice([0.02, 0.2, 0.5, 0.9])))
-        return self.lanes[-1]
+        self.local, self.home, self.home_stream = threading.local(), threading.get_ident(), default_stream()
 
     def current(self) -> Lane:
         return self.lanes[current_stream().stream_id]
 
-    # -- queueing
-
-    @_locked
-    def enqueue(
-        self, name: str, run: Callable[[], None], kind: str = "compute", nbytes: int = 0, flops: int = 0
-    ) -> None:
-        """Queue an op on the current stream, and let the schedule run what it likes."""
-        self.settle()
-        lane = self.current()
-        start = max(lane.time, self.host_time, self.engines[kind])
-        lane.time = self.engines[kind] = start + self.duration(Work(name, kind, nbytes, flops))
-        self.log.append(Entry(lane.index, name, start, lane.time))
-        lane.tasks.append(Task(run))
-        self.progress()
-
-    @_locked
-    def mark(self, lane: Lane) -> Mark:
-        """Queue a point that can be waited for."""
-        self.settle()
-        mark = Mark(lane, max(lane.time, self.host_time))
-        lane.tasks.append(Task(functools.partial(self.reach, mark)))
-        self.progress()
-        return mark
-
-    @_locked
-    def wait(self, lane: Lane, mark: Mark) -> None:
-        """Let what `lane` is given from now on run after `mark`."""
-        self.settle()
-        lane.time = max(lane.time, mark.time)
-        lane.tasks.append(Task(lambda: None, after=mark))
-        self.progress()
-
-    @_locked
-    def settle(self) -> None:
-        """Queue the end of the blocks that were freed since the last call."""
-        while self.freed:
-            block = self.blocks.pop(self.freed.popleft())
-            self.allocated -= block.memory.numel()
-            marks = []
-            for lane in block.users - {block.lane}:
-                marks.append(Mark(lane, lane.time))
-                lane.tasks.append(Task(functools.partial(self.reach, marks[-1])))
-            block.lane.tasks.append(Task(functools.partial(self.poison, block, marks), free=True))
-
-    def reach(self, mark: Mark) -> None:
-        mark.done = True
-        waiting, self.deferred = self.deferred, []
-        for block, marks in waiting:
-            self.poison(block, marks)
-
-    def poison(self, block: Block, marks: list[Mark]) -> None:
-        if all(mark.done for mark in marks):
-            block.memory.fill_(GARBAGE)
-        else:
-            self.deferred.append((block, marks))
-
-    # -- running
-
-    def step(self, lane: Lane) -> None:
-        """Run the next entry of `lane`, and before that what it waits for."""
-        if (after := lane.tasks[0].after) is not None:
-            self.run_until(after)
-        task = lane.tasks.popleft()
-        with _below_everything():
-            task.run()
-
-    def run_until(self, mark: Mark) -> None:
-        while not mark.done:
-            self.step(mark.lane)
-        while mark.lane.tasks and mark.lane.tasks[0].free:
-            self.step(mark.lane)  # memory is given to its next user as soon as possible
-
-    def progress(self) -> None:
-        """Run what the schedule runs by itself."""
-        if self.schedule == "eager":
-            for lane in self.lanes:
-                while lane.tasks:
-                    self.step(lane)
-        elif self.schedule == "early":
-            while ready := [lane for lane in self.lanes[1:] if lane.is_ready()]:
-                for lane in ready:
-                    self.step(lane)
-        elif self.schedule == "random":
-            for lane in self.random.sample(self.lanes, len(self.lanes)):
-                while lane.is_ready() and self.random.random() < lane.pace:
-                    self.step(lane)
-
-    @_locked
-    def query(self, mark: Mark) -> bool:
-        """Return whether `mark` was reached. To ask runs one entry, so that asking in a loop comes to an end."""
-        if not (done := mark.done):
-            self.step(mark.lane)
-        return done
-
-    @_locked
-    def is_idle(self, lane: Lane) -> bool:
-        """Return whether `lane` has run all it was given, as `query`."""
-        self.settle()
-        idle = not lane.tasks
-        if not idle:
-            self.step(lane)
-        return idle
-
-    @_locked
-    def synchronize(self, *marks: Mark) -> None:
-        """Let the host wait for `marks`."""
-        global synchronisations
-        synchronisations += 1
-        self.progress()
-        for mark in marks:
-            self.run_until(mark)
-            self.host_time = max(self.host_time, mark.time)
-
     # -- memory
 
-    @_locked
+    @locked
     def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor, in memory whose last user on the current stream may still write to it."""
-        self.settle()
-        with _below_everything():
+        """Return a new tensor on the current stream."""
+        with below_everything():
             extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride))
             nbytes = extent * dtype.itemsize
-            block = Block(torch.full((max(nbytes, 1),), GARBAGE, dtype=torch.uint8), self.current())
-            self.blocks[block.memory.data_ptr()] = block
-            self.allocated += block.memory.numel()
-            self.peak = max(self.peak, self.allocated)
-            block.lane.tasks.append(Task(functools.partial(block.memory.fill_, GARBAGE)))
-            flat = _device_tensor(block, nbytes)
+            flat = _device_tensor(self.new_block(self.current(), nbytes), nbytes)
             return aten.as_strided.default.redispatch(_CPU, aten.view.dtype(flat, dtype), size, stride)
-
-    def alias(self, tensor: Any, snapshot: bool = False) -> Any:
-        """Return the CPU tensor in the memory of a device tensor; anything else as it is, a CPU tensor as it is now."""
-        if not isinstance(tensor, Tensor):
-            return torch.device("cpu") if isinstance(tensor, torch.device) else tensor
-        if tensor.device.type != NAME:
-            return tensor.clone() if snapshot else tensor
-        storage = self.blocks[tensor.untyped_storage().data_ptr()].memory.untyped_storage()
-        found = torch.empty(0, dtype=tensor.dtype)
-        return found.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def resize(self, tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
         """Give a tensor another shape, in memory of its own, without its values."""
@@ -296,79 +67,87 @@ class Simulator:
             aten.set_.source_Tensor.redispatch(_CPU, tensor, _empty(size, tensor.dtype, memory_format=memory_format))
         return tensor
 
+    def block_of(self, tensor: Tensor) -> Block:
+        return self.blocks[tensor.untyped_storage().data_ptr()]
+
+    def alias(self, value: Any) -> Any:
+        """Return the CPU tensor in the memory of a device tensor; a CPU tensor as it is now; anything else as it is."""
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, Tensor):
+            return value
+        if value.device.type != NAME:
+            return value.clone()
+        found, storage = torch.empty(0, dtype=value.dtype), self.block_of(value).memory.untyped_storage()
+        return found.set_(storage, value.storage_offset(), value.shape, value.stride())
+
     # -- ops
 
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """Queue `target.copy_(source)`; between host and device, wait for it unless it is non_blocking."""
         kind = "to_host" if target.device.type == "cpu" else "to_device" if source.device.type == "cpu" else "compute"
-        with _below_everything():
-            late = kind != "to_device" or not non_blocking or is_pinned(source)
-            to, of = self.alias(target), self.alias(source, snapshot=not late)
-        nbytes = source.nbytes if kind != "compute" else source.nbytes + target.nbytes
-        self.enqueue(f"aten::copy_ {kind}", lambda: to.copy_(of), kind, nbytes)
+        with below_everything():
+            to = target if kind == "to_host" else self.alias(target)
+            of = source if kind == "to_device" and is_pinned(source) else self.alias(source)
+        nbytes = source.nbytes + (target.nbytes if kind == "compute" else 0)
+        self.enqueue(self.current(), lambda: to.copy_(of), Work(f"aten::copy_ {kind}", kind, nbytes, 0))
         if kind != "compute" and not non_blocking:
             self.synchronize(self.mark(self.current()))
         return target
 
     def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue any other op, with results whose shapes are known without running it."""
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(leaf.device.type == "cpu" and leaf.dim() for leaf in leaves) and "index" not in op._schema.name:
+        leaves = list(_leaves((args, kwargs)))
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(leaf.device.type == "cpu" and leaf.dim() for leaf in inputs) and "index" not in op._schema.name:
             raise RuntimeError(f"{op} expects all tensors on {NAME}, but got one on the CPU.")
         seed = None
         if torch.Tag.nondeterministic_seeded in op.tags:  # in the order of the program, whatever the schedule
-            generator = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
-            seed = int(torch.randint(2**62, (), generator=generator or self.generator))
-            args, kwargs = tree_map(lambda leaf: None if isinstance(leaf, torch.Generator) else leaf, (args, kwargs))
-        with _below_everything():
-            host = tree_map(functools.partial(self.alias, snapshot=True), (args, kwargs))
+            generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), self.generator)
+            seed = int(torch.randint(2**62, (), generator=generator))
+            args, kwargs = _map(lambda leaf: None if isinstance(leaf, torch.Generator) else leaf, (args, kwargs))
+        with below_everything():
             results = self.results_of(op, args, kwargs)
-        if results is None:  # its results depend on values
-            self.synchronize(self.mark(self.current()))
-            with _below_everything():
-                found = _run(op, *host, seed)
-            return tree_map(lambda leaf: self.upload(leaf) if isinstance(leaf, Tensor) else leaf, found)
-        targets = [self.alias(leaf) if isinstance(leaf, Tensor) else None for leaf in tree_leaves(results)]
-
-        def run() -> None:
-            for target, value in zip(targets, tree_leaves(_run(op, *host, seed))):
-                if target is not None and target.data_ptr() != value.data_ptr():
-                    target.copy_(value)
-
-        count = flop_registry.get(op.overloadpacket)
-        flops = count(*args, **kwargs, out_val=results) if count and "out" not in kwargs else 0
-        touched = {id(leaf): leaf.nbytes for leaf in [*leaves, *tree_leaves(results)] if isinstance(leaf, Tensor)}
-        self.enqueue(op._schema.name, run, nbytes=sum(touched.values()), flops=flops)
+            host_args, host_kwargs = _map(self.alias, (args, kwargs))
+            run = functools.partial(_run, op, host_args, host_kwargs, seed)
+            if results is None:  # only the values tell
+                self.synchronize(self.mark(self.current()))
+                return _map(self.upload, run())
+            targets = [self.alias(leaf) for leaf in _leaves(results)]
+        outputs = [leaf for leaf in _leaves(results) if isinstance(leaf, Tensor)]
+        nbytes = sum({id(leaf): leaf.nbytes for leaf in [*inputs, *outputs]}.values())
+        count = None if "out" in kwargs else flop_registry.get(op.overloadpacket)
+        flops = count(*args, **kwargs, out_val=results) if count else 0
+        work = Work(op._schema.name, "compute", nbytes, flops)
+        self.enqueue(self.current(), lambda: _write(targets, list(_leaves(run()))), work)
         return results
 
     def results_of(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the tensors that `op` returns, the new ones without values yet; None if only running it tells."""
+        """Return the tensors that `op` returns, the new ones without values yet; None if only the values tell."""
         returns = op._schema.returns
         if not all("Tensor" in str(one.type) for one in returns):
             return None
+        if not all(map(_is_written, returns)):
+            found = _shapes(op, args, kwargs)
+            return None if found is None else _map(self.new_like, found[0])
         written = _written(op, args, kwargs)
-        meta = tree_map(_to_meta, (args, kwargs))
-        if all(_writes(one) for one in returns):
-            if any(one.is_out for one in op._schema.arguments):
-                op(*meta[0], **meta[1])
-                for out, shape in zip(written, _written(op, *meta)):
-                    self.resize(out, shape.shape)
-            return written[0] if len(returns) == 1 else tuple(written[: len(returns)])
-        try:
-            found = op(*meta[0], **meta[1])
-        except (NotImplementedError, RuntimeError):
-            return None
-        return tree_map(
-            lambda leaf: self.allocate(leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf,
-            found,
-        )
+        if any(one.is_out for one in op._schema.arguments):
+            for out, shape in zip(written, _shapes(op, args, kwargs)[1]):
+                self.resize(out, shape.shape)
+        return written[0] if len(returns) == 1 else tuple(written[: len(returns)])
 
-    def upload(self, value: Tensor) -> Tensor:
-        """Return a device tensor with this value."""
-        found = self.allocate(value.shape, value.stride(), value.dtype)
-        to = self.alias(found)
-        self.enqueue("upload", lambda: to.copy_(value))
-        return found
+    def new_like(self, value: Any) -> Any:
+        return self.allocate(value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+    def upload(self, value: Any) -> Any:
+        """Return a device tensor with the value of one on the CPU."""
+        if isinstance(value, Tensor):
+            found = self.new_like(value)
+            self.enqueue(
+                self.current(), functools.partial(self.alias(found).copy_, value), Work("upload", "compute", 0, 0)
+            )
+            return found
+        return value
 
 
 # -- torch's side --------------------------------------------------------------------------------------------------------
@@ -377,14 +156,6 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _simulator: Simulator | None = None
 _WHOLE = ("aten::convolution", "aten::convolution_backward")  # torch chooses a kernel inside of them, by the device
 _METADATA = ("aten::set_", "aten::is_set_to")
-
-
-@contextlib.contextmanager
-def _below_everything() -> Iterator[None]:
-    """A context in which nobody sees the ops on the CPU that stand for those on the device."""
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
-        with torch._C._DisableAutocast():
-            yield
 
 
 def _run(op: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
@@ -398,6 +169,52 @@ def _run(op: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
         torch.default_generator.set_state(before)
 
 
+def _write(targets: list[Any], values: list[Any]) -> None:
+    for target, value in zip(targets, values):
+        if target is not None and target.data_ptr() != value.data_ptr():
+            target.copy_(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        items = [_map(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    return function(value)
+
+
+_known_shapes: dict[Any, Any] = {}
+
+
+def _shapes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]] | None:
+    """Return what `op` returns and what it writes to as meta tensors; None if these do not do."""
+
+    def signature(leaf: Any) -> Any:
+        return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+
+    key = (op, torch.get_default_dtype(), repr(_map(signature, (args, kwargs))))
+    if key not in _known_shapes:
+        meta_args, meta_kwargs = _map(_to_meta, (args, kwargs))
+        try:
+            results = op(*meta_args, **meta_kwargs)
+        except (NotImplementedError, RuntimeError):
+            _known_shapes[key] = None
+        else:
+            _known_shapes[key] = results, _written(op, meta_args, meta_kwargs)
+    return _known_shapes[key]
+
+
 def _to_meta(leaf: Any) -> Any:
     if isinstance(leaf, torch.device):
         return torch.device("meta")
@@ -406,24 +223,17 @@ def _to_meta(leaf: Any) -> Any:
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
-def _writes(one: Any) -> bool:
+def _is_written(one: Any) -> bool:
     return one.alias_info is not None and one.alias_info.is_write
 
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that `op` writes to."""
     given = dict(zip((one.name for one in op._schema.arguments), args)) | kwargs
-    return [given.get(one.name) for one in op._schema.arguments if _writes(one)]
+    return [given.get(one.name) for one in op._schema.arguments if _is_written(one)]
 
 
-def _empty(
-    size: Any,
-    dtype: Any = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
-    memory_format: Any = None,
-) -> Tensor:
+def _empty(size: Any, dtype: Any = None, *, memory_format: Any = None, **_: Any) -> Tensor:
     meta = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format or torch.contiguous_format)
     return _active().allocate(meta.shape, meta.stride(), meta.dtype)
 
@@ -434,30 +244,42 @@ def _empty_strided(size: Any, stride: Any, dtype: Any = None, **_: Any) -> Tenso
 
 def _record_stream(tensor: Tensor, stream: torch.Stream) -> None:
     simulator = _active()
-    simulator.blocks[tensor.untyped_storage().data_ptr()].users.add(simulator.lanes[stream.stream_id])
+    simulator.block_of(tensor).users.add(simulator.lanes[stream.stream_id])
 
 
 _OWN: dict[str, Callable[..., Any]] = {
-    "aten::empty.memory_format": _empty,
-    "aten::empty_strided": _empty_strided,
-    "aten::record_stream": _record_stream,
-    "aten::resize_": lambda *args, **kwargs: _active().resize(*args, **kwargs),
-    "aten::copy_": lambda *args: _active().copy(*args),
-    "aten::_copy_from": lambda source, target, non_blocking=False: _active().copy(target, source, non_blocking),
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "record_stream": _record_stream,
+    "resize_": lambda *args, **kwargs: _active().resize(*args, **kwargs),
+    "copy_": lambda *args: _active().copy(*args),
+    "_copy_from": lambda source, target, non_blocking=False: _active().copy(target, source, non_blocking),
 }
+
+
+@functools.cache
+def _kernels() -> dict[str, Callable[..., Any]]:
+    """Return {op: its kernel}: for all that the CPU has a kernel of its own for.
+
+    Also where torch could compose an op from others, which would give other bits than the CPU's.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    whole = [name.removeprefix("aten::") for name in names if name in _WHOLE or has_kernel(name, "CPU")]
+    return {name: _kernel(name) for name in whole} | _OWN
 
 
 def _kernel(name: str) -> Callable[..., Any]:
     @functools.cache
     def found() -> Any:
-        packet, _, overload = name.removeprefix("aten::").partition(".")
+        packet, _, overload = name.partition(".")
         return getattr(getattr(aten, packet), overload or "default")
 
     return lambda *args, **kwargs: _dispatch(found(), *args, **kwargs)
 
 
 def _dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if op._schema.name in _METADATA or any(one.alias_info and not _writes(one) for one in op._schema.returns):
+    if op._schema.name in _METADATA or any(one.alias_info and not _is_written(one) for one in op._schema.returns):
         return op.redispatch(_CPU, *args, **kwargs)  # a view: the CPU's looks at no memory
     return _active().call(op, args, kwargs)
 
@@ -514,9 +336,38 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+_error = (ctypes.c_void_p * 3)()
+_error_places = tuple(ctypes.cast(ctypes.addressof(_error) + 8 * index, ctypes.c_void_p) for index in range(3))
+_fetch, _normalize = ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_NormalizeException
+_caught: list[BaseException] = []
+
+
 class _Guard(torch._C._acc.DeviceGuard):
+    """torch asks it for the type of device also while an exception of a hook leaves a backward pass.
+
+    Python ends the process if a function returns with an exception set: this one puts it aside for `_run_backward`.
+    """
+
     def type_(self) -> Any:
+        _fetch(*_error_places)
+        if _error[0]:
+            _normalize(*_error_places)
+            found = ctypes.cast(_error[1], ctypes.py_object).value
+            _caught.append(found.with_traceback(ctypes.cast(_error[2], ctypes.py_object).value if _error[2] else None))
         return torch._C._autograd.DeviceType.PrivateUse1
+
+
+_engine_run_backward = torch.autograd._engine_run_backward
+
+
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    _caught.clear()
+    try:
+        return _engine_run_backward(*args, **kwargs)
+    except SystemError:
+        if _caught:
+            raise _caught[0] from None
+        raise
 
 
 @contextlib.contextmanager
@@ -530,21 +381,20 @@ def accelerator(
         seed: of the schedule "random".
         duration: how many seconds an op takes on the virtual clock.
     """
-    global _simulator, synchronisations
-    assert schedule in SCHEDULES and _simulator is None
-    _simulator, synchronisations = Simulator(schedule, seed, duration), 0
+    global _simulator
+    assert _simulator is None
+    _simulator = Simulator(schedule, seed, duration)
     ops, rest = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    torch.autograd._engine_run_backward = _run_backward
     try:
         rest.fallback(_dispatch, "PrivateUse1")
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        for name in torch._C._dispatch_get_all_op_names():
-            if name in _OWN:
-                ops.impl(name.removeprefix("aten::"), _OWN[name], "PrivateUse1")
-            elif name in _WHOLE or name.startswith("aten::") and has_kernel(name, "CPU"):
-                # Also where torch could compose it from others, which would give other bits than the CPU's.
-                ops.impl(name.removeprefix("aten::"), _kernel(name), "PrivateUse1")
+        for name, kernel in _kernels().items():
+            ops.impl(name, kernel, "PrivateUse1")
+        ops.impl("is_pinned", lambda tensor, device=None: is_pinned(tensor), "CPU")
+        ops.impl("_pin_memory", lambda tensor, device=None: pin(tensor.clone()), "CPU")
         yield DEVICE
     finally:
+        torch.autograd._engine_run_backward = _engine_run_backward
         ops._destroy()
         rest._destroy()
         _simulator, ended = None, _simulator
@@ -669,6 +519,9 @@ class device(contextlib.nullcontext[None]):
         super().__init__()
 
 
+_initialized = True  # torch's own checkpointing looks here whether there are random numbers
+
+
 def device_count() -> int:
     return 1
 
@@ -683,6 +536,10 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     return _simulator is not None
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
 
 
 def _is_in_bad_fork() -> bool:
@@ -730,12 +587,18 @@ def pin(tensor: Tensor) -> Tensor:
 def unpin(tensor: Tensor) -> None:
     """Free pinned memory, which its next user overwrites at once."""
     del _active().pinned[tensor.untyped_storage().data_ptr()]
-    with _below_everything():
+    with below_everything():
         torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(GARBAGE)
 
 
 def is_pinned(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() in _active().pinned
+
+
+def __getattr__(name: str) -> Any:
+    if name == "synchronisations":  # how often the host waited for the device
+        return _active().synchronisations
+    raise AttributeError(name)
 
 
 def elapsed() -> float:

@@ -1,8 +1,12 @@
-"""The cases of `test_simulated`, which runs them in a process of their own: right programs give the CPU's bits, racy ones do not."""
+"""On the simulated accelerator right programs give the CPU's bits, and racy ones do not.
+
+`test_simulated` runs this in a process of its own.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 import simulated
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import reactivate
@@ -139,7 +144,10 @@ def test_checkpointed_regions(schedule: str, seed: int) -> None:
             model(tokens.to(device)).backward()
             return [parameter.grad.cpu() for parameter in model.parameters()]
 
-        assert same_bits(once(lambda forward: forward), once(reactivate.checkpoint))
+        plain = once(lambda forward: forward)
+        assert same_bits(plain, once(reactivate.checkpoint))
+        torchs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        assert same_bits(plain, once(lambda forward: functools.partial(torchs, forward)))
 
 
 # -- races ---------------------------------------------------------------------------------------------------------------
@@ -282,6 +290,32 @@ def test_values_wait_for_the_device() -> None:
             x + torch.ones(3)
         with pytest.raises(RuntimeError):
             x @ torch.ones(2, 2, device=device)
+
+
+@pytest.mark.parametrize("schedule", ["late", "eager"])
+def test_exceptions_of_a_backward_pass(schedule: str) -> None:
+    def fail(grad: Tensor) -> None:
+        raise KeyError("hook")
+
+    with simulated.accelerator(schedule) as device:
+        for _ in range(2):
+            x = torch.ones(3, device=device, requires_grad=True)
+            y = x.sin()
+            y.register_hook(fail)
+            with pytest.raises(KeyError, match="hook") as caught:
+                y.sum().backward()
+            assert caught.traceback[-1].name == "fail"
+        x.sin().sum().backward()
+        assert torch.equal(x.grad.cpu(), torch.ones(3).cos())
+
+
+def test_pinned_memory() -> None:
+    with simulated.accelerator():
+        x = torch.ones(3)
+        y = x.pin_memory()
+        assert y.is_pinned() and y[1:].is_pinned() and not x.is_pinned() and torch.equal(x, y)
+        simulated.unpin(y)
+        assert not y.is_pinned() and not torch.equal(x, y)
 
 
 def test_unpinned_memory_is_read_at_once() -> None:
