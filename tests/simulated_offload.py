@@ -114,7 +114,7 @@ def test_training_is_bitwise_that_on_the_cpu(
 def test_nobody_waits_on_the_host() -> None:
     with simulated.accelerator("late") as device:
         model = a_model().to(device)
-        reactivate.apply(model, inputs_to(Host(least_bytes=0)))
+        reactivate.apply(model, inputs_to(Host(least_bytes=0)), determinism="metadata")
         x = torch.randn(BATCH, WIDTH).to(device)
         before = simulated.synchronisations
         for _ in range(3):
@@ -153,7 +153,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     if rule == "2":
         monkeypatch.setattr(staging.HostPiece, "let_go", lambda self: setattr(self, "_run", None))
     if rule == "5":
-        monkeypatch.setattr(staging, "wait_for", lambda *args: None)
+        monkeypatch.setattr(copies, "wait", lambda self, arrived, computing: None)
 
 
 @pytest.mark.parametrize("rule", ["1", "2", "3", "4", "5", "6", "none"])

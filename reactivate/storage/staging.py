@@ -129,9 +129,7 @@ class HostPiece(Piece):
         self.start_back()
         assert self._coming is not None
         run, arrived = self._coming
-        self._computing.wait_event(arrived)  # rule 5
-        if self._streams.current() != self._computing:
-            self._streams.current().wait_event(arrived)
+        self._streams.wait(arrived, self._computing)
         self._coming = None
         self._staging.traffic.loaded_bytes += run.numel() * run.element_size()
         return run

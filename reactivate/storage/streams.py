@@ -71,6 +71,18 @@ class CopyStreams:
             run.copy_(memory, non_blocking=True)
         return run, self._back.record_event()
 
+    def wait(self, arrived: Any, computing: Any) -> None:
+        """Let whoever reads wait for a copy to the device (rule 5).
+
+        Args:
+            arrived: the event of its end.
+            computing: the stream in whose order the memory came.
+        """
+        current = self.current()
+        current.wait_event(arrived)
+        if current != computing:
+            computing.wait_event(arrived)
+
 
 def has_streams(device: torch.device) -> bool:
     """Return whether a kind of device has streams."""
