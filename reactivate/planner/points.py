@@ -36,7 +36,7 @@ class Points:
 
     @functools.cached_property
     def frontier(self) -> tuple[Point, ...]:
-        """What the solver finds, from the smallest peak to the fastest step."""
+        """The solver's solutions, from the smallest peak to the fastest step."""
         return tuple(self._point("planned", solution) for solution in frontier(self.chain, _MOST))
 
     def policies(self, model: Module) -> tuple[Point, ...]:
