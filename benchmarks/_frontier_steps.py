@@ -276,7 +276,7 @@ def against_every_choice(chain: Chain) -> Optimum:
     """Solve for each budget at which a faster choice begins to fit, and compare with that choice."""
     found = []
     for entries in product(*chain.menus):
-        solution = chain.solution_of(chain.picks_of(entries))
+        solution = chain.solution_of(entries)
         found.append((solution.peak_bytes, solution.seconds))
     steps: list[tuple[int, float]] = []
     for peak_bytes, seconds in sorted(found):

@@ -14,11 +14,11 @@ from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.verify import Verdict, verify
 from reactivate._model.applied import Handle
 from reactivate._model.apply import apply
-from reactivate._plan import plan
 from reactivate._site import site
 from reactivate._text.words import did_you_mean
 from reactivate._types import Recompute, Save, Site
 from reactivate.errors import ReactivateError
+from reactivate.planner.api import plan
 from reactivate.planner.plan import Plan
 
 __all__ = [

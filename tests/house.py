@@ -35,7 +35,6 @@ FLOORS = [
     ["reactivate._model"],
     ["reactivate._inspect"],
     ["reactivate.planner"],
-    ["reactivate._plan"],
     ["reactivate.report"],
     ["reactivate.recipe"],
     ["reactivate.dropin", "reactivate.integrations"],

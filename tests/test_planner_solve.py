@@ -1,22 +1,24 @@
-"""The planner's solver against brute force, and how much work it does on chains that brute force is too slow for."""
+"""The planner's solver against brute force, and on chains that brute force is too slow for against itself, not thinned."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from reactivate.errors import UsageError
-from reactivate.planner.solver import bound, solve as planner_solve
-from reactivate.planner.solver.chain import Candidate, Chain, Pick, Solution, Span
+from reactivate.planner.solver import solve as planner_solve
+from reactivate.planner.solver.chain import Candidate, Chain, Solution
 from reactivate.planner.solver.solve import Infeasible, frontier, least, solve
 
 Draw = Callable[[Any], Any]
+Entries = tuple[Candidate, ...]
 
 KEEP, RECOMPUTE = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
 BIG, SMALL = Candidate("big", 1.0, 3, 9), Candidate("small", 1.0, 4, 5)
@@ -25,40 +27,29 @@ BIG, SMALL = Candidate("big", 1.0, 3, 9), Candidate("small", 1.0, 4, 5)
 # -- brute force ------------------------------------------------------------------------------------------------------
 
 
-def ways(chain: Chain, start: int = 0) -> Iterator[tuple[Pick, ...]]:
-    if start == len(chain.menus):
-        yield ()
-        return
-    menus = [(start + 1, chain.menus[start]), *((span.stop, span.menu) for span in chain.spans if span.start == start)]
-    for stop, menu in menus:
-        rests = list(ways(chain, stop))
-        for entry in menu:
-            yield from ((Pick(start, stop, entry), *rest) for rest in rests)
-
-
-def fits(chain: Chain, picks: tuple[Pick, ...], budget_bytes: int) -> bool:
-    """The definition: one inequality for each pick, and one for each place between picks."""
-    held = [sum(pick.entry.held_bytes for pick in picks[:index]) for index in range(len(picks) + 1)]
-    places = [0, *(pick.stop for pick in picks)]
-    return all(before + pick.entry.need_bytes <= budget_bytes for before, pick in zip(held, picks)) and all(
-        before + chain.outside[place] <= budget_bytes for before, place in zip(held, places)
+def fits(chain: Chain, entries: Entries, budget_bytes: int) -> bool:
+    """The definition: one inequality for each block, and one for each place between blocks."""
+    held = [sum(entry.held_bytes for entry in entries[:index]) for index in range(len(entries) + 1)]
+    return all(before + entry.need_bytes <= budget_bytes for before, entry in zip(held, entries)) and all(
+        before + outside <= budget_bytes for before, outside in zip(held, chain.outside, strict=True)
     )
 
 
-def seconds_of(picks: tuple[Pick, ...]) -> Fraction:
-    return sum((Fraction(pick.entry.seconds) for pick in picks), Fraction(0))
+def seconds_of(entries: Entries) -> Fraction:
+    return sum((Fraction(entry.seconds) for entry in entries), Fraction(0))
 
 
 def true_frontier(chain: Chain) -> list[tuple[int, Fraction]]:
     found: list[tuple[int, Fraction]] = []
-    for peak_bytes, seconds in sorted((chain.peak_of(picks), seconds_of(picks)) for picks in ways(chain)):
+    choices = product(*chain.menus)
+    for peak_bytes, seconds in sorted((chain.solution_of(choice).peak_bytes, seconds_of(choice)) for choice in choices):
         if not found or seconds < found[-1][1]:
             found.append((peak_bytes, seconds))
     return found
 
 
 def figures(solution: Solution) -> tuple[int, Fraction]:
-    return solution.peak_bytes, seconds_of(solution.picks)
+    return solution.peak_bytes, seconds_of(solution.entries)
 
 
 # -- small chains -----------------------------------------------------------------------------------------------------
@@ -72,7 +63,7 @@ sizes = st.one_of(st.integers(-3, 6), st.integers(-(2**20), 2**40))
 
 
 @st.composite
-def menus(draw: Draw, most: int = 4) -> tuple[Candidate, ...]:
+def menus(draw: Draw, most: int = 4) -> Entries:
     return tuple(
         Candidate(f"entry {index}", draw(seconds), draw(sizes), draw(sizes))
         for index in range(draw(st.integers(1, most)))
@@ -80,42 +71,56 @@ def menus(draw: Draw, most: int = 4) -> tuple[Candidate, ...]:
 
 
 @st.composite
-def chains(draw: Draw) -> Chain:
-    count = draw(st.integers(0, 6))
+def chains(draw: Draw, most: int = 4) -> Chain:
+    """No more than 4**4 = 256 choices, unless said: all of them go on from block to block."""
+    count = draw(st.integers(0, most))
     blocks = (draw(menus()),) * count if draw(st.booleans()) else tuple(draw(menus()) for _ in range(count))
-    outside = tuple(draw(sizes) for _ in range(count + 1))
-    spans = []
-    if count:
-        for _ in range(draw(st.integers(0, 3))):
-            start = draw(st.integers(0, count - 1))
-            spans.append(Span(start, draw(st.integers(start + 1, count)), draw(menus(3))))
-    return Chain(blocks, outside, tuple(spans))
+    return Chain(blocks, tuple(draw(sizes) for _ in range(count + 1)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(chains())
+@example(Chain(((KEEP, RECOMPUTE),) * 6, (0, 0, 0, 0, 0, 0, 2)))
+@example(Chain(((BIG, SMALL),) * 3, (0, 0, 0, 0)))
+def test_what_brute_force_finds(chain: Chain) -> None:
+    """Exactly, for every budget at which anything changes."""
+    expected = true_frontier(chain)
+    for index, (peak_bytes, _) in enumerate(expected):
+        after = expected[index + 1][0] if index + 1 < len(expected) else peak_bytes + 100
+        for budget_bytes in {peak_bytes, (peak_bytes + after) // 2, after - 1}:
+            solution = solve(chain, budget_bytes)
+            assert figures(solution) == expected[index]
+            assert solution.seconds == float(expected[index][1])
+            assert solution == chain.solution_of(solution.entries)
+    assert figures(least(chain)) == expected[0]
+    with pytest.raises(Infeasible) as caught:
+        solve(chain, expected[0][0] - 1)
+    assert caught.value.least_bytes == expected[0][0]
+    found = frontier(chain, limit=max(2, len(expected)))
+    assert [figures(solution) for solution in found] == expected
 
 
 @settings(max_examples=250, deadline=None)
-@given(chains(), st.sampled_from([0, 3, 1024]), st.sampled_from([1, 2, 256]))
-@example(Chain(((KEEP, RECOMPUTE),) * 6, (0, 0, 0, 0, 0, 0, 2)), 0, 1)
-@example(Chain(((BIG, SMALL),) * 3, (0, 0, 0, 0)), 0, 1)
-def test_what_brute_force_finds(chain: Chain, steps: int, width: int) -> None:
-    """For every budget at which anything changes, wherever bounds begin to be hulls, and however often it is searched."""
+@given(chains(most=6), st.sampled_from([1, 2, 8]))
+def test_whatever_is_dropped_a_solution_is_found_where_there_is_one(chain: Chain, most: int) -> None:
+    """With next to no partial choices that go on: the budget is held to the byte, and both ends of the frontier stand."""
+    expected = true_frontier(chain)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bound, "_STEPS", steps)
-        patch.setattr(planner_solve, "_FIRST_WIDTH", 1)
-        patch.setattr(planner_solve, "_WIDTH", width)
-        expected = true_frontier(chain)
-        for index, (peak_bytes, _) in enumerate(expected):
-            after = expected[index + 1][0] if index + 1 < len(expected) else peak_bytes + 100
-            for budget_bytes in {peak_bytes, (peak_bytes + after) // 2, after - 1}:
-                solution = solve(chain, budget_bytes)
-                assert figures(solution) == expected[index]
-                assert solution.seconds == float(expected[index][1])
-                assert solution == chain.solution_of(solution.picks)
-        assert figures(least(chain)) == expected[0]
+        patch.setattr(planner_solve, "_MOST", most)
+        for peak_bytes, seconds in expected:
+            solution = solve(chain, peak_bytes)
+            assert solution.peak_bytes <= peak_bytes
+            assert seconds_of(solution.entries) >= seconds
+            assert solution == chain.solution_of(solution.entries)
+        assert least(chain).peak_bytes == expected[0][0]
         with pytest.raises(Infeasible) as caught:
             solve(chain, expected[0][0] - 1)
         assert caught.value.least_bytes == expected[0][0]
-        found = frontier(chain, limit=max(2, len(expected)))
-        assert [figures(solution) for solution in found] == expected
+        found = [figures(solution) for solution in frontier(chain)]
+        assert found[0][0] == expected[0][0]
+        assert found[-1][1] == expected[-1][1]
+        assert found == sorted(found)
+        assert [taken for _, taken in found] == sorted({taken for _, taken in found}, reverse=True)
 
 
 @settings(max_examples=100, deadline=None)
@@ -130,12 +135,12 @@ def test_a_thinned_frontier_has_both_ends(chain: Chain, limit: int) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(chains())
+@given(chains(most=6))
 def test_a_peak_is_the_smallest_budget_that_fits(chain: Chain) -> None:
-    for picks in ways(chain):
-        peak_bytes = chain.peak_of(picks)
-        assert fits(chain, picks, peak_bytes)
-        assert not fits(chain, picks, peak_bytes - 1)
+    for entries in product(*chain.menus):
+        peak_bytes = chain.solution_of(entries).peak_bytes
+        assert fits(chain, entries, peak_bytes)
+        assert not fits(chain, entries, peak_bytes - 1)
 
 
 # -- long chains ------------------------------------------------------------------------------------------------------
@@ -182,63 +187,84 @@ def equal(count: int, rng: random.Random) -> Chain:
     return Chain(measured(1, rng).menus * count, (0,) * count + (2**37,))
 
 
-def with_spans(count: int, rng: random.Random) -> Chain:
-    """Every four blocks may also be one region."""
-    chain = measured(count, rng)
-    spans = []
-    for start in range(0, count - 3, 4):
-        slow = [max(menu, key=lambda entry: entry.seconds) for menu in chain.menus[start : start + 4]]
-        time = sum(entry.seconds for entry in slow) * rng.uniform(1, 1.3)
-        need = sum(menu[0].need_bytes for menu in chain.menus[start : start + 4])
-        spans.append(Span(start, start + 4, (Candidate("region", time, 2**34, need),)))
-    return Chain(chain.menus, chain.outside, tuple(spans))
-
-
-def budgets(chain: Chain) -> list[int]:
+def budgets(chain: Chain, count: int) -> list[int]:
+    """From the least up to where the fastest choice fits."""
     low_bytes = least(chain).peak_bytes
     fastest = [min(menu, key=lambda entry: entry.seconds) for menu in chain.menus]
-    high_bytes = chain.peak_of(chain.picks_of(fastest))
-    return [low_bytes + (high_bytes - low_bytes) * tenths // 10 for tenths in (1, 5, 8)]
+    high_bytes = chain.solution_of(fastest).peak_bytes
+    return [low_bytes + (high_bytes - low_bytes) * index // count for index in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("make", "count", "most_states"),
-    [
-        (measured, 100, 40_000),
-        (unrelated, 100, 10_000),
-        (equal, 100, 30_000),
-        (with_spans, 100, 40_000),
-        (nearly_in_proportion, 100, 400_000),
-        (measured, 1000, 200_000),
-        (unrelated, 1000, 100_000),
-    ],
-)
-def test_the_work_is_bounded(make: Callable[[int, random.Random], Chain], count: int, most_states: int) -> None:
-    chain = make(count, random.Random(0))
-    allowed = budgets(chain)
+every_kind = pytest.mark.parametrize("make", [measured, unrelated, equal, nearly_in_proportion])
+
+
+@every_kind
+@pytest.mark.parametrize("count", [8, 12])
+def test_what_is_lost_by_dropping(make: Callable[[int, random.Random], Chain], count: int) -> None:
+    """At most 0.5 % of the time that the smallest choice takes.
+
+    The solver is exact while no more than `_MOST` partial choices go on, and drops some of more. Of 800 problems like these
+    it was then slower in 102, by 0.13 % of that time at most, all but 20 of them of the hard kind. The optimum here is the
+    solver's own with nothing dropped: what brute force finds, where that is quick enough to be asked (see above).
+    """
+    for seed in range(3):
+        chain = make(count, random.Random(seed))
+        slowest = least(chain).seconds
+        for budget_bytes in budgets(chain, 8):
+            found = solve(chain, budget_bytes)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(planner_solve, "_MOST", 10**9)
+                optimum = solve(chain, budget_bytes)
+            assert found.peak_bytes <= budget_bytes
+            assert optimum.seconds <= found.seconds <= optimum.seconds + 0.005 * slowest
+
+
+def lower_bound(chain: Chain, budget_bytes: int) -> float:
+    """No choice that fits takes less: for any price of a byte, each block's cheapest entry, less the price of the budget."""
+    room = budget_bytes - chain.outside[-1]
+
+    def at(price: float) -> float:
+        return (
+            sum(min(entry.seconds + price * entry.held_bytes for entry in menu) for menu in chain.menus) - price * room
+        )
+
+    low, high = 0.0, 1e-8
+    for _ in range(100):
+        left, right = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (left, high) if at(left) < at(right) else (low, right)
+    return at(low)
+
+
+@every_kind
+def test_long_chains_are_solved_nearly_to_the_optimum(make: Callable[[int, random.Random], Chain]) -> None:
+    """Within 1 % of the time that the smallest choice takes of a bound that no choice is below: it was within 0.6 %."""
+    chain = make(100, random.Random(0))
+    slowest = least(chain).seconds
+    allowed = [budgets(chain, 10)[tenths] for tenths in (3, 5, 8)]
     found = [solve(chain, budget_bytes) for budget_bytes in allowed]
     for solution, budget_bytes in zip(found, allowed):
-        assert 0 < solution.states <= most_states
         assert solution.peak_bytes <= budget_bytes
+        assert solution.seconds <= lower_bound(chain, budget_bytes) + 0.01 * slowest
     assert found[0].seconds > found[1].seconds > found[2].seconds
 
 
-def test_spans_are_chosen_in_long_chains() -> None:
-    chain = with_spans(100, random.Random(0))
-    solution = solve(chain, budgets(chain)[0])
-    assert {pick.stop - pick.start for pick in solution.picks} == {1, 4}
-    assert solution.seconds < solve(Chain(chain.menus, chain.outside), budgets(chain)[0]).seconds
+def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many partial choices there are at a block, no more than a number of them go on."""
+    chain = nearly_in_proportion(50, random.Random(0))
+    budget_bytes = budgets(chain, 2)[1]
+    seen, gone_on = [], []
+    thinned = planner_solve._thinned
 
+    def counting(row: list[planner_solve._Partial]) -> list[planner_solve._Partial]:
+        seen.append(len(row))
+        gone_on.append(len(thinned(row)))
+        return thinned(row)
 
-def test_the_last_blocks_steps_spare_work() -> None:
-    """A hull of the last blocks' needs is far below the steps, where these decide."""
-    chain = measured(100, random.Random(0))
-    budget_bytes = budgets(chain)[0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bound, "_STEPS", 0)
-        without = solve(chain, budget_bytes)
-    assert solve(chain, budget_bytes) == without
-    assert solve(chain, budget_bytes).states * 4 < without.states
+    monkeypatch.setattr(planner_solve, "_thinned", counting)
+    solve(chain, budget_bytes)
+    assert len(seen) == 50
+    assert max(seen) > 2 * planner_solve._MOST
+    assert max(gone_on) <= planner_solve._MOST + 1
 
 
 def test_equal_blocks_have_a_frontier_of_counts() -> None:
@@ -246,7 +272,6 @@ def test_equal_blocks_have_a_frontier_of_counts() -> None:
     chain = Chain(((KEEP, RECOMPUTE),) * 100, (0,) * 101)
     found = frontier(chain, limit=200)
     assert [solution.seconds for solution in found] == [float(99 - index) for index in range(100)]
-    assert found[-1].states < 2000
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -260,12 +285,12 @@ def test_sums_of_seconds_are_exact() -> None:
         *(((Candidate("tiny", tiny, 1, 1)),),) * 8,
     )
     chain = Chain(blocks, (0,) * 10)
-    assert solve(chain, 100).picks[0].entry.name == "long"
+    assert solve(chain, 100).entries[0].name == "long"
     assert solve(chain, 100).seconds == math.fsum([1.0, *[tiny] * 8])
 
 
 def test_the_smaller_peak_of_equally_fast_ones() -> None:
-    assert solve(Chain(((BIG, SMALL),), (0, 0)), 100).picks[0].entry is SMALL
+    assert solve(Chain(((BIG, SMALL),), (0, 0)), 100).entries[0] is SMALL
 
 
 def test_a_chain_without_blocks() -> None:
@@ -281,13 +306,8 @@ def test_a_chain_without_blocks() -> None:
     [
         (lambda: Chain(((KEEP,),), (0,)), "1 blocks was given 1 numbers.*give 2"),
         (lambda: Chain(((),), (0, 0)), "nothing to choose from for block 0"),
-        (lambda: Chain(((KEEP,),), (0, 0), (Span(0, 2, (KEEP,)),)), "from 0 up to 2 .* chain of 1"),
-        (lambda: Chain(((KEEP,),), (0, 0), (Span(0, 1, ()),)), "nothing to choose from for the span"),
         (lambda: Chain(((Candidate("odd", -1.0, 0, 0),),), (0, 0)), "'odd' of block 0 takes -1.0 seconds"),
         (lambda: Chain(((Candidate("odd", math.nan, 0, 0),),), (0, 0)), "takes nan seconds"),
-        (lambda: Chain(((KEEP,),), (0, 2**62)), "below 2\\*\\*62"),
-        (lambda: Chain(((KEEP,),), (0, 0)).peak_of(()), "end after 0 of 1 blocks"),
-        (lambda: Chain(((KEEP,),), (0, 0)).peak_of([Pick(1, 2, KEEP)]), "from 1 up to 2 was given"),
         (lambda: frontier(Chain(((KEEP,),), (0, 0)), limit=1), "at most 1 solutions"),
     ],
 )

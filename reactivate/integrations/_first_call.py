@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from reactivate._model.applied import Handle
 from reactivate._model.apply import apply
-from reactivate._plan import plan
 from reactivate.errors import UsageError
+from reactivate.planner.api import plan
 from reactivate.planner.step import loss_in
 
 

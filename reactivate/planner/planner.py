@@ -16,34 +16,32 @@ from torch.optim import Optimizer
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.step import leaves_of
 from reactivate._model.apply import apply
-from reactivate._modules.blocks import blocks_of
 from reactivate._text.warnings import warn
 from reactivate._torch.fake import DataDependentError
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
 from reactivate.planner.cost.overhead import measure_overhead
-from reactivate.planner.cost.prediction import Point, Proof
+from reactivate.planner.cost.prediction import Proof
 from reactivate.planner.cost.timeline import prediction_of
 from reactivate.planner.place import Place, available_bytes
 from reactivate.planner.plan import Plan, digest_of
 from reactivate.planner.planned import Circumstances, Decision
+from reactivate.planner.points import Points
 from reactivate.planner.profile.costs import Measured, Modelled, measure, seconds_of
 from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
 from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
-from reactivate.planner.solver.chain import Candidate, Chain, Solution
+from reactivate.planner.solver.chain import Chain
 from reactivate.planner.solver.solution import Proven, Search
-from reactivate.planner.solver.solve import frontier
 from reactivate.planner.step import TrainingStep, default_loss
-from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
+from reactivate.planner.treatments import FULL, Assignment, Treatment, treatments_of
 from reactivate.planner.units import units_of
 
 RESERVE = 0.05  # of an accelerator's free memory: for its context's growth and the allocator's gaps
 _TIMED = 2  # plain steps that are timed, beside one to warm up and one under the clock
-_POINTS = 24  # of the frontier
 
 
 class Planner:
@@ -243,8 +241,8 @@ class Planner:
             fixed=self.fixed,
             plain=prediction_of(self.plain, total, self.plain_seconds),
             predicted=prediction_of(found.trace, total, self.plain_seconds + found.solution.seconds),
-            frontier=self._frontier,
-            policies=self._policies,
+            frontier=self._points.frontier,
+            policies=self._points.policies(self.step.model),
             proof=self._proof(found),
             optimizer_bytes=self.optimizer_bytes,
             runner=StepRunner(self.step, self.place, self.costs, self.plan),
@@ -257,9 +255,9 @@ class Planner:
         held: Counter[str] = Counter()
         seconds: dict[str, float] = defaultdict(float)
         # A unit may be called often.
-        for path, pick in zip(self.plain_reading.paths, found.solution.picks, strict=True):
-            held[path] += pick.entry.held_bytes
-            seconds[path] += pick.entry.seconds
+        for path, entry in zip(self.plain_reading.paths, found.solution.entries, strict=True):
+            held[path] += entry.held_bytes
+            seconds[path] += entry.seconds
         return tuple(
             Decision(
                 path,
@@ -273,27 +271,8 @@ class Planner:
         )
 
     @functools.cached_property
-    def _frontier(self) -> tuple[Point, ...]:
-        return tuple(self._point("planned", solution) for solution in frontier(self.chain, _POINTS))
-
-    @functools.cached_property
-    def _policies(self) -> tuple[Point, ...]:
-        """Return the peak and time of fixed policies."""
-        chain = self.chain
-        every = {"none()": 0, "full()": 1, **{f"recompute_every({k})": k for k in (2, 3, 4)}}
-        return tuple(
-            self._point(label, chain.solution_of(chain.picks_of(self._every(k, chain)))) for label, k in every.items()
-        )
-
-    def _every(self, k: int, chain: Chain) -> Iterator[Candidate]:
-        """Every k-th block recomputed, all else kept; none for 0."""
-        numbers = {path: number for number, path in enumerate(blocks_of(self.step.model))}
-        for path, menu in zip(self.plain_reading.paths, chain.menus):
-            wanted = FULL if k and path in numbers and numbers[path] % k == 0 else KEEP
-            yield next((entry for entry in menu if entry.name == wanted.name), menu[0])
-
-    def _point(self, label: str, solution: Solution) -> Point:
-        return Point(label, self.fixed.total + solution.peak_bytes, self.plain_seconds + solution.seconds)
+    def _points(self) -> Points:
+        return Points(self.chain, self.plain_reading.paths, self.fixed.total, self.plain_seconds)
 
     def _circumstances(self) -> Circumstances:
         leaves = leaves_of("args", self.step.args) | leaves_of("kwargs", dict(self.step.kwargs or {}))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch.nn import Module
 
-from reactivate._plan import plan
 from reactivate.errors import PlanInfeasible, UsageError
+from reactivate.planner.api import plan
 from reactivate.planner.plan import Plan
 from reactivate.recipe._base import Example
 

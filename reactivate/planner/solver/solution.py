@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from reactivate.planner.profile.probe import Figures, Reading, TreatmentTable
 from reactivate.planner.profile.trace import Trace
-from reactivate.planner.solver.chain import Candidate, Chain, Pick, Solution
+from reactivate.planner.solver.chain import Candidate, Chain, Solution
 from reactivate.planner.solver.solve import Infeasible, least, solve
 from reactivate.planner.treatments import Treatment
 
@@ -91,17 +91,17 @@ class Search:
         return best
 
     def _prove(self, solution: Solution) -> Proven:
-        treatments = self._treatments_of(solution.picks)
+        treatments = self._treatments_of(solution.entries)
         key = tuple(treatments.values())
         if key not in self._seen:
             self._seen[key] = self._simulate(treatments)
         return Proven(treatments, solution, self._seen[key][0], len(self._seen))
 
-    def _treatments_of(self, picks: Sequence[Pick]) -> dict[str, Treatment]:
+    def _treatments_of(self, entries: Sequence[Candidate]) -> dict[str, Treatment]:
         chosen: dict[str, Treatment] = {}
-        for path, pick in zip(self._table.plain.paths, picks):
+        for path, entry in zip(self._table.plain.paths, entries):
             if path not in chosen:
-                chosen[path] = next(item for item in self._menus[path] if item.name == pick.entry.name)
+                chosen[path] = next(item for item in self._menus[path] if item.name == entry.name)
         return chosen
 
     def _correct(self, found: Proven) -> bool:
@@ -109,7 +109,7 @@ class Search:
         reading = self._seen[tuple(found.treatments.values())][1]
         if reading.paths != self._table.plain.paths:
             return False
-        promised = dict(_tops_of([pick.entry for pick in found.solution.picks], self._chain.outside))
+        promised = dict(_tops_of(found.solution.entries, self._chain.outside))
         changed = False
         for position, top in _tops_of(reading.calls, reading.outside_bytes):
             if top != promised[position]:

@@ -1,50 +1,37 @@
-"""The fastest choice of an entry for each block that fits a budget, exactly.
+"""The fastest choice of an entry for each block that fits a budget: exactly on short chains, very nearly on long ones.
 
-This is a multiple-choice knapsack problem (Sinha & Zoltners 1979) with a capacity at every block: what the blocks before
-hold and what this one needs must fit, too. As in Pisinger, "A minimal algorithm for the multiple-choice knapsack problem"
-(EJOR 83, 1995), a few blocks decide, and dynamic programming need only look at these:
+This is a multiple-choice knapsack problem (Sinha & Zoltners, "The multiple-choice knapsack problem", Operations Research 27,
+1979) with a capacity at every block: what the blocks before hold and what this one needs must fit, too. Dynamic programming
+along the chain solves it, over partial choices. Of these it drops
 
-1. Entries that hold, need and take no less than another of the same blocks go.
-2. For each block there is a bound on what follows (see `bound`). A search along the chain that keeps only
-   the few partial choices with the best bounds finds some solution, seldom the best.
-3. A time is guessed between the bound of the whole and that solution. Entries by which no solution is that fast go (a
-   Lagrangian bound: the multiplier is the slope of the bound at the budget); where only one is left, blocks become one.
-4. Dynamic programming over what is left: partial choices (bytes held, time, peak), of which those go that another one
-   dominates, and those whose bound is above the guess. If none is left at the end, the guess was too low. If more are left
-   at some block than a width, only the best go on, the result may not be the best, and there is another turn with a better
-   guess, a wider one.
+1. those that cannot be completed: what the remaining blocks need at least is known exactly;
+2. those that hold no less than another and are no better;
+3. where more than `_MOST` are left, all but the best of each of `_MOST` equal ranges of held bytes.
 
-A search that had to drop none for the width is the proof. There is no other end: the result is exact. Time is counted in
-ticks, 2**-60 of a power of two above what the slowest choice takes: that is finer than a sum of floats.
-
-What it does not do well: entries whose time is in proportion to the bytes that they save, nearly to the last digit: every
-choice is then as fast as the bound says, and none can go (the subset-sum problem; no way is known that is fast and exact).
-And a thousand blocks that are all equal: each is one that decides, so that it takes longer than if they all differ.
+No byte is rounded: the budget is held to the byte, `Infeasible` is raised only where nothing fits, and a smallest peak is the
+smallest. Only the third step may lose the fastest choice; `tests/test_planner_solve.py` says by how much. The work grows in
+proportion to the number of blocks.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from operator import itemgetter
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from reactivate.errors import UsageError
-from reactivate.planner.solver.bound import Bound, Move, bounds_of
-from reactivate.planner.solver.chain import Chain, Pick, Solution
-from reactivate.planner.solver.graph import Graph, contracted, graph_of
+from reactivate.planner.solver.chain import Candidate, Chain, Solution
 
 __all__ = ["Infeasible", "frontier", "least", "solve"]
 
-_NEVER = 1 << 80  # more ticks than any choice takes
-_FIRST_WIDTH, _WIDTH = 4, 256  # partial choices that go on from a block
-_FACTOR = 4  # by which a guess, or a width, that was too small is increased
-_WAY_BITS = 24
+_MOST = 500  # ranges of held bytes; no more partial choices than one of each, and the fastest, go on from a block
+_TICK_BITS = 60  # time is added up in 2**-60 of a second, as integers: a sum of floats would depend on their order
 
-_Label = tuple[
-    int, int, int, int
-]  # a partial choice: held bytes, ticks, peak in bytes, and which label and move led here
+# A choice for the blocks so far: held bytes, ticks, peak in bytes, the index of the one that it continues, and the number of
+# the move by which it does. Sorted, those that hold less come first, and the better of those that hold as much.
+_Partial = tuple[int, int, int, int, int]
 
 
 class Infeasible(Exception):
@@ -60,7 +47,9 @@ class Infeasible(Exception):
 
 
 def solve(chain: Chain, budget_bytes: int) -> Solution:
-    """The fastest solution whose peak is within the budget; of several, one with the smallest peak.
+    """Find the fastest solution whose peak is within the budget; of several, one with the smallest peak.
+
+    On chains with more than `_MOST` partial choices it is close to that.
 
     Raises:
         Infeasible: there is none. It says from which budget on there is.
@@ -70,14 +59,14 @@ def solve(chain: Chain, budget_bytes: int) -> Solution:
         >>> from reactivate.planner.solver.solve import solve
         >>> keep, recompute = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
         >>> solution = solve(Chain(menus=((keep, recompute),) * 3, outside=(0, 0, 0, 2)), budget_bytes=11)
-        >>> [pick.entry.name for pick in solution.picks], solution.seconds, solution.peak_bytes
+        >>> [entry.name for entry in solution.entries], solution.seconds, solution.peak_bytes
         (['recompute', 'keep', 'keep'], 1.0, 11)
     """
     return _Problem.of(chain).solve(budget_bytes)
 
 
 def least(chain: Chain) -> Solution:
-    """The solution with the smallest peak, to the byte; of several, one that is the fastest.
+    """Find the solution with the smallest peak, to the byte; of several, the one that `solve` finds.
 
     Example:
         >>> from reactivate.planner.solver.chain import Chain, Candidate
@@ -87,16 +76,16 @@ def least(chain: Chain) -> Solution:
         8
     """
     problem = _Problem.of(chain)
-    return problem.solve(problem.least_bytes)
+    return problem.solve(problem.least_bytes[0])
 
 
 def frontier(chain: Chain, limit: int = 32) -> list[Solution]:
-    """The solutions than which none is smaller and at least as fast, or faster and at most as large. Smallest peak first.
+    """List the Pareto-optimal solutions, smallest peak first: in more memory each takes less time than the one before.
 
     Args:
         chain: what is solved.
-        limit: how many at most, from 2 on. Of more, these are the fastest for budgets that are evenly spaced from the
-            smallest peak to that of the fastest solution, and both ends are among them.
+        limit: how many at most, from 2 on. Of more, these are the solutions for budgets that are evenly spaced from
+            the smallest peak to that of the fastest solution, and both ends are among them.
 
     Raises:
         UsageError: the limit is too low.
@@ -114,14 +103,13 @@ def frontier(chain: Chain, limit: int = 32) -> list[Solution]:
             f"A frontier of at most {limit} solutions was asked for: it has two ends, so ask for 2 or more."
         )
     problem = _Problem.of(chain)
-    low_bytes = problem.least_bytes
-    fastest = problem.solve(max(low_bytes, problem.most_bytes))
+    low_bytes = problem.least_bytes[0]
+    fastest = problem.solve(math.inf)
     found = {fastest.peak_bytes: fastest}
     for index in range(limit - 1):
         solution = problem.solve(low_bytes + (fastest.peak_bytes - low_bytes) * index // (limit - 1))
         found[solution.peak_bytes] = solution
-    peaks = sorted(found)
-    gaps = list(pairwise(peaks))
+    gaps = list(pairwise(sorted(found)))
     while gaps and len(found) < limit:
         gaps.sort(key=lambda gap: gap[1] - gap[0])
         low_bytes, high_bytes = gaps.pop()
@@ -129,154 +117,126 @@ def frontier(chain: Chain, limit: int = 32) -> list[Solution]:
         if solution.peak_bytes > low_bytes:
             found[solution.peak_bytes] = solution
             gaps.append((low_bytes, solution.peak_bytes))
-    return [found[peak] for peak in sorted(found)]
+    return _faster_and_faster(found[peak] for peak in sorted(found))
+
+
+def _faster_and_faster(solutions: Iterable[Solution]) -> list[Solution]:
+    """Drop those that are no faster than a smaller one: thinned, more room may lead to a slower choice."""
+    found: list[Solution] = []
+    for solution in solutions:
+        if not found or solution.seconds < found[-1].seconds:
+            found.append(solution)
+    return found
+
+
+class _Move(NamedTuple):
+    """An entry of a block.
+
+    Attributes:
+        held: bytes.
+        ticks: the time it takes.
+        need: bytes, with what is outside of the blocks right before and after it.
+        entry: the entry.
+    """
+
+    held: int
+    ticks: int
+    need: int
+    entry: Candidate
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """A chain, made ready to be solved for any budget."""
+    """A chain, made ready to be solved for any budget.
+
+    Attributes:
+        chain: the chain.
+        moves: for each block those that are worth a choice.
+        least_bytes: for each block, and for the end, the smallest peak of what comes from there on, by itself.
+    """
 
     chain: Chain
-    graph: Graph
-    bounds: list[Bound]
+    moves: list[list[_Move]]
+    least_bytes: list[int]
 
     @classmethod
     def of(cls, chain: Chain) -> _Problem:
-        graph = graph_of(chain)
-        return cls(chain, graph, bounds_of(list(graph.values()), chain.outside[-1]))
+        moves = [
+            _worthwhile(_move_of(entry, *outside) for entry in menu)
+            for menu, outside in zip(chain.menus, pairwise(chain.outside))
+        ]
+        least_bytes = [chain.outside[-1]]
+        for row in reversed(moves):
+            least_bytes.append(min(max(move.need, move.held + least_bytes[-1]) for move in row))
+        return cls(chain, moves, least_bytes[::-1])
 
-    @property
-    def least_bytes(self) -> int:
-        """The smallest peak: the left end of a bound is exact."""
-        return self.bounds[0].rooms[0]
-
-    @property
-    def most_bytes(self) -> int:
-        """No peak is larger."""
-        moves = [move for row in self.graph.values() for move in row]
-        held_bytes = sum(max(0, *(move.held for move in row)) for row in self.graph.values())
-        return held_bytes + max((move.need for move in moves), default=self.chain.outside[0])
-
-    def solve(self, budget_bytes: int) -> Solution:
-        if budget_bytes < self.least_bytes:
-            raise Infeasible(self.least_bytes)
-        search = _BranchAndBound(self.chain.outside[0], self.bounds, budget_bytes)
-        search.run(self.graph, _NEVER, _FIRST_WIDTH)
-        low_ticks = self.bounds[0].ticks_in(budget_bytes)
-        allowed = (search.ticks - low_ticks) // 16 + 1
-        width = _WIDTH
-        while True:
-            guess = min(low_ticks + allowed, search.ticks)
-            is_last = guess == search.ticks
-            is_better, is_proof = search.run(self._reduced(budget_bytes, guess), guess, width)
-            if not is_proof:
-                width *= _FACTOR
-            elif is_better or is_last:
-                return self.chain.solution_of(search.picks, states=search.states)
-            else:
-                allowed, width = allowed * _FACTOR, _WIDTH
-
-    def _reduced(self, budget_bytes: int, ticks: int) -> Graph:
-        """The graph without the moves that no solution within the budget and the time makes.
-
-        Room and time are weighted so that along the bound the sum is least at the budget. A solution's is at most the limit;
-        what comes before a move has at least that of the shortest way, what comes after at least the least along the bound.
-        """
-        room_weight, tick_weight = self.bounds[0].weights_at(budget_bytes)
-        limit = tick_weight * ticks + room_weight * budget_bytes
-        after = [bound.least_of(room_weight, tick_weight) for bound in self.bounds]
-        before = {0: 0}
-        graph: Graph = {}
-        for start, moves in self.graph.items():
-            if start in before:
-                graph[start] = []
-                for move in moves:
-                    weight = before[start] + room_weight * move.held + tick_weight * move.ticks
-                    if weight + after[move.stop] <= limit:
-                        graph[start].append(move)
-                        before[move.stop] = min(weight, before.get(move.stop, weight))
-        return contracted(graph)
+    def solve(self, budget_bytes: float) -> Solution:
+        if budget_bytes < self.least_bytes[0]:
+            raise Infeasible(self.least_bytes[0])
+        rows: list[list[_Partial]] = [[(0, 0, self.chain.outside[0], 0, 0)]]
+        for moves, least_after in zip(self.moves, self.least_bytes[1:]):
+            rows.append(_thinned(_undominated(_continued(rows[-1], moves, budget_bytes, least_after))))
+        entries = []
+        index = -1  # the fastest
+        for moves, row in zip(reversed(self.moves), reversed(rows)):
+            *_, index, number = row[index]
+            entries.append(moves[number].entry)
+        return self.chain.solution_of(reversed(entries))
 
 
-class _BranchAndBound:
-    """Dynamic programming within a budget, and the best solution that it found so far.
+def _move_of(entry: Candidate, outside_before: int, outside_after: int) -> _Move:
+    need = max(entry.need_bytes, outside_before, entry.held_bytes + outside_after)
+    return _Move(entry.held_bytes, round(math.ldexp(entry.seconds, _TICK_BITS)), need, entry)
 
-    Attributes:
-        ticks, peak_bytes: of that solution.
-        picks: what is chosen in it.
-        states: how many partial choices were looked at.
-    """
 
-    def __init__(self, start_bytes: int, bounds: Sequence[Bound], budget_bytes: int) -> None:
-        self.start: _Label = (0, 0, start_bytes, 0)
-        self.bounds = bounds
-        self.budget_bytes = budget_bytes
-        self.ticks = _NEVER
-        self.peak_bytes = budget_bytes + 1
-        self.picks: list[Pick] = []
-        self.states = 0
+def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
+    """Return the moves that hold, need or take less than every other."""
+    found: list[_Move] = []
+    for move in sorted(moves, key=lambda move: move[:3]):
+        if not any(other.need <= move.need and other.ticks <= move.ticks for other in found):
+            found.append(move)
+    return found
 
-    def run(self, graph: Graph, ticks: int, width: int) -> tuple[bool, bool]:
-        """Look for a better solution that takes no more than these ticks.
 
-        Returns:
-            whether there is one, and whether that, or that there is none, is proved.
-        """
-        end = len(self.bounds) - 1
-        arrived: dict[int, list[_Label]] = {start: [] for start in [*graph, end]}
-        arrived[0].append(self.start)
-        is_proof = True
-        for start, moves in graph.items():
-            ranked = self._promising(start, arrived[start], ticks)
-            self.states += len(ranked)
-            if len(ranked) > width:
-                is_proof = False
-                ranked = sorted(heapq.nsmallest(width, ranked), key=itemgetter(1))
-            arrived[start] = [label for _, label in ranked]
-            for number, move in enumerate(moves):
-                arrived[move.stop] += self._moved(arrived[start], move, number << _WAY_BITS | start)
-        best = min(self._promising(end, arrived[end], ticks), key=lambda item: item[1][1:3], default=None)
-        if best is None:
-            return False, is_proof
-        _, (_, self.ticks, self.peak_bytes, way) = best
-        self.picks = _picks_on(way, graph, arrived, end)
-        return True, is_proof
-
-    def _promising(self, start: int, labels: Iterable[_Label], limit: int) -> list[tuple[int, _Label]]:
-        """Return the labels that may lead to a better solution within `limit` ticks, each with a bound on its ticks."""
-        bound, budget_bytes = self.bounds[start], self.budget_bytes
-        most_held = budget_bytes - bound.rooms[0]
-        peak_limit = self.peak_bytes if limit == self.ticks else budget_bytes + 1
-        least_ticks, least_peak = _NEVER, 0
-        found = []
-        for label in sorted(labels):
-            held, ticks, peak, _ = label
-            if held > most_held:
-                break
-            if ticks < least_ticks or (ticks == least_ticks and peak < least_peak):
-                least_ticks, least_peak = ticks, peak
-                total = ticks + bound.ticks_in(budget_bytes - held)
-                if total < limit or (total == limit and max(peak, held + bound.room_for(limit - ticks)) < peak_limit):
-                    found.append((total, label))
-        return found
-
-    def _moved(self, labels: Iterable[_Label], move: Move, way: int) -> list[_Label]:
-        """Return the labels that a move leads to from those that have room for it."""
-        _, more_held, need, more_ticks, _ = move
-        most_held = self.budget_bytes - need
-        return [
-            (held + more_held, ticks + more_ticks, max(peak, held + need), index << 2 * _WAY_BITS | way)
-            for index, (held, ticks, peak, _) in enumerate(labels)
+def _continued(
+    row: Sequence[_Partial], moves: Sequence[_Move], budget_bytes: float, least_after: int
+) -> list[_Partial]:
+    """Continue partial choices by a block, where it fits and what comes after it still can."""
+    found: list[_Partial] = []
+    for number, (more_held, more_ticks, need, _) in enumerate(moves):
+        most_held = budget_bytes - max(need, more_held + least_after)
+        found += [
+            (held + more_held, ticks + more_ticks, max(peak, held + need), before, number)
+            for before, (held, ticks, peak, _, _) in enumerate(row)
             if held <= most_held
         ]
+    return found
 
 
-def _picks_on(way: int, graph: Graph, labels: dict[int, list[_Label]], end: int) -> list[Pick]:
-    """Return the choices on a way to the end: back from label to label."""
-    mask = (1 << _WAY_BITS) - 1
-    parts = []
-    while end:
-        end, number, index = way & mask, way >> _WAY_BITS & mask, way >> 2 * _WAY_BITS
-        parts.append(graph[end][number].picks)
-        way = labels[end][index][3]
-    return [pick for part in reversed(parts) for pick in part]
+def _undominated(row: Iterable[_Partial]) -> list[_Partial]:
+    """Return those that take less time than all that hold less, or as much time with a smaller peak; the fastest is last."""
+    found: list[_Partial] = []
+    for partial in sorted(row):
+        if not found or partial[1:3] < found[-1][1:3]:
+            found.append(partial)
+    return found
+
+
+def _thinned(row: list[_Partial]) -> list[_Partial]:
+    """Keep the best of each range of held bytes, and the fastest.
+
+    Best is what lies furthest below the line of time over held bytes, drawn from the fastest of the range before to the
+    fastest of this one. If the fastest were kept, what is held would grow by most of a range at every block.
+    """
+    if len(row) <= _MOST:
+        return row
+    low = row[0][0]
+    width = (row[-1][0] - low) // _MOST + 1
+    found = []
+    start = row[0]
+    for _, group in groupby(row, key=lambda partial: (partial[0] - low) // width):
+        *_, end = members = list(group)
+        room, gain = end[0] - start[0], start[1] - end[1]
+        found.append(min(members, key=lambda partial: partial[1] * room + partial[0] * gain))
+        start = end
+    return found if found[-1] is row[-1] else [*found, row[-1]]
