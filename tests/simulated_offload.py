@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +12,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate.storage import Host
-from reactivate.storage import staging, streams
+from reactivate.storage import Host, staging, streams
 
 RANDOM = [("random", seed) for seed in range(6)]
 every_schedule = pytest.mark.parametrize(("schedule", "seed"), [("late", 0), ("early", 0), *RANDOM], ids=str)
@@ -27,7 +23,9 @@ WIDTH, DEPTH, BATCH = 16, 5, 8
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.body = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(x)
@@ -162,5 +160,7 @@ def test_each_rule_is_needed(rule: str, expected: list[Tensor], monkeypatch: pyt
     runs = [("late", 0), ("early", 0), *(("random", seed) for seed in range(40))]
     found = []
     for schedule, seed in runs:
-        found.append(equal(on_device(schedule, seed, lambda: inputs_to(Host(least_bytes=0, last=0, ahead=1))), expected))
+        found.append(
+            equal(on_device(schedule, seed, lambda: inputs_to(Host(least_bytes=0, last=0, ahead=1))), expected)
+        )
     assert all(found) if rule == "none" else not all(found)

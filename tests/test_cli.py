@@ -308,9 +308,9 @@ def test_explain(saved: Path) -> None:
         (" full() ", policies.full()),
         ("recompute_every(k=2, offset=1)", policies.recompute_every(2, 1)),
         (
-            "first_match(save_ops('linear', 'gelu', within=('*.0',), storage=Host(pin=False)), full())",
+            "first_match(save_ops('linear', 'gelu', within=('*.0',), storage=Host(limit=1000)), full())",
             policies.first_match(
-                policies.save_ops("linear", "gelu", within=("*.0",), storage=Host(pin=False)), policies.full()
+                policies.save_ops("linear", "gelu", within=("*.0",), storage=Host(limit=1000)), policies.full()
             ),
         ),
         ("exclude(full(), recompute_modules('0'))", policies.exclude(policies.full(), policies.recompute_modules("0"))),

@@ -202,6 +202,7 @@ def torchtitan_does(model: nn.Module, source: dict[str, Any]) -> nn.Module:
 
 TORCHTUNE: list[dict[str, Any]] = [
     {"enable_activation_checkpointing": True},
+    {"enable_activation_checkpointing": True, "enable_activation_offloading": True},
     {"ac_mode": "none"},
     {"ac_mode": "full"},
     {"enable_activation_checkpointing": False, "enable_activation_offloading": False, "ac_mode": "full"},
@@ -442,6 +443,11 @@ def test_without_the_rng_guard_dropout_differs() -> None:
 ON_HOST = storage.Host()
 SPELLED: list[tuple[Any, ReadyMade]] = [
     ("full", policies.full()),
+    ({"full": {"inputs": "host"}}, policies.full(inputs=ON_HOST)),
+    (
+        {"recompute_every": {"k": 2, "inputs": {"host": {"limit": 1000}}}},
+        policies.recompute_every(2, inputs=storage.Host(1000)),
+    ),
     ("none", policies.none()),
     ("compute_intensive", policies.compute_intensive()),
     ({"compute_intensive": {"storage": "host"}}, policies.compute_intensive(ON_HOST)),
@@ -549,8 +555,8 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ({"enable_activation_checkpointing": "yes"}, ["'yes'", "True or False"]),
     ({"enable_activation_checkpointing": 1}, ["=1", "True or False"]),
     (
-        {"enable_activation_checkpointing": True, "enable_activation_offloading": True},
-        ["takes False", "no storage takes the inputs of a region yet", "host"],
+        {"enable_activation_checkpointing": False, "enable_activation_offloading": True},
+        ["needs enable_activation_checkpointing=True"],
     ),
     # torchtitan's
     ({"mode": "Full"}, ["mode='Full'", "Did you mean 'full'?", TORCHTITANS_MODES]),
@@ -580,7 +586,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ({"policy": "Full"}, ["no policy 'Full'", "Did you mean 'full'?", "'recompute_every'"]),
     ({"policy": None}, ["a policy is a name", "None"]),
     ({"policy": {"full": {}, "none": {}}}, ["a policy is a name"]),
-    ({"policy": {"full": 2}}, ["full does not take 2", "It takes nothing"]),
+    ({"policy": {"full": 2}}, ["full does not take 2", "It takes 'inputs'"]),
     ({"policy": {"recompute_every": 0}}, ["at least 1", "0"]),
     ({"policy": {"recompute_every": 2.7}}, ["whole number", "2.7"]),
     ({"policy": {"recompute_every": True}}, ["whole number", "True"]),
@@ -590,7 +596,10 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ({"policy": {"save_ops": ["linera"]}}, ["linera", "linear"]),
     ({"policy": {"save_ops": [1]}}, ["a list of texts", "[1]"]),
     ({"policy": {"save_ops": 1}}, ["is a list", "1"]),
-    ({"policy": {"save_ops": {"ops": ["linear"], "storage": "Host"}}}, ["storage='Host'", "'device', 'host'"]),
+    (
+        {"policy": {"save_ops": {"ops": ["linear"], "storage": "Host"}}},
+        ["the storage 'Host' is not known", "'device', 'host'"],
+    ),
     ({"policy": {"first_match": "full"}}, ["policies is a list"]),
     ({"policy": {"first_match": {"save_ops": ["linear"]}}}, ["policies is a list"]),
     ({"policy": {"first_match": []}}, ["at least one policy"]),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from reactivate._modules.blocks import blocks_of
-from reactivate._types import Policy, Site
+from reactivate._types import DEVICE, Policy, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.policies import recompute_modules
 
@@ -47,9 +47,9 @@ def every(layers: Layers, k: int, asked_by: str) -> Layers:
     return {path: layer for number, (path, layer) in enumerate(layers.items(), 1) if number % k == 0}
 
 
-def recompute(paths: Iterable[str]) -> Policy:
-    """The modules at `paths` are regions."""
-    return recompute_modules(Exactly(tuple(paths)))
+def recompute(paths: Iterable[str], inputs: Storage = DEVICE) -> Policy:
+    """The modules at `paths` are regions, whose inputs wait in a storage."""
+    return recompute_modules(Exactly(tuple(paths)), inputs=inputs)
 
 
 @dataclass(frozen=True, repr=False)

@@ -84,7 +84,7 @@ def _by_name(function: str, parameters: Mapping[str, inspect.Parameter], body: A
     if isinstance(body, (list, tuple)) and (rest := _rest(parameters)) is not None:
         leading = [name for name in _positional(parameters) if name != rest]
         return {**dict(zip(leading, body)), rest: body[len(leading) :]}
-    return {next(iter(parameters), ""): body}
+    return {next(iter(_positional(parameters)), ""): body}
 
 
 def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
@@ -103,7 +103,7 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
 def _storage(function: str, value: Any) -> Spelled:
     name, body = _split(value) if isinstance(value, (str, Mapping)) else (value, {})
     if name not in _STORAGES:
-        raise UsageError(f"{function}: storage={value!r} is not known. It takes {listed(_STORAGES)}.")
+        raise UsageError(f"{function}: the storage {value!r} is not known. It takes {listed(_STORAGES)}.")
     return _call(_STORAGES[name], body)
 
 

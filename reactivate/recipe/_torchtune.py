@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 
 from torch.nn import Module
 
-from reactivate._types import Policy
+from reactivate._types import DEVICE, Policy, Storage
 from reactivate.errors import UsageError
 from reactivate.policies import full, none
 from reactivate.recipe._base import OP_OR_NUMBER, Example, Recipe, Settings
 from reactivate.recipe._layers import every, layers_of, recompute
 from reactivate.recipe._selective_op import selective_op
+from reactivate.storage import Host
 
 _LAYER = "TransformerSelfAttentionLayer"  # what the switch recomputes, wherever in a model of torchtune's
 
@@ -25,18 +26,15 @@ class Torchtune(Recipe):
     whose = "torchtune"
 
     enable_activation_checkpointing: Annotated[bool, "True or False"] = False
-    enable_activation_offloading: Annotated[bool, "False"] = False
+    enable_activation_offloading: Annotated[bool, "True or False"] = False
     ac_mode: Annotated[Literal["none", "full", "selective"] | None, "'none', 'full' or 'selective'"] = None
     ac_option: Annotated[int | str | None, OP_OR_NUMBER] = None
 
     def __post_init__(self) -> None:
-        if self.enable_activation_offloading:
+        if self.enable_activation_offloading and not self.enable_activation_checkpointing:
             raise UsageError(
-                "recipe: enable_activation_offloading=True is not supported because torchtune moves the inputs of "
-                "recomputed layers to the host, and no storage takes the inputs of a region yet; it takes False. Run the "
-                "forward pass under torchtune's own get_act_offloading_ctx_manager: it sees what regions keep. Or keep "
-                "the results of ops on the host: {'policy': {'first_match': [{'save_ops': {'ops': ['linear'], 'storage': "
-                "'host'}}, 'full']}}."
+                "recipe: enable_activation_offloading=True needs enable_activation_checkpointing=True, as in torchtune: what "
+                "goes to the host is what recomputed layers are called with."
             )
         if self.enable_activation_checkpointing and self.ac_mode is not None:
             raise UsageError(
@@ -59,7 +57,8 @@ class Torchtune(Recipe):
     def policy_for(self, model: Module, example: Example | None = None) -> Policy:
         if self.enable_activation_checkpointing:
             paths = [path for path, module in model.named_modules() if _is_layer(module)]
-            return recompute(paths) if paths else full()
+            inputs: Storage = Host() if self.enable_activation_offloading else DEVICE
+            return recompute(paths, inputs) if paths else full(inputs=inputs)
         if self.ac_mode in (None, "none"):
             return none()
         layers = layers_of(model)
