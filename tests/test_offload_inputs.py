@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 from typing import Any
 from weakref import ref
 
@@ -346,3 +347,35 @@ def test_compiled_regions_refuse_it() -> None:
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(Exception, match="under torch.compile they stay on the device"):
         torch.compile(lambda t: region(t * 2), backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (lambda host: reactivate.checkpoint(block(), inputs=host)(X * 2), "1 tensor: they are on the host already"),
+        (lambda host: reactivate.checkpoint(block(), inputs=host)(X), "parameters, other leaves, or tensors in lists"),
+        (
+            lambda host: reactivate.checkpoint(block(), policy=policies.save_ops("linear", storage=host))(X),
+            "they are on the host already",
+        ),
+    ],
+)
+def test_a_storage_that_moves_nothing_is_named_once(run: Any, said: str) -> None:
+    host = reactivate.storage.Host()
+    out = run(host).sum()
+    with pytest.warns(UserWarning, match=r"The storage Host\(.*\) has moved nothing in this step") as seen:
+        out.backward()
+    assert len(seen) == 1 and said in str(seen[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(host).sum().backward()
+
+
+X = torch.ones(4, 8, requires_grad=True)
+
+
+def test_a_storage_that_moves_something_is_not_named(recwarn: pytest.WarningsRecorder) -> None:
+    region = reactivate.checkpoint(block(), inputs=Shelf())
+    region(X * 2).sum().backward()
+    region(X).sum().backward()
+    assert not recwarn.list

@@ -612,6 +612,23 @@ def a_backward_that_goes_through_a_result_calls_what_is_in_a_dict_by_then() -> N
     assert len(seen) == 1
 
 
+@needs("is_of_checkpointing")
+def hooks_of_checkpointing_are_told_from_those_of_users() -> None:
+    def pack(tensor: Any) -> Any:
+        return tensor
+
+    assert not room.is_of_checkpointing(pack) and not room.is_of_checkpointing(None)
+    assert room.is_of_checkpointing(room.not_a_users_hook(pack))
+    seen: list[bool] = []
+
+    def inside(x: Any) -> Any:
+        seen.append(room.is_of_checkpointing(room.innermost_pack_hook()))
+        return x.sin()
+
+    torch.utils.checkpoint.checkpoint(inside, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    assert seen == [True, True]
+
+
 @needs("has_setup_context")
 def two_kinds_of_custom_functions_are_told_apart() -> None:
     class Old(torch.autograd.Function):

@@ -20,6 +20,7 @@ from reactivate._engine.record import (
     observers,
     tell,
 )
+from reactivate._engine.requests import idle as idle_storages, refuse_silence
 from reactivate._engine.sharing import current_group, groups
 from reactivate._torch.autograd import (
     current_backward,
@@ -56,6 +57,8 @@ class BackwardSide(Record):
 
     def _recompute(self, gradient: Tensor | None = None) -> Tensor | None:
         """Fill the slots; what a backward has brought to an exit is given back behind the fence."""
+        if idle_storages:
+            refuse_silence()
         behind = None if self.fence is None else FencedRecomputation(*self.fence, gradient)
         if observers:
             tell(self.context, "recomputation_begins", self)

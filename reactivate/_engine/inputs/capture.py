@@ -17,6 +17,7 @@ from reactivate._engine.inputs.module_walk import ModuleWalk, is_large
 from reactivate._engine.inputs.specs import GeneratorInput, IteratorInput, SavedInput, TupleInput
 from reactivate._engine.inputs.stored import stored
 from reactivate._engine.inputs.walk import DEPTH_OF_ARGUMENTS, DEPTH_OF_FUNCTIONS
+from reactivate._engine.requests import note_leaves
 from reactivate._engine.state.attributes import TensorsNote
 from reactivate._engine.state.contents import ATOMS
 from reactivate._engine.state.iterators import holds_iterator, is_iterator
@@ -53,6 +54,8 @@ class Capture(ModuleWalk):
         self.is_hooked = pack is not None
         self.storage = None if storage is DEVICE or is_of_checkpointing(pack) else storage
         is_plain = pack is None and self.storage is None
+        if self.storage is not None:
+            note_leaves(self.storage)
         specs = self._specs
         if isinstance(fn, Module):
             self.roots = (fn,)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from reactivate._engine.aside import aside
 from reactivate._engine.inputs.specs import InputSpec, Memo
+from reactivate._engine.requests import take_in
 from reactivate._torch.autograd import give_back
 from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate._types import Storage
@@ -51,5 +52,5 @@ class StoredInput(InputSpec):
 
 def stored(tensor: Tensor, storage: Storage) -> StoredInput | None:
     """Hand a tensor to a storage; None if it stays where it is."""
-    handle = aside(storage.save, tensor)
+    handle = take_in(storage, tensor)
     return None if handle is tensor else StoredInput(tensor, storage, handle)

@@ -13,6 +13,7 @@ from reactivate._engine.aside import aside
 from reactivate._engine.kept_calls.derive import Derived
 from reactivate._engine.kept_calls.results import Contents
 from reactivate._engine.record import Saved, SharedSlot
+from reactivate._engine.requests import take_in
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate._types import DEVICE, Storage
@@ -45,7 +46,7 @@ class Kept:
         """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9)."""
         tensor, self.tensor = self.tensor, None
         if tensor is not None and tensor._version == self.version:  # otherwise there is nothing that may be read
-            handle = tensor if self.storage is DEVICE else aside(self.storage.save, tensor)
+            handle = tensor if self.storage is DEVICE else take_in(self.storage, tensor)
             self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
 
     def load(self) -> Tensor:
