@@ -55,6 +55,9 @@ class Handle:
     def __init__(self, copy: Tensor) -> None:
         self.copy = copy
 
+    def held(self) -> list[Tensor]:
+        return [self.copy]
+
 
 def same(some: Any, others: Any) -> bool:
     for number, (one, other) in enumerate(zip(some, others, strict=True)):
@@ -379,3 +382,12 @@ def test_a_storage_that_moves_something_is_not_named(recwarn: pytest.WarningsRec
     region(X * 2).sum().backward()
     region(X).sum().backward()
     assert not recwarn.list
+
+
+def test_explain_says_where_inputs_are() -> None:
+    model = Stack()
+    reactivate.apply(model, policies.full(inputs=Shelf()))
+    explanation = reactivate.explain(model, torch.randn(16, 8))
+    assert "recompute, inputs to Shelf" in str(explanation)
+    assert [entry.storage for entry in explanation.walk() if entry.kind == "region"] == ["Shelf"] * 4
+    assert explanation.offloaded_bytes == 4 * 16 * 8 * 4

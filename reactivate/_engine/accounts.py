@@ -22,13 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
 from reactivate._engine.inputs.specs import InputSpec, SavedInput, WrittenInput
+from reactivate._engine.inputs.stored import StoredInput
 from reactivate._engine.mismatch.naming import name_of
 from reactivate._engine.record import Record
 from reactivate._engine.state.changes import SilentTensors
 from reactivate._engine.state.module_changes import ModuleChanges
 from reactivate._engine.state.modules import ModuleNotes
 from reactivate._engine.state.reached import ReachedNotes
-from reactivate._engine.state.tensor_states import TensorStates
 from reactivate._torch.saved import SavedTensor, data_of
 from reactivate._types import Guard
 
@@ -92,6 +92,11 @@ def copied_inputs(record: Record) -> Iterator[Tensor]:
         yield spec.alias if isinstance(spec, WrittenInput) else spec
 
 
+def stored_inputs(record: Record) -> Iterator[StoredInput]:
+    """The inputs of a region that a storage keeps."""
+    return (spec for spec in _specs_of(record) if isinstance(spec, StoredInput))
+
+
 def put_aside(record: Record) -> Iterator[Tensor]:
     """The tensors whose present contents a recomputation of the region would put aside if it began now."""
     states = [record.states] if record.states is not None else []
@@ -148,8 +153,8 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return (value.__self__,)
     if is_dataclass(value):
         return [getattr(value, item.name) for item in fields(value)]
-    if isinstance(value, TensorStates):
-        return value.held()
+    if callable(getattr(type(value), "held", None)):  # copies of tensors, and what storages made of them
+        return value.held()  # type: ignore[no-any-return]
     if isinstance(value, ModuleNotes):
         return (value.tensors,)
     if isinstance(value, ReachedNotes):

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from reactivate._backends import accelerator
-from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of
+from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of, stored_inputs
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.kept_calls.kept import Kept, SavedSite
 from reactivate._engine.mismatch.check import uncounted
@@ -229,6 +229,10 @@ class _ExplainedStep(Step):
             return
         for tensor in copied_inputs(record):
             self._enter(event.draft, "input_bytes", tensor)
+        for spec in stored_inputs(record):
+            event.draft.storage = type(spec.storage).__name__
+            for tensor in held_by(spec.handle()):
+                self._enter(event.draft, "input_bytes", tensor)
         for tensor in held_by_guards(record):
             self._enter(event.draft, "snapshot_bytes", tensor)
         for site in record.sites:

@@ -28,7 +28,7 @@ class Entry:
         action: "recompute", "save", "keep".
         reason: why a saved call runs again, or None.
         source: the line of the call, "file:line in function"; None if no line of the user's is in between.
-        storage: where a saved call keeps its results, if not where they were made.
+        storage: where a saved call keeps its results, or a region its inputs, if not where they were made.
         tensors: how many tensors are kept, or recomputed if it is "recomputed".
         input_bytes: of the inputs of a region.
         snapshot_bytes: of what guards keep: states of generators, buffers as they were.
@@ -226,7 +226,8 @@ def _cells(alike: Sequence[Entry], around: str) -> list[str]:
     if len(alike) > 1:
         path = f"{path}…{alike[-1].path.rpartition('.')[2]} ({len(alike)} alike)"
     sizes = (entry.input_bytes, entry.snapshot_bytes, entry.result_bytes, entry.recomputed_bytes)
-    action = entry.action + (f" to {entry.storage}" if entry.storage else "")
+    what = ", inputs" if entry.kind == "region" else ""
+    action = entry.action + (f"{what} to {entry.storage}" if entry.storage else "")
     return [
         _named(entry, path),
         action,

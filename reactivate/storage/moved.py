@@ -46,6 +46,10 @@ class Piece:
         """Bring the elements back."""
         raise NotImplementedError
 
+    def held(self) -> list[Tensor]:
+        """Return the memory that the elements are in now, for reports."""
+        return []
+
 
 @dataclass(frozen=True, eq=False)
 class Moved:

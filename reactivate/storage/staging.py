@@ -134,6 +134,11 @@ class HostPiece(Piece):
         self._staging.traffic.loaded_bytes += run.numel() * run.element_size()
         return run
 
+    def held(self) -> list[Tensor]:
+        if self._run is not None:
+            return [self._run]
+        return [] if self._slab is None else [self._slab.run_of(*self._size)]
+
     def load(self) -> Tensor:
         with self._staging.lock:
             run = super().load()
@@ -159,6 +164,9 @@ class PlainPiece(Piece):
 
     def read(self) -> Tensor:
         return self._run.to(self._device)
+
+    def held(self) -> list[Tensor]:
+        return [self._run]
 
 
 class Staging(Mover):
