@@ -232,7 +232,7 @@ def test_torchtitan_chooses_these_layers(source: dict[str, Any]) -> None:
     check(torchtitan_llama, source, regions)
 
 
-@pytest.mark.parametrize("source", [*TORCHTUNE[1:], *TORCHTITAN], ids=str)
+@pytest.mark.parametrize("source", [*TORCHTUNE[2:], *TORCHTITAN], ids=str)
 def test_of_a_model_of_ones_own_too(source: dict[str, Any]) -> None:
     does = torchtune_does if "ac_mode" in source else torchtitan_does
     check(plain, source, wrapped_in(does(model_of(plain), source)))

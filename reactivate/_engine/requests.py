@@ -13,7 +13,7 @@ from reactivate._text.words import counted
 from reactivate._types import Device, Storage
 
 
-class Request:
+class IdleStorage:
     """A storage that has moved nothing so far.
 
     Attributes:
@@ -26,7 +26,7 @@ class Request:
         self.asked = 0
 
 
-idle: list[Request] = []  # of storages that have moved nothing since they were first asked: mostly none
+idle: list[IdleStorage] = []  # of storages that have moved nothing since they were first asked: mostly none
 _known: WeakValueDictionary[int, Any] = WeakValueDictionary()  # {id: the storage}, of those that need no more watching
 
 
@@ -49,10 +49,10 @@ def _is_watched(storage: Any) -> bool:
     return id(storage) not in _known and not isinstance(storage, Device) and type(storage).__weakrefoffset__ != 0
 
 
-def _find(storage: Storage) -> Request:
+def _find(storage: Storage) -> IdleStorage:
     found = next((request for request in idle if request.storage is storage), None)
     if found is None:
-        found = Request(storage)
+        found = IdleStorage(storage)
         idle.append(found)
     return found
 
