@@ -222,7 +222,7 @@ def test_a_region_on_a_stream_of_its_own() -> None:
 
 
 def test_results_kept_in_the_memory_of_the_host() -> None:
-    policy = policies.save_ops("linear", storage=storage.Host())
+    policy = policies.save_ops("linear", storage=storage.Host(least_bytes=0, last=0))
     module = getattr(torch, DEVICE)
 
     def kept(wrap: Callable[[Any], Any]) -> int:

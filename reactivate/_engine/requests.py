@@ -45,12 +45,20 @@ def note_leaves(storage: Storage) -> None:
 
 
 def _is_watched(storage: Any) -> bool:
-    """Return whether a storage may have moved nothing so far. What cannot be referred to weakly is not watched."""
-    return id(storage) not in _known and not isinstance(storage, Device) and type(storage).__weakrefoffset__ != 0
+    """Return whether a storage, and each that is equal to it, may have moved nothing so far.
+
+    A policy may make one for each call. What cannot be referred to weakly is not watched.
+    """
+    if id(storage) in _known or isinstance(storage, Device) or type(storage).__weakrefoffset__ == 0:
+        return False
+    if any(storage == other for other in list(_known.values())):
+        _known[id(storage)] = storage
+        return False
+    return True
 
 
 def _find(storage: Storage) -> IdleStorage:
-    found = next((request for request in idle if request.storage is storage), None)
+    found = next((request for request in idle if request.storage == storage), None)
     if found is None:
         found = IdleStorage(storage)
         idle.append(found)

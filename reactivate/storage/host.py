@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from reactivate.storage.moved import Traffic
-from reactivate.storage.staging import Staging
+from reactivate.storage.staging import Staging, staging_of
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Host:
     tensor that is read starts the copy of the one that was taken in before it. The last tensors taken in stay on the
     device, since the backward needs these at once. Views of one memory are copied once. Tensors that are on the host
     already, parameters and other leaves stay where they are.
+
+    Equal ones are one: they share the locked memory, its limit, and the order of what comes back.
 
     A tensor is kept as it is when it is taken in. What writes to it later and is not seen by its version counter (through
     `tensor.data`) is not seen here either.
@@ -46,7 +48,7 @@ class Host:
     _staging: Staging = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_staging", Staging(self.limit, self.least_bytes, self.last, self.ahead))
+        object.__setattr__(self, "_staging", staging_of(self.limit, self.least_bytes, self.last, self.ahead))
 
     def save(self, tensor: Tensor) -> Any:
         return self._staging.save(tensor)

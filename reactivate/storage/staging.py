@@ -8,10 +8,11 @@ the copy of those that were taken in before it. The rules cited are those of `st
 from __future__ import annotations
 
 import functools
+import sys
 from collections import deque
 from threading import RLock
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -146,6 +147,8 @@ class HostPiece(Piece):
             return run
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # the device's module may be gone
+            return
         if self._gone is not None:
             self._computing.wait_event(self._gone)  # rule 2
         if self._coming is not None:
@@ -272,6 +275,17 @@ class Staging(Mover):
         """Unlock what is not in use."""
         for slabs in self._slabs.values():
             slabs.clear()
+
+
+_stagings: WeakValueDictionary[tuple[Any, ...], Staging] = WeakValueDictionary()
+
+
+def staging_of(*settings: Any) -> Staging:
+    """Return the one for these settings: a policy may make a storage for each call, and copies of a model have others."""
+    found = _stagings.get(settings)
+    if found is None:
+        found = _stagings[settings] = Staging(*settings)
+    return found
 
 
 @functools.cache
