@@ -53,7 +53,7 @@ class RewoundTensors:
                 run_unseen(self._write, changed)
             if self._small is not None and state.small is not None and not self._small.are(state.small):
                 self._small.keep_memory(state.small)
-                state.small.put()
+                state.small.put(Bytes(state.small.tensors) if self._is_rewound else self._small)
             self._mark_memory(set(map(id, written)))
             self._set_versions(state.noted_versions())
         except BaseException:
@@ -105,7 +105,7 @@ class RewoundTensors:
         if self._is_rewound or versions_of(self._state.tensors[:count]) != self._versions[:count]:
             run_unseen(self._put_back)
         if self._small is not None:
-            self._small.put()
+            self._small.put(Bytes(self._small.tensors))
         self._set_versions(self._versions)
         self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
         self._small = None

@@ -92,7 +92,7 @@ class TensorStates:
         self.shadows = list(map(current_shadow, counted))
         self.groups = list(map(Group, grouped(silent))) if silent else []
         self.groups += [Group([tensor], [_compared_shadow(tensor).content]) for tensor in compared]
-        self.small = Bytes(small) if small else None
+        self.small = Bytes(small, is_kept=True) if small else None
         self.tensors = [*counted, *chain.from_iterable(map(_tensors_of, self.groups)), *small]
         self.versions = versions_of(self.tensors)
         self.written: Sequence[Written] = ()
@@ -146,8 +146,8 @@ class TensorStates:
                 yield left.content
         for group in self.groups:
             yield from group.contents
-        if self.small is not None:
-            yield self.small.content
+        if self.small is not None and self.small.kept is not None:
+            yield self.small.kept
 
 
 def _is_vector(tensor: Tensor) -> bool:
