@@ -17,8 +17,10 @@ from reactivate._engine.state.tensor_states import TensorStates, versions_of
 from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import run_unseen
 
-rewound_memory: dict[int, int] = {}
-"""{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now."""
+rewound_memory: dict[int | None, int] = {}
+"""{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now.
+
+Never of None, which `memory_of` returns where it cannot be told."""
 
 
 class RewoundTensors:
