@@ -127,10 +127,8 @@ class TensorStates:
             if not shadow.is_current(tensor, tensor._version):
                 yield tensor
 
-    def is_current(self) -> bool:
-        """Return whether the tensors are known to hold what they held."""
-        if self.groups or (self.small is not None and not Bytes(self.small.tensors).are(self.small)):
-            return False
+    def are_shadows_current(self) -> bool:
+        """Return whether the tensors with a version that can be relied on hold what they held."""
         return all(shadow.is_current(tensor, tensor._version) for tensor, shadow in zip(self.tensors, self.shadows))
 
     def noted_versions(self) -> list[int]:
