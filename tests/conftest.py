@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import oracle
 import pytest
 import torch
+from forked import Forks
 
 import reactivate
 
@@ -72,6 +73,14 @@ def frozen_again() -> Iterator[None]:
 def whole_heap(frozen_again: None) -> None:
     """Show the whole heap to the collector: `dropin.install` finds references with it."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Run programs that begin with `import torch, reactivate` in new processes."""
+    made = Forks()
+    yield made
+    made.close()
 
 
 @pytest.fixture
