@@ -10,7 +10,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import Forks
@@ -41,17 +43,26 @@ def blocks_of(page: Path) -> list[tuple[str, frozenset[str]]]:
     return [(block, packages_of(block)) for block in BLOCK.findall(page.read_text("utf-8"))]
 
 
-PROGRAMS = [
-    pytest.param(page, packages, id="-".join([page.name, *sorted(packages)]))
-    for page in ALL
-    for packages in sorted({packages for _, packages in blocks_of(page)}, key=sorted)
-]
+def missing_of(packages: frozenset[str]) -> list[str]:
+    return [name for name in sorted(packages) if importlib.util.find_spec(name) is None]
+
+
+def programs_of(page: Path) -> Iterator[Any]:
+    """The programs of a page. One is slow if each of its blocks is in another one, which can run here."""
+    sets = {packages for _, packages in blocks_of(page)}
+    for packages in sorted(sets, key=sorted):
+        is_part = any(packages < other and not missing_of(other) for other in sets)
+        marks = [pytest.mark.slow] if is_part else []
+        yield pytest.param(page, packages, id="-".join([page.name, *sorted(packages)]), marks=marks)
+
+
+PROGRAMS = [program for page in ALL for program in programs_of(page)]
 
 
 @pytest.mark.parametrize(("page", "packages"), PROGRAMS)
 def test_the_python_of_a_page_runs(page: Path, packages: frozenset[str], tmp_path: Path, forks: Forks) -> None:
     """One program for the blocks that import no more than torch, and one for each set of packages that others import."""
-    missing = [name for name in sorted(packages) if importlib.util.find_spec(name) is None]
+    missing = missing_of(packages)
     if missing:
         pytest.skip(f"blocks of {page.name} need {' and '.join(missing)}: not installed")
     program = tmp_path / "page.py"
