@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import oracle
 import pytest
 import torch
+from forked import Forks
 
 import reactivate
 
@@ -52,6 +54,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if item.get_closest_marker("slow")]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in set(slow)]
+
+
+def pytest_collection_finish() -> None:
+    """Hide the imported modules from the collector: `gc.collect()` in a test takes half a second for them otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def frozen_again() -> Iterator[None]:
+    """Hide the heap again after tests that call `gc.unfreeze()`."""
+    yield
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def whole_heap(frozen_again: None) -> None:
+    """Show the whole heap to the collector: `dropin.install` finds references with it."""
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Run programs that begin with `import torch, reactivate` in new processes."""
+    made = Forks()
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -95,7 +95,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def seed_everything(seed: int = SEED) -> None:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` formats the stack for each device that is not here
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     random.seed(seed)
     numpy.random.seed(seed)
 

@@ -35,6 +35,8 @@ from transformers import (
 
 from reactivate import dropin
 
+pytestmark = pytest.mark.usefixtures("whole_heap")
+
 VOCABULARY, WIDTH, HEADS, LAYERS, BATCH, LENGTH = 61, 32, 4, 3, 2, 12
 DROPOUT = 0.15
 

@@ -27,6 +27,8 @@ import _ways
 import overhead
 from _presentation import with_interval
 
+pytestmark = pytest.mark.usefixtures("whole_heap")
+
 CPU = torch.device("cpu")
 TINY = _timing.Settings(rounds=2, batch_seconds=1e-5, calls=2)
 ONE, OTHER = ("one", 1), ("other", 1)

@@ -25,6 +25,8 @@ import selective
 from _overhead_sections import TransformerBlock
 from _presentation import read
 
+pytestmark = pytest.mark.usefixtures("whole_heap")
+
 CPU = torch.device("cpu")
 TINY = experiment.Settings(
     block=_timing.Settings(rounds=2, batch_seconds=1e-5, calls=2),

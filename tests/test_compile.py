@@ -148,7 +148,7 @@ class GraphsOfBackward:
         return compiler
 
 
-def test_the_backward_graph_contains_the_recomputed_ops() -> None:
+def test_the_backward_graph_contains_the_recomputed_ops(whole_heap: None) -> None:
     counts = []
     for wrap in (plain, reactivate.checkpoint):
         torch._dynamo.reset()
@@ -367,7 +367,7 @@ def test_a_recomputation_runs_the_version_that_its_forward_pass_ran() -> None:
 
 @pytest.mark.filterwarnings("ignore:A checkpointed region is in a graph")
 @pytest.mark.parametrize("backend", EXACT_BACKENDS)
-def test_torchs_function_with_the_drop_in_installed(backend: str) -> None:
+def test_torchs_function_with_the_drop_in_installed(backend: str, whole_heap: None) -> None:
     def model(x: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(lambda x: F.dropout(x.sin()).exp(), x, use_reentrant=False).cos()
 

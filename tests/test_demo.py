@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,22 @@ def source(monkeypatch: pytest.MonkeyPatch) -> Tensor:
     text = torch.randint(256, (1000,), dtype=torch.uint8)
     monkeypatch.setattr(byte_gpt, "standard_library", lambda: text)
     return text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planned_once() -> Iterator[None]:
+    """Plan once for each budget: in this process all tests train one model."""
+    plans: dict[str, reactivate.Plan] = {}
+    plan = reactivate.plan
+
+    def planned(*args: Any, budget: str, **options: Any) -> reactivate.Plan:
+        if budget not in plans:
+            plans[budget] = plan(*args, budget=budget, **options)
+        return plans[budget]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reactivate, "plan", planned)
+        yield
 
 
 def run(out: Path, *options: str) -> Any:
@@ -138,7 +154,8 @@ def test_python_numbers_drawn_in_one_run_alone_are_noticed(
 
 def test_an_exit_for_a_difference_is_a_failure_to_the_shell(tmp_path: Path) -> None:
     program = (
-        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import byte_gpt, reactivate, functools; "
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import byte_gpt, reactivate, functools, torch; "
+        "byte_gpt.standard_library = lambda: torch.randint(256, (1000,), dtype=torch.uint8); "
         "guards = reactivate.guards.DEFAULT.without('rng'); "
         "reactivate.apply = functools.partial(reactivate.apply, guards=guards); byte_gpt.main()"
     )

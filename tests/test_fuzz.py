@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from fuzz.vocabulary import CONSTRUCTS
 from fuzz.vocabulary.interludes import INTERLUDES
 
 SEEDS = range(1, 41)
+judged = functools.cache(judge_seed)
 WITHOUT_RNG = checked(guards=reactivate.guards.DEFAULT.without("rng"), determinism="metadata")
 WITHOUT_MODULES = checked(guards=reactivate.guards.DEFAULT.without("modules"), determinism="metadata")
 
@@ -42,14 +44,14 @@ def program_of(*names: str, **training: object) -> Program:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fixed_seeds(seed: int) -> None:
-    verdict = judge_seed(seed)
+    verdict = judged(seed)
     assert not verdict.fails, f"{verdict}\n{source_of(generate(seed))}"
 
 
 def test_fixed_seeds_test_something() -> None:
     summary = Summary()
     for seed in SEEDS:
-        summary.add(seed, judge_seed(seed))
+        summary.add(seed, judged(seed))
     assert summary.with_regions >= 20 and summary.with_recomputations >= 20
     assert summary.regions >= 100 and summary.recomputations >= 100
     assert sum(summary.discarded.values()) <= 8

@@ -56,7 +56,7 @@ def test_all_is_the_truth(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reactivate", *MODULES])
-def test_examples_run(name: str) -> None:
+def test_examples_run(name: str, whole_heap: None) -> None:
     results = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch, "reactivate": reactivate})
     assert results.failed == 0
 

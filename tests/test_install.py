@@ -40,6 +40,8 @@ from reactivate._engine.record import observed_by
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guard
 
+pytestmark = pytest.mark.usefixtures("whole_heap")
+
 Get = Callable[[], Any]  # asks a place what it refers to
 NAMES = ("checkpoint", "checkpoint_sequential", "set_checkpoint_early_stop", "set_checkpoint_debug_enabled")
 NAMES += ("CheckpointFunction",)

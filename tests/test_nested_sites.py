@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, assert_bitwise, assert_same, cotangents, run
+from oracle import Case, assert_bitwise, assert_same, cotangents, run, seed_everything
 from torch import Tensor, nn
 
 import reactivate
@@ -309,7 +309,7 @@ def test_microbatches_in_any_order() -> None:
     """Forward A, forward B, forward C, and their backwards in another order."""
 
     def step(fn: Callable[[Tensor], Tensor], order: tuple[int, ...]) -> list[Any]:
-        torch.manual_seed(0)
+        seed_everything(0)
         calls.clear()
         inputs = [leaf() for _ in order]
         outputs = [fn(x) for x in inputs]
@@ -337,7 +337,7 @@ def test_a_shared_recompute_is_one_of_each_region(inner: Any) -> None:
     inside = reactivate.checkpoint(lambda x: sine("inner")(x.exp()).tanh().exp(), policy=inner)
     found: list[Tensor] = []
     for context, times in ((torch.enable_grad(), 2), (reactivate.shared_recompute(), 1)):
-        torch.manual_seed(0)
+        seed_everything(0)
         calls.clear()
         x = leaf()
         y, z = reactivate.checkpoint(fn)(x)
@@ -345,7 +345,7 @@ def test_a_shared_recompute_is_one_of_each_region(inner: Any) -> None:
             (gradient,) = torch.autograd.grad(z, y, torch.ones_like(z))
             found.append(torch.autograd.grad(y, x, gradient)[0])
         assert Counter(calls)["outer"] == 1 + times
-    torch.manual_seed(0)
+    seed_everything(0)
     x = leaf()
     with without_regions():
         _, z = fn(x)

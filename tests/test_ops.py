@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from oracle import Ran, assert_same, skip_unless_repeatable
+from oracle import Ran, assert_same, seed_everything, skip_unless_repeatable
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_methods_invocations import op_db
@@ -34,6 +34,17 @@ def dtype_of(op: Any, device: str = "cpu") -> torch.dtype | None:
 OPS = [op for op in op_db if op.supports_autograd and dtype_of(op) is not None]
 
 
+def samples_of(op: Any, device: str, dtype: torch.dtype) -> Iterator[Any]:
+    """The samples of `op.sample_inputs`, which seeds as well, and looks at the source of the whole stack for a unittest."""
+    found = iter(op.sample_inputs_func(op, device, dtype, True))
+    while True:
+        seed_everything()
+        try:
+            yield next(found)
+        except StopIteration:
+            return
+
+
 def copied(value: Any) -> Any:
     """The sample's arguments on memory of their own, laid out as it was."""
 
@@ -51,8 +62,7 @@ def copied(value: Any) -> Any:
 
 
 def call(op: Any, sample: Any, *, checkpointed: bool) -> tuple[Ran, list[Tensor]]:
-    torch.manual_seed(0)
-    random.seed(0)
+    seed_everything(0)
     value, args, kwargs = copied((sample.input, sample.args, sample.kwargs))
     tensors = [leaf for leaf in _pytree.tree_leaves((value, args, kwargs)) if isinstance(leaf, Tensor)]
     inputs = [leaf for leaf in tensors if leaf.requires_grad]
@@ -93,7 +103,7 @@ def test_op(op: Any, samples: slice, device: str) -> None:
     if dtype is None:
         pytest.skip(f"torch has no backward of it on {device}")
     saved = recomputations = 0
-    for sample in islice(op.sample_inputs(device, dtype, requires_grad=True), samples.stop):
+    for sample in islice(samples_of(op, device, dtype), samples.stop):
         if device != "cpu":
             skip_unless_repeatable(lambda sample=sample: call(op, sample, checkpointed=False)[0])
         plain, arguments = call(op, sample, checkpointed=False)

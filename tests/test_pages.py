@@ -10,9 +10,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked import Forks
 from notebook import notebook
 
 import reactivate
@@ -40,36 +43,43 @@ def blocks_of(page: Path) -> list[tuple[str, frozenset[str]]]:
     return [(block, packages_of(block)) for block in BLOCK.findall(page.read_text("utf-8"))]
 
 
-PROGRAMS = [
-    pytest.param(page, packages, id="-".join([page.name, *sorted(packages)]))
-    for page in ALL
-    for packages in sorted({packages for _, packages in blocks_of(page)}, key=sorted)
-]
+def missing_of(packages: frozenset[str]) -> list[str]:
+    return [name for name in sorted(packages) if importlib.util.find_spec(name) is None]
+
+
+def programs_of(page: Path) -> Iterator[Any]:
+    """The programs of a page. One is slow if each of its blocks is in another one, which can run here."""
+    sets = {packages for _, packages in blocks_of(page)}
+    for packages in sorted(sets, key=sorted):
+        is_part = any(packages < other and not missing_of(other) for other in sets)
+        marks = [pytest.mark.slow] if is_part else []
+        yield pytest.param(page, packages, id="-".join([page.name, *sorted(packages)]), marks=marks)
+
+
+PROGRAMS = [program for page in ALL for program in programs_of(page)]
 
 
 @pytest.mark.parametrize(("page", "packages"), PROGRAMS)
-def test_the_python_of_a_page_runs(page: Path, packages: frozenset[str], tmp_path: Path) -> None:
+def test_the_python_of_a_page_runs(page: Path, packages: frozenset[str], tmp_path: Path, forks: Forks) -> None:
     """One program for the blocks that import no more than torch, and one for each set of packages that others import."""
-    missing = [name for name in sorted(packages) if importlib.util.find_spec(name) is None]
+    missing = missing_of(packages)
     if missing:
         pytest.skip(f"blocks of {page.name} need {' and '.join(missing)}: not installed")
     program = tmp_path / "page.py"
     program.write_text("\n\n".join(block for block, needed in blocks_of(page) if needed <= packages), encoding="utf-8")
-    paths = os.pathsep.join(filter(None, (str(Path(reactivate.__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    launcher = LAUNCHER.search(page.read_text("utf-8"))
+    done = launched(program, launcher[1]) if launcher else forks.run(program)
+    assert done.returncode == 0, done.stderr
+
+
+def launched(program: Path, options: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on several processes."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    launcher = LAUNCHER.search(page.read_text("utf-8"))
-    several = ["-m", "torch.distributed.run", *shlex.split(launcher[1])] if launcher else []
-    done = subprocess.run(
-        [sys.executable, *several, str(program)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(options), str(program)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=program.parent, env=environment)
 
 
 def test_the_notebook_is_the_tutorial() -> None:

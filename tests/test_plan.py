@@ -32,6 +32,13 @@ def planned(case: Case, budget: int | str = "60%", **options: Any) -> Plan:
     return reactivate.plan(case.model, case.args, case.kwargs, budget=budget, loss=case.loss, **options)
 
 
+@pytest.fixture(scope="module")
+def three_blocks() -> tuple[Case, Plan]:
+    """A model with its plan for 60%, for tests of what a plan can be used for."""
+    case = gpt(layers=3)
+    return case, planned(case, "60%")
+
+
 def assert_all_bitwise(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one.keys() == other.keys()
     for name, item in one.items():
@@ -102,7 +109,7 @@ def test_the_plain_step_runs_four_times() -> None:
 
 
 def test_a_plain_step_that_does_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = gpt(layers=6)
+    case = gpt(layers=3)
     roomy = planned(case, "60%")
     own = roomy.plain.peak_bytes - roomy.fixed.total
     monkeypatch.setattr(planner, "available_bytes", lambda device: own - 1)
@@ -257,7 +264,7 @@ def test_a_block_that_runs_several_times() -> None:
 
 
 def test_the_least_budget_is_named_and_holds_and_one_byte_less_is_refused() -> None:
-    case = gpt(layers=3)
+    case = gpt(layers=2)
     with pytest.raises(PlanInfeasible, match="the least that does takes") as caught:
         planned(case, 1000)
     least = caught.value.least_bytes
@@ -338,7 +345,7 @@ def test_the_largest_batch_is_found() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return F.cross_entropy(super().forward(tokens).flatten(0, 1), tokens.flatten())
 
-    model = Labelled(layers=3)
+    model = Labelled(layers=2)
     tokens = torch.randint(64, (2, 32))
     budget = reactivate.plan(model, tokens, budget="100%").budget_bytes * 2
     plan = reactivate.plan(model, tokens, budget=budget, maximize="batch")
@@ -377,9 +384,8 @@ def test_a_model_without_memory_is_planned() -> None:
     assert all(item.is_meta for item in model.parameters())
 
 
-def test_real_and_fake_agree() -> None:
-    case = gpt(layers=3)
-    real = planned(case, "60%")
+def test_real_and_fake_agree(three_blocks: tuple[Case, Plan]) -> None:
+    case, real = three_blocks
     fake = planned(case, "60%", device=find("cpu"))
     assert not real.made_for.is_predicted and fake.made_for.is_predicted
     own = real.plain.peak_bytes - real.fixed.total
@@ -402,9 +408,8 @@ def test_an_unknown_device_is_refused(device: str, message: str) -> None:
 # -- a policy, a file -------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
-    case = gpt(layers=4)
-    plan = planned(case)
+def test_a_plan_is_saved_and_loaded(tmp_path: Path, three_blocks: tuple[Case, Plan]) -> None:
+    case, plan = three_blocks
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
@@ -424,17 +429,16 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
         Plan.load(tmp_path / "missing.json")
 
 
-def test_a_plan_for_another_model_is_refused() -> None:
-    plan = planned(gpt(layers=3))
+def test_a_plan_for_another_model_is_refused(three_blocks: tuple[Case, Plan]) -> None:
+    _, plan = three_blocks
     with pytest.raises(UsageError, match=r"it has no 'blocks\.2'"):
         reactivate.apply(GPT(layers=2), plan)
     with pytest.raises(UsageError, match="has other parameters"):
         reactivate.apply(GPT(layers=3, dim=16), plan)
 
 
-def test_copies_of_a_planned_model_have_the_plan() -> None:
-    case = gpt(layers=3)
-    plan = planned(case)
+def test_copies_of_a_planned_model_have_the_plan(three_blocks: tuple[Case, Plan]) -> None:
+    case, plan = three_blocks
     handle = reactivate.apply(case.model, plan)
     for twin in (copy.deepcopy(case.model), pickle.loads(pickle.dumps(case.model))):
         found = reactivate.Handle.of(twin)
@@ -445,10 +449,13 @@ def test_copies_of_a_planned_model_have_the_plan() -> None:
         torch.manual_seed(1)
         case.step()
         assert_all_bitwise(gradients_of(case.model), gradients_of(twin))
+    handle.remove()
 
 
-def test_a_plan_is_measured_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(gpt(layers=3))
+def test_a_plan_is_measured_and_nothing_is_printed(
+    capsys: pytest.CaptureFixture[str], three_blocks: tuple[Case, Plan]
+) -> None:
+    _, plan = three_blocks
     found = plan.measure()
     assert found.holds and abs(found.error) <= 0.01 and found.measured_bytes <= plan.budget_bytes
     assert found.measured_seconds > 0

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from forked import Forks
 from oracle import Case, check
 from torch import Tensor, nn
 
@@ -372,10 +374,11 @@ assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
 @pytest.mark.parametrize("kind", ["int", "tensor"])
 @pytest.mark.parametrize("late", ["late", "early"])
 @pytest.mark.parametrize("without", ["", "get_rng_state", "device_count"])
-def test_a_registered_privateuse1_device(late: str, without: str, kind: str) -> None:
+def test_a_registered_privateuse1_device(late: str, without: str, kind: str, forks: Forks, tmp_path: Path) -> None:
     """Its generators are restored, whenever it was registered; a module without any is no reason to fail."""
-    command = [sys.executable, "-c", REGISTERED, late, without, kind]
-    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    program = tmp_path / "registered.py"
+    program.write_text(REGISTERED, encoding="utf-8")
+    found = forks.run(program, late, without, kind)
     assert found.returncode == 0, found.stderr
 
 

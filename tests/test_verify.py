@@ -101,7 +101,7 @@ def test_a_model_with_regions_of_its_own_is_compared_with_them_turned_off() -> N
     assert_good(reactivate.verify(WithRegions(), torch.randn(4, 8)), regions=2)
 
 
-def test_a_model_with_torchs_regions_and_the_drop_in() -> None:
+def test_a_model_with_torchs_regions_and_the_drop_in(whole_heap: None) -> None:
     wrap = lambda fn: functools.partial(torch.utils.checkpoint.checkpoint, fn, use_reentrant=False)  # noqa: E731
     with reactivate.dropin.install():
         verdict = reactivate.verify(WithRegions(wrap), torch.randn(4, 8))

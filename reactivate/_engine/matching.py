@@ -83,8 +83,8 @@ class Matching:
         if slot is not None:
             if watches:
                 refuse_stale(tensor)
-            if rewound_memory:
-                value, version = self._outlasting(value, saved[1][3])
+            if rewound_memory and (present := rewound_memory.get(memory_of(value))) is not None:
+                value, version = self._outlasting(value, present, saved[1][3])
             slot.version = version  # first, as another thread may take the value at once
             slot.value = value
         if saved is self.last:
@@ -124,18 +124,19 @@ class Matching:
             self.without_graph = number
         return self.without_graph == number
 
-    def _outlasting(self, value: Tensor, saved_version: int) -> tuple[Tensor, int]:
+    def _outlasting(self, value: Tensor, present: int, saved_version: int) -> tuple[Tensor, int]:
         """Return what the slot gets of a tensor whose memory may be put back when the recomputation is over.
 
         Where autograd would read the present memory, this does; where it would refuse to, the bytes of the forward. Hooks
         of the user's around the region decide: autograd would keep what they make of the tensor, a copy maybe.
+
+        Args:
+            value: the tensor.
+            present: the version that it has outside of the recomputation.
+            saved_version: the version with which the forward saved it.
         """
-        memory = memory_of(value)
-        present = None if memory is None else rewound_memory.get(memory)
-        if present is None:
-            return value, value._version
         if self.users_hooks is not None:
-            pack, unpack = self.users_hooks
+            memory, (pack, unpack) = memory_of(value), self.users_hooks
             with torch.no_grad():
                 found = unpack(pack(value))
             return found, present if memory_of(found) == memory else found._version

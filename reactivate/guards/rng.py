@@ -89,7 +89,6 @@ class _RewoundStreams:
 
     def __enter__(self) -> None:
         self._turn = everybodys.enter(self._differs)
-        self._present = self._guard.before(_NO_CALL)
         if self._present is not self._snapshot:
             try:
                 self._guard.rewind(self._snapshot)
@@ -98,7 +97,7 @@ class _RewoundStreams:
                 raise
 
     def _differs(self) -> bool:
-        present = self._guard.before(_NO_CALL)
+        present = self._present = self._guard.before(_NO_CALL)
         return present is not self._snapshot and not all(map(is_, present, self._snapshot))
 
     def __exit__(self, *error: object) -> None:
@@ -170,11 +169,13 @@ class _RewoundDevices:
         self._wanted = [(backend, state) for backend, state in snapshot if backend.is_initialized()]
 
     def differs(self) -> bool:
-        """Return whether a generator has to be set back."""
-        return not all(backend.is_same_rng(backend.read_rng(), state) for backend, state in self._wanted)
+        """Return whether a generator has to be set back; `__enter__` comes next."""
+        self._now = [(backend, backend.read_rng()) for backend, _ in self._wanted]
+        return not all(
+            backend.is_same_rng(present, state) for (backend, present), (_, state) in zip(self._now, self._wanted)
+        )
 
     def __enter__(self) -> None:
-        self._now = [(backend, backend.read_rng()) for backend, _ in self._wanted]
         _write_what_differs(self._now, self._wanted)
 
     def __exit__(self, *error: object) -> None:

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, UninitializedBuffer, UninitializedParameter
 
+_STRIDED = torch.strided
 _is_of_xla = attrgetter("is_xla")  # of each tensor; `device.type` would cost ten times as much
 
 
 def memory_of(tensor: Tensor) -> int | None:
     """Return what tensors have in common that share memory, None where that cannot be told."""
     kind = type(tensor)
-    if kind is UninitializedParameter or kind is UninitializedBuffer:
-        return None
-    if kind is not Tensor and kind is not Parameter and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return None
-    if tensor.layout is not torch.strided or tensor.is_meta or _is_of_xla(tensor):
+    if kind is not Tensor and kind is not Parameter:
+        if kind is UninitializedParameter or kind is UninitializedBuffer:
+            return None
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return None
+    if tensor.layout is not _STRIDED or tensor.is_meta or _is_of_xla(tensor):
         return None
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

@@ -173,12 +173,6 @@ class ModuleNotes:
         """
         return RewoundModules(self, takes_turns=takes_turns)
 
-    def is_written_unseen(self) -> bool:
-        """Return whether a recomputation has to write to more than attributes."""
-        if self.states or not self.tensors.is_current():
-            return True
-        return not all(note.is_at(note.noted) for note in self.notes)
-
     def name_of(self, tensor: Tensor) -> str:
         """Return how messages call a tensor of a module."""
         for root in self.modules:  # the outermost come first
@@ -198,17 +192,18 @@ class RewoundModules:
 
     __slots__ = (
         *("_are_hooks_current", "_differentiable", "_entered", "_hook_copies", "_inner", "_kinds", "_parts", "_states"),
-        *("_takes_turns", "_turn", "note"),
+        *("_takes_turns", "_tensors", "_turn", "note"),
     )
 
     def __init__(self, note: ModuleNotes, *, takes_turns: bool = True) -> None:
         self.note = note
         self._takes_turns = takes_turns
+        self._tensors = RewoundTensors(note.tensors) if note.tensors.tensors else None
         self._inner: list[AbstractContextManager[None]] = []
         if note.notes:
             self._inner.append(RewoundNotes(note.notes))
-        if note.tensors.tensors:
-            self._inner.append(RewoundTensors(note.tensors))
+        if self._tensors is not None:
+            self._inner.append(self._tensors)
         if not note.gradients.is_quiet():
             self._inner.append(note.gradients)
         if note.parameters:
@@ -219,12 +214,10 @@ class RewoundModules:
         self._entered: list[Any] = []
         self._states = [module.recompute_state() for module, _ in note.states]
         self._hook_copies: list[Any] | None = None
-        self._kinds: list[type] = list(map(type, note.modules))
         self._differentiable: list[bool] = list(map(_REQUIRES_GRAD, note.parameters))
-        self._parts: Parts | None = None
         self._turn = everybodys.enter(self._differs) if self._takes_turns else None
-        if self._parts is None:  # nobody had to ask
-            self._look()
+        if self._turn is None:
+            self._differs()
         try:
             _set_all(note, note.kinds, note.differentiable, self._kinds, self._differentiable)
             if self._parts is not note.parts:
@@ -242,20 +235,20 @@ class RewoundModules:
             raise
 
     def _differs(self) -> bool:
-        """Return whether anything is to be set back that other threads could see."""
-        self._look()
+        """Return whether anything is to be set back that other threads could see, and take down what is there now."""
         note = self.note
+        self._parts: Parts | None = note.parts if note.parts.are_current() else Parts(note.parts.namespaces)
+        self._are_hooks_current = note.are_hooks_current(note.hook_copies)
+        self._kinds: list[type] = list(map(type, note.modules))
+        are_tensors_other = self._tensors is not None and self._tensors.differs()
         return (
-            self._parts is not note.parts
+            are_tensors_other
+            or bool(note.states)
+            or self._parts is not note.parts
             or not self._are_hooks_current
             or self._kinds != note.kinds
-            or note.is_written_unseen()
+            or not all(item.is_at(item.noted) for item in note.notes)
         )
-
-    def _look(self) -> None:
-        note = self.note
-        self._parts = note.parts if note.parts.are_current() else Parts(note.parts.namespaces)
-        self._are_hooks_current = note.are_hooks_current(note.hook_copies)
 
     def __exit__(self, *error: object) -> None:
         note = self.note

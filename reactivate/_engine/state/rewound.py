@@ -17,28 +17,46 @@ from reactivate._engine.state.tensor_states import TensorStates, versions_of
 from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import run_unseen
 
-rewound_memory: dict[int, int] = {}
-"""{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now."""
+rewound_memory: dict[int | None, int] = {}
+"""{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now.
+
+Never of None, which `memory_of` returns where it cannot be told."""
 
 
 class RewoundTensors:
     """Tensors with the bytes and versions that they had when a region began, for as long as the context lasts."""
 
-    __slots__ = ("_is_rewound", "_memory", "_present", "_previous", "_small", "_state", "_versions", "_writes")
+    __slots__ = (
+        *("_is_rewound", "_is_small_same", "_memory", "_present", "_previous", "_small", "_state", "_tensors"),
+        *("_versions", "_writes"),
+    )
 
     def __init__(self, state: TensorStates) -> None:
         self._state = state
+        self._small: Bytes | None = None
+
+    def differs(self) -> bool:
+        """Return whether the tensors are not known to hold what they held; what was seen holds if `__enter__` is next."""
+        state = self._state
+        if state.small is not None:
+            self._small = Bytes(state.small.tensors)
+            self._is_small_same = self._small.are(state.small)
+            if not self._is_small_same:
+                return True
+        return bool(state.groups) or not state.are_shadows_current()
 
     def __enter__(self) -> None:
         state = self._state
-        self._versions = versions_of(self._tensors())
+        self._tensors = [*state.tensors, *(item.tensor for item in state.written)]
+        self._versions = versions_of(self._tensors)
         self._writes: list[
             tuple[Tensor, Tensor, Any, Any]
         ] = []  # (tensor, what it holds outside and where, its memory)
         self._previous: list[tuple[Tensor, Shadow | None]] = []
         self._memory: list[tuple[int, int | None]] = []
         self._present = [run_unseen(Group, group.tensors) for group in state.groups]
-        self._small = None if state.small is None else Bytes(state.small.tensors)
+        if self._small is None:
+            self.differs()
         changed: list[tuple[Tensor, Shadow]] = []
         for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions):
             if not shadow.is_current(tensor, version):
@@ -51,9 +69,9 @@ class RewoundTensors:
         try:
             if self._is_rewound:
                 run_unseen(self._write, changed)
-            if self._small is not None and state.small is not None and not self._small.are(state.small):
+            if self._small is not None and state.small is not None and not self._is_small_same:
                 self._small.keep_memory(state.small)
-                state.small.put()
+                state.small.put(Bytes(state.small.tensors) if self._is_rewound else self._small)
             self._mark_memory(set(map(id, written)))
             self._set_versions(state.noted_versions())
         except BaseException:
@@ -63,15 +81,12 @@ class RewoundTensors:
     def _mark_memory(self, written: set[int]) -> None:
         """Note that saved tensors in this memory are in what is rewound."""
         count = len(self._state.shadows)
-        for index, (tensor, version) in enumerate(zip(self._tensors(), self._versions)):
+        for index, (tensor, version) in enumerate(zip(self._tensors, self._versions)):
             if index >= count or id(tensor) in written:
                 key = memory_of(tensor)
                 if key is not None:
                     self._memory.append((key, rewound_memory.get(key)))
                     rewound_memory[key] = version
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self._state.tensors, *(item.tensor for item in self._state.written)]
 
     @torch.no_grad()
     def _write(self, changed: Sequence[tuple[Tensor, Shadow]]) -> None:
@@ -90,7 +105,7 @@ class RewoundTensors:
                 group.put()
 
     def _set_versions(self, versions: Sequence[int]) -> None:
-        tensors = self._tensors()
+        tensors = self._tensors
         if tensors and versions_of(tensors) != versions:
             counted = [pair for pair in zip(tensors, versions) if not pair[0].is_inference()]
             set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
@@ -105,10 +120,10 @@ class RewoundTensors:
         if self._is_rewound or versions_of(self._state.tensors[:count]) != self._versions[:count]:
             run_unseen(self._put_back)
         if self._small is not None:
-            self._small.put()
+            self._small.put(Bytes(self._small.tensors))
         self._set_versions(self._versions)
         self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
-        self._small = None
+        self._small, self._tensors = None, []
 
     @torch.no_grad()
     def _put_back(self) -> None:

@@ -6,22 +6,23 @@ whoever wrote to them, and however, they are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from ctypes import memmove, string_at
-from itertools import accumulate
+from collections.abc import Sequence
+from ctypes import c_char, memmove, string_at
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from reactivate._engine.state.bounded import cached
 from reactivate._engine.state.geometry import Geometry, has_geometry, has_memory, put
-from reactivate._torch.modes import equal_unseen, run_unseen
+from reactivate._torch.modes import run_unseen
 
 LARGEST_BYTES = 1 << 14
 """The number of bytes up to which a tensor is small."""
 
-_size_of, _shape_of, _kind_of = attrgetter("nbytes"), attrgetter("shape"), attrgetter("dtype")
+_form_of, _raw = attrgetter("nbytes", "shape", "dtype"), attrgetter("raw")
 _address_of, _strides_of, _is_contiguous = Tensor.data_ptr, Tensor.stride, Tensor.is_contiguous
 
 
@@ -47,49 +48,53 @@ class Bytes:
 
     Args:
         tensors: the tensors.
+        is_kept: whether this is kept until the backward: then it is in a tensor, whose memory torch's profilers count.
 
     Attributes:
-        content: their elements behind each other.
-        sizes, shapes, kinds, addresses: of each tensor, its bytes, shape, dtype, and where it begins. Code that gives a
-            tensor other memory may change all of these.
+        kept: that tensor.
+        forms, addresses: (bytes, shape, dtype) of each tensor, and where it begins. Code that gives a tensor other memory
+            may change all of these.
+        sizes: how many bytes of each tensor there are in the contents.
         strides: None if the elements of every tensor are behind each other.
         memory: {index: an alias} of those whose memory is to be given back to them; see `keep_memory`.
     """
 
-    __slots__ = ("addresses", "content", "kinds", "memory", "shapes", "sizes", "strides", "tensors")
+    __slots__ = ("_content", "addresses", "forms", "kept", "memory", "sizes", "strides", "tensors")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, is_kept: bool = False) -> None:
         self.tensors = tensors
-        self.shapes: list[torch.Size] = list(map(_shape_of, tensors))
-        self.kinds: list[torch.dtype] = list(map(_kind_of, tensors))
+        self.forms: list[tuple[int, torch.Size, torch.dtype]] = list(map(_form_of, tensors))
         self.addresses: list[int] = list(map(_address_of, tensors))
         self.strides: list[tuple[int, ...]] | None = None
         self.memory: dict[int, Tensor] = {}
         sources, addresses = tensors, self.addresses
+        self.sizes: list[int] = [size for size, *_ in self.forms]
         if not all(map(_is_contiguous, tensors)):
             self.strides = list(map(_strides_of, tensors))
             sources = run_unseen(_contiguous, tensors)
             addresses = list(map(_address_of, sources))
-        self.sizes: list[int] = list(map(_size_of, sources))
         if not all(addresses):  # its memory was given back, or it has no elements
             self.sizes = [size if address else 0 for size, address in zip(self.sizes, addresses)]
-        self.content = run_unseen(_memory, sum(self.sizes))
-        for _ in map(memmove, self._places(), addresses, self.sizes):
-            pass
+        self._content = b"".join(map(_raw, map(_memory_at, addresses, self.sizes)))
+        self.kept: Tensor | None = None
+        if is_kept:
+            size = len(self._content)
+            self.kept = run_unseen(_memory, size)
+            memmove(self.kept.data_ptr(), self._content, size)
+            self._content = b""
 
-    def _places(self) -> Iterable[int]:
-        """Return where the bytes of each tensor begin."""
-        return accumulate(self.sizes, initial=self.content.data_ptr())
+    def content(self) -> bytes:
+        """Return the elements of the tensors, behind each other."""
+        return self._content if self.kept is None else string_at(self.kept.data_ptr(), self.kept.nbytes)
 
     def are(self, others: Bytes) -> bool:
         """Return whether this is what the same tensors hold in `others`, in the same places."""
         return (
-            self.addresses == others.addresses
-            and self.shapes == others.shapes
-            and self.kinds == others.kinds
+            self.content() == others.content()
+            and self.addresses == others.addresses
+            and self.forms == others.forms
             and self.sizes == others.sizes
             and self.strides == others.strides
-            and equal_unseen(self.content, others.content)
         )
 
     def keep_memory(self, others: Bytes) -> None:
@@ -102,36 +107,47 @@ class Bytes:
     def _moved(self, others: Bytes) -> Sequence[int]:
         """Return which tensors are in other places in `others`, or have elements that are not behind each other."""
         has_strides = self.strides is not None or others.strides is not None
-        are_alike = self.shapes == others.shapes and self.kinds == others.kinds
-        if are_alike and not has_strides and self.addresses == others.addresses:
+        if not has_strides and self.forms == others.forms and self.addresses == others.addresses:
             return ()
-        one, other = (list(zip(item.addresses, item.shapes, item.kinds)) for item in (self, others))
+        one, other = (list(zip(item.addresses, item.forms)) for item in (self, others))
         return [index for index, where in enumerate(one) if has_strides or where != other[index]]
 
-    def put(self) -> None:
-        """Write to the tensors that hold something else by now, and to no other: it may be in memory for reading only."""
-        now = Bytes(self.tensors)
+    def put(self, now: Bytes) -> None:
+        """Write to the tensors that hold something else by now, and to no other: it may be in memory for reading only.
+
+        Args:
+            now: what they hold.
+        """
         if not self.are(now):
-            moved = self._moved(now)
-            rows = zip(self.tensors, self.sizes, self._places(), now._places())
-            for index, (tensor, size, place, place_now) in enumerate(rows):
+            moved, content, content_now = self._moved(now), self.content(), now.content()
+            start = start_now = 0
+            for index, (size, size_now) in enumerate(zip(self.sizes, now.sizes)):
+                part = content[start : start + size]
                 if index in moved:
-                    run_unseen(self._put_elsewhere, index)
-                elif string_at(place, size) != string_at(place_now, size):
-                    memmove(tensor.data_ptr(), place, size)
+                    run_unseen(self._put_elsewhere, index, part)
+                elif part != content_now[start_now : start_now + size_now]:
+                    memmove(self.tensors[index].data_ptr(), part, size)
+                start, start_now = start + size, start_now + size_now
 
     @torch.no_grad()
-    def _put_elsewhere(self, index: int) -> None:
+    def _put_elsewhere(self, index: int, part: bytes) -> None:
         """Write the elements of one tensor, which may have other memory or another form by now."""
-        tensor, shape, start = self.tensors[index], self.shapes[index], sum(self.sizes[:index])
-        content = self.content[start : start + self.sizes[index]].clone().view(self.kinds[index])
+        tensor, (_, shape, kind) = self.tensors[index], self.forms[index]
+        content = _memory(len(part))
+        memmove(content.data_ptr(), part, len(part))
+        content = content.view(kind)
         if has_geometry(tensor):
             content = content.view(shape) if content.numel() == shape.numel() else content
             strides = content.stride() if self.strides is None else self.strides[index]
-            noted = Geometry(self.addresses[index], shape, strides, self.kinds[index])
-            put(tensor, noted, content, self.memory.get(index))
-        elif self.sizes[index] and tensor.data_ptr():
+            put(tensor, Geometry(self.addresses[index], shape, strides, kind), content, self.memory.get(index))
+        elif part and tensor.data_ptr():
             (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(content.view(shape))
+
+
+@cached
+def _memory_at(address: int, size: int) -> Any:
+    """Return an object for the bytes that are in memory there, which holds nothing: to make one costs more than to read."""
+    return (c_char * size).from_address(address)
 
 
 def _memory(size: int) -> Tensor:

@@ -92,7 +92,7 @@ class TensorStates:
         self.shadows = list(map(current_shadow, counted))
         self.groups = list(map(Group, grouped(silent))) if silent else []
         self.groups += [Group([tensor], [_compared_shadow(tensor).content]) for tensor in compared]
-        self.small = Bytes(small) if small else None
+        self.small = Bytes(small, is_kept=True) if small else None
         self.tensors = [*counted, *chain.from_iterable(map(_tensors_of, self.groups)), *small]
         self.versions = versions_of(self.tensors)
         self.written: Sequence[Written] = ()
@@ -127,10 +127,8 @@ class TensorStates:
             if not shadow.is_current(tensor, tensor._version):
                 yield tensor
 
-    def is_current(self) -> bool:
-        """Return whether the tensors are known to hold what they held."""
-        if self.groups or (self.small is not None and not Bytes(self.small.tensors).are(self.small)):
-            return False
+    def are_shadows_current(self) -> bool:
+        """Return whether the tensors with a version that can be relied on hold what they held."""
         return all(shadow.is_current(tensor, tensor._version) for tensor, shadow in zip(self.tensors, self.shadows))
 
     def noted_versions(self) -> list[int]:
@@ -146,8 +144,8 @@ class TensorStates:
                 yield left.content
         for group in self.groups:
             yield from group.contents
-        if self.small is not None:
-            yield self.small.content
+        if self.small is not None and self.small.kept is not None:
+            yield self.small.kept
 
 
 def _is_vector(tensor: Tensor) -> bool:

@@ -36,24 +36,30 @@ class Everybodys:
         self._waiting = 0
 
     def enter(self, differs: Callable[[], bool]) -> Entry:
-        """Wait until the state is as it should be, or may be set back; `leave` takes what is returned."""
+        """Wait until the state is as it should be, or may be set back; `leave` takes what is returned.
+
+        Args:
+            differs: () -> whether anything is to be set back. The last thing that is asked before this returns: what it has
+                looked at holds for what comes next.
+        """
         me, around = get_ident(), _innermost.get()
         with self._mutex:
             while True:
-                if self._owner is not None:  # whether anything differs cannot be told while it is set back
-                    if _is_around(self._owner, me, around):
-                        self._depth += 1
+                if self._owner is None:
+                    if not differs():
+                        self._others.append((me, object()))
+                        _innermost.set(self._others[-1][1])
+                        return self._others[-1]
+                    if not self._others or any(_is_around(entry, me, around) for entry in self._others):
+                        self._owner, self._depth = (me, object()), 1
                         _innermost.set(self._owner[1])
                         return self._owner
-                elif not differs():
-                    self._others.append((me, object()))
-                    _innermost.set(self._others[-1][1])
-                    return self._others[-1]
-                elif not self._others or any(_is_around(entry, me, around) for entry in self._others):
-                    self._owner, self._depth = (me, object()), 1
+                elif _is_around(self._owner, me, around):
+                    differs()  # from what the owner has set back
+                    self._depth += 1
                     _innermost.set(self._owner[1])
                     return self._owner
-                self._waiting += 1
+                self._waiting += 1  # whether anything differs cannot be told while another thread has it set back
                 try:
                     self._changed.wait()
                 finally:
@@ -90,7 +96,7 @@ class undisturbed:  # noqa: N801 - read as a function
 
     Args:
         rewound: the context in which the state is as it was.
-        differs: () -> whether that writes anything, asked while no other thread has the state set back.
+        differs: () -> whether that writes anything, asked while no other thread has the state set back, right before.
     """
 
     __slots__ = ("_differs", "_entry", "_rewound")
