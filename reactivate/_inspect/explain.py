@@ -39,6 +39,7 @@ from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.fake import faked, has_no_memory, tensors_of
 from reactivate._inspect.places import SourcePlace, SourcePlaces, codes_around, module_of, regions_around
 from reactivate._inspect.step import Step, cotangents, leaves_of
+from reactivate._model.cache_watch import Caller, called
 from reactivate._torch.containers import flatten
 from reactivate._types import Device
 from reactivate.errors import UsageError
@@ -83,6 +84,7 @@ def explain(
     around = codes_around(_getframe(1))
     is_fake = any(map(has_no_memory, tensors_of(model, args, kwargs))) if fake is None else fake
     with ExitStack() as stack:
+        stack.enter_context(called(Caller("explain")))
         if is_fake:
             args, kwargs = stack.enter_context(faked(model, args, kwargs, _device_of(args, kwargs)))
         else:

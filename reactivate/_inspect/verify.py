@@ -19,6 +19,7 @@ from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.step import Change, Outcome, Step
 from reactivate._model.apply import apply, paused
+from reactivate._model.cache_watch import Caller, called
 from reactivate._text.words import counted
 from reactivate._types import Policy
 from reactivate.policies._base import check_policy
@@ -110,9 +111,10 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
     difference = _first_difference(plain, again)
     if difference is not None:
         return _verdict(plain, again, difference, is_deterministic=False)
-    ours = call.run(model, change or nullcontext)
-    if change is None and not ours.regions:
-        ours = call.run(checkpoint(model))
+    with called(Caller("verify")):
+        ours = call.run(model, change or nullcontext)
+        if change is None and not ours.regions:
+            ours = call.run(checkpoint(model))
     return _verdict(plain, ours, _first_difference(plain, ours), is_deterministic=True)
 
 
