@@ -40,6 +40,7 @@ from reactivate._inspect.fake import faked, has_no_memory, tensors_of
 from reactivate._inspect.places import SourcePlace, SourcePlaces, codes_around, module_of, regions_around
 from reactivate._inspect.step import Step, cotangents, leaves_of
 from reactivate._model.cache_watch import Caller, called
+from reactivate._modules.blocks import blocks_of
 from reactivate._torch.containers import flatten
 from reactivate._types import Device
 from reactivate.errors import UsageError
@@ -127,7 +128,8 @@ class _ExplainedStep(Step):
     def explanation(self) -> Explanation:
         """Return the explanation of the step that ran."""
         outside = [draft.entry() for draft in self._outside.values() if draft.figures]
-        return Explanation(tuple(draft.entry() for draft in self._regions), tuple(outside), self._is_fake)
+        layers = {path: type(block).__name__ for root in self._roots for path, block in blocks_of(root).items()}
+        return Explanation(tuple(draft.entry() for draft in self._regions), tuple(outside), self._is_fake, layers)
 
     def _run(self, model: Callable[..., Any], run: Any) -> None:
         self._ledger = Ledger(self._known())
