@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -292,7 +294,23 @@ def test_the_errors_are_one_tree() -> None:
     assert set(errors) == found
     assert all(issubclass(error, ReactivateError) for error in errors)
     assert issubclass(ReactivateError, RuntimeError), "what upstream raises"
+    assert issubclass(RecomputeMismatchError, torch.utils.checkpoint.CheckpointError)
     assert issubclass(UsageError, ValueError) and issubclass(UnsupportedError, NotImplementedError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UsageError("an option"),
+        RecomputeMismatchError("fewer", kind="fewer"),
+        PlanInfeasible("none fits", budget_bytes=3, least_bytes=5),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_come_out_of_other_processes(error: ReactivateError) -> None:
+    copied = pickle.loads(pickle.dumps(error))
+    assert (type(copied), copied.args, vars(copied)) == (type(error), error.args, vars(error))
+    assert str(copy.deepcopy(error)) == str(error)
 
 
 # -- transforms, export (Rule 5) --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The options of a call of `torch.utils.checkpoint`, as options of a region: their errors are torch's too."""
+"""The options of a call of `torch.utils.checkpoint`, as options of a region: their errors say it in torch's words too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any, NamedTuple
 
-from torch.utils.checkpoint import CheckpointError, noop_context_fn
+from torch.utils.checkpoint import noop_context_fn
 
 from reactivate._engine.record import Options
 from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError
@@ -22,12 +22,8 @@ _WORDS_OF_TORCH = {
 }
 
 
-class _MismatchError(RecomputeMismatchError, CheckpointError):
-    """A recomputation that differs, for `except CheckpointError` as well."""
-
-
 class _TorchOptions(Options):
-    """Options whose errors are torch's too (Rule 18)."""
+    """Options whose errors say it in torch's words too."""
 
     def exception(self, error: ReactivateError) -> BaseException:
         if not isinstance(error, RecomputeMismatchError):
@@ -38,7 +34,7 @@ class _TorchOptions(Options):
         ]
         if self.determinism == "values":
             lines.append("You are seeing this error because you passed `debug=True` to checkpoint.")
-        return _MismatchError("\n".join(lines), kind=error.kind)
+        return RecomputeMismatchError("\n".join(lines), kind=error.kind)
 
 
 class Asked(NamedTuple):
