@@ -111,6 +111,9 @@ class _Exception(ReadyMade):
         is_taken = any(part(site) is not None for part in parts_of(self.policy))
         return Recompute() if is_taken else None
 
+    def patterns(self) -> tuple[str, ...]:
+        return self.exception.patterns()
+
     def interest(self) -> Interest:
         return self.exception.interest()
 

@@ -105,6 +105,9 @@ class _RecomputeModules(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         return Recompute() if site.module is not None and selects(self.selectors, site) else None
 
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(selector for selector in self.selectors if isinstance(selector, str))
+
 
 def recompute_modules(*modules: Selector) -> ReadyMade:
     """Recompute these modules, each a region of its own; one inside of another is a region inside of a region.

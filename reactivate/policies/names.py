@@ -21,6 +21,9 @@ class _SaveModules(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         return Save(self.storage) if site.module is not None and selects(self.selectors, site) else None
 
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(selector for selector in self.selectors if isinstance(selector, str))
+
     def interest(self) -> Interest:
         return Interest(modules=True)
 

@@ -77,6 +77,9 @@ class _Ops(ReadyMade):
     def _takes_copy(self, site: Site) -> bool:
         return self.copies_to_host and site.is_copy_to_host
 
+    def patterns(self) -> tuple[str, ...]:
+        return self.within
+
     def interest(self) -> Interest:
         ops, functions = frozenset(self.ops), frozenset(self.functions)
         return Interest(ops, functions, paths=bool(self.within), copies_to_host=self.copies_to_host)
