@@ -42,8 +42,16 @@ def verdict(plan: Planned) -> str:
         f"{plan.made_for.model} fits into {in_words(plan.budget_bytes)}{share}{largest}. "
         f"Peak: {in_words(plan.peak_bytes)}{while_}, plain {in_words(max(plan.plain.peak_bytes, plan.optimizer_bytes))}. "
         f"Step: {seconds_in_words(plan.predicted.seconds)}, plain {seconds_in_words(plan.plain.seconds)}"
-        f"{_in_brackets(slowdown(plan, plan.predicted.seconds))}."
+        f"{_in_brackets(slowdown(plan, plan.predicted.seconds))}.{_beyond(plan)}"
     )
+
+
+def _beyond(plan: Planned) -> str:
+    """Say that the budget is more than the device has, if it is."""
+    if not plan.device_bytes or plan.budget_bytes <= plan.device_bytes:
+        return ""
+    fits = "The peak fits." if plan.peak_bytes <= plan.device_bytes else "The peak does not fit: lower the budget."
+    return f" The budget is more than the {in_words(plan.device_bytes)} that {plan.made_for.device} has. {fits}"
 
 
 def proof(plan: Planned) -> str:

@@ -48,6 +48,11 @@ class StepRunner:
         self._costs = costs
         self._replan = replan
 
+    @property
+    def device_bytes(self) -> int:
+        """The memory of the device; 0 where nobody says."""
+        return self._place.memory_bytes
+
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
         with paused(self._step.model):
