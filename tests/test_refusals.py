@@ -313,6 +313,31 @@ def test_errors_come_out_of_other_processes(error: ReactivateError) -> None:
     assert str(copy.deepcopy(error)) == str(error)
 
 
+CALLS = {
+    "apply": (lambda: reactivate.apply(nn.Linear(2, 2), polciy=policies.full()), "polciy", "policy"),
+    "explain": (lambda: reactivate.explain(nn.Linear(2, 2), leaf(2), fakes=True), "fakes", "fake"),
+    "verify": (lambda: reactivate.verify(nn.Linear(2, 2), leaf(2), polcy=policies.full()), "polcy", "policy"),
+    "install": (lambda: reactivate.dropin.install(guard=()), "guard", "guards"),
+    "save_ops": (lambda: policies.save_ops("linear", withn="*.mlp"), "withn", "within"),
+    "recompute_every": (lambda: policies.recompute_every(2, ofset=1), "ofset", "offset"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_misspelled_keyword_is_refused_with_the_one_that_is_meant(name: str) -> None:
+    call, given, meant = CALLS[name]
+    with pytest.raises(UsageError, match=f"^{name} does not take {given}=. Did you mean '{meant}'. It takes .*{meant}"):
+        call()
+
+
+def test_signatures_stay() -> None:
+    """Of functions that refuse unknown keywords: what editors show."""
+    parameters = inspect.signature(reactivate.apply).parameters
+    assert list(parameters) == ["model", "policy", "guards", "early_stop", "determinism", "replace"]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'policy'"):
+        reactivate.apply(nn.Linear(2, 2))  # type: ignore[call-arg]
+
+
 # -- transforms, export (Rule 5) --------------------------------------------------------------------------------------
 
 

@@ -41,11 +41,13 @@ from reactivate._inspect.places import SourcePlace, SourcePlaces, codes_around, 
 from reactivate._inspect.step import Step, cotangents, leaves_of
 from reactivate._model.cache_watch import Caller, called
 from reactivate._modules.blocks import blocks_of
+from reactivate._text.keywords import refuse_unknown
 from reactivate._torch.containers import flatten
 from reactivate._types import Device
 from reactivate.errors import UsageError
 
 
+@refuse_unknown
 @uncounted()
 def explain(
     model: Callable[..., Any],

@@ -20,6 +20,7 @@ from reactivate._inspect.arguments import example_of
 from reactivate._inspect.step import Change, Outcome, Step
 from reactivate._model.apply import apply, paused
 from reactivate._model.cache_watch import Caller, called
+from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import counted
 from reactivate._types import Policy
 from reactivate.policies._base import check_policy
@@ -65,6 +66,7 @@ class Verdict:
         return f"Not the same: {self.difference} ({facts})."
 
 
+@refuse_unknown
 def verify(
     model: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None, *, policy: Policy | None = None
 ) -> Verdict:

@@ -7,6 +7,7 @@ from types import ModuleType, TracebackType
 
 import torch.utils.checkpoint as upstream
 
+from reactivate._text.keywords import refuse_unknown
 from reactivate.dropin import torch as dropin
 from reactivate.dropin._references import Swap, backwards, replace_everywhere
 from reactivate.errors import UsageError
@@ -74,6 +75,7 @@ class Installation:
         self.remove()
 
 
+@refuse_unknown
 def install(*, guards: Guards = DEFAULT) -> Installation:
     """Run everything that calls `torch.utils.checkpoint` on this engine, without an edit.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Action, Recompute, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, check_every, shortened, written
@@ -74,6 +75,7 @@ class _Every(ReadyMade):
             )
 
 
+@refuse_unknown
 def recompute_every(k: int, offset: int = 0) -> ReadyMade:
     """Recompute every k-th block: those whose number, from 0, leaves the remainder `offset`.
 

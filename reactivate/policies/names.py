@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reactivate._text.keywords import refuse_unknown
 from reactivate._types import DEVICE, Action, Save, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.policies._base import Interest, ReadyMade, written
@@ -28,6 +29,7 @@ class _SaveModules(ReadyMade):
         return Interest(modules=True)
 
 
+@refuse_unknown
 def save_modules(*modules: Selector, storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what these modules compute: a recomputation skips them.
 
@@ -70,6 +72,7 @@ class _SaveNames(ReadyMade):
         return Interest(names=True)
 
 
+@refuse_unknown
 def save_names(*names: str, storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what the calls with these names compute: those made with `reactivate.site`.
 
