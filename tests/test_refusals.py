@@ -243,6 +243,30 @@ def test_values_name_the_first_op_that_differs_with_both_traces(contexts: bool) 
     assert notes == (["forward", "recomputation"] if contexts else [])
 
 
+def test_values_name_the_users_line_of_ops_in_torchs_own_layers() -> None:
+    """Of the recomputation too, whose own caller is the backward."""
+
+    def activation(x: Tensor) -> Tensor:
+        return x.relu() + int(recomputing())  # the first that differs
+
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, activation=activation)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    reactivate.apply(model, policies.full(), determinism="values")
+
+    def forward() -> Tensor:
+        return model(leaf(2, 3, 4)).sum()  # the call of the model
+
+    out = forward()
+    with pytest.raises(RecomputeMismatchError) as caught:
+        out.backward()
+    called, differs = line_of(forward, "the call of the model"), line_of(activation, "the first that differs")
+    first, second = str(caught.value).split("recomputation:")
+    for part in (first, second):
+        ops = [line for line in part.splitlines() if " aten." in line]
+        lines = {line.partition("   at ")[2].split(" in ")[0] for line in ops}
+        assert lines == {f"{__file__}:{called}", f"{__file__}:{differs}"}
+
+
 def test_values_and_every_guard_agree_where_nothing_differs() -> None:
     def make() -> Case:
         block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.GELU())
