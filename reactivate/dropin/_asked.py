@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from operator import is_
 from typing import Any, NamedTuple
@@ -72,6 +73,15 @@ class Asked(NamedTuple):
             return options
         pair = ContextPair(functools.partial(_contexts, self), keeps_random_numbers=keeps)
         return _TorchOptions((*options.guards, pair), options.early_stop, options.determinism)
+
+
+def warn_reentrant(name: str, stacklevel: int) -> None:
+    """Warn that `use_reentrant` was not given, as torch does."""
+    warnings.warn(
+        f"{name}: the use_reentrant parameter should be passed explicitly. torch will raise without it. With "
+        "reactivate both variants run on the same engine, so pass use_reentrant=False.",
+        stacklevel=stacklevel,
+    )
 
 
 _USUAL = (*Asked(), None, None, DEFAULT)  # as mostly: found by identities
