@@ -26,7 +26,7 @@ from reactivate.errors import (
     UnsupportedError,
     UsageError,
 )
-from reactivate.guards import DEFAULT, ContextPair
+from reactivate.guards import DEFAULT, ContextPair, Guard
 
 
 def leaf(*shape: int) -> Tensor:
@@ -335,6 +335,37 @@ def test_errors_come_out_of_other_processes(error: ReactivateError) -> None:
     copied = pickle.loads(pickle.dumps(error))
     assert (type(copied), copied.args, vars(copied)) == (type(error), error.args, vars(error))
     assert str(copy.deepcopy(error)) == str(error)
+
+
+class Silent(Guard):
+    """A guard that would restore nothing: a spelling mistake away from one that does."""
+
+    def befor(self, call: Any) -> Any:
+        return ()
+
+    def recompute(self, snapshot: Any) -> Any:
+        raise AssertionError
+
+
+class Loud(Silent):
+    def before(self, call: Any) -> Any:
+        return None  # there is no state in this call
+
+
+def test_a_guard_that_would_restore_nothing_is_refused() -> None:
+    """Its `before` is Guard's own, so that its `recompute` would never be called."""
+    for ask in (
+        lambda guards: reactivate.checkpoint(torch.sin, guards=guards),
+        lambda guards: reactivate.apply(nn.Sequential(nn.Linear(2, 2)), policies.full(), guards=guards),
+        lambda guards: reactivate.dropin.install(guards=guards),
+    ):
+        with pytest.raises(
+            UsageError, match="the guard Silent has a `recompute` that is never called.*before.self, call."
+        ):
+            ask(DEFAULT.adding(Silent()))
+    x = leaf(3)
+    reactivate.checkpoint(torch.sin, guards=DEFAULT.adding(Loud(), Guard()))(x).sum().backward()
+    assert x.grad is not None
 
 
 CALLS = {

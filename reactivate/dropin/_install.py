@@ -7,6 +7,7 @@ from types import ModuleType, TracebackType
 
 import torch.utils.checkpoint as upstream
 
+from reactivate._options import checked
 from reactivate._text.keywords import refuse_unknown
 from reactivate.dropin import torch as dropin
 from reactivate.dropin._references import Swap, backwards, replace_everywhere
@@ -93,7 +94,8 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
         A handle with `remove()`; also a context manager.
 
     Raises:
-        UsageError: it is installed already; or `gc.freeze()` has hidden the references.
+        UsageError: it is installed already; a guard is none, or could not restore anything; or `gc.freeze()` has hidden the
+            references.
 
     Example:
         >>> import torch, reactivate
@@ -103,6 +105,7 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
     """
     if _active:
         raise UsageError("The drop-in is installed already. Call `remove()` on what the first `install()` returned.")
+    checked(guards)
     return Installation(guards)
 
 
