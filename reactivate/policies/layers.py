@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Action, Recompute, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, check_every, shortened, written
@@ -74,6 +75,7 @@ class _Every(ReadyMade):
             )
 
 
+@refuse_unknown
 def recompute_every(k: int, offset: int = 0) -> ReadyMade:
     """Recompute every k-th block: those whose number, from 0, leaves the remainder `offset`.
 
@@ -104,6 +106,9 @@ class _RecomputeModules(ReadyMade):
 
     def __call__(self, site: Site) -> Action | None:
         return Recompute() if site.module is not None and selects(self.selectors, site) else None
+
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(selector for selector in self.selectors if isinstance(selector, str))
 
 
 def recompute_modules(*modules: Selector) -> ReadyMade:
