@@ -95,8 +95,8 @@ def checkpoint(
         policy: which calls inside of `fn` to save; see `reactivate.policies`. Paths begin at `fn`, if that is a module
             or a method of one.
         inputs: where to keep the tensors that `fn` is called with: `storage.Host()` for the memory of the host.
-        guards: the state that a recomputation sees as the forward saw it. Leave some out with `guards.DEFAULT.without(
-            "rng")`, add your own with `guards.DEFAULT.adding(...)`.
+        guards: the state that a recomputation sees as the forward saw it. Leave some out with
+            `guards.DEFAULT.without("rng")`, add your own with `guards.DEFAULT.adding(...)`.
         early_stop: stop a recomputation as soon as the last saved tensor that is needed exists.
         determinism: how a recomputation is compared with its forward. "metadata": number, shape, dtype and device of the
             saved tensors. "first": that, and in the 1st, 2nd, 4th, 8th, ... call of a region checksums of these, and of

@@ -40,14 +40,28 @@ def make_options(
     if determinism not in get_args(Determinism):
         allowed = ", ".join(map(repr, get_args(Determinism)))
         raise UsageError(f"determinism={determinism!r} is not a check. There are: {allowed}.")
+    check_storage(inputs, "checkpoint(inputs=...)")
+    return Options(checked(guards), bool(early_stop), determinism, name, inputs=inputs)
+
+
+def checked(guards: Iterable[Guard]) -> tuple[Guard, ...]:
+    """Return the guards, each of which can restore something.
+
+    Raises:
+        UsageError: one is no guard, or would never be asked to restore what it can restore.
+    """
     members = tuple(guards)
     for guard in members:
         if not isinstance(guard, Guard):
             raise UsageError(
                 f"`guards` must contain `Guard` objects; got {described(guard)}. Subclass reactivate.guards.Guard."
             )
-    check_storage(inputs, "checkpoint(inputs=...)")
-    return Options(members, bool(early_stop), determinism, name, inputs=inputs)
+        if getattr(guard.before, "__func__", None) is Guard.before and type(guard).recompute is not Guard.recompute:
+            raise UsageError(
+                f"the guard {type(guard).__name__} has a `recompute` that is never called: it has no `before`, and that of "
+                "Guard returns None, which says that there is no state. Write before(self, call), which returns the state."
+            )
+    return members
 
 
 def with_policy(options: Options, fn: Any, policy: Policy) -> Options:

@@ -4,7 +4,7 @@
 
     ReactivateError (RuntimeError)
     |-- MutationError           what a recomputation must read was changed after the forward pass read it
-    |-- RecomputeMismatchError  the recomputation did not do what the forward pass did
+    |-- RecomputeMismatchError (torch's CheckpointError)  the recomputation did not do what the forward pass did
     |-- PlanInfeasible          no policy lets the step fit in the budget
     |-- UsageError (ValueError)  the request itself is wrong: an unknown option, a bad value
     `-- UnsupportedError (NotImplementedError)  a part of torch that cannot be checkpointed
@@ -13,6 +13,10 @@ All of them say what was asked, what was found, where, and what to do about it.
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointError
 
 __all__ = [
     "MutationError",
@@ -27,13 +31,23 @@ __all__ = [
 class ReactivateError(RuntimeError):
     """The root of every error that reactivate raises."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it with its attributes: an error may come out of another process."""
+        return _rebuilt, (type(self), self.args, vars(self))
+
+
+def _rebuilt(kind: type[ReactivateError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ReactivateError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
+
 
 class MutationError(ReactivateError):
     """Something that a recomputation must read was changed after the forward pass read it (Rule 15)."""
 
 
-class RecomputeMismatchError(ReactivateError):
-    """A recomputation did something else than the forward pass (Rule 16).
+class RecomputeMismatchError(ReactivateError, CheckpointError):
+    """A recomputation did something else than the forward pass (Rule 16). It is torch's own error for this, too.
 
     Attributes:
         kind: "fewer" or "more" tensors were saved, or some with other "metadata", or an op had other "values".

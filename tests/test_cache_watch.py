@@ -94,6 +94,26 @@ def test_the_warning_names_the_line_that_called_the_model() -> None:
     assert caught[0].filename == __file__
 
 
+CALLS = {
+    "plan": lambda model: reactivate.plan(model, batch(), budget="60%").measure(),
+    "explain": lambda model: reactivate.explain(model, batch()),
+    "verify": lambda model: reactivate.verify(model, batch(), policy=policies.full()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_warning_names_the_function_that_was_called(name: str) -> None:
+    """However many policies a plan tries, and however often it runs the step."""
+    model = gpt2()
+    if name == "explain":
+        reactivate.apply(model, policies.full())
+    with pytest.warns(UserWarning, match="use_cache") as caught:
+        CALLS[name](model)
+    (warning,) = (warning for warning in caught if "use_cache" in str(warning.message))
+    assert str(warning.message).startswith(f"{name}: use_cache is on. The first call of {LAYERS} of {LAYERS} regions")
+    assert warning.filename == __file__
+
+
 def test_regions_that_do_not_run_hold_nothing_up() -> None:
     """When a region is called again, a step has been measured."""
     model = Wrapped()

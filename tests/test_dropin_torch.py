@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -266,8 +267,10 @@ def test_determinism_check(name: str) -> None:
         y = wrapped(engine, early_stop=False)(Unsteady(difference))(leaf(3))
         with pytest.raises(upstream.CheckpointError, match=words) as caught:
             y.sum().backward()
-    assert isinstance(caught.value, RecomputeMismatchError)
+    assert type(caught.value) is RecomputeMismatchError, "as a traceback calls it"
     assert caught.value.kind in (name, "metadata")
+    copied = pickle.loads(pickle.dumps(caught.value))  # as it comes out of another process
+    assert (type(copied), copied.kind, str(copied)) == (type(caught.value), caught.value.kind, str(caught.value))
     assert "`debug=True` names the first op that differs" in str(caught.value), "the remedy, as it is called here"
 
 

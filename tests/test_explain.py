@@ -499,7 +499,7 @@ def test_the_table() -> None:
     assert lines[0].startswith(
         "Kept for the backward: 2.17 KiB, of which 300 B outside of regions. Recomputed: 2.03 KiB."
     )
-    assert any("layers.0…3 (4 alike) Block" in line and "640 B" in line for line in lines)
+    assert any("layers.0…layers.3 (4 alike) Block" in line and "640 B" in line for line in lines)
     assert any(line.strip().startswith("up linear") and "test_explain.py:" in line for line in lines)
     assert lines[-1].split()[0] == "all"
 
@@ -507,7 +507,51 @@ def test_the_table() -> None:
 def test_the_table_is_as_wide_as_asked() -> None:
     explanation = explain(*prepared("save_ops"))
     assert max(map(len, explanation.text(width=100).splitlines())) <= 100
-    assert "layers.0…3 (4 alike) Block" in explanation.text(plain=True)
+    assert "layers.0…layers.3 (4 alike) Block" in explanation.text(plain=True)
+
+
+def test_layers_that_keep_alike_share_their_rows_with_their_sums() -> None:
+    """Of a model without a policy too."""
+    explanation = explain(*prepared("plain"))
+    lines = explanation.text(plain=True).splitlines()
+    (folded,) = (number for number, line in enumerate(lines) if "alike" in line)
+    inside = [entry for entry in explanation.outside if entry.path.startswith("layers.")]
+    assert lines[folded].startswith("layers.0…layers.3 (4 alike) Block")
+    assert lines[folded].endswith(in_words(sum(entry.kept_bytes for entry in inside)))
+    up = [entry for entry in inside if entry.path.endswith(".up")]
+    (line,) = (line for line in lines if line.startswith("  up: 4 tensors "))
+    assert in_words(sum(entry.kept_bytes for entry in up)) in line
+    assert len(lines) == folded + 8  # four places in a layer; the head, the loss and the total
+
+
+def test_folded_rows_are_sums_at_any_depth() -> None:
+    """Of regions in regions too."""
+    explanation = explain(*prepared("nested"))
+    inner = [entry for entry in explanation.walk() if entry.path == "layers.0.first" and entry.kind == "recomputed"]
+    assert inner
+    text = explanation.text(plain=True)
+    for entry in inner:
+        assert f"    {4 * entry.tensors} tensors" in text and in_words(4 * entry.recomputed_bytes) in text
+
+
+def test_only_layers_that_are_alike_share_rows() -> None:
+    model, x = prepared("plain")
+    model.layers[2] = Normed(8)
+    text = explain(model, x).text(plain=True)
+    for row in ("layers.0…layers.1 (2 alike) Block ", "\nlayers.2 Normed ", "\nlayers.3 Block "):
+        assert text.count(row) == 1
+
+
+def test_the_sums_of_layers_are_values_too() -> None:
+    explanation = explain(*prepared("every second"))
+    layers = [entry for entry in explanation.outside_by_layer if entry.kind == "layer"]
+    assert [(entry.path, entry.name) for entry in layers] == [("layers.1", "Block"), ("layers.3", "Block")]
+    for layer in layers:
+        inside = [entry for entry in explanation.outside if entry.path.startswith(layer.path)]
+        assert list(layer.inside) == inside and len(inside) > 2
+        assert layer.kept_bytes == sum(entry.kept_bytes for entry in inside) > 0
+    others = [entry for entry in explanation.outside_by_layer if entry.kind != "layer"]
+    assert [entry.path for entry in others] == [entry.path for entry in explanation.outside if "." not in entry.path]
 
 
 def test_torch_alone_is_enough_to_print() -> None:

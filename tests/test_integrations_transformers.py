@@ -102,7 +102,13 @@ def fitted(folder: Path, callbacks: list[Any], make: Any = model_of, **options: 
 
 
 @pytest.mark.parametrize(
-    ("options", "batches"), [({}, STEPS), ({"bf16": True}, STEPS), ({"gradient_accumulation_steps": STEPS}, STEPS**2)]
+    ("options", "batches"),
+    [
+        ({}, STEPS),
+        ({"bf16": True}, STEPS),
+        ({"gradient_accumulation_steps": STEPS}, STEPS**2),
+        ({"label_smoothing_factor": 0.1}, STEPS),  # the Trainer computes the loss, of a model without labels
+    ],
 )
 def test_bitwise(tmp_path: Path, options: dict[str, Any], batches: int) -> None:
     plain, _ = fitted(tmp_path, [], **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import warnings
 from collections import Counter
@@ -20,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import reactivate
+from reactivate._engine.accounts import in_words
 from reactivate._torch.fake import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner import planner
 from reactivate.planner.cost.devices import find
-from reactivate.planner.place import available_bytes
+from reactivate.planner.place import available_bytes, memory_bytes
 from reactivate.planner.plan import Plan
 
 
@@ -382,6 +384,32 @@ def test_a_model_without_memory_is_planned() -> None:
     assert plan.predicted.peak_bytes <= plan.budget_bytes < plan.plain.peak_bytes
     assert plan.plain.peak_bytes > 100 * 2**30
     assert all(item.is_meta for item in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "has_bytes"),
+    [("H100-SXM", "H100-SXM", find("H100-SXM").memory_bytes), (None, "cpu", memory_bytes(torch.device("cpu")))],
+)
+def test_a_budget_beyond_the_device_is_said_once(device: str | None, name: str, has_bytes: int) -> None:
+    """Not one that the device has, nor where no device is said."""
+    case = gpt(layers=1)
+    fitting = planned(case, has_bytes, device=device)
+    beyond = planned(case, has_bytes + 1, device=device)
+    said = f"The budget is more than the {in_words(has_bytes)} that {name} has. The peak fits."
+    assert "is more than" not in str(fitting) and str(beyond).count(said) == 1
+    assert str(Plan.from_json(beyond.to_json())) == str(beyond)
+    assert str(beyond.at(has_bytes)).count("is more than") == 0
+    with torch.device("meta"):
+        elsewhere = GPT(layers=1)
+    assert "is more than" not in str(reactivate.plan(elsewhere, torch.zeros(2, 8, dtype=torch.long), budget="100TiB"))
+
+
+def test_a_peak_beyond_the_device_is_said() -> None:
+    tiny = dataclasses.replace(find("H100-SXM"), name="tiny", memory_bytes=2**16)
+    text = str(planned(gpt(layers=1), "100%", device=tiny))
+    assert (
+        text.count("The budget is more than the 64.0 KiB that tiny has. The peak does not fit: lower the budget.") == 1
+    )
 
 
 def test_real_and_fake_agree(three_blocks: tuple[Case, Plan]) -> None:

@@ -69,6 +69,10 @@ def test_a_share_of_bytes_is_rounded_down() -> None:
         ("all", "is not an amount and a unit"),
         ("8 GiB free", "is not an amount and a unit"),
         ("8", "has no unit; say 8GiB, 8MiB or 8%"),
+        ("0.4", "has no unit; say 0.4GiB, 0.4MiB or 40%"),
+        (0.4, 'is a float; for that share say "40%"'),
+        (1.5e9, "is a float; for so many bytes say 1500000000"),
+        ("40 percent", "has the unit 'percent'; say 40%"),
         ("8G", "say 8GiB or 8GB"),
         ("8g", "say 8GiB or 8GB"),
         ("8Gb", "say 8GiB or 8GB"),  # gigabits?
@@ -76,7 +80,7 @@ def test_a_share_of_bytes_is_rounded_down() -> None:
         ("512 m", "say 512MiB or 512MB"),
         ("8PiB", "which is none of B, kB, "),
         ("0%", "leaves no memory for activations"),
-        ("100.1%", "is more than the plain step takes"),
+        ("100.1%", "is more than the plain step takes: 100% is its whole activation peak"),
         ("\u0665GiB", "is not an amount and a unit"),  # a digit, but not one of ours
     ],
 )
@@ -86,6 +90,7 @@ def test_refused_with_what_was_found(budget: object, found: str) -> None:
     message = str(caught.value)
     assert message.startswith(f"budget={budget!r} ") and found in message
     assert '"8GiB"' in message and '"50%"' in message, "examples"
+    assert "of the activation peak of the plain step: its peak without what is allocated all the time" in message
 
 
 @given(st.integers(min_value=1, max_value=2**60))

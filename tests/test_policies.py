@@ -435,7 +435,18 @@ def test_policies_are_values() -> None:
     ("make", "message"),
     [
         (lambda: policies.save_ops(), "at least one op"),
-        (lambda: policies.save_ops("linaer"), "knows no op 'linaer'. Similar: 'linear'"),
+        (lambda: policies.save_ops("linaer"), "knows no op 'linaer'. Did you mean 'linear' or"),
+        (
+            lambda: policies.save_ops("sdpa"),
+            "Did you mean 'scaled_dot_product_attention'? policies.save('attention') saves",
+        ),
+        (lambda: policies.save_ops("flash"), "Did you mean 'scaled_dot_product_attention'?"),
+        (lambda: policies.save_ops("matmul "), "knows no op 'matmul '. Did you mean 'matmul'?"),
+        (lambda: policies.save_ops("conv"), "Did you mean 'conv1d' or 'conv2d' or 'conv3d'?"),
+        (lambda: policies.save_ops("softmax_"), "Did you mean 'softmax'?"),
+        (lambda: policies.save_ops("F.linear"), "Did you mean 'linear'?"),
+        (lambda: policies.save_ops("aten.mm.default"), "Did you mean 'mm'?"),
+        (lambda: policies.save_ops("aten.mm"), "Did you mean 'mm'?"),  # an op of torch's own has no namespace
         (lambda: policies.save_ops("linear", 3), "names of ops, functions of torch and Function classes; got 3"),
         (lambda: policies.save_ops(nn.Linear), "got the class Linear. To save modules, write save_modules(Linear)."),
         (lambda: policies.save_ops("mul_"), "cannot save 'mul_': it writes into its argument"),
@@ -475,7 +486,13 @@ def test_wrong_arguments_are_refused_at_once(make: Callable[[], Any], message: s
     ("policy", "messages"),
     [
         (policies.recompute_modules("*.mpl"), ["recompute_modules('*.mpl')", "layers.0, layers.1", "head"]),
-        (policies.first_match(policies.save_modules("*.upp"), policies.full()), ["save_modules('*.upp')"]),
+        (
+            policies.first_match(policies.save_modules("*.upp"), policies.full()),
+            ["save_modules('*.upp')", "Did you mean '*.up'?"],
+        ),
+        (policies.recompute_modules("layer.*"), ["Did you mean 'layers.*'?"]),
+        (policies.recompute_modules("model.layers[1]"), ["matches nothing in Model. Did you mean 'layers.1'?"]),
+        (policies.recompute_modules("decoder.*"), ["matches nothing in Model. Its blocks"]),
         (policies.first_match(policies.save_modules("head"), policies.full()), ["save_modules('head')"]),
         (policies.recompute_every(9, offset=8), ["recompute_every(9, offset=8)", "layers.3"]),
         (LINEAR, ["the policy makes no region", "first_match"]),
@@ -500,7 +517,7 @@ def test_what_matches_no_module_is_refused_by_apply(policy: Any, messages: list[
     [
         (policies.save_ops("einsum"), "save_ops('einsum') matches nothing. What there was to match: "),
         (policies.save_names("q_proj"), "save_names('q_proj') matches nothing"),
-        (policies.save_ops("linear", within="*.upp"), "matches nothing"),
+        (policies.save_ops("linear", within="*.upp"), "matches nothing. Did you mean '*.up'? What there was"),
         (policies.every_nth(2, policies.save_ops("einsum")), "save_ops('einsum')"),
         (policies.exclude(LINEAR, policies.save_ops("tanh")), "save_ops('tanh') as an exception to save_ops('linear')"),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,7 +26,7 @@ from reactivate.errors import (
     UnsupportedError,
     UsageError,
 )
-from reactivate.guards import DEFAULT, ContextPair
+from reactivate.guards import DEFAULT, ContextPair, Guard
 
 
 def leaf(*shape: int) -> Tensor:
@@ -241,6 +243,30 @@ def test_values_name_the_first_op_that_differs_with_both_traces(contexts: bool) 
     assert notes == (["forward", "recomputation"] if contexts else [])
 
 
+def test_values_name_the_users_line_of_ops_in_torchs_own_layers() -> None:
+    """Of the recomputation too, whose own caller is the backward."""
+
+    def activation(x: Tensor) -> Tensor:
+        return x.relu() + int(recomputing())  # the first that differs
+
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, activation=activation)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    reactivate.apply(model, policies.full(), determinism="values")
+
+    def forward() -> Tensor:
+        return model(leaf(2, 3, 4)).sum()  # the call of the model
+
+    out = forward()
+    with pytest.raises(RecomputeMismatchError) as caught:
+        out.backward()
+    called, differs = line_of(forward, "the call of the model"), line_of(activation, "the first that differs")
+    first, second = str(caught.value).split("recomputation:")
+    for part in (first, second):
+        ops = [line for line in part.splitlines() if " aten." in line]
+        lines = {line.partition("   at ")[2].split(" in ")[0] for line in ops}
+        assert lines == {f"{__file__}:{called}", f"{__file__}:{differs}"}
+
+
 def test_values_and_every_guard_agree_where_nothing_differs() -> None:
     def make() -> Case:
         block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.GELU())
@@ -292,7 +318,80 @@ def test_the_errors_are_one_tree() -> None:
     assert set(errors) == found
     assert all(issubclass(error, ReactivateError) for error in errors)
     assert issubclass(ReactivateError, RuntimeError), "what upstream raises"
+    assert issubclass(RecomputeMismatchError, torch.utils.checkpoint.CheckpointError)
     assert issubclass(UsageError, ValueError) and issubclass(UnsupportedError, NotImplementedError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UsageError("an option"),
+        RecomputeMismatchError("fewer", kind="fewer"),
+        PlanInfeasible("none fits", budget_bytes=3, least_bytes=5),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_come_out_of_other_processes(error: ReactivateError) -> None:
+    copied = pickle.loads(pickle.dumps(error))
+    assert (type(copied), copied.args, vars(copied)) == (type(error), error.args, vars(error))
+    assert str(copy.deepcopy(error)) == str(error)
+
+
+class Silent(Guard):
+    """A guard that would restore nothing: a spelling mistake away from one that does."""
+
+    def befor(self, call: Any) -> Any:
+        return ()
+
+    def recompute(self, snapshot: Any) -> Any:
+        raise AssertionError
+
+
+class Loud(Silent):
+    def before(self, call: Any) -> Any:
+        return None  # there is no state in this call
+
+
+def test_a_guard_that_would_restore_nothing_is_refused() -> None:
+    """Its `before` is Guard's own, so that its `recompute` would never be called."""
+    for ask in (
+        lambda guards: reactivate.checkpoint(torch.sin, guards=guards),
+        lambda guards: reactivate.apply(nn.Sequential(nn.Linear(2, 2)), policies.full(), guards=guards),
+        lambda guards: reactivate.dropin.install(guards=guards),
+    ):
+        with pytest.raises(
+            UsageError, match="the guard Silent has a `recompute` that is never called.*before.self, call."
+        ):
+            ask(DEFAULT.adding(Silent()))
+    x = leaf(3)
+    reactivate.checkpoint(torch.sin, guards=DEFAULT.adding(Loud(), Guard()))(x).sum().backward()
+    assert x.grad is not None
+
+
+CALLS = {
+    "apply": (lambda: reactivate.apply(nn.Linear(2, 2), polciy=policies.full()), "polciy", "policy"),
+    "explain": (lambda: reactivate.explain(nn.Linear(2, 2), leaf(2), fakes=True), "fakes", "fake"),
+    "verify": (lambda: reactivate.verify(nn.Linear(2, 2), leaf(2), polcy=policies.full()), "polcy", "policy"),
+    "plan": (lambda: reactivate.plan(nn.Linear(2, 2), leaf(2), budgte="50%"), "budgte", "budget"),
+    "install": (lambda: reactivate.dropin.install(guard=()), "guard", "guards"),
+    "save_ops": (lambda: policies.save_ops("linear", withn="*.mlp"), "withn", "within"),
+    "recompute_every": (lambda: policies.recompute_every(2, ofset=1), "ofset", "offset"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_misspelled_keyword_is_refused_with_the_one_that_is_meant(name: str) -> None:
+    call, given, meant = CALLS[name]
+    with pytest.raises(UsageError, match=f"^{name} does not take {given}=. Did you mean '{meant}'. It takes .*{meant}"):
+        call()
+
+
+def test_signatures_stay() -> None:
+    """Of functions that refuse unknown keywords: what editors show."""
+    parameters = inspect.signature(reactivate.apply).parameters
+    assert list(parameters) == ["model", "policy", "guards", "early_stop", "determinism", "replace"]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'policy'"):
+        reactivate.apply(nn.Linear(2, 2))  # type: ignore[call-arg]
 
 
 # -- transforms, export (Rule 5) --------------------------------------------------------------------------------------

@@ -144,6 +144,27 @@ def test_a_device_that_is_first_used_inside_of_a_region() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
 
 
+def test_the_order_of_imports_does_not_matter_for_regions_and_drop_in() -> None:
+    """torch's own checkpoint needs `torch.xla`, which the first of them registers where torch_xla comes later."""
+    code = """
+        import reactivate
+        import torch, torch_xla
+        from torch.utils.checkpoint import checkpoint as upstream
+
+        def gradient(call):
+            x = torch.linspace(-1, 1, 9, device="xla", requires_grad=True)
+            call(lambda x: (x.sin() * x).exp(), x).sum().backward()
+            return x.grad.cpu()
+
+        plain = gradient(lambda fn, x: fn(x))
+        with reactivate.dropin.install():
+            assert torch.equal(plain, gradient(lambda fn, x: upstream(fn, x, use_reentrant=False)))
+        assert torch.equal(plain, gradient(lambda fn, x: reactivate.checkpoint(fn)(x)))
+        assert torch.equal(plain, gradient(lambda fn, x: upstream(fn, x, use_reentrant=False)))
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
+
+
 # -- autograd in full -------------------------------------------------------------------------------------------------
 
 

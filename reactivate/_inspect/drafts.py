@@ -9,7 +9,7 @@ from weakref import ref
 from torch import Tensor
 
 from reactivate._engine.record import Record
-from reactivate._inspect.explanation import Entry
+from reactivate._inspect.entries import Entry
 from reactivate._inspect.places import SourcePlace
 
 

@@ -39,11 +39,15 @@ from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.fake import faked, has_no_memory, tensors_of
 from reactivate._inspect.places import SourcePlace, SourcePlaces, codes_around, module_of, regions_around
 from reactivate._inspect.step import Step, cotangents, leaves_of
+from reactivate._model.cache_watch import Caller, called
+from reactivate._modules.blocks import blocks_of
+from reactivate._text.keywords import refuse_unknown
 from reactivate._torch.containers import flatten
 from reactivate._types import Device
 from reactivate.errors import UsageError
 
 
+@refuse_unknown
 @uncounted()
 def explain(
     model: Callable[..., Any],
@@ -83,6 +87,7 @@ def explain(
     around = codes_around(_getframe(1))
     is_fake = any(map(has_no_memory, tensors_of(model, args, kwargs))) if fake is None else fake
     with ExitStack() as stack:
+        stack.enter_context(called(Caller("explain")))
         if is_fake:
             args, kwargs = stack.enter_context(faked(model, args, kwargs, _device_of(args, kwargs)))
         else:
@@ -125,7 +130,8 @@ class _ExplainedStep(Step):
     def explanation(self) -> Explanation:
         """Return the explanation of the step that ran."""
         outside = [draft.entry() for draft in self._outside.values() if draft.figures]
-        return Explanation(tuple(draft.entry() for draft in self._regions), tuple(outside), self._is_fake)
+        layers = {path: type(block).__name__ for root in self._roots for path, block in blocks_of(root).items()}
+        return Explanation(tuple(draft.entry() for draft in self._regions), tuple(outside), self._is_fake, layers)
 
     def _run(self, model: Callable[..., Any], run: Any) -> None:
         self._ledger = Ledger(self._known())

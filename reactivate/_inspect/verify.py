@@ -19,6 +19,8 @@ from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.step import Change, Outcome, Step
 from reactivate._model.apply import apply, paused
+from reactivate._model.cache_watch import Caller, called
+from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import counted
 from reactivate._types import Policy
 from reactivate.policies._base import check_policy
@@ -64,6 +66,7 @@ class Verdict:
         return f"Not the same: {self.difference} ({facts})."
 
 
+@refuse_unknown
 def verify(
     model: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None, *, policy: Policy | None = None
 ) -> Verdict:
@@ -110,9 +113,10 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
     difference = _first_difference(plain, again)
     if difference is not None:
         return _verdict(plain, again, difference, is_deterministic=False)
-    ours = call.run(model, change or nullcontext)
-    if change is None and not ours.regions:
-        ours = call.run(checkpoint(model))
+    with called(Caller("verify")):
+        ours = call.run(model, change or nullcontext)
+        if change is None and not ours.regions:
+            ours = call.run(checkpoint(model))
     return _verdict(plain, ours, _first_difference(plain, ours), is_deterministic=True)
 
 

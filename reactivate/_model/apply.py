@@ -23,6 +23,7 @@ from reactivate._model.applied import (
 )
 from reactivate._model.selection import Selection
 from reactivate._options import Determinism, make_options
+from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
 from reactivate._types import Guard, Policy
 from reactivate.errors import UsageError
@@ -30,6 +31,7 @@ from reactivate.guards import DEFAULT
 from reactivate.policies._base import ReadyMade, check_policy
 
 
+@refuse_unknown
 def apply(
     model: Module,
     policy: Policy,

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
@@ -19,6 +22,32 @@ from reactivate._engine.record import Options
 from reactivate._engine.run import run
 from reactivate._text.warnings import warn
 from reactivate._text.words import counted
+
+
+@dataclass
+class Caller:
+    """A function of the user's call that applies policies or runs models: it warns once, whatever it tries.
+
+    Attributes:
+        name: the function.
+        has_warned: whether it has.
+    """
+
+    name: str
+    has_warned: bool = False
+
+
+_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+
+
+@contextmanager
+def called(caller: Caller) -> Iterator[None]:
+    """Let `caller` be the one that warns of the caches that are found inside of the context."""
+    token = _caller.set(caller)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
 
 
 class CacheWatch:
@@ -60,12 +89,15 @@ class CacheWatch:
 
     def _end(self) -> None:
         self.is_done = True
-        if self.left_bytes:
+        caller = _caller.get() or Caller("apply")
+        if self.left_bytes and not caller.has_warned:
+            caller.has_warned = True
             warn(
-                f"apply: use_cache is on. The first call of {len(self._filling)} of {counted(self.regions, 'region')} left "
-                f"{in_words(self.left_bytes)} of keys and values in its {self._kind}. Every step keeps such a cache until "
-                "its backward, although the regions recompute their other activations. Training has no use for it: write "
-                "model.config.use_cache = False, or call the model with use_cache=False. The gradients are the same."
+                f"{caller.name}: use_cache is on. The first call of {len(self._filling)} of "
+                f"{counted(self.regions, 'region')} left {in_words(self.left_bytes)} of keys and values in its "
+                f"{self._kind}. Every step keeps such a cache until its backward, although the regions recompute their "
+                "other activations. Training has no use for it: write model.config.use_cache = False, or call the model "
+                "with use_cache=False. The gradients are the same."
             )
 
 

@@ -12,6 +12,7 @@ from reactivate._modules.blocks import blocks_of, siblings_of
 from reactivate._types import DEVICE, Action, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
+from reactivate.policies._select import did_you_mean
 
 
 class Selection:
@@ -81,10 +82,13 @@ class Selection:
                     "reactivate.checkpoint(model)."
                 )
             names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
-            where = "" if self.regions else " (and no module is recomputed, inside of which something could be saved)"
+            has_regions = self.regions or not interest_of(about_modules[0]).modules
+            where = "" if has_regions else " (and no module is recomputed, inside of which something could be saved)"
+            paths = [site.path for _, site in self._sites if site.path]
             raise UsageError(
-                f"apply: {about_modules[0]} matches nothing in {type(self._model).__name__}{where}. Its blocks are {names}. "
-                f"Its modules are {shortened(site.path for _, site in self._sites if site.path)}."
+                f"apply: {about_modules[0]} matches nothing in {type(self._model).__name__}{where}."
+                f"{did_you_mean(about_modules[0].patterns(), paths)} Its blocks are {names}. Its modules are "
+                f"{shortened(paths)}."
             )
         if unmatched.parts and not self.regions:
             raise UsageError(

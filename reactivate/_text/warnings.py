@@ -6,8 +6,10 @@ import sys
 import warnings
 from types import FrameType
 
-# This package, torch, and what calls models for their users.
-_LIBRARIES = frozenset({"reactivate", "torch", "transformers", "accelerate", "lightning", "pytorch_lightning"})
+# This package, torch, what calls models for their users, and what calls the functions of this package that are decorated.
+_LIBRARIES = frozenset(
+    {"reactivate", "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "contextlib"}
+)
 
 
 def warn(message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -75,6 +75,17 @@ def counted(number: int, thing: str) -> str:
         ('1 region', '2 regions')
     """
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def alike(paths: Sequence[str]) -> str:
+    """Return the paths of modules that are alike, by the first and the last.
+
+    Example:
+        >>> from reactivate._text.words import alike
+        >>> alike(["layers.0", "layers.1", "layers.2"]), alike(["head"])
+        ('layers.0…layers.2 (3 alike)', 'head')
+    """
+    return paths[0] if len(paths) == 1 else f"{paths[0]}…{paths[-1]} ({len(paths)} alike)"
 
 
 def name_of(value: Any) -> str:

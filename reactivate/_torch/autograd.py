@@ -1,10 +1,9 @@
-"""Autograd: saved-tensor hooks, the backward that runs, nodes and their numbers, versions, custom functions."""
+"""Autograd: saved-tensor hooks, the backward that runs, nodes and their numbers, custom functions."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -230,38 +229,6 @@ def current_node_number() -> int | None:
         return None
     number = int(node._sequence_nr())
     return number if number < 2**63 else -1
-
-
-# -- versions ---------------------------------------------------------------------------------------------------------
-
-
-def _keeps_versions(preserve: Any, put: Any) -> bool:
-    x = torch.zeros(1, device="cpu")
-    with preserve((x,)):
-        x.add_(1)
-    is_kept = x._version == 0
-    put((x,), (3,))
-    return is_kept and x._version == 3
-
-
-preserve_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[Any]]
-preserve_versions, _set_versions = fastest(
-    "restoring a buffer without a new version",
-    "torch.autograd._unsafe_preserve_version_counter",
-    "torch._C._autograd._unsafe_set_version_counter",
-    probe=_keeps_versions,
-    lost="regions that write to buffers",
-)
-
-
-def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
-    """Set version counters: memory whose bytes were put back is as if nobody had written to it."""
-    _set_versions(tuple(tensors), tuple(versions))
-
-
-def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Return the view of another base, of the same shape, that `view` is of its own."""
-    return view._view_func(base)  # type: ignore[attr-defined]
 
 
 # -- custom functions -------------------------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
-"""The options of a call of `torch.utils.checkpoint`, as options of a region: their errors are torch's too."""
+"""The options of a call of `torch.utils.checkpoint`, as options of a region: their errors say it in torch's words too."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from operator import is_
 from typing import Any, NamedTuple
 
-from torch.utils.checkpoint import CheckpointError, noop_context_fn
+from torch.utils.checkpoint import noop_context_fn
 
 from reactivate._engine.record import Options
 from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError
@@ -22,12 +23,8 @@ _WORDS_OF_TORCH = {
 }
 
 
-class _MismatchError(RecomputeMismatchError, CheckpointError):
-    """A recomputation that differs, for `except CheckpointError` as well."""
-
-
 class _TorchOptions(Options):
-    """Options whose errors are torch's too (Rule 18)."""
+    """Options whose errors say it in torch's words too."""
 
     def exception(self, error: ReactivateError) -> BaseException:
         if not isinstance(error, RecomputeMismatchError):
@@ -38,7 +35,7 @@ class _TorchOptions(Options):
         ]
         if self.determinism == "values":
             lines.append("You are seeing this error because you passed `debug=True` to checkpoint.")
-        return _MismatchError("\n".join(lines), kind=error.kind)
+        return RecomputeMismatchError("\n".join(lines), kind=error.kind)
 
 
 class Asked(NamedTuple):
@@ -76,6 +73,15 @@ class Asked(NamedTuple):
             return options
         pair = ContextPair(functools.partial(_contexts, self), keeps_random_numbers=keeps)
         return _TorchOptions((*options.guards, pair), options.early_stop, options.determinism)
+
+
+def warn_reentrant(name: str, stacklevel: int) -> None:
+    """Warn that `use_reentrant` was not given, as torch does."""
+    warnings.warn(
+        f"{name}: the use_reentrant parameter should be passed explicitly. torch will raise without it. With "
+        "reactivate both variants run on the same engine, so pass use_reentrant=False.",
+        stacklevel=stacklevel,
+    )
 
 
 _USUAL = (*Asked(), None, None, DEFAULT)  # as mostly: found by identities

@@ -7,6 +7,8 @@ from types import ModuleType, TracebackType
 
 import torch.utils.checkpoint as upstream
 
+from reactivate._options import checked
+from reactivate._text.keywords import refuse_unknown
 from reactivate.dropin import torch as dropin
 from reactivate.dropin._references import Swap, backwards, replace_everywhere
 from reactivate.errors import UsageError
@@ -74,6 +76,7 @@ class Installation:
         self.remove()
 
 
+@refuse_unknown
 def install(*, guards: Guards = DEFAULT) -> Installation:
     """Run everything that calls `torch.utils.checkpoint` on this engine, without an edit.
 
@@ -91,7 +94,8 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
         A handle with `remove()`; also a context manager.
 
     Raises:
-        UsageError: it is installed already; or `gc.freeze()` has hidden the references.
+        UsageError: it is installed already; a guard is none, or could not restore anything; or `gc.freeze()` has hidden the
+            references.
 
     Example:
         >>> import torch, reactivate
@@ -101,6 +105,7 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
     """
     if _active:
         raise UsageError("The drop-in is installed already. Call `remove()` on what the first `install()` returned.")
+    checked(guards)
     return Installation(guards)
 
 

@@ -15,7 +15,6 @@ in another mode, an RNG of any device, batch norm's statistics are right or refu
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,7 +43,9 @@ from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_recompute
 from reactivate._run import run_untraced
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
-from reactivate.dropin._asked import Asked
+from reactivate.dropin._asked import Asked, warn_reentrant
+from reactivate.dropin._chain import segments_of
+from reactivate.dropin._of_torch import checkpoint_of_torch, generator_of_torch
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards
 
@@ -151,7 +152,7 @@ def _checkpoint(
     function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], use_reentrant: bool | None, asked: Asked
 ) -> Any:
     if use_reentrant is None:
-        _warn_reentrant("torch.utils.checkpoint", stacklevel=4)
+        warn_reentrant("torch.utils.checkpoint", stacklevel=4)
         use_reentrant = True
     has_contexts = asked.context_fn is not noop_context_fn
     if use_reentrant and (has_contexts or asked.debug or asked.respect_saved_tensors_hooks is not None):
@@ -160,7 +161,7 @@ def _checkpoint(
         )
     if is_compiling():
         if replaced and not is_dynamo_compiling():  # Dynamo knows the installed function, and does not look inside
-            return _checkpoint_of_torch(function, args, kwargs, asked)
+            return checkpoint_of_torch(replaced, function, args, kwargs, asked)
         try:
             return checkpoint_in_graph(function, args, kwargs, asked.context_fn if has_contexts else None)
         except NotTraced:
@@ -173,14 +174,6 @@ def _checkpoint(
     if module is None:
         return run_untraced(run, options, function, args, kwargs)
     return run_untraced(run_module, options, module, args, kwargs)
-
-
-def _checkpoint_of_torch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Any:
-    options = asked._asdict()
-    if "_checkpoint_impl" in replaced:  # which torch's `checkpoint` calls
-        return replaced["_checkpoint_impl"](function, args, kwargs, use_reentrant=False, **options)
-    del options["respect_saved_tensors_hooks"]
-    return replaced["checkpoint"](function, *args, use_reentrant=False, **options, **kwargs)
 
 
 def checkpoint_sequential(
@@ -203,36 +196,16 @@ def checkpoint_sequential(
         ValueError: `segments` is not a number from 1 to the number of functions; or an unknown keyword argument.
     """
     if use_reentrant is None:
-        _warn_reentrant("torch.utils.checkpoint.checkpoint_sequential", stacklevel=3)
+        warn_reentrant("torch.utils.checkpoint.checkpoint_sequential", stacklevel=3)
         use_reentrant = True
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise UsageError(f"Unexpected keyword arguments: {','.join(kwargs)}. There is: preserve_rng_state.")
-    chain = list(functions.children()) if isinstance(functions, Sequential) else list(functions)
-    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(1, len(chain)):
-        raise UsageError(
-            f"segments={segments!r}: it has to be a whole number from 1 to {max(1, len(chain))}, how many functions "
-            "there are."
-        )
-    size, value = len(chain) // segments, input
-    for start in range(0, size * (segments - 1), size):
-        part = functools.partial(_run_chain, chain[start : start + size])
+    parts, last = segments_of(functions, segments)
+    value = input
+    for part in parts:
         value = checkpoint(part, value, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
-    return _run_chain(chain[size * (segments - 1) :], value)
-
-
-def _run_chain(chain: Sequence[Callable[..., Any]], value: Any) -> Any:
-    for function in chain:
-        value = function(value)
-    return value
-
-
-def _warn_reentrant(name: str, stacklevel: int) -> None:
-    warnings.warn(
-        f"{name}: the use_reentrant parameter should be passed explicitly. torch will raise without it. With "
-        "reactivate both variants run on the same engine, so pass use_reentrant=False.",
-        stacklevel=stacklevel,
-    )
+    return last(value)
 
 
 @contextmanager
@@ -302,7 +275,7 @@ def checkpoint_generator_impl(
     """
     asked = Asked(**options)
     if replaced and is_compiling():
-        yield from _generator_of_torch(fn, args, kwargs, asked)
+        yield from generator_of_torch(replaced, fn, args, kwargs, asked)
         return
     if not is_grad_enabled():
         yield
@@ -319,10 +292,3 @@ def checkpoint_generator_impl(
         region.fail(error)
         raise
     region.end(None)
-
-
-def _generator_of_torch(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Iterator[None]:
-    name = "_checkpoint_without_reentrant_generator"
-    if f"{name}_impl" in replaced:  # which the other one calls
-        return replaced[f"{name}_impl"](fn, args, kwargs, **asked._asdict())  # type: ignore[no-any-return]
-    return replaced[name](fn, *asked[:-1], *args, **kwargs)  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from reactivate._engine.mismatch.check import uncounted
 from reactivate._inspect.arguments import check_module, example_of
 from reactivate._model.apply import paused
+from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
@@ -26,6 +27,7 @@ from reactivate.planner.solver.maximize import largest
 from reactivate.planner.step import Loss, TrainingStep
 
 
+@refuse_unknown
 @uncounted()
 def plan(
     model: Module,

@@ -14,7 +14,12 @@ _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS = _DECIMAL | _BINARY
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(\S*)")
-_TAKES = 'A budget is an int of bytes (8589934592), a text with a unit ("8GiB", "8 GB", "512MiB") or a share ("50%").'
+_PERCENT = ("percent", "pct")
+_TAKES = (
+    'A budget is an int of bytes (8589934592), a text with a unit ("8GiB", "8 GB", "512MiB"), or a share ("50%") of the '
+    "activation peak of the plain step: its peak without what is allocated all the time (parameters, gradients, optimizer "
+    "state, inputs)."
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def parse(budget: int | str) -> Budget:
     if isinstance(budget, str):
         return _parse_text(budget)
     if isinstance(budget, bool) or not isinstance(budget, int):
-        raise _refusal(budget, f"is a {type(budget).__name__}")
+        raise _refusal(budget, f"is a {type(budget).__name__}{_about_number(budget)}")
     return Budget(f"{budget}B", total_bytes=_positive(budget, budget))
 
 
@@ -98,17 +103,32 @@ def _share(text: str, percent: Fraction) -> Fraction:
     if percent == 0:
         raise _refusal(text, "leaves no memory for activations")
     if percent > 100:
-        raise _refusal(text, "is more than the plain step takes; 100% is the plain step")
+        raise _refusal(text, "is more than the plain step takes: 100% is its whole activation peak")
     return percent / 100
 
 
 def _about_unit(amount: str, unit: str) -> str:
     if not unit:
-        return f"has no unit; say {amount}GiB, {amount}MiB or {amount}%, or give an int of bytes"
+        share = _percent(Fraction(amount)) if 0 < Fraction(amount) <= 1 else f"{amount}%"
+        return f"has no unit; say {amount}GiB, {amount}MiB or {share}, or give an int of bytes"
+    if unit.lower() in _PERCENT:
+        return f"has the unit {unit!r}; say {amount}%"
     prefix = unit[0].upper()
     if prefix in "KMGT" and unit[1:].lower() in ("", "b", "ib"):
         return f"has the unit {unit!r}; say {amount}{prefix}iB or {amount}{prefix}B"
     return f"has the unit {unit!r}, which is none of {', '.join(_UNITS)} and %"
+
+
+def _about_number(budget: object) -> str:
+    if not isinstance(budget, float) or budget <= 0:
+        return ""
+    if budget <= 1:
+        return f'; for that share say "{_percent(Fraction(str(budget)))}"'
+    return f"; for so many bytes say {int(budget)}" if budget.is_integer() else ""
+
+
+def _percent(share: Fraction) -> str:
+    return f"{float(100 * share):g}%"
 
 
 def _refusal(budget: object, found: str) -> UsageError:

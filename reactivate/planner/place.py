@@ -23,11 +23,13 @@ class Place:
         device: of its tensors.
         spec: the roofline of ops that were not measured.
         is_here: whether it can run.
+        memory_bytes: the memory of the device, all of it; 0 where nobody says.
     """
 
     device: torch.device
     spec: DeviceSpec
     is_here: bool
+    memory_bytes: int = 0
 
     @property
     def rounding(self) -> int:
@@ -48,16 +50,17 @@ def place_of(
     own = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     has_values = not any(map(has_no_memory, tensors))
     if isinstance(device, DeviceSpec):
-        return Place(own, device, False)
+        return Place(own, device, False, device.memory_bytes)
     if isinstance(device, str) and not _is_torch_device(device):
-        return Place(own, find(device), False)
+        spec = find(device)
+        return Place(own, spec, False, spec.memory_bytes)
     wanted = own if device is None else torch.device(device)
     if wanted.type != own.type:
         raise UsageError(
             f"plan(device={device!r}): the model is on {own}. Move it there first, or name a device that is not here "
             "('H100-SXM', see `reactivate devices`) to plan for it."
         )
-    return Place(own, _spec_of(own), has_values)
+    return Place(own, _spec_of(own), has_values, memory_bytes(own) if has_values else 0)
 
 
 def _is_torch_device(name: str) -> bool:
@@ -80,12 +83,26 @@ def _spec_of(device: torch.device) -> DeviceSpec:
 
 def available_bytes(device: torch.device) -> int:
     """The memory of a device that is free now. Where nobody says, more than there can be."""
+    found = _free_and_total(device)
+    return sys.maxsize if found is None else found[0]
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory of a device, all of it; for a CPU that of the machine. 0 where nobody says."""
+    found = _free_and_total(device)
+    return 0 if found is None else found[1]
+
+
+def _free_and_total(device: torch.device) -> tuple[int, int] | None:
     if device.type != "cpu":
         ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return sys.maxsize if ask is None else int(ask(device)[0])
+        if ask is None:
+            return None
+        free, total = ask(device)
+        return int(free), int(total)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
-        return sys.maxsize
+        return None
     sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return sizes["MemAvailable"] * 1024
+    return sizes["MemAvailable"] * 1024, sizes["MemTotal"] * 1024

@@ -31,6 +31,10 @@ VERSION = 1
 class Runner(Protocol):
     """A runner: it can still run the step that a plan was made for."""
 
+    @property
+    def device_bytes(self) -> int:
+        """The memory of the device that it runs on; 0 where nobody says."""
+
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
 
@@ -47,11 +51,15 @@ class Plan(Planned, ReadyMade):
 
     Attributes:
         budget, budget_bytes, made_for, decisions, fixed, plain, predicted, frontier, policies, proof, optimizer_bytes,
-            planning_seconds, largest: as in `Planned`.
+            planning_seconds, largest, device_bytes: as in `Planned`.
         runner: what can still run the step: `measure`, `at` and warnings about other shapes need it. A file has none.
     """
 
     runner: Runner | None = field(default=None, compare=False, metadata={"json": False})
+
+    def __post_init__(self) -> None:
+        if self.runner is not None:  # a file has what the runner said
+            object.__setattr__(self, "device_bytes", self.runner.device_bytes)
 
     # -- a policy -----------------------------------------------------------------------------------------------------
 
@@ -193,6 +201,7 @@ class Plan(Planned, ReadyMade):
             optimizer_bytes=value["optimizer_bytes"],
             planning_seconds=value["planning_seconds"],
             largest=value["largest"],
+            device_bytes=value.get("device_bytes", 0),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 from reactivate._engine.accounts import in_words
 from reactivate._text.table import Column, Row, Table
+from reactivate._text.words import alike
 from reactivate.planner.cost.prediction import Fixed, Moment, Point
 from reactivate.planner.planned import Decision, Planned
 
@@ -41,8 +42,16 @@ def verdict(plan: Planned) -> str:
         f"{plan.made_for.model} fits into {in_words(plan.budget_bytes)}{share}{largest}. "
         f"Peak: {in_words(plan.peak_bytes)}{while_}, plain {in_words(max(plan.plain.peak_bytes, plan.optimizer_bytes))}. "
         f"Step: {seconds_in_words(plan.predicted.seconds)}, plain {seconds_in_words(plan.plain.seconds)}"
-        f"{_in_brackets(slowdown(plan, plan.predicted.seconds))}."
+        f"{_in_brackets(slowdown(plan, plan.predicted.seconds))}.{_beyond(plan)}"
     )
+
+
+def _beyond(plan: Planned) -> str:
+    """Say that the budget is more than the device has, if it is."""
+    if not plan.device_bytes or plan.budget_bytes <= plan.device_bytes:
+        return ""
+    fits = "The peak fits." if plan.peak_bytes <= plan.device_bytes else "The peak does not fit: lower the budget."
+    return f" The budget is more than the {in_words(plan.device_bytes)} that {plan.made_for.device} has. {fits}"
 
 
 def proof(plan: Planned) -> str:
@@ -107,9 +116,7 @@ _BLOCK_COLUMNS = (Column("block"), Column("class"), Column("what is done"), Colu
 
 def block_table(plan: Planned) -> Table:
     """Return a row for each run of blocks that are alike, with the sums of their figures; then one for all."""
-    rows = [
-        Row([named(alike), alike[0].kind, alike[0].treatment.name, *_figures(alike)]) for alike in runs(plan.decisions)
-    ]
+    rows = [Row([named(run), run[0].kind, run[0].treatment.name, *_figures(run)]) for run in runs(plan.decisions)]
     total = Row([f"all {len(plan.decisions)}", "", "", *_figures(plan.decisions)], is_total=True)
     return Table(_BLOCK_COLUMNS, [*rows, total])
 
@@ -123,10 +130,9 @@ def runs(decisions: Sequence[Decision]) -> list[list[Decision]]:
     return [list(group) for _, group in itertools.groupby(decisions, shape)]
 
 
-def named(alike: Sequence[Decision]) -> str:
+def named(run: Sequence[Decision]) -> str:
     """A run by the paths of its first and last block."""
-    first, last = (decision.path or "the model itself" for decision in (alike[0], alike[-1]))
-    return first if len(alike) == 1 else f"{first}…{last} ({len(alike)} alike)"
+    return alike([decision.path or "the model itself" for decision in run])
 
 
 def _figures(decisions: Sequence[Decision]) -> list[str]:

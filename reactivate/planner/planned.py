@@ -70,6 +70,7 @@ class Planned:
         optimizer_bytes: the most that is allocated while the optimizer steps, all included; 0 if none was given.
         planning_seconds: what planning took.
         largest: the size of the dimension that was maximized, or None.
+        device_bytes: the memory of the device, all of it; 0 where nobody says, and in older files.
     """
 
     budget: str
@@ -85,6 +86,7 @@ class Planned:
     optimizer_bytes: int = 0
     planning_seconds: float = 0.0
     largest: int | None = None
+    device_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:

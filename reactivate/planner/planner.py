@@ -223,7 +223,8 @@ class Planner:
         others = f", others {in_words(fixed.others)}" if fixed.others else ""
         return PlanInfeasible(
             f"plan(budget={budget.text!r}): no plan keeps this step within {in_words(allowed)} ({allowed} bytes); the least "
-            f"that does takes {in_words(least_bytes)}: budget={least_bytes}, or '{share}%'. Of that, {in_words(fixed.total)} "
+            f"that does takes {in_words(least_bytes)}: budget={least_bytes}, or '{share}%' of the plain step's activation "
+            f"peak. Of that, {in_words(fixed.total)} "
             f"are there all the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
             f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}{others}). Raise the budget, or make "
             "the batch smaller.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ class StepRunner:
         self._costs = costs
         self._replan = replan
 
+    @property
+    def device_bytes(self) -> int:
+        """The memory of the device; 0 where nobody says."""
+        return self._place.memory_bytes
+
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
         with paused(self._step.model):
@@ -84,7 +90,7 @@ class StepRunner:
 
     def peak_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The peak of a step with these arguments, under the policy that is applied; None if it cannot be simulated."""
-        step = TrainingStep(self._step.model, args, kwargs, self._step.loss)
+        step = replace(self._step, args=args, kwargs=kwargs)
         try:
             with step.on_fakes(self._place.device) as (run, known), traced({}, known, self._costs) as trace:
                 run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reactivate._inspect.fake import faked
 from reactivate._inspect.step import Step, leaves_of
+from reactivate._model.cache_watch import Caller, called
 from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]
@@ -28,6 +29,7 @@ class TrainingStep:
         args, kwargs: of its call.
         loss: from what the model returns to a scalar; None: see `default_loss`.
         whole: forward and backward in the place of all that; None: model, loss and backward.
+        caller: warns once for all runs of the step.
     """
 
     model: Module
@@ -35,6 +37,7 @@ class TrainingStep:
     kwargs: Mapping[str, Any] | None = None
     loss: Loss | None = None
     whole: Callable[[], object] | None = None
+    caller: Caller = field(default_factory=lambda: Caller("plan"), compare=False, repr=False)
 
     def run_for_real(self, times: int = 1, watch: Callable[[Callable[[], None]], None] | None = None) -> None:
         """Run it, with gradients that are there already; then model, gradients and generators are as they were.
@@ -63,7 +66,7 @@ class TrainingStep:
 
     @contextmanager
     def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        with Step(self.model, args, kwargs).held(), _refusing_optimizers():
+        with Step(self.model, args, kwargs).held(), _refusing_optimizers(), called(self.caller):
             yield
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

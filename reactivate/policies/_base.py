@@ -80,6 +80,10 @@ class ReadyMade:
         """Return the calls that the policy has to be asked about."""
         return Interest()
 
+    def patterns(self) -> tuple[str, ...]:
+        """Return the patterns of the paths of modules by which it selects, those that are text."""
+        return ()
+
     def parts(self) -> tuple[Policy, ...]:
         """The policies that it is made of, each of which should match something; itself if it is made of none."""
         return (self,)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch.nn import Module
 
+from reactivate._text.words import nearest
 from reactivate._types import Site
 from reactivate.errors import UsageError
+
+_INDEX = re.compile(r"\[(\w+)\]")  # as Python writes a child of a list
 
 Selector = str | type | Callable[[Site], bool]
 
@@ -46,6 +49,37 @@ def selects(selectors: tuple[Selector, ...], site: Site) -> bool:
 def matches(pattern: str, path: str) -> bool:
     """Return whether `path` ends as `pattern` says: `*` stands for one name, `**` for any number of them."""
     return _compiled(pattern).search(f"{path}.") is not None
+
+
+def meant(pattern: str, paths: Iterable[str]) -> str | None:
+    """Return a pattern like `pattern`, of which no path is one, that one of `paths` is; None if there is no such pattern.
+
+    Names that there are take the place of misspelled ones, and names in front that there are not are left out.
+
+    Example:
+        >>> from reactivate.policies._select import meant
+        >>> paths = ["layers", "layers.0", "layers.0.self_attn"]
+        >>> meant("layer.*.attn", paths), meant("*.self_atn", paths), meant("model.layers[0]", paths)
+        (None, '*.self_attn', 'layers.0')
+    """
+    known = list(paths)
+    if any(matches(pattern, path) for path in known):
+        return None
+    names = {name for path in known for name in path.split(".")}
+    written = _INDEX.sub(r".\1", pattern).strip().split(".")
+    likely = [name if name in names or "*" in name else next(iter(nearest(name, names)), name) for name in written]
+    for start in range(len(likely)):
+        found = ".".join(likely[start:])
+        if found.strip("*.") and any(matches(found, path) for path in known):
+            return found
+    return None
+
+
+def did_you_mean(patterns: Iterable[str], paths: Iterable[str]) -> str:
+    """Return what may have been meant by patterns that no path is one of, as a question behind a space; or nothing."""
+    known = list(paths)
+    close = [found for pattern in patterns if (found := meant(pattern, known)) is not None]
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Action, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import Interest, ReadyMade, check_every, check_policy, interest_of, parts_of, written
@@ -111,6 +112,9 @@ class _Exception(ReadyMade):
         is_taken = any(part(site) is not None for part in parts_of(self.policy))
         return Recompute() if is_taken else None
 
+    def patterns(self) -> tuple[str, ...]:
+        return self.exception.patterns()
+
     def interest(self) -> Interest:
         return self.exception.interest()
 
@@ -164,6 +168,7 @@ class _EveryNth(_Several):
         return super().interest() | Interest(calls=True)
 
 
+@refuse_unknown
 def every_nth(n: int, policy: Policy, offset: int = 0) -> ReadyMade:
     """Of the calls that `policy` has an action for, every n-th of each call of a region, beginning with `offset`.
 

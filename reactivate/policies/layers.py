@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reactivate._text.keywords import refuse_unknown
 from reactivate._types import DEVICE, Action, Recompute, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, check_every, check_storage, shortened, written
@@ -22,6 +23,7 @@ class _Full(ReadyMade):
         return Recompute(self.inputs) if site.block is not None else None
 
 
+@refuse_unknown
 def full(*, inputs: Storage = DEVICE) -> ReadyMade:
     """Recompute every block.
 
@@ -81,6 +83,7 @@ class _Every(ReadyMade):
             )
 
 
+@refuse_unknown
 def recompute_every(k: int, offset: int = 0, *, inputs: Storage = DEVICE) -> ReadyMade:
     """Recompute every k-th block: those whose number, from 0, leaves the remainder `offset`.
 
@@ -115,7 +118,11 @@ class _RecomputeModules(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         return Recompute(self.inputs) if site.module is not None and selects(self.selectors, site) else None
 
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(selector for selector in self.selectors if isinstance(selector, str))
 
+
+@refuse_unknown
 def recompute_modules(*modules: Selector, inputs: Storage = DEVICE) -> ReadyMade:
     """Recompute these modules, each a region of its own; one inside of another is a region inside of a region.
 

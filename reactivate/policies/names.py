@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reactivate._text.keywords import refuse_unknown
 from reactivate._types import DEVICE, Action, Save, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.policies._base import Interest, ReadyMade, written
@@ -21,10 +22,14 @@ class _SaveModules(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         return Save(self.storage) if site.module is not None and selects(self.selectors, site) else None
 
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(selector for selector in self.selectors if isinstance(selector, str))
+
     def interest(self) -> Interest:
         return Interest(modules=True)
 
 
+@refuse_unknown
 def save_modules(*modules: Selector, storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what these modules compute: a recomputation skips them.
 
@@ -67,6 +72,7 @@ class _SaveNames(ReadyMade):
         return Interest(names=True)
 
 
+@refuse_unknown
 def save_names(*names: str, storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what the calls with these names compute: those made with `reactivate.site`.
 

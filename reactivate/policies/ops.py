@@ -8,6 +8,7 @@ from typing import Any
 from torch.autograd import Function
 from torch.nn import Module
 
+from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
 from reactivate._types import DEVICE, Action, Save, Site, Storage
 from reactivate.errors import UsageError
@@ -77,6 +78,9 @@ class _Ops(ReadyMade):
     def _takes_copy(self, site: Site) -> bool:
         return self.copies_to_host and site.is_copy_to_host
 
+    def patterns(self) -> tuple[str, ...]:
+        return self.within
+
     def interest(self) -> Interest:
         ops, functions = frozenset(self.ops), frozenset(self.functions)
         return Interest(ops, functions, paths=bool(self.within), copies_to_host=self.copies_to_host)
@@ -86,6 +90,7 @@ class _Ops(ReadyMade):
         return self.asked == ("compute_intensive",)
 
 
+@refuse_unknown
 def save_ops(*ops: Any, within: str | tuple[str, ...] = (), storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what these ops compute: a recomputation skips them.
 
@@ -139,6 +144,7 @@ def _checked_name(op: Any) -> str:
     return name
 
 
+@refuse_unknown
 def compute_intensive(storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what costs much to compute for each byte: matrix products, attention, convolutions.
 
@@ -173,6 +179,7 @@ KINDS = {
 }
 
 
+@refuse_unknown
 def save(*kinds: str, within: str | tuple[str, ...] = (), storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what calls of these kinds compute, by whatever op: a recomputation skips them.
 

@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from reactivate._backends import Fence
 from reactivate._engine.kept_calls.site_log import tensors_in
-from reactivate._torch.autograd import preserve_versions, view_again
 from reactivate._torch.modes import (
     function_modes,
     pop_function_mode,
@@ -22,6 +21,7 @@ from reactivate._torch.modes import (
     run_unseen,
     without_function_modes,
 )
+from reactivate._torch.versions import preserve_versions, view_again
 
 
 class Aliases(TorchFunctionMode):

@@ -17,9 +17,9 @@ from reactivate._backends import fences
 from reactivate._engine.barriers.aliases import Aliases, base_of
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.kept_calls.site_log import tensors_in
-from reactivate._torch.autograd import view_again
 from reactivate._torch.containers import flatten, unflatten
 from reactivate._torch.modes import copy_unseen, function_modes, is_function_mode_active, without_function_modes
+from reactivate._torch.versions import view_again
 
 
 class Exit(torch.autograd.Function):

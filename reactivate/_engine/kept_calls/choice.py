@@ -21,6 +21,7 @@ from reactivate._torch.modules import MODULE_CALL_CODE
 from reactivate._types import Action, Policy, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of
+from reactivate.policies._select import did_you_mean
 from reactivate.policies.canonical import name_of
 from reactivate.policies.host_copies import OPS as COPIES, is_copy_to_host
 
@@ -96,10 +97,12 @@ class Unmatched:
         self._ran: set[str] = set()
         self.parts = [part for part in parts_of(policy) if isinstance(part, ReadyMade) and not part.may_match_nothing]
         self.seen: set[str] = set()
+        self._paths: set[str] = set()
 
     def look_at(self, site: Site) -> None:
         """Cross off what matches `site`."""
         self.seen.add(repr(site.name) if site.name else site.op or site.path)
+        self._paths.add(site.path)
         if self.parts:
             self.parts = [part for part in self.parts if part(site) is None]
 
@@ -120,7 +123,8 @@ class Unmatched:
                     f"{self.asked_by}: {part} selects modules, and the region is a function, which has none. Checkpoint the "
                     "module itself, reactivate.checkpoint(module, policy=...), or use reactivate.apply(model, policy)."
                 )
-            raise UsageError(f"{self.asked_by}: {part} matches nothing. What there was to match: {seen}.")
+            meant = did_you_mean(part.patterns(), self._paths)
+            raise UsageError(f"{self.asked_by}: {part} matches nothing.{meant} What there was to match: {seen}.")
 
 
 def number_of(policy: Policy) -> int:

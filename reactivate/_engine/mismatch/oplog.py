@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.mismatch.counted import call_counted
 from reactivate._engine.mismatch.stale import is_view
-from reactivate._engine.sites import Site, line_of, user_frame
+from reactivate._engine.sites import Site, line_of, user_frame_inside
 from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes
 
 # Their results are whatever was in memory.
@@ -29,22 +30,32 @@ _AROUND = 4  # ops to print before and after the one that differs
 
 
 class LoggedOp:
-    """One op that ran: its name, what came out, where it was called."""
+    """One op that ran: its name, what came out, where it was called.
 
-    __slots__ = ("name", "results", "site")
+    Attributes:
+        users: the innermost line of the user's inside of the region; None if it is all torch's code.
+        inner: the instruction that calls it, often one of torch's.
+        around: the innermost line of the user's, which may be around the region.
+    """
 
-    def __init__(self, name: str, results: tuple[Any, ...], site: Site) -> None:
+    __slots__ = ("around", "inner", "name", "results", "users")
+
+    def __init__(self, name: str, results: tuple[Any, ...], frame: FrameType) -> None:
         self.name = name
         self.results = results
-        self.site = site
+        found, is_inside = user_frame_inside(frame)
+        self.around: Site = found.f_code, found.f_lasti
+        self.users = self.around if is_inside else None
+        self.inner: Site = frame.f_code, frame.f_lasti
 
     def is_like(self, other: LoggedOp) -> bool:
         """Return whether the same op had the same results."""
         return self.name == other.name and self.results == other.results
 
-    def __str__(self) -> str:
+    def text(self, site: Site) -> str:
+        """The op with the line of `site`."""
         results = ", ".join(f"{dtype} {list(shape)} #{checksum:016x}" for shape, dtype, checksum in self.results)
-        return f"{self.name} -> {results or 'nothing'}   at {line_of(self.site)}"
+        return f"{self.name} -> {results or 'nothing'}   at {line_of(site)}"
 
 
 class OpLog(TorchDispatchMode):
@@ -80,9 +91,7 @@ class OpLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = call_counted(func, args, kwargs)
         if not self._is_paused and not _is_cast_of_parameter(func, args):
-            frame = user_frame(sys._getframe(1))
-            results = _results_unseen(result, func)
-            self.ops.append(LoggedOp(str(func), results, (frame.f_code, frame.f_lasti)))
+            self.ops.append(LoggedOp(str(func), _results_unseen(result, func), sys._getframe(1)))
             if self._check is not None:
                 self._check(self.ops)
         return result
@@ -98,11 +107,24 @@ def difference(forward: list[LoggedOp], recomputation: list[LoggedOp]) -> str:
     index = len(recomputation) - 1
     first, last = max(0, index - _AROUND), index + _AROUND + 1
     lines = [f"Op {index + 1} is the first that differs."]
+    sites = {"forward": [op.around for op in forward], "recomputation": list(_sites_of(recomputation, forward))}
     for title, ops in (("forward", forward), ("recomputation", recomputation)):
         lines.append(f"{title}:")
-        for number, op in enumerate(ops[first:last], first):
+        for number in range(first, min(last, len(ops))):
+            op = ops[number].text(sites[title][number])
             lines.append(f"  {'->' if number == index else '  '} {number + 1:4} {op}")
     return "\n".join(lines)
+
+
+def _sites_of(recomputation: list[LoggedOp], forward: list[LoggedOp]) -> Iterator[Site]:
+    """Yield the lines of the ops of a recomputation: the user's line around it, of the backward, says nothing of them."""
+    for number, op in enumerate(recomputation):
+        if op.users is not None:
+            yield op.users
+        elif number < len(forward) and forward[number].name == op.name:
+            yield forward[number].around
+        else:
+            yield op.inner
 
 
 def _results_unseen(result: Any, func: Any) -> tuple[Any, ...]:

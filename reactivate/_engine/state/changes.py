@@ -20,8 +20,8 @@ from reactivate._engine.state.functions import CellContainerNote, FunctionNote, 
 from reactivate._engine.state.held import Position, WeakTensor
 from reactivate._engine.state.iterators import holds_iterator, position_of
 from reactivate._engine.state.tensor_states import TensorStates, version_of
-from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import copy_unseen
+from reactivate._torch.versions import set_versions
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, type(...), object, torch.dtype, torch.device})
 

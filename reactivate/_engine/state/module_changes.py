@@ -16,8 +16,8 @@ from reactivate._engine.state.notes import RewoundNotes
 from reactivate._engine.state.parts import Parts
 from reactivate._engine.state.rewound import RewoundTensors
 from reactivate._engine.state.tensor_states import NO_TENSORS, TensorStates, version_of
-from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import copy_unseen
+from reactivate._torch.versions import set_versions
 
 
 class ModuleChanges:

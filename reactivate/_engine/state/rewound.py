@@ -14,8 +14,8 @@ from reactivate._engine.state.memory import memory_of
 from reactivate._engine.state.shadows import Shadow, current_shadows
 from reactivate._engine.state.small import Bytes
 from reactivate._engine.state.tensor_states import TensorStates, versions_of
-from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import run_unseen
+from reactivate._torch.versions import set_versions
 
 rewound_memory: dict[int | None, int] = {}
 """{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now.

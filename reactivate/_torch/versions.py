@@ -1,0 +1,40 @@
+"""Version counters: put back with the bytes of a tensor; and views, which share those of their base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from reactivate._torch.ways import fastest
+
+
+def _keeps_versions(preserve: Any, put: Any) -> bool:
+    x = torch.zeros(1, device="cpu")
+    with preserve((x,)):
+        x.add_(1)
+    is_kept = x._version == 0
+    put((x,), (3,))
+    return is_kept and x._version == 3
+
+
+preserve_versions: Callable[[tuple[torch.Tensor, ...]], AbstractContextManager[Any]]
+preserve_versions, _set_versions = fastest(
+    "restoring a buffer without a new version",
+    "torch.autograd._unsafe_preserve_version_counter",
+    "torch._C._autograd._unsafe_set_version_counter",
+    probe=_keeps_versions,
+    lost="regions that write to buffers",
+)
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set version counters: memory whose bytes were put back is as if nobody had written to it."""
+    _set_versions(tuple(tensors), tuple(versions))
+
+
+def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Return the view of another base, of the same shape, that `view` is of its own."""
+    return view._view_func(base)  # type: ignore[attr-defined]
