@@ -237,6 +237,22 @@ def test_tensors_of_a_recomputation_have_no_attributes_of_ours(fence: Fence) -> 
     assert seen == [({}, {})] * 2
 
 
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_attributes_of_arguments_are_there_in_the_recomputation(fence: Fence, is_alive: bool) -> None:
+    def f(tensor: Tensor) -> Tensor:
+        return (tensor * tensor.scale).sin()  # type: ignore[attr-defined]
+
+    x = torch.ones(3, requires_grad=True)
+    inner = x * 2
+    inner.scale = 3.0  # type: ignore[attr-defined]
+    out = reactivate.checkpoint(f)(inner)
+    held = inner if is_alive else None
+    del inner
+    out.sum().backward()
+    assert torch.equal(x.grad, 6 * torch.full((3,), 6.0).cos())
+    assert fence.given and (held is None or held.scale == 3.0)
+
+
 def test_no_grad_needs_no_fence(fence: Fence) -> None:
     with torch.no_grad():
         reactivate.checkpoint(torch.sin)(torch.ones(2, requires_grad=True))

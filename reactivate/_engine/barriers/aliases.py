@@ -145,9 +145,13 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def alias_like(tensor: Tensor, alias: Tensor) -> Tensor:
-    """`alias` with the place in a graph that `tensor` has: a leaf where it is one."""
-    if not tensor.requires_grad:
-        return alias
-    alias.requires_grad_()
-    with torch.enable_grad():
-        return alias if tensor.is_leaf else run_unseen(alias.clone)
+    """`alias` with the place in a graph that `tensor` has, a leaf where it is one, and with its Python attributes."""
+    if tensor.requires_grad:
+        alias.requires_grad_()
+        if not tensor.is_leaf:
+            with torch.enable_grad():
+                alias = run_unseen(alias.clone)
+    attributes = vars(tensor)
+    if attributes:
+        vars(alias).update(attributes)
+    return alias
