@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from house import MODULES, floor_of, imports_of, page
+from house import MODULES, PACKAGE, floor_of, imports_of, page
 
 import reactivate
 
@@ -90,3 +90,9 @@ def test_import_brings_in_few_modules_of_torch() -> None:
 def test_the_page_of_the_house_is_as_the_house_is() -> None:
     found = (Path(__file__).parent.parent / "docs" / "house.md").read_text(encoding="utf-8")
     assert found == page() + "\n", "write it again: python tests/house.py > docs/house.md"
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert len(lines) > 100
+    assert not {str(path): count for path, count in lines.items() if count > 300}

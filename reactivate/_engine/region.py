@@ -28,7 +28,7 @@ from reactivate._backends import fences
 from reactivate._engine.accounts import note_shortage
 from reactivate._engine.backward import BackwardSide
 from reactivate._engine.barriers.exits import through_exit
-from reactivate._engine.barriers.fencing import fence_of, tensors_of
+from reactivate._engine.barriers.fencing import fence_of, given_tensors, tensors_of
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.inputs.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.inputs.specs import WrittenInput
@@ -209,7 +209,7 @@ class Region(BackwardSide):
             return result
         if is_forward_mode_active():
             refuse_forward_mode(self.fence[0])
-        self.entries = list(map(capture.spec_of, given_tensors(capture)))
+        self.entries = list(map(capture.spec_of, given))
         self.modules = capture.modules
         return through_exit(self, result, capture)
 
@@ -294,12 +294,3 @@ def _call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 leave_to_eager(Region.pack.__code__)
 leave_to_eager(Region.pack_noted.__code__)
-
-
-# -- a module that is the region ------------------------------------------------------------------------------------
-
-
-def given_tensors(capture: Capture) -> list[Tensor]:
-    """Return the tensors among the arguments and in closures."""
-    arguments = tensors_in(capture.args, capture.kwargs)
-    return list({id(tensor): tensor for tensor in (*(item[0] for item in capture.saved), *arguments)}.values())

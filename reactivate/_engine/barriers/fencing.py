@@ -19,6 +19,7 @@ from torch.nn import Module
 from reactivate._backends import Fence, fences
 from reactivate._engine.barriers.aliases import Aliases, alias_like, whole_of
 from reactivate._engine.inputs.specs import Memo, rebuild
+from reactivate._engine.kept_calls.site_log import tensors_in
 from reactivate._engine.state.held import WeakTensor
 from reactivate._torch.modes import run_unseen, without_function_modes
 
@@ -120,3 +121,9 @@ def tensors_of(modules: Iterable[Module]) -> Iterator[Tensor]:
     for module in modules:
         for registry in (module._parameters, module._buffers):
             yield from (tensor for tensor in registry.values() if tensor is not None)
+
+
+def given_tensors(capture: Any) -> list[Tensor]:
+    """Return the tensors among the arguments of a region and in closures."""
+    arguments = tensors_in(capture.args, capture.kwargs)
+    return list({id(tensor): tensor for tensor in (*(item[0] for item in capture.saved), *arguments)}.values())

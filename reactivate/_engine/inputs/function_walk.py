@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.jit import ScriptFunction
 
 from reactivate._engine.inputs.cells import CellTensorNote
+from reactivate._engine.inputs.class_walk import ClassWalk
 from reactivate._engine.inputs.namespaces import (
     Facts,
     contents_of,
@@ -22,7 +23,6 @@ from reactivate._engine.inputs.namespaces import (
     names_in_module,
 )
 from reactivate._engine.inputs.specs import SavedInput
-from reactivate._engine.inputs.walk import Walk
 from reactivate._engine.state.code import Bindings, CodeNote, are_closed
 from reactivate._engine.state.contents import (
     ATOMS,
@@ -39,7 +39,7 @@ from reactivate._engine.state.functions import (
 from reactivate._engine.state.iterators import holds_iterator
 
 
-class FunctionWalk(Walk):
+class FunctionWalk(ClassWalk):
     """A walk that looks into functions."""
 
     _has_compiled = False

@@ -25,8 +25,6 @@ from reactivate._engine.inputs.kinds import (
     is_plain,
     is_random_source,
     is_small_array,
-    names_of_state,
-    users_classes,
 )
 from reactivate._engine.state.attributes import KindNote, SlotsNote, TensorsNote, namespace_of, slots_of
 from reactivate._engine.state.buffers import ArrayNote, BytesNote, NumbersNote, StreamNote
@@ -40,9 +38,6 @@ from reactivate._engine.state.contents import (
     SetNote,
     length_of,
     pairs_in,
-)
-from reactivate._engine.state.functions import (
-    ClassNote,
 )
 from reactivate._engine.state.held import WeakTensor
 from reactivate._engine.state.iterators import is_iterator, parts_of
@@ -272,28 +267,7 @@ class Walk:
 
     def _class(self, kind: type) -> None:
         """Note the attributes of a class and of those it is derived from, and look at them."""
-        for base in users_classes(kind):
-            if (key := ("class", id(base))) not in self._specs:
-                self._specs[key] = base
-                self.notes.append(ClassNote(base))
-                if issubclass(base, Enum):
-                    self._members(base)
-                else:
-                    self._state_of_class(base)
-
-    def _state_of_class(self, kind: type) -> None:
-        """Look at the attributes of a class, but for the functions in containers: mostly these are registries."""
-        attributes = vars(kind)
-        for name in names_of_state(tuple(attributes), tuple(map(type, attributes.values()))):
-            value = attributes[name]
-            self._look(value, f"{kind.__name__}.{name}", -1 if isinstance(value, (list, dict, deque, tuple)) else 1)
-
-    def _members(self, kind: type[Enum]) -> None:
-        """Note the attributes of the members of an enum, and look at them."""
-        members = list(kind.__members__.values())
-        self.notes.append(TensorsNote(members))
-        for member in members:
-            self._look_at_all(vars(member), f"{kind.__name__}.{member.name}", 1)
+        raise NotImplementedError
 
     def _function(self, fn: FunctionType, place: str, depth: int) -> None:
         """Note what a function consists of and what its code reads, and look at that."""

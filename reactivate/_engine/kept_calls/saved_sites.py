@@ -15,7 +15,7 @@ Calls are matched by number: of all calls that a policy has a say in, which one 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from weakref import ref
@@ -28,21 +28,20 @@ from reactivate._engine.kept_calls.choice import CallDecision, Choice
 from reactivate._engine.kept_calls.kept import (
     Argument,
     Kept,
-    SavedSite,
     There,
     is_parameter,
     keep,
-    last_needed,
 )
 from reactivate._engine.kept_calls.results import Contents, has_attributes
 from reactivate._engine.kept_calls.saved_call import IN_INFERENCE, IN_TRANSFORM, OF_INFERENCE, Pending, SavedCall
 from reactivate._engine.kept_calls.saved_functions import versions_in
+from reactivate._engine.kept_calls.settled_log import SettledLog
 from reactivate._engine.kept_calls.side_effects import versions_of
-from reactivate._engine.kept_calls.site_log import Log, unseen
+from reactivate._engine.kept_calls.site_log import unseen
 from reactivate._engine.kept_calls.surroundings import Surroundings
 from reactivate._engine.kept_calls.unseen_writes import UnseenWrites, may_write_unseen
 from reactivate._engine.mismatch.oplog import OpLog
-from reactivate._engine.record import Saved, observers, tell
+from reactivate._engine.record import observers, tell
 from reactivate._engine.state.changes import Noted
 from reactivate._torch.autograd import (
     hook_backward,
@@ -60,21 +59,19 @@ _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those 
 _BACKWARD_INSIDE = "a backward inside of the region goes through it"
 
 
-class ForwardLog(Log):
+class ForwardLog(SettledLog):
     """The saved calls of a forward pass."""
 
     def __init__(self, record: Any, choice: Choice) -> None:
         super().__init__(record, choice)
-        self.sites: list[SavedSite] = []
         self.counts: dict[Any, int] = {}
         self.pending: Pending | None = None
         self.casts: dict[Any, int] = {}  # of leaves: {node: version of the leaf}
-        self._must_rerun: str | None = None
         self._pack: Any = None  # the region's own hook, while the log is open
         capture = record.capture
         # Leaves that hooks around the region have moved: somebody may write to them before the backward reads the copies.
         self._moved = {id(tensor) for tensor, *_ in capture.saved if tensor.is_leaf} if capture.is_hooked else ()
-        self._hooks = {0: functools.partial(_went_through, ref(self))}
+        self._hooks[0] = functools.partial(_went_through, ref(self))
 
     def open(self) -> None:
         super().open()
@@ -265,57 +262,6 @@ class ForwardLog(Log):
             for leaf, item in computed:
                 if leaf.grad_fn is not None:
                     hook_backward(leaf, item.tensor, self._hooks)
-
-    def rerun_all(self, reason: str) -> None:
-        """Let recomputations make every saved call again."""
-        self.finish_pending()
-        self._must_rerun = reason
-        for site in self.sites:
-            site.reason = site.reason or reason
-            self._let_go(site)
-
-    def distrust(self, reason: str) -> None:
-        """Let recomputations make every saved call again, although what it keeps is right: perhaps its arguments are not.
-
-        What is kept stays, since a region around this one has seen it.
-        """
-        self.finish_pending()
-        for site in self.sites:
-            site.reason = site.reason or reason
-
-    def _let_go(self, site: SavedSite) -> None:
-        """Keep nothing of a call that is recomputed."""
-        site.outputs, site.changes = None, ()
-        for reference, *_ in self.record.saved[site.start : site.stop]:
-            slot: Any = reference()
-            if slot is not None:
-                slot.kept = slot.recipe = None
-
-    def settle(self) -> None:
-        """The forward pass is over: keep what is to be kept."""
-        self.finish_pending()
-        self._hooks.clear()  # which the graph has
-        for site in self.sites:
-            for item in site.outputs or ():
-                if isinstance(item, Kept) and item.is_written():
-                    site.reason = "its result is written to afterwards"
-                    self._let_go(site)
-                    break
-        saved: Sequence[Saved] = self.record.saved
-        last = last_needed(saved) if self.record.early_stop else len(saved)
-        for site in self.sites:
-            if last < site.stop:
-                site.outputs = None
-            if site.outputs is not None:
-                for item in site.outputs:
-                    if isinstance(item, Kept):
-                        item.settle()
-            for index in range(site.start, site.stop):
-                slot: Any = saved[index][0]()
-                if slot is not None and slot.kept is not None:
-                    slot.kept.settle()
-        if self.choice.unmatched.parts:
-            self.choice.unmatched.region_has_run(self.choice.path)
 
 
 def _loses_class(kind: type[Tensor]) -> bool:

@@ -1,0 +1,39 @@
+"""The classes among what is reached: their attributes, and the members of enums."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+from reactivate._engine.inputs.kinds import names_of_state, users_classes
+from reactivate._engine.inputs.walk import Walk
+from reactivate._engine.state.attributes import TensorsNote
+from reactivate._engine.state.functions import ClassNote
+
+
+class ClassWalk(Walk):
+    """A walk that looks into classes."""
+
+    def _class(self, kind: type) -> None:
+        for base in users_classes(kind):
+            if (key := ("class", id(base))) not in self._specs:
+                self._specs[key] = base
+                self.notes.append(ClassNote(base))
+                if issubclass(base, Enum):
+                    self._members(base)
+                else:
+                    self._state_of_class(base)
+
+    def _state_of_class(self, kind: type) -> None:
+        """Look at the attributes of a class, but for the functions in containers: mostly these are registries."""
+        attributes = vars(kind)
+        for name in names_of_state(tuple(attributes), tuple(map(type, attributes.values()))):
+            value = attributes[name]
+            self._look(value, f"{kind.__name__}.{name}", -1 if isinstance(value, (list, dict, deque, tuple)) else 1)
+
+    def _members(self, kind: type[Enum]) -> None:
+        """Note the attributes of the members of an enum, and look at them."""
+        members = list(kind.__members__.values())
+        self.notes.append(TensorsNote(members))
+        for member in members:
+            self._look_at_all(vars(member), f"{kind.__name__}.{member.name}", 1)
