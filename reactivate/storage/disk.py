@@ -25,13 +25,13 @@ class Disk:
     and the host waits for these copies.
 
     Each process has a directory of its own in `path`, `reactivate-<process>-<random>`, which no other user can read. It is
-    removed when the storage is let go and at exit. What a process leaves that was killed is removed when another one starts on
-    the same path. A process that is forked makes a directory of its own, if it uses the storage.
+    removed when the storage is let go and at exit. If a process is killed, the next one that starts on the same path
+    removes its directory. A process that is forked makes a directory of its own, if it uses the storage.
 
-    A tensor is kept as it is when it is taken in. A modification before it is written raises an error in the backward, as autograd
-    does. What is not seen by its version counter (through `tensor.data`) is not seen here either. If the disk is full or
-    fails, tensors stay in memory, and a warning says so once. If a tensor cannot be read again, the backward raises a
-    `reactivate.errors.StorageError`.
+    A tensor is kept as it is when it is taken in. A modification before it is written raises an error in the backward, as
+    autograd does. What is not seen by its version counter (through `tensor.data`) is not seen here either. If the disk is
+    full or fails, tensors stay in memory, and a warning says so once. If a tensor cannot be read again, the backward
+    raises a `reactivate.errors.StorageError`.
 
     Args:
         path: a directory, on a disk that is local and fast; made if there is none.

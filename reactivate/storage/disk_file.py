@@ -26,7 +26,9 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX = "reactivate-"
-_STARTING = ".starting-"  # a directory has its name once its file is locked: until then nobody takes it for a dead one's
+_STARTING = (
+    ".starting-"  # a directory has its name once its file is locked: until then nobody takes it for a dead one's
+)
 _FILE = "tensors"
 
 
@@ -163,7 +165,9 @@ def _delete(directory: str) -> None:
 def remove_of_the_dead(path: str) -> None:
     """Remove the directories in `path` whose processes are gone; those that cannot be removed stay."""
     with os.scandir(path) as entries:
-        found = [entry.path for entry in entries if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)]
+        found = [
+            entry.path for entry in entries if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
+        ]
     for directory in found:
         try:
             file = os.open(os.path.join(directory, _FILE), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

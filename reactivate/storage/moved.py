@@ -128,8 +128,10 @@ class Mover:
         return None
 
     def _moved(self, tensor: Tensor) -> Moved | None:
-        tensor = tensor.resolve_neg()  # a lazy bit, for which there is no public function
         placement, extent = placement_of(tensor)
+        if tensor.is_neg():  # a lazy bit, for which there is no public function: its run has the values instead
+            tensor = run_of(tensor, extent).resolve_neg()
+            extent = Extent(0, tensor.numel())
         owner = owner_of(tensor)
         key = id(owner), owner._version, tensor.dtype
         piece = self._pieces.get(key)

@@ -48,7 +48,8 @@ class Write:
         self.run: Tensor | None = run
 
     def __call__(self) -> None:
-        assert self.area is not None and self.run is not None
+        assert self.area is not None
+        assert self.run is not None
         self.file.write(self.area, self.run)
 
     def drop(self) -> None:
@@ -240,8 +241,6 @@ class Spool(Mover):
             return
         if piece.start():
             series.going.append(ref(piece))
-        else:
-            self.warn_once(f"the limit of {self._limit or 0:,} bytes is reached")
         while series.going:
             first = series.going[0]()
             if first is not None:
@@ -258,8 +257,10 @@ class Spool(Mover):
                 self.file = DiskFile(self._path, self._limit, os.getpid())
             area = self.file.take(nbytes)
         except OSError as error:
-            return self._failed(run, error)
+            self.warn_once(f"there is no file of {nbytes:,} bytes more ({error})")
+            return None
         if area is None:
+            self.warn_once(f"the limit of {self._limit:,} bytes is reached")
             return None
         write = Write(self.file, area, run.to("cpu"))
         write.done = self._pool().submit(write)
@@ -273,9 +274,6 @@ class Spool(Mover):
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="reactivate-disk")
         return self._threads
-
-    def _failed(self, run: Tensor, error: OSError) -> None:
-        self.warn_once(f"there is no file of {run.numel() * run.element_size():,} bytes more ({error})")
 
     def count(self, run: Tensor) -> Tensor:
         """Count a run that was read."""

@@ -23,6 +23,7 @@ from reactivate.storage.series import Series
 from reactivate.storage.slabs import Slab, Slabs, half_of_memory
 from reactivate.storage.streams import CopyStreams, has_streams, is_capturing
 
+
 class HostPiece(Piece):
     """A run of elements that is on the device, on its way, or in a slab.
 
