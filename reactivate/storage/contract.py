@@ -10,7 +10,6 @@ excused from what only concerns copies: whoever keeps it compares its version co
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +53,6 @@ class Shelf:
     def let_go(self) -> None:
         """Let go of what was taken in later."""
         self._later.clear()
-        gc.collect()
 
 
 def _come_back(make_storage: MakeStorage, device: str, some: dict[str, Tensor], noun: str) -> None:
@@ -192,7 +190,6 @@ def memory_is_freed(make_storage: MakeStorage, device: str = "cpu") -> None:
     moved = handles[0] is not tensor
     original = ref(tensor.untyped_storage())
     del tensor
-    gc.collect()
     assert not moved or original() is None, "memory is freed: the storage holds that of the original"
     (found,) = shelf.load(*handles)
     loaded = ref(found.untyped_storage())
