@@ -15,13 +15,15 @@ class Area:
 
     Attributes:
         start, nbytes: where it is.
+        checksum: of what is in it; None as long as there is nothing.
     """
 
-    __slots__ = ("_returned", "nbytes", "start")
+    __slots__ = ("_returned", "checksum", "nbytes", "start")
 
     def __init__(self, start: int, nbytes: int, returned: deque[tuple[int, int]]) -> None:
         self.start = start
         self.nbytes = nbytes
+        self.checksum: int | None = None
         self._returned = returned
 
     @property

@@ -10,6 +10,7 @@ excused from what only concerns copies: whoever keeps it compares its version co
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from reactivate._types import Storage
 from reactivate.storage import samples
 from reactivate.storage.samples import Look
 
+_PATIENCE = 2.0  # seconds
 MakeStorage = Callable[[], Storage]
 
 
@@ -199,10 +201,16 @@ def memory_is_freed(make_storage: MakeStorage, device: str = "cpu") -> None:
     shelf.let_go()
     assert loaded() is None, "memory is freed: the storage holds what it loaded, although the handle is gone"
     assert handle() is None, "memory is freed: the storage holds the handle"
-    shelf.save()  # what is on its way has arrived
-    shelf.let_go()
-    used = getattr(shelf.storage, "used_bytes", 0)
+    used = _settled_bytes(shelf.storage, before)
     assert used <= before, f"memory is freed: {used:,} bytes of the storage are in use, although no handle is left"
+
+
+def _settled_bytes(storage: Storage, expected: int) -> int:
+    """Return the bytes that a storage says are in use, once what was on its way when the handles went has arrived."""
+    end = time.monotonic() + _PATIENCE
+    while (used := int(getattr(storage, "used_bytes", 0))) > expected and time.monotonic() < end:
+        time.sleep(0.001)
+    return used
 
 
 def _reference(handle: Any) -> Callable[[], Any]:

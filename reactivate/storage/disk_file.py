@@ -11,6 +11,7 @@ import errno
 import os
 import tempfile
 import weakref
+import zlib
 from collections.abc import Callable
 from io import FileIO
 from typing import Any
@@ -102,23 +103,31 @@ class DiskFile:
         Raises:
             OSError: not all of them could be written.
         """
-        _whole(lambda memory, place: os.pwrite(self._file.fileno(), memory, place), area, run)
+        memory = _bytes_of(run)
+        _whole(lambda done: os.pwrite(self._file.fileno(), memory[done:], area.start + done), memory.nbytes)
+        area.checksum = zlib.crc32(memory)
 
     def read(self, area: Area, run: Tensor) -> None:
         """Read the elements of `run`, which is dense and on the host.
 
         Raises:
-            OSError: not all of them could be read.
+            OSError: not all of them could be read, or they are not what was written.
         """
-        _whole(lambda memory, place: os.preadv(self._file.fileno(), [memory], place), area, run)
+        memory = _bytes_of(run)
+        _whole(lambda done: os.preadv(self._file.fileno(), [memory[done:]], area.start + done), memory.nbytes)
+        if zlib.crc32(memory) != area.checksum:
+            raise OSError(errno.EIO, "other bytes were read than had been written")
 
 
-def _whole(transfer: Callable[[memoryview, int], int], area: Area, run: Tensor) -> None:
+def _bytes_of(run: Tensor) -> memoryview:
     nbytes = run.numel() * run.element_size()
-    memory = memoryview((ctypes.c_ubyte * nbytes).from_address(run.data_ptr())).cast("B") if nbytes else memoryview(b"")
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(run.data_ptr())).cast("B") if nbytes else memoryview(b"")
+
+
+def _whole(transfer: Callable[[int], int], nbytes: int) -> None:
     done = 0
     while done < nbytes:  # the kernel moves 2 GiB at most at once
-        moved = transfer(memory[done:], area.start + done)
+        moved = transfer(done)
         if moved <= 0:
             raise OSError(errno.EIO, f"{done:,} of {nbytes:,} bytes were moved, and then no more")
         done += moved

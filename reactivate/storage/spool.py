@@ -11,7 +11,6 @@ import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import RLock
-from typing import Any
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -22,6 +21,7 @@ from reactivate._torch.fake import FakeTensor
 from reactivate.errors import StorageError
 from reactivate.storage.areas import Area
 from reactivate.storage.disk_file import DiskFile
+from reactivate.storage.fake import FakePiece
 from reactivate.storage.moved import WRITTEN, Mover, Piece
 from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.series import Series
@@ -38,9 +38,11 @@ class Write:
         run: its elements, on the host.
         area: where to.
         done: the future of its end.
+        error: why it failed, if it did; without its traceback, which would hold the tensor.
     """
 
     done: Future[None]
+    error: BaseException | None = None
 
     def __init__(self, file: DiskFile, area: Area, run: Tensor) -> None:
         self.file = file
@@ -50,7 +52,10 @@ class Write:
     def __call__(self) -> None:
         assert self.area is not None
         assert self.run is not None
-        self.file.write(self.area, self.run)
+        try:
+            self.file.write(self.area, self.run)
+        except Exception as error:
+            self.error = error.with_traceback(None)
 
     def drop(self) -> None:
         """Let go of everything, if it was not begun yet. Nobody needs it any more."""
@@ -103,9 +108,9 @@ class DiskPiece(Piece):
         write, self._write = self._write, None
         if write is None or write.file.is_lost:
             return
-        error = write.done.exception()
-        if error is not None:
-            self._spool.warn_once(f"a tensor could not be written ({error})")
+        write.done.result()
+        if write.error is not None:
+            self._spool.warn_once(f"a tensor could not be written ({write.error})")
             return
         if self._run is not None:
             self._look_for_write(self._run)
@@ -162,20 +167,6 @@ class DiskPiece(Piece):
     def __del__(self) -> None:
         if self._write is not None:
             self._write.drop()
-
-
-class FakePiece(Piece):
-    """A run of elements of a fake tensor, which has none."""
-
-    def __init__(self, memory: Memory, extent: Extent, run: Any) -> None:
-        super().__init__(memory, extent)
-        self._mode = run.fake_mode
-        self._like = run.numel(), run.dtype, run.device
-
-    def read(self) -> Tensor:
-        elements, dtype, device = self._like
-        with self._mode:
-            return torch.empty(elements, dtype=dtype, device=device)
 
 
 class Spool(Mover):
