@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
+from reactivate._engine.inputs.stored import stored
 from reactivate.errors import UsageError
 from reactivate.storage import Disk, spool
 from reactivate.storage.areas import Areas
+from reactivate.storage.samples import Pair
 
 
 def disk(path: Path, **options: Any) -> Disk:
@@ -366,3 +368,19 @@ def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         handles, _ = filled(disk(tmp_path))
     del handles
+
+
+def test_the_parts_of_a_wrapper_are_not_held_beside_the_storage(tmp_path: Path) -> None:
+    storage = disk(tmp_path, last=0)
+    parts = torch.randn(4, 6), torch.randn(4, 6)
+    memories = [part.untyped_storage()._weak_ref() for part in parts]
+    expected = [part.clone() for part in parts]
+    wrapper = Pair(*parts)
+    wrapper.note = "set"  # type: ignore[attr-defined]
+    kept = stored(wrapper, storage)
+    del parts, wrapper
+    later = arrived(storage)
+    assert kept is not None and all(torch.UntypedStorage._expired(memory) for memory in memories)
+    found: Any = kept.rebuild({})
+    assert type(found) is Pair and found.note == "set" and same([found.first, found.second], expected)
+    del later

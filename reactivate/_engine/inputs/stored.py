@@ -16,6 +16,7 @@ from reactivate._engine.inputs.specs import InputSpec, Memo
 from reactivate._torch.autograd import give_back
 from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate._types import Storage
+from reactivate.storage.wrapped import parts_of
 
 
 class StoredInput(InputSpec):
@@ -33,7 +34,8 @@ class StoredInput(InputSpec):
         self._handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
         self._original = ref(tensor)
         self._version = tensor._version
-        self._attributes = dict(vars(tensor))
+        wrapped = parts_of(tensor)  # whose parts are attributes too: these the storage has
+        self._attributes = dict(vars(tensor)) if wrapped is None else wrapped.attributes
 
     def rebuild(self, memo: Memo) -> Tensor:
         original = self._original()
