@@ -6,6 +6,7 @@
     |-- MutationError           what a recomputation must read was changed after the forward pass read it
     |-- RecomputeMismatchError (torch's CheckpointError)  the recomputation did not do what the forward pass did
     |-- PlanInfeasible          no policy lets the step fit in the budget
+    |-- StorageError            a storage cannot give back a tensor that it took in
     |-- UsageError (ValueError)  the request itself is wrong: an unknown option, a bad value
     `-- UnsupportedError (NotImplementedError)  a part of torch that cannot be checkpointed
 
@@ -23,6 +24,7 @@ __all__ = [
     "PlanInfeasible",
     "ReactivateError",
     "RecomputeMismatchError",
+    "StorageError",
     "UnsupportedError",
     "UsageError",
 ]
@@ -70,6 +72,10 @@ class PlanInfeasible(ReactivateError):
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
+
+
+class StorageError(ReactivateError):
+    """A storage cannot give back a tensor that it took in: its place fails, or was changed."""
 
 
 class UsageError(ReactivateError, ValueError):

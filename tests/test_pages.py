@@ -97,7 +97,7 @@ def test_pages_have_their_code_in_blocks_that_run() -> None:
         assert set(fences) <= {"python", "sh", "yaml", "toml", "json", "text"}, page.name
 
 
-@pytest.mark.parametrize("room", ["guards", "policies"])
+@pytest.mark.parametrize("room", ["guards", "policies", "storage"])
 def test_the_reference_lists_what_a_room_offers(room: str) -> None:
     page = (ROOT / "docs" / "reference.md").read_text("utf-8")
     missing = [name for name in getattr(reactivate, room).__all__ if not re.search(rf"\b{name}\b", page)]

@@ -1,6 +1,8 @@
 """Storages: where tensors that are kept for the backward wait."""
 
 from reactivate._types import Device, Storage
+from reactivate.storage import contract
+from reactivate.storage.disk import Disk
 from reactivate.storage.host import Host
 
-__all__ = ["Device", "Host", "Storage"]
+__all__ = ["Device", "Disk", "Host", "Storage", "contract"]

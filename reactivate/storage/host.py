@@ -45,6 +45,7 @@ class Host:
     last: int = 1
     ahead: int = 1
     exact = True
+    shares_views = True
     _staging: Staging = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +61,11 @@ class Host:
     def traffic(self) -> Traffic:
         """Counts of the tensors that were moved so far, and of those that stayed, with the reasons."""
         return self._staging.traffic
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the host in which there are tensors now."""
+        return self._staging.used_bytes
 
     @property
     def locked_bytes(self) -> int:

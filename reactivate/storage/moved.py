@@ -17,6 +17,9 @@ from torch import Tensor
 from reactivate.storage.placement import Extent, Memory, Placement, owner_of, placement_of, run_of
 from reactivate.storage.wrapped import Wrapped, parts_of
 
+WRITTEN = "a tensor that a storage took in has been modified by an inplace operation before it was copied"
+_LEAF = "parameters and other leaves are there anyway"
+
 
 class Piece:
     """A run of elements that is kept elsewhere, as long as somebody has the piece.
@@ -24,7 +27,10 @@ class Piece:
     Attributes:
         memory: whose contents these are.
         extent: which elements of that memory.
+        number: its place in a series.
     """
+
+    number = 0
 
     def __init__(self, memory: Memory, extent: Extent) -> None:
         self.memory = memory
@@ -95,10 +101,11 @@ class Mover:
 
     def save(self, tensor: Tensor) -> Any:
         """Take `tensor` in: a handle for it, or the tensor itself if it stays."""
-        wrapped = parts_of(tensor)
+        is_leaf = tensor.requires_grad and tensor.is_leaf
+        wrapped = None if is_leaf else parts_of(tensor)
         if wrapped is not None:
             return wrapped.each(self.save)
-        reason = self.reason_to_stay(tensor)
+        reason = _LEAF if is_leaf else self.reason_to_stay(tensor)
         handle = None if reason else self._moved(tensor)
         if handle is None:
             self.traffic.stayed[reason or self.is_full] += 1
@@ -118,17 +125,17 @@ class Mover:
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         """Return why a tensor is not moved, None if it is."""
-        if tensor.requires_grad and tensor.is_leaf:
-            return "parameters and other leaves are there anyway"
-        if tensor.layout is not torch.strided or tensor.is_inference():
-            return "sparse, nested and inference tensors stay where they are"
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
+            return "sparse, nested, quantized and inference tensors stay where they are"
         if tensor.numel() * tensor.element_size() < self.least_bytes:
             return f"smaller than {self.least_bytes:,} bytes"
         return None
 
     def _moved(self, tensor: Tensor) -> Moved | None:
-        tensor = tensor.resolve_neg()  # a lazy bit, for which there is no public function
         placement, extent = placement_of(tensor)
+        if tensor.is_neg():  # a lazy bit, for which there is no public function: its run has the values instead
+            tensor = run_of(tensor, extent).resolve_neg()
+            extent = Extent(0, tensor.numel())
         owner = owner_of(tensor)
         key = id(owner), owner._version, tensor.dtype
         piece = self._pieces.get(key)

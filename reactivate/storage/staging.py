@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
 from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary, ref
@@ -19,38 +18,11 @@ from torch import Tensor
 
 from reactivate._text.warnings import warn
 from reactivate._torch.fake import FakeTensor
-from reactivate.storage.moved import Mover, Piece
+from reactivate.storage.moved import WRITTEN, Mover, Piece
 from reactivate.storage.placement import Extent, Memory
+from reactivate.storage.series import Series
 from reactivate.storage.slabs import Slab, Slabs, half_of_memory
-from reactivate.storage.streams import CopyStreams, has_streams
-
-_WRITTEN = "a tensor that a storage took in has been modified by an inplace operation before it was copied"
-
-
-class Series:
-    """Pieces of one group on one device, in the order in which they were taken in."""
-
-    def __init__(self) -> None:
-        self.pieces: list[ref[HostPiece]] = []
-        self.waiting: deque[ref[HostPiece]] = deque()
-        self.going: deque[ref[HostPiece]] = deque()
-
-    def add(self, piece: HostPiece) -> None:
-        """Note the piece that was taken in last."""
-        while self.pieces and self.pieces[-1]() is None:
-            self.pieces.pop()
-        piece.number = len(self.pieces)
-        self.pieces.append(ref(piece))
-        self.waiting.append(ref(piece))
-
-    def before(self, number: int, count: int) -> list[HostPiece]:
-        """Return the pieces taken in before one, the nearest first, of those that are still needed."""
-        found: list[HostPiece] = []
-        for reference in reversed(self.pieces[max(0, number - 2 * count) : number]):
-            piece = reference()
-            if piece is not None and len(found) < count:
-                found.append(piece)
-        return found
+from reactivate.storage.streams import CopyStreams, has_streams, is_capturing
 
 
 class HostPiece(Piece):
@@ -64,14 +36,12 @@ class HostPiece(Piece):
         slabs: for its kind of device.
     """
 
-    number = 0
-
     def __init__(
         self,
         memory: Memory,
         extent: Extent,
         run: Tensor,
-        series: Series,
+        series: Series[HostPiece],
         streams: CopyStreams,
         staging: Staging,
         slabs: Slabs,
@@ -123,10 +93,10 @@ class HostPiece(Piece):
     def read(self) -> Tensor:
         if self._run is not None:
             if self._look_for_write(self._run):
-                raise RuntimeError(_WRITTEN)
+                raise RuntimeError(WRITTEN)
             return self._run
         if self._is_written:
-            raise RuntimeError(_WRITTEN)
+            raise RuntimeError(WRITTEN)
         self.start_back()
         assert self._coming is not None
         run, arrived = self._coming
@@ -191,12 +161,17 @@ class Staging(Mover):
         self._ahead = ahead
         self._slabs: dict[str, Slabs] = {}
         self._streams: dict[torch.device, CopyStreams] = {}
-        self._series: dict[tuple[torch.device, Any], Series] = {}
+        self._series: dict[tuple[torch.device, Any], Series[HostPiece]] = {}
         self._has_warned = False
 
     @property
     def is_full(self) -> str:  # type: ignore[override]
         return f"the limit of {self._limit:,} locked bytes is reached"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the host in which there are tensors now."""
+        return sum(slabs.used_bytes for slabs in self._slabs.values())
 
     @property
     def locked_bytes(self) -> int:
@@ -212,8 +187,7 @@ class Staging(Mover):
         if not isinstance(tensor, FakeTensor):
             if _shares_memory(device):
                 return "the device works in the host's memory"
-            capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-            if capturing is not None and capturing():
+            if is_capturing(device):
                 return "a graph of the device is being captured"
         return super().reason_to_stay(tensor)
 
@@ -233,7 +207,7 @@ class Staging(Mover):
                 self._send(series, series.waiting.popleft()())
             return piece
 
-    def _send(self, series: Series, piece: HostPiece | None) -> None:
+    def _send(self, series: Series[HostPiece], piece: HostPiece | None) -> None:
         if piece is None:
             return
         if piece.start():
@@ -252,7 +226,7 @@ class Staging(Mover):
         if piece is not None:
             piece.let_go()
 
-    def bring_back_before(self, piece: HostPiece, series: Series) -> None:
+    def bring_back_before(self, piece: HostPiece, series: Series[HostPiece]) -> None:
         """Start to bring back what was taken in before `piece`."""
         wanted = series.before(piece.number, self._ahead)
         for other in wanted:

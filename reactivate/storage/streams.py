@@ -88,3 +88,9 @@ def has_streams(device: torch.device) -> bool:
     """Return whether a kind of device has streams."""
     module: Any = torch.get_device_module(device)
     return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a graph of the device is being captured, into which no copy of a storage may go."""
+    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -26,16 +26,19 @@ class Wrapped:
     context: Any
     size: Any
     stride: Any
+    attributes: dict[str, Any]
 
     def each(self, function: Callable[[Any], Any]) -> Any:
         """Return it with `function` of each part."""
         parts = {name: function(part) for name, part in self.parts.items()}
-        return Wrapped(self.kind, parts, self.context, self.size, self.stride)
+        return replace(self, parts=parts)
 
     def rebuilt(self, load: Callable[[Any], Tensor]) -> Tensor:
         """Return the tensor, of parts that are loaded."""
         parts = {name: load(part) for name, part in self.parts.items()}
         tensor: Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
+        own = vars(tensor)
+        own.update({name: value for name, value in self.attributes.items() if name not in own})
         return tensor
 
 
@@ -46,4 +49,5 @@ def parts_of(tensor: Tensor) -> Wrapped | None:
         return None
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: getattr(tensor, name) for name in names}
-    return Wrapped(kind, parts, context, tensor.size(), tensor.stride())
+    attributes = {name: value for name, value in vars(tensor).items() if name not in parts}
+    return Wrapped(kind, parts, context, tensor.size(), tensor.stride(), attributes)

@@ -34,7 +34,9 @@ class StoredInput(InputSpec):
         self._handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
         self._original = ref(tensor)
         self._version = tensor._version
-        self._attributes = dict(vars(tensor))
+        # The tensors that a wrapper is made of are attributes, too: these the storage has.
+        parts = tensor.__tensor_flatten__()[0] if hasattr(type(tensor), "__tensor_flatten__") else ()  # type: ignore[attr-defined]
+        self._attributes = {name: value for name, value in vars(tensor).items() if name not in parts}
 
     def rebuild(self, memo: Memo) -> Tensor:
         original = self._original()

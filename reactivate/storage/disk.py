@@ -1,0 +1,105 @@
+"""A disk: for what neither the device nor the host has room for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from reactivate.errors import UsageError
+from reactivate.storage.disk_file import check_system
+from reactivate.storage.moved import Traffic
+from reactivate.storage.spool import Spool
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Keep tensors in a file, and read them for the backward.
+
+    Threads write and read, beside what computes. In the backward each tensor that is read starts to read the one that was
+    taken in before it. The last tensors taken in stay in memory, since the backward needs these at once. At most two
+    tensors are being written at a time: a forward that is faster than the disk waits for it. Views of one memory are
+    written once. Parameters and other leaves stay where they are. Tensors of a device are copied through the host's memory,
+    and the host waits for these copies.
+
+    Each process has a directory of its own in `path`, `reactivate-<process>-<random>`, which no other user can read. It is
+    removed when the storage is let go and at exit. If a process is killed, the next one that starts on the same path
+    removes its directory. A process that is forked makes a directory of its own, if it uses the storage.
+
+    A tensor is kept as it is when it is taken in. A modification before it is written raises an error in the backward, as
+    autograd does. What is not seen by its version counter (through `tensor.data`) is not seen here either. If the disk is
+    full or fails, tensors stay in memory, and a warning says so once. If a tensor cannot be read again, the backward
+    raises a `reactivate.errors.StorageError`.
+
+    Args:
+        path: a directory, on a disk that is local and fast; made if there is none.
+        limit: the most bytes of the file; as much as there is room for by default. Over it, tensors stay in memory, and a
+            warning says so once.
+        least_bytes: smaller tensors stay in memory.
+        ahead: how many tensors are being read while another one is used.
+        last: how many tensors, of those taken in last, stay in memory.
+
+    Example:
+        >>> import reactivate, tempfile
+        >>> disk = reactivate.storage.Disk(tempfile.gettempdir(), limit=100 * 2**30)
+        >>> policy = reactivate.policies.full(inputs=disk)
+    """
+
+    path: str
+    limit: int | None = field(default=None, kw_only=True)
+    least_bytes: int = field(default=2**20, kw_only=True)
+    ahead: int = field(default=1, kw_only=True)
+    last: int = field(default=1, kw_only=True)
+    exact = True
+    shares_views = True
+    _spool: Spool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_system()
+        try:
+            path = os.fspath(self.path)
+        except TypeError:
+            raise UsageError(f"Disk(path) takes the path of a directory, and was given {self.path!r}.") from None
+        object.__setattr__(self, "path", os.fsdecode(path))
+        object.__setattr__(self, "_spool", Spool(self.path, self.limit, self.least_bytes, self.last, self.ahead))
+
+    def save(self, tensor: Tensor) -> Any:
+        return self._spool.save(tensor)
+
+    def load(self, handle: Any) -> Tensor:
+        return self._spool.load(handle)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counts of the tensors that were moved so far, and of those that stayed, with the reasons."""
+        return self._spool.traffic
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file in which there are tensors now."""
+        file = self._spool.file
+        return 0 if file is None else file.used_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        file = self._spool.file
+        return 0 if file is None else file.file_bytes
+
+    @property
+    def directory(self) -> str | None:
+        """The directory of this process, None before the first tensor is written."""
+        file = self._spool.file
+        return None if file is None else file.directory
+
+    def __reduce__(self) -> Any:
+        return _disk, (self.path, self.limit, self.least_bytes, self.ahead, self.last)
+
+    def __deepcopy__(self, memo: Any) -> Disk:
+        return _disk(self.path, self.limit, self.least_bytes, self.ahead, self.last)
+
+
+def _disk(path: str, limit: int | None, least_bytes: int, ahead: int, last: int) -> Disk:
+    return Disk(path, limit=limit, least_bytes=least_bytes, ahead=ahead, last=last)

@@ -1,0 +1,195 @@
+"""The file of a disk storage: a directory of its own for each storage and process, locked as long as the process lives.
+
+The lock is the kernel's, on the file itself, and ends with the process however that ends. So whoever starts next on the
+same path tells the directories of the dead by it, and removes these. Process ids would not do: they are given again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable
+from io import FileIO
+from typing import Any
+
+from torch import Tensor
+
+from reactivate.errors import UnsupportedError
+from reactivate.storage.areas import Area, Areas
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+_PREFIX = "reactivate-"
+_STARTING = (
+    ".starting-"  # a directory has its name once its file is locked: until then nobody takes it for a dead one's
+)
+_FILE = "tensors"
+
+
+def check_system() -> None:
+    """Raise an error where files cannot be locked, or read at a place.
+
+    Raises:
+        UnsupportedError: on such a system.
+    """
+    if fcntl is None or not hasattr(os, "preadv"):
+        raise UnsupportedError("reactivate.storage.Disk needs a POSIX system: use reactivate.storage.Host here.")
+
+
+class DiskFile:
+    """A file for tensors, removed with its directory when it is let go, and at exit.
+
+    Args:
+        path: of the directory in which its own directory is made.
+        limit: the most bytes of the file; None for as many as there is room for.
+        process: which one uses it.
+
+    Attributes:
+        directory: its own.
+    """
+
+    def __init__(self, path: str, limit: int | None, process: int) -> None:
+        os.makedirs(path, exist_ok=True)
+        remove_of_the_dead(path)
+        self.directory, self._file = _started(path, process)
+        self._areas = Areas(limit)
+        self._reserved = 0
+        self._process = process
+        self._remove = weakref.finalize(self, _remove, self.directory, self._file, process)
+
+    @property
+    def is_lost(self) -> bool:
+        """Return whether it is another process's: that of the parent, from which this one was forked."""
+        return self._file.closed or os.getpid() != self._process
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file in which there are tensors now."""
+        return self._areas.used_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def leave_to_parent(self) -> None:
+        """Close the file in a process that was forked: it stays open, locked and in place in the parent."""
+        self._file.close()
+
+    def take(self, nbytes: int) -> Area | None:
+        """Return an area of the file, None if that would be over the limit.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        area = self._areas.take(nbytes)
+        if area is not None and area.stop > self._reserved:
+            # A file system may say so late, or never, that there is no room for what was written. Now it says so.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file.fileno(), self._reserved, area.stop - self._reserved)
+            self._reserved = area.stop
+        return area
+
+    def write(self, area: Area, run: Tensor) -> None:
+        """Write the elements of `run`, which is dense and on the host.
+
+        Raises:
+            OSError: not all of them could be written.
+        """
+        memory = _bytes_of(run)
+        _whole(lambda done: os.pwrite(self._file.fileno(), memory[done:], area.start + done), memory.nbytes)
+        area.checksum = zlib.crc32(memory)
+
+    def read(self, area: Area, run: Tensor) -> None:
+        """Read the elements of `run`, which is dense and on the host.
+
+        Raises:
+            OSError: not all of them could be read, or they are not what was written.
+        """
+        memory = _bytes_of(run)
+        _whole(lambda done: os.preadv(self._file.fileno(), [memory[done:]], area.start + done), memory.nbytes)
+        if zlib.crc32(memory) != area.checksum:
+            raise OSError(errno.EIO, "other bytes were read than had been written")
+
+
+def _bytes_of(run: Tensor) -> memoryview:
+    nbytes = run.numel() * run.element_size()
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(run.data_ptr())).cast("B") if nbytes else memoryview(b"")
+
+
+def _whole(transfer: Callable[[int], int], nbytes: int) -> None:
+    done = 0
+    while done < nbytes:  # the kernel moves 2 GiB at most at once
+        moved = transfer(done)
+        if moved <= 0:
+            raise OSError(errno.EIO, f"{done:,} of {nbytes:,} bytes were moved, and then no more")
+        done += moved
+
+
+def _started(path: str, process: int) -> tuple[str, FileIO]:
+    """Return a new directory, and the open and locked file in it."""
+    starting = tempfile.mkdtemp(prefix=_STARTING, dir=path)  # with permissions for the user alone
+    file: Any = None
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = FileIO(os.open(os.path.join(starting, _FILE), flags, 0o600), "r+")
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        name = f"{_PREFIX}{process}-{os.path.basename(starting)[len(_STARTING) :]}"
+        directory = os.path.join(path, name)
+        os.rename(starting, directory)
+    except BaseException:
+        _remove(starting, file, process)
+        raise
+    return directory, file
+
+
+def _remove(directory: str, file: FileIO | None, process: int) -> None:
+    if os.getpid() == process:
+        _delete(directory)
+    if file is not None:
+        file.close()
+
+
+def _delete(directory: str) -> None:
+    """Remove a directory and the file in it, and nothing else that somebody may have put there."""
+    try:
+        os.unlink(os.path.join(directory, _FILE))
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return  # at exit there is nobody to tell; the next start tries again
+    try:
+        os.rmdir(directory)
+    except OSError:
+        return
+
+
+def remove_of_the_dead(path: str) -> None:
+    """Remove the directories in `path` whose processes are gone; those that cannot be removed stay."""
+    with os.scandir(path) as entries:
+        found = [
+            entry.path for entry in entries if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
+        ]
+    for directory in found:
+        try:
+            file = os.open(os.path.join(directory, _FILE), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            _delete(directory)  # its file was removed already, so nobody lives in it
+            continue
+        except OSError:
+            continue  # another user's
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # alive
+        else:
+            _delete(directory)
+        finally:
+            os.close(file)

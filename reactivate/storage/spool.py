@@ -1,0 +1,293 @@
+"""The order in which tensors go to a disk and come back.
+
+The last tensors taken in wait in memory. A tensor that others have come after is written by a thread of its own, and its
+memory is let go when it is written and the storage is used next: by the thread that took it in, since only there no op can be
+in the middle of modifying it. In the backward, reading a tensor starts to read those that were taken in before it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import RLock
+from weakref import WeakSet, WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+
+from reactivate._text.warnings import warn
+from reactivate._torch.fake import FakeTensor
+from reactivate.errors import StorageError
+from reactivate.storage.areas import Area
+from reactivate.storage.disk_file import DiskFile
+from reactivate.storage.fake import FakePiece
+from reactivate.storage.moved import WRITTEN, Mover, Piece
+from reactivate.storage.placement import Extent, Memory
+from reactivate.storage.series import Series
+from reactivate.storage.streams import is_capturing
+
+_THREADS = 2
+_WRITING = 2  # tensors that are being written, at most: a disk that is slower than the model must not fill the memory
+
+
+class Write:
+    """A tensor on its way to the file.
+
+    Attributes:
+        run: its elements, on the host.
+        area: where to.
+        done: the future of its end.
+        error: why it failed, if it did; without its traceback, which would hold the tensor.
+    """
+
+    done: Future[None]
+    error: BaseException | None = None
+
+    def __init__(self, file: DiskFile, area: Area, run: Tensor) -> None:
+        self.file = file
+        self.area: Area | None = area
+        self.run: Tensor | None = run
+
+    def __call__(self) -> None:
+        assert self.area is not None
+        assert self.run is not None
+        try:
+            self.file.write(self.area, self.run)
+        except Exception as error:
+            self.error = error.with_traceback(None)
+
+    def drop(self) -> None:
+        """Let go of everything, if it was not begun yet. Nobody needs it any more."""
+        if not self.file.is_lost and self.done.cancel():
+            self.area = self.run = None
+
+
+class DiskPiece(Piece):
+    """A run of elements that is in memory, on its way, or in a file.
+
+    Args:
+        memory, extent: as of any piece.
+        run: the elements, where they were computed.
+        series: where the piece stands.
+        spool: of its storage.
+    """
+
+    def __init__(self, memory: Memory, extent: Extent, run: Tensor, series: Series[DiskPiece], spool: Spool) -> None:
+        super().__init__(memory, extent)
+        self._run: Tensor | None = run  # in memory that others may write to
+        self._copy: Tensor | None = None  # on the host, where nobody does
+        self._size, self._device = (run.numel(), run.dtype), run.device
+        self._series = series
+        self._spool = spool
+        self._write: Write | None = None
+        self._area: Area | None = None
+        self._file: DiskFile | None = None
+        self._coming: tuple[Tensor, Future[None]] | None = None
+        self._is_written = False
+
+    def start(self) -> bool:
+        """Start to write the elements to the file; return whether there was room."""
+        run = self._run
+        if run is None or self._look_for_write(run):
+            return True
+        write = self._spool.write(run)
+        if write is None:
+            return False
+        self._write = write
+        if write.run is not run:
+            self._run, self._copy = None, write.run
+        return True
+
+    def is_writing(self) -> bool:
+        """Return whether the elements are being written."""
+        return self._write is not None and not self._write.done.done()
+
+    def settle(self) -> None:
+        """Let go of the memory, once the elements are in the file."""
+        write, self._write = self._write, None
+        if write is None or write.file.is_lost:
+            return
+        write.done.result()
+        if write.error is not None:
+            self._spool.warn_once(f"a tensor could not be written ({write.error})")
+            return
+        if self._run is not None:
+            self._look_for_write(self._run)
+        self._area, self._file = write.area, write.file
+        self._run = self._copy = None
+
+    def _look_for_write(self, run: Tensor) -> bool:
+        self._is_written = self._is_written or run._version != self.memory.version
+        return self._is_written
+
+    def start_back(self) -> None:
+        """Start to read the elements, if they are in the file and nowhere else."""
+        if self._area is not None and self._file is not None and self._coming is None and not self._file.is_lost:
+            elements, dtype = self._size
+            self._coming = self._spool.read(self._file, self._area, torch.empty(elements, dtype=dtype, device="cpu"))
+
+    def read(self) -> Tensor:
+        if self._run is not None:
+            self._look_for_write(self._run)
+        if self._is_written:
+            raise RuntimeError(WRITTEN)
+        if self._run is not None:
+            return self._run
+        if self._copy is not None:
+            return self._copy.to(self._device)
+        return self._spool.count(self._from_file()).to(self._device)
+
+    def _from_file(self) -> Tensor:
+        assert self._file is not None
+        if self._file.is_lost:
+            raise StorageError(
+                f"A tensor is in {self._file.directory}, a file of the process from which this one was forked. Run the "
+                "backward in the process that ran the forward."
+            )
+        self.start_back()
+        assert self._coming is not None
+        run, coming = self._coming
+        self._coming = None
+        error = coming.exception()
+        if error is not None:
+            raise StorageError(
+                f"A tensor of {run.numel() * run.element_size():,} bytes could not be read from {self._file.directory}: "
+                f"{error}. Files of reactivate.storage.Disk must stay as they are until the training ends."
+            ) from error
+        return run
+
+    def load(self) -> Tensor:
+        with self._spool.lock:
+            run = super().load()
+            for other in self._series.before(self.number, self._spool.ahead):
+                other.start_back()
+            return run
+
+    def __del__(self) -> None:
+        if self._write is not None:
+            self._write.drop()
+
+
+class Spool(Mover):
+    """The tensors of one storage that are in its file, or on their way.
+
+    Args:
+        path: where the file is made.
+        limit: of the file, in bytes.
+        least_bytes: smaller tensors stay.
+        last: how many tensors wait in memory.
+        ahead: how many are read before they are needed.
+    """
+
+    def __init__(self, path: str, limit: int | None, least_bytes: int, last: int, ahead: int) -> None:
+        super().__init__(least_bytes)
+        self.ahead = ahead
+        self.file: DiskFile | None = None
+        self._path = path
+        self._limit = limit
+        self._last = last
+        self._has_warned = False
+        self.begin()
+        _SPOOLS.add(self)
+
+    def begin(self) -> None:
+        """Begin in a process: with nothing under way, and no file."""
+        self.lock = RLock()
+        if self.file is not None:
+            self.file.leave_to_parent()
+        self.file = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._mine = threading.local()
+        self._pieces = WeakValueDictionary()  # a run that the parent has in memory is not this process's to count on
+
+    def reason_to_stay(self, tensor: Tensor) -> str | None:
+        device = tensor.device
+        if device.type in ("meta", "xla"):
+            return f"{device.type} tensors stay where they are"
+        if device.type != "cpu" and not isinstance(tensor, FakeTensor) and is_capturing(device):
+            return "a graph of the device is being captured"
+        return super().reason_to_stay(tensor)
+
+    def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
+        with self.lock:
+            if isinstance(run, FakeTensor):
+                return FakePiece(memory, extent, run)
+            series = self._series()
+            piece = DiskPiece(memory, extent, run, series, self)
+            series.add(piece)
+            while len(series.waiting) > self._last:
+                self._send(series, series.waiting.popleft()())
+            return piece
+
+    def _series(self) -> Series[DiskPiece]:
+        """Return the series of this thread."""
+        series: Series[DiskPiece] | None = getattr(self._mine, "series", None)
+        if series is None:
+            series = self._mine.series = Series()
+        return series
+
+    def _send(self, series: Series[DiskPiece], piece: DiskPiece | None) -> None:
+        if piece is None:
+            return
+        if piece.start():
+            series.going.append(ref(piece))
+        while series.going:
+            first = series.going[0]()
+            if first is not None:
+                if len(series.going) <= _WRITING and first.is_writing():
+                    break
+                first.settle()
+            series.going.popleft()
+
+    def write(self, run: Tensor) -> Write | None:
+        """Start to write a run to the file, None if there is no room for it."""
+        nbytes = run.numel() * run.element_size()
+        try:
+            if self.file is None:
+                self.file = DiskFile(self._path, self._limit, os.getpid())
+            area = self.file.take(nbytes)
+        except OSError as error:
+            self.warn_once(f"there is no file of {nbytes:,} bytes more ({error})")
+            return None
+        if area is None:
+            self.warn_once(f"the limit of {self._limit:,} bytes is reached")
+            return None
+        write = Write(self.file, area, run.to("cpu"))
+        write.done = self._pool().submit(write)
+        return write
+
+    def read(self, file: DiskFile, area: Area, run: Tensor) -> tuple[Tensor, Future[None]]:
+        """Start to read a run from the file: the run, and the future of its end."""
+        return run, self._pool().submit(file.read, area, run)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="reactivate-disk")
+        return self._threads
+
+    def count(self, run: Tensor) -> Tensor:
+        """Count a run that was read."""
+        self.traffic.loaded_bytes += run.numel() * run.element_size()
+        return run
+
+    def warn_once(self, reason: str) -> None:
+        """Warn that tensors stay in memory, if that was not said before."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"reactivate.storage.Disk({self._path!r}): {reason}, and tensors stay in memory. Give it a path with more "
+                "room, or raise its limit."
+            )
+
+
+_SPOOLS: WeakSet[Spool] = WeakSet()
+
+
+def _begin_in_child() -> None:
+    for spool in list(_SPOOLS):
+        spool.begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)
