@@ -25,6 +25,7 @@ from reactivate._engine.inputs.stored import stored
 from reactivate.errors import UsageError
 from reactivate.storage import Disk, spool
 from reactivate.storage.areas import Areas
+from reactivate.storage.disk_file import DiskFile
 from reactivate.storage.samples import Pair
 
 
@@ -188,10 +189,20 @@ def test_a_tensor_that_is_modified_after_it_is_written_is_what_it_was(tmp_path: 
     del later
 
 
-def test_only_the_thread_that_took_a_tensor_in_lets_its_memory_go(tmp_path: Path) -> None:
+def test_only_the_thread_that_took_a_tensor_in_lets_its_memory_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another one may find the write done and the version unchanged while an op is modifying the tensor."""
     storage = disk(tmp_path, last=0)
+    gate, write = threading.Event(), DiskFile.write
+
+    def when_told(*args: Any) -> None:
+        gate.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(DiskFile, "write", when_told)
     handle = storage.save(torch.randn(64))
+    gate.set()
     handle.piece._write.done.result()
     thread = threading.Thread(target=arrived, args=(storage,))
     thread.start()
