@@ -11,14 +11,16 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from oracle import assert_bitwise
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 import reactivate
 from reactivate import policies
-from reactivate.errors import MutationError, UsageError
+from reactivate.errors import MutationError, RecomputeMismatchError, StorageError, UsageError
 
 
 class Shelf:
@@ -391,3 +393,103 @@ def test_explain_says_where_inputs_are() -> None:
     assert "recompute, inputs to" in str(explanation)
     assert [entry.storage for entry in explanation.walk() if entry.kind == "region"] == ["Shelf"] * 4
     assert explanation.offloaded_bytes == 4 * 16 * 8 * 4
+
+
+class Swapped(Tensor):
+    """A plain subclass, which computes something else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(torch.cos if func is torch.sin else func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("determinism", ["first", "metadata"])
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_the_class_of_a_tensor_that_comes_back(determinism: Any, is_saved: bool) -> None:
+    def run(wrap: Any) -> list[Any]:
+        x = torch.arange(1.0, 5.0).requires_grad_()
+        h = (x * 2).as_subclass(Swapped)
+
+        def f(a: Tensor) -> Tensor:
+            assert type(a) is Swapped
+            return torch.sin((a * 2).exp() if is_saved else a)
+
+        out = wrap(f)(h)
+        del h
+        out.sum().backward()
+        return [x.grad.as_subclass(Tensor)]
+
+    shelf = Shelf()
+    policy = policies.save_ops("exp", storage=shelf) if is_saved else None
+    assert same(
+        run(lambda fn: reactivate.checkpoint(fn, inputs=shelf, policy=policy, determinism=determinism)),
+        run(lambda fn: fn),
+    )
+    assert shelf.given > 0
+
+
+class InCOrder(Shelf):
+    def save(self, tensor: Tensor) -> Any:
+        return super().save(tensor.contiguous())
+
+
+@pytest.mark.parametrize(
+    "view", [lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[:1].expand(5, -1), lambda t: t[None].transpose(0, 2)]
+)
+def test_strides_that_a_storage_loses_come_back(view: Any) -> None:
+    def run(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        x = torch.randn(6, 6, requires_grad=True)
+        h = view(x * 2)
+
+        def f(a: Tensor) -> Tensor:
+            assert a.stride() == strides
+            return F.dropout(a, 0.5) * a.sum()
+
+        strides = h.stride()
+        out = wrap(f)(h)
+        del h
+        out.sum().backward()
+        return [x.grad]
+
+    shelf = InCOrder()
+    assert same(run(lambda fn: reactivate.checkpoint(fn, inputs=shelf, determinism="metadata")), run(lambda fn: fn))
+    assert shelf.given > 0
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (lambda copy: None, "None, which is no tensor"),
+        (lambda copy: copy.double(), "torch.float64 on cpu"),
+        (lambda copy: copy[:1], r"of shape \(1, 8\)"),
+        (lambda copy: in_inference(copy), "an inference tensor"),
+    ],
+)
+def test_a_storage_that_gives_back_something_else_is_named(load: Any, said: str) -> None:
+    class Wrong(Shelf):
+        def load(self, handle: Any) -> Any:
+            return load(handle.copy)
+
+    region = reactivate.checkpoint(block(), inputs=Wrong())
+    out = region(X * 2).sum()
+    with pytest.raises(StorageError, match=rf"The storage .*Wrong.* was given a Tensor of shape \(4, 8\).*{said}"):
+        out.backward()
+
+
+def in_inference(tensor: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+def test_an_input_that_nobody_holds_comes_back_as_another_object() -> None:
+    """In docs/offload.md: weak tables do not find it. The comparison of the first calls shows that."""
+    table: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    region = reactivate.checkpoint(lambda a: (a * table.get(a, 1.0)).sin().cos(), inputs=Shelf())
+    x = torch.ones(3, requires_grad=True)
+    h = x * 2
+    table[h] = 3.0
+    out = region(h).sum()
+    del h
+    with pytest.raises(RecomputeMismatchError):
+        out.backward()

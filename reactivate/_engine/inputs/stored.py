@@ -11,9 +11,9 @@ from weakref import ref
 
 from torch import Tensor
 
-from reactivate._engine.aside import aside
 from reactivate._engine.inputs.specs import InputSpec, Memo
 from reactivate._engine.requests import take_in
+from reactivate._engine.stored_form import Form
 from reactivate._torch.autograd import give_back
 from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate._types import Storage
@@ -26,12 +26,13 @@ class StoredInput(InputSpec):
         storage: where it is.
     """
 
-    __slots__ = ("_attributes", "_handle", "_original", "_version", "storage")
+    __slots__ = ("_attributes", "_form", "_handle", "_original", "_version", "storage")
 
     def __init__(self, tensor: Tensor, storage: Storage, handle: Any) -> None:
         self.storage = storage
         # A handle that is a tensor is seen by the hooks around the region (Rule 9).
         self._handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
+        self._form = Form.of(tensor)
         self._original = ref(tensor)
         self._version = tensor._version
         # The tensors that a wrapper is made of are attributes, too: these the storage has.
@@ -42,7 +43,7 @@ class StoredInput(InputSpec):
         original = self._original()
         if original is not None and original._version == self._version:
             return original
-        tensor = give_back(aside(self.storage.load, self.handle()).detach())
+        tensor = self._form.in_class(give_back(self._form.load(self.storage, self.handle()).detach()))
         if self._attributes:
             vars(tensor).update(self._attributes)
         return tensor

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._engine.aside import aside
 from reactivate._engine.kept_calls.derive import Derived
 from reactivate._engine.kept_calls.results import Contents
 from reactivate._engine.record import Saved, SharedSlot
 from reactivate._engine.requests import take_in
+from reactivate._engine.stored_form import Form
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate._types import DEVICE, Storage
@@ -30,7 +30,7 @@ class SiteSlot(SharedSlot):
 class Kept:
     """A tensor that is kept for the backward."""
 
-    __slots__ = ("handle", "storage", "tensor", "version")
+    __slots__ = ("form", "handle", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int, storage: Storage) -> None:
         self.tensor: Tensor | None = tensor
@@ -46,7 +46,10 @@ class Kept:
         """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9)."""
         tensor, self.tensor = self.tensor, None
         if tensor is not None and tensor._version == self.version:  # otherwise there is nothing that may be read
-            handle = tensor if self.storage is DEVICE else take_in(self.storage, tensor)
+            handle = tensor
+            if self.storage is not DEVICE:
+                self.form = Form.of(tensor)
+                handle = take_in(self.storage, tensor)
             self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
 
     def load(self) -> Tensor:
@@ -54,11 +57,14 @@ class Kept:
 
         Raises:
             RuntimeError: autograd's own, where it was written to since.
+            StorageError: the storage gives back something else.
         """
         if self.handle is None:
             raise RuntimeError("what a saved call keeps has been modified by an inplace operation")
         handle = self.handle.unpack() if type(self.handle) is SavedTensor else self.handle
-        return handle if self.storage is DEVICE else aside(self.storage.load, handle)  # type: ignore[no-any-return]
+        if self.storage is DEVICE:
+            return handle  # type: ignore[no-any-return]
+        return self.form.in_class(self.form.load(self.storage, handle))
 
 
 class There(Kept):
