@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import warnings
 from typing import Any
@@ -366,7 +367,7 @@ def test_compiled_regions_refuse_it() -> None:
     ],
 )
 def test_a_storage_that_moves_nothing_is_named_once(run: Any, said: str) -> None:
-    host = reactivate.storage.Host()
+    host = reactivate.storage.Host(last=1000 + next(NUMBERS))  # equal ones are one, and this was named before
     out = run(host).sum()
     with pytest.warns(UserWarning, match=r"The storage Host\(.*\) has moved nothing in this step") as seen:
         out.backward()
@@ -377,6 +378,7 @@ def test_a_storage_that_moves_nothing_is_named_once(run: Any, said: str) -> None
 
 
 X = torch.ones(4, 8, requires_grad=True)
+NUMBERS = itertools.count()
 
 
 def test_a_storage_that_moves_something_is_not_named(recwarn: pytest.WarningsRecorder) -> None:

@@ -23,6 +23,7 @@ from reactivate.errors import (
     PlanInfeasible,
     ReactivateError,
     RecomputeMismatchError,
+    StorageError,
     UnsupportedError,
     UsageError,
 )
@@ -314,7 +315,15 @@ def test_a_wrong_request_lists_what_is_allowed(request_it: Callable[[], Any], al
 
 def test_the_errors_are_one_tree() -> None:
     errors = [getattr(reactivate.errors, name) for name in reactivate.errors.__all__]
-    found = {ReactivateError, MutationError, PlanInfeasible, RecomputeMismatchError, UsageError, UnsupportedError}
+    found = {
+        ReactivateError,
+        MutationError,
+        PlanInfeasible,
+        RecomputeMismatchError,
+        StorageError,
+        UsageError,
+        UnsupportedError,
+    }
     assert set(errors) == found
     assert all(issubclass(error, ReactivateError) for error in errors)
     assert issubclass(ReactivateError, RuntimeError), "what upstream raises"
