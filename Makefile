@@ -105,10 +105,11 @@ types: $(VENV)/.lint
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --quiet
 
-bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: overhead, choosing, planning-measured
+bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: overhead, choosing, offload, planning-measured
 	$(BIN)/python benchmarks/overhead.py --out benchmarks/results
 	$(BIN)/python benchmarks/self_check.py --out benchmarks/results
 	$(BIN)/python benchmarks/selective.py --out benchmarks/results
+	$(BIN)/python benchmarks/offload.py --out benchmarks/results
 	$(BIN)/python benchmarks/frontier.py --compile gpt --out benchmarks/results --page docs/planning-measured.md
 
 ON_GPU := --device cuda --clock wall --out benchmarks/results

@@ -70,8 +70,8 @@ class Traffic:
     """Counts of a storage.
 
     Attributes:
-        moved: tensors that were moved.
-        moved_bytes: bytes that were taken away. Of views of one memory these count once.
+        moved: tensors that were taken in, among them the last ones, which wait where they are.
+        moved_bytes: bytes of these. Of views of one memory these count once.
         loaded_bytes: bytes that were brought back.
         stayed: {reason: number} of the tensors that were not moved.
     """
