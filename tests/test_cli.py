@@ -27,7 +27,7 @@ from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
 from reactivate.planner.cost.devices import DEVICES
 from reactivate.recipe._text import parse_policy
-from reactivate.storage import Host
+from reactivate.storage import Disk, Host
 
 PACKAGE = Path(reactivate.__file__).parents[1]
 LLAMA = {
@@ -313,6 +313,7 @@ def test_explain(saved: Path) -> None:
                 policies.save_ops("linear", "gelu", within=("*.0",), storage=Host(limit=1000)), policies.full()
             ),
         ),
+        ("full(inputs=Disk('tensors', limit=1000))", policies.full(inputs=Disk("tensors", limit=1000))),
         ("exclude(full(), recompute_modules('0'))", policies.exclude(policies.full(), policies.recompute_modules("0"))),
     ],
 )

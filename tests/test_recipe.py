@@ -448,6 +448,11 @@ SPELLED: list[tuple[Any, ReadyMade]] = [
         {"recompute_every": {"k": 2, "inputs": {"host": {"limit": 1000}}}},
         policies.recompute_every(2, inputs=storage.Host(1000)),
     ),
+    ({"full": {"inputs": {"disk": "tensors"}}}, policies.full(inputs=storage.Disk("tensors"))),
+    (
+        {"save_names": {"names": ["q"], "storage": {"disk": {"path": "tensors", "limit": 1000}}}},
+        policies.save_names("q", storage=storage.Disk("tensors", limit=1000)),
+    ),
     ("none", policies.none()),
     ("compute_intensive", policies.compute_intensive()),
     ({"compute_intensive": {"storage": "host"}}, policies.compute_intensive(ON_HOST)),
@@ -598,8 +603,9 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ({"policy": {"save_ops": 1}}, ["is a list", "1"]),
     (
         {"policy": {"save_ops": {"ops": ["linear"], "storage": "Host"}}},
-        ["the storage 'Host' is not known", "'device', 'host'"],
+        ["the storage 'Host' is not known", "'device', 'disk', 'host'"],
     ),
+    ({"policy": {"full": {"inputs": {"disk": 3}}}}, ["Disk: path is a text; got 3"]),
     ({"policy": {"first_match": "full"}}, ["policies is a list"]),
     ({"policy": {"first_match": {"save_ops": ["linear"]}}}, ["policies is a list"]),
     ({"policy": {"first_match": []}}, ["at least one policy"]),

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf
 from torch import Tensor, nn
 
+from reactivate._engine.state import streams
+
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
 
@@ -555,3 +557,21 @@ def initialisation_draws_on_first_use(wrap: Wrap) -> Any:
         return curve(x @ state["projection"], torch.rand(4))
 
     return [trained(wrap, fn), state["projection"]]
+
+
+def test_states_of_numpy_are_compared_by_all_that_is_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by how they are printed, which `set_printoptions` shortens."""
+    before = numpy.random.get_state(legacy=False)
+    other = {**before, "state": {**before["state"], "key": before["state"]["key"].copy()}}
+    other["state"]["key"][300] += 1
+    monkeypatch.setattr(numpy.random, "get_bit_generator", lambda: object())  # as if another one had been set
+    stream = streams.numpy_stream()
+    try:
+        with numpy.printoptions(threshold=1, edgeitems=1):
+            (probe,) = stream.probes
+            first = probe()
+            assert probe() == first
+            numpy.random.set_state(other)
+            assert probe() != first
+    finally:
+        numpy.random.set_state(before)

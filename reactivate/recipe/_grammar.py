@@ -15,12 +15,12 @@ from reactivate import policies
 from reactivate._text.words import did_you_mean
 from reactivate._types import Policy, Storage
 from reactivate.errors import UsageError
-from reactivate.storage import Device, Host
+from reactivate.storage import Device, Disk, Host
 
 Functions = Mapping[str, Callable[..., Any]]
 
 POLICIES: Functions = {name: value for name in policies.__all__ if inspect.isfunction(value := getattr(policies, name))}
-STORAGES: Functions = {"Device": Device, "Host": Host}
+STORAGES: Functions = {"Device": Device, "Disk": Disk, "Host": Host}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def signature_of(function: str) -> inspect.Signature:
 
 
 def kinds_of(function: str) -> Mapping[str, Any]:
-    """Return the types of the parameters of a function: `Policy`, `Storage`, a number's; all others are texts."""
+    """Return the types of a function's parameters: `Policy`, `Storage`, a number's, a text's; others are lists of texts."""
     return get_type_hints(_function_of(function))
 
 
@@ -99,6 +99,10 @@ def _checked(function: str, name: str, kind: Any, value: Any) -> Any:
         for item in value if is_list else (value,):
             if not isinstance(item, Spelled) or item.function not in known:
                 raise UsageError(f"{function}: {name} takes {takes}; got {item!r}.")
+        return value
+    if kind is str and not is_list:
+        if not isinstance(value, str):
+            raise UsageError(f"{function}: {name} is a text; got {value!r}.")
         return value
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, (tuple, list)):

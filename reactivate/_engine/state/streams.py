@@ -100,7 +100,7 @@ def torch_stream() -> Stream:
 def _torch_state_bytes() -> Any:
     state = torch.default_generator.get_state()
     # Under a fake-tensor mode the state has no bytes, and nothing is drawn.
-    return bytes(state.tolist()) if type(state) is torch.Tensor else None
+    return ctypes.string_at(state.data_ptr(), state.nbytes) if type(state) is torch.Tensor else None
 
 
 # -- Python -----------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def numpy_stream() -> Stream | None:
     if not hasattr(module, "set_state"):
         return None
     read = functools.partial(module.get_state, legacy=False)
-    public = Stream("NumPy's random", [lambda: repr(read())], read, module.set_state)
+    public = Stream("NumPy's random", [lambda: _comparable(read())], read, module.set_state)
     if not hasattr(module, "get_bit_generator"):
         return public
     bit_generator, generator = module.get_bit_generator(), module.get_state.__self__
@@ -180,6 +180,13 @@ def numpy_stream() -> Stream | None:
         ctypes.memmove(place, state[1], 16)
 
     return Stream("NumPy's random", probes, read_memory, write_memory)
+
+
+def _comparable(state: Any) -> Any:
+    """Return a state of NumPy's in parts that can be compared: bytes of arrays, of which `repr` may show but a few."""
+    if isinstance(state, dict):
+        return {name: _comparable(value) for name, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 @functools.cache
