@@ -58,9 +58,9 @@ def of_every_dtype(device: str) -> dict[str, Tensor]:
     for dtype in _dtypes():
         tensor = (bits > 127) if dtype is torch.bool else bits.view(dtype)
         try:
-            found[str(dtype)] = tensor.to(device)
+            found[str(dtype)] = tensor.to(device).clone()
         except (TypeError, RuntimeError):
-            continue  # MPS and XLA have no float64, for one
+            continue  # MPS and XLA have no float64, for one; and older torch cannot copy the newest dtypes
     return found
 
 
