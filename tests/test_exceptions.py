@@ -28,9 +28,13 @@ from surroundings import (
     surroundings,
 )
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import reactivate
+from reactivate import policies
 from reactivate._engine.record import observed_by
+from reactivate._torch.autograd import innermost_pack_hook
 
 
 class Interruption(BaseException):
@@ -341,3 +345,39 @@ def test_shared_recompute_ends_by_an_error() -> None:
     expected = torch.autograd.grad(x.sin().exp().sum(), x)[0] + torch.autograd.grad(x.cos().tanh().sum(), x)[0]
     assert torch.equal(x.grad, expected)
     assert (ran.regions, ran.recomputations) == (1, 1)
+
+
+# -- through torch's own checkpoint -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["forward", "recomputation", "saved call"])
+def test_an_error_goes_through_torchs_checkpoint_inside(where: str) -> None:
+    """torch 2.9 leaves the hooks of a checkpoint to whoever collects the traceback: they would take ours with them."""
+    calls = 0
+
+    def fails(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        h = x.sin().exp()
+        if where != "recomputation" or calls == 2:
+            raise Failure
+        return h.sin()
+
+    def inner(x: Tensor) -> Tensor:
+        return checkpoint(fails, x, use_reentrant=False)
+
+    def function(x: Tensor) -> Tensor:
+        return (reactivate.site(inner, name="inner")(x.cos()) if where == "saved call" else inner(x.cos())).exp()
+
+    policy = policies.save_names("inner") if where == "saved call" else None
+    x = torch.linspace(0, 1, 6, requires_grad=True)
+    hooks_before = innermost_pack_hook()
+    with pytest.raises(Failure) as caught:
+        reactivate.checkpoint(function, policy=policy, early_stop=where != "recomputation")(x).sum().backward()
+    assert innermost_pack_hook() is hooks_before
+    seen: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+        del caught  # which held the traceback
+        gc.collect()
+        x.sin().exp()
+    assert len(seen) == 2, "the hooks of a user are there to the end"

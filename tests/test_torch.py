@@ -708,6 +708,21 @@ def autocast_is_noticed() -> None:
         assert room.is_any_autocast_enabled()
 
 
+@needs("close_checkpoints_within")
+def checkpoints_that_an_error_went_through_are_closed() -> None:
+    """Behaviour: `test_exceptions`."""
+    from torch.utils.checkpoint import checkpoint
+
+    before = room.innermost_pack_hook()
+    try:
+        checkpoint(torch.linalg.inv, torch.zeros(2, 2, requires_grad=True), use_reentrant=False)
+    except torch.linalg.LinAlgError as error:
+        room.close_checkpoints_within(error)
+        assert room.innermost_pack_hook() is before
+    else:
+        raise AssertionError("the error went through")
+
+
 @needs("is_same_state")
 def states_of_generators_are_compared_unseen() -> None:
     seen: list[Any] = []

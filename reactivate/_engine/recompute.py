@@ -36,6 +36,7 @@ from reactivate._torch.autograd import (
     push_saved_tensor_hooks,
     set_grad_enabled,
 )
+from reactivate._torch.checkpoints import close_checkpoints_within
 from reactivate.errors import ReactivateError
 
 _is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
@@ -256,11 +257,13 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
         if matching.check is not None:  # which sees more than the outputs; and what was kept proves nothing
             is_computed = all(site.reason is not None for site in record.sites)
             matching.check.has_same_results, is_proved = is_proved and is_computed, True
-    except (Exception, RecomputationComplete):
+    except BaseException as error:
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
-        if matching.refused is not None:
-            raise matching.refused from None
-        if not (matching.is_complete and is_proved):
+        is_ours = isinstance(error, (Exception, RecomputationComplete))
+        if not (is_ours and matching.refused is None and matching.is_complete and is_proved):
+            close_checkpoints_within(error)
+            if is_ours and matching.refused is not None:
+                raise matching.refused from None
             raise
         if matching.check is not None:
             record.check.recomputed = matching.check

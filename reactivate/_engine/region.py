@@ -63,6 +63,7 @@ from reactivate._torch.autograd import (
     push_saved_tensor_hooks,
     users_hooks,
 )
+from reactivate._torch.checkpoints import close_checkpoints_within
 from reactivate._torch.dynamo import leave_to_eager, prefer_version_used_last
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
 from reactivate._torch.scripts import last_script_graph
@@ -221,6 +222,7 @@ class Region(BackwardSide):
             self.forward_log = None
         if self.log is not None:
             self.log.__exit__(None, None, None)
+        close_checkpoints_within(error)
         self._pop_hooks()
         self._finish()
         self._leave(error)

@@ -50,6 +50,7 @@ from reactivate._torch.autograd import (
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
 )
+from reactivate._torch.checkpoints import close_checkpoints_within
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
 from reactivate._torch.transforms import current_transform, name_of_transform
 from reactivate._types import DEVICE, Save
@@ -140,7 +141,8 @@ class ForwardLog(SettledLog):
         try:
             with writes or nullcontext():
                 result = fn(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            close_checkpoints_within(error)
             call.let_go()
             raise
         finally:
