@@ -567,22 +567,6 @@ def test_a_model_with_a_policy_is_planned_and_measured_without_it() -> None:
     assert reactivate.Handle.of(case.model) is replaced
 
 
-class Deciding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) if x.sum() > 0 else block(-x)
-        return x
-
-
-def test_a_step_that_depends_on_what_it_computes_is_refused() -> None:
-    with pytest.raises(UsageError, match="depends on values"):
-        reactivate.plan(Deciding(), torch.randn(2, 8, 16), budget="60%")
-
-
 class Masked(nn.Module):
     """Looks at its mask, as many do."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from reactivate._torch.ways import find
 
 FakeTensor, FakeTensorMode = find("torch._subclasses.FakeTensor"), find("torch._subclasses.FakeTensorMode")
@@ -9,5 +13,15 @@ FakeTensor, FakeTensorMode = find("torch._subclasses.FakeTensor"), find("torch._
 # What runs with no fake tensor among its arguments can run for real: the fake mode is put aside for the time.
 unset_fake_temporarily = find("torch._subclasses.fake_tensor.unset_fake_temporarily")
 
-# What a fake tensor raises that is asked for its value.
-DataDependentError: type[Exception] = find("torch._subclasses.fake_tensor.DataDependentOutputException")
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """torch does not log the ops that fake tensors cannot run: the caller has another way to run them."""
+    before = _LOGGER.level
+    _LOGGER.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        _LOGGER.setLevel(before)

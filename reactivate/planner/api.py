@@ -50,7 +50,7 @@ def plan(
 
     Args:
         model: a policy that is applied to it is left out while it is planned; `apply(model, plan, replace=True)` replaces
-            it. The model must run on fake tensors: its control flow may not depend on what it computes.
+            it. If it cannot run on fake tensors, since it depends on what it computes, each policy is tried for real.
         args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
             argument.
         kwargs: keyword arguments.

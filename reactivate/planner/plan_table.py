@@ -59,10 +59,15 @@ def proof(plan: Planned) -> str:
     rounds = (
         "the first plan that was tried" if plan.proof.rounds == 1 else f"the last of {plan.proof.rounds} plans tried"
     )
+    depends = (
+        f" Sizes in this step depend on its data, so {in_words(plan.proof.margin_bytes)} are left free for other batches."
+        if plan.proof.margin_bytes
+        else ""
+    )
     predicted = " Nothing ran: times are predicted." if plan.made_for.is_predicted else ""
     return (
         f"Proved by a {plan.proof.method} step, of {in_words(plan.proof.peak_bytes)}: {rounds}. Planned in "
-        f"{seconds_in_words(plan.planning_seconds)}, for {plan.made_for.device}.{predicted}"
+        f"{seconds_in_words(plan.planning_seconds)}, for {plan.made_for.device}.{predicted}{depends}"
     )
 
 

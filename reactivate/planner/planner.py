@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ from reactivate._engine.accounts import in_words
 from reactivate._inspect.step import leaves_of
 from reactivate._model.apply import apply
 from reactivate._text.warnings import warn
-from reactivate._torch.fake import DataDependentError
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
@@ -30,7 +30,6 @@ from reactivate.planner.planned import Circumstances, Decision
 from reactivate.planner.points import Points
 from reactivate.planner.profile.costs import Measured, Modelled, measure, seconds_of
 from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
-from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
@@ -38,6 +37,7 @@ from reactivate.planner.solver.chain import Chain
 from reactivate.planner.solver.solution import Proven, Search
 from reactivate.planner.step import TrainingStep, default_loss
 from reactivate.planner.treatments import FULL, Assignment, Treatment, treatments_of
+from reactivate.planner.trials import Trials
 from reactivate.planner.units import units_of
 
 RESERVE = 0.05  # of an accelerator's free memory: for its context's growth and the allocator's gaps
@@ -55,6 +55,7 @@ class Planner:
         self._overhead = measure_overhead()
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
+        self._trials = Trials(step, place, self.units, tell)
         self.costs: Costs = Modelled(place.spec, place.rounding)
         self.is_predicted = not place.is_here
 
@@ -62,9 +63,8 @@ class Planner:
 
     def _look_at_plain(self) -> None:
         """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
-        self._tell("the plain step, simulated")
         with self._watching_loss():
-            plain = self._simulated({}, count_functions=True)
+            plain = self._trials.first(self.costs)
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
         state_bytes, optimizer_top = self._optimizer_memory()
@@ -143,21 +143,8 @@ class Planner:
 
     # -- other steps --------------------------------------------------------------------------------------------------
 
-    def _simulated(self, treatments: Mapping[str, Treatment], *, count_functions: bool = False) -> Trace:
-        try:
-            return simulate(
-                self.step,
-                Assignment(treatments),
-                self.units,
-                self.costs,
-                self.place.device,
-                count_functions=count_functions,
-            )
-        except DataDependentError as error:
-            raise UsageError(
-                f"plan: the step does something that depends on values that it computes ({error}), so it cannot be "
-                "simulated. Plan the part of the model in front of that, or behind it."
-            ) from error
+    def _simulated(self, treatments: Mapping[str, Treatment]) -> Trace:
+        return self._trials.run(treatments, self.costs)
 
     def _read(self, trace: Trace, treatments: Mapping[str, Treatment]) -> Reading:
         seeing = {
@@ -190,7 +177,8 @@ class Planner:
         budget = self.default_budget() if asked is None else asked
         allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
         self._tell("the plan, solved and proved")
-        found = None if self.optimizer_bytes > allowed else self.search.fit(allowed - self.fixed.total)
+        own_bytes = int((allowed - self.fixed.total) / (1 + self._trials.margin))
+        found = None if self.optimizer_bytes > allowed else self.search.fit(own_bytes)
         if found is None:
             raise self._infeasible(budget, allowed)
         return self._written(found, budget, allowed)
@@ -202,7 +190,11 @@ class Planner:
 
     def smallest_bytes(self) -> int:
         """The least budget for which there is a plan."""
-        return max(self.fixed.total + self.search.smallest().trace.peak_bytes, self.optimizer_bytes)
+        peak_bytes = self.search.smallest().trace.peak_bytes
+        return max(self.fixed.total + peak_bytes + self._margin_of(peak_bytes), self.optimizer_bytes)
+
+    def _margin_of(self, peak_bytes: int) -> int:
+        return math.ceil(peak_bytes * self._trials.margin)
 
     def default_budget(self) -> Budget:
         """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
@@ -250,7 +242,9 @@ class Planner:
         )
 
     def _proof(self, found: Proven) -> Proof:
-        return Proof("simulated", self.fixed.total + found.trace.peak_bytes, found.rounds)
+        peak_bytes = found.trace.peak_bytes
+        method = "real" if self._trials.with_values else "simulated"
+        return Proof(method, self.fixed.total + peak_bytes, found.rounds, self._margin_of(peak_bytes))
 
     def _decisions(self, found: Proven) -> tuple[Decision, ...]:
         held: Counter[str] = Counter()

@@ -21,6 +21,7 @@ from reactivate._text.warnings import warn
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.measurement import Measurement
+from reactivate.planner.peak_watch import PeakWatch
 from reactivate.planner.place import Place
 from reactivate.planner.plan import Plan
 from reactivate.planner.profile.costs import measured_peak, seconds_of
@@ -83,10 +84,19 @@ class StepRunner:
         )
 
     def watch(self, model: Module, plan: Plan) -> Callable[[], None]:
-        """Warn when `model` is called with other shapes than the plan was made for."""
+        """Warn when `model` is called with other shapes than the plan was made for, or takes more than its budget."""
         if self._step.whole is not None:
             return lambda: None  # whose arguments nobody knows
-        return model.register_forward_pre_hook(_Watch(plan, self), with_kwargs=True).remove
+        remove = model.register_forward_pre_hook(_Watch(plan, self), with_kwargs=True).remove
+        if not plan.proof.margin_bytes or self._place.device.type == "cpu":
+            return remove
+        peak = model.register_forward_pre_hook(PeakWatch(plan.budget_bytes, self._place.device))
+
+        def remove_both() -> None:
+            remove()
+            peak.remove()
+
+        return remove_both
 
     def peak_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The peak of a step with these arguments, under the policy that is applied; None if it cannot be simulated."""

@@ -65,6 +65,14 @@ class TrainingStep:
             yield lambda: self._run(args, kwargs), known
 
     @contextmanager
+    def on_values(self) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
+        """As `on_fakes`, with the tensors themselves: what the step computes decides what it does."""
+        kwargs = dict(self.kwargs or {})
+        with self._put_back(self.args, kwargs), _with_gradients(self.model, torch.zeros_like):
+            known = [*_state_of(self.model), *leaves_of("args", (self.args, kwargs)).values()]
+            yield lambda: self._run(self.args, kwargs), known
+
+    @contextmanager
     def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         with Step(self.model, args, kwargs).held(), _refusing_optimizers(), called(self.caller):
             yield

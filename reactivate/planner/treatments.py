@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,9 +82,10 @@ def _saving(unit: Module, ops: frozenset[str]) -> list[Treatment]:
 
 def _work_of(module: Module) -> int:
     """Return the number of products that go into a number of the result."""
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    return weight[0].numel()
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    return module.in_channels // module.groups * math.prod(module.kernel_size)
 
 
 @dataclass(frozen=True, repr=False)

@@ -94,14 +94,16 @@ class Proof:
     """The way in which it was seen that a plan holds.
 
     Attributes:
-        method: "simulated": the whole step ran on fake tensors.
+        method: "simulated": the whole step ran on fake tensors; "real": it ran with values, since it depends on them.
         peak_bytes: what was seen.
         rounds: how many plans were tried until one held.
+        margin_bytes: what the budget leaves free for other batches: with their values the sizes in the model change.
     """
 
     method: str
     peak_bytes: int
     rounds: int
+    margin_bytes: int = 0
 
 
 def thinned(moments: list[Moment]) -> tuple[Moment, ...]:

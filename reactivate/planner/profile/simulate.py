@@ -1,4 +1,4 @@
-"""A step under a policy, without memory and without compute."""
+"""One step under a policy: simulated without memory and compute, or for real where that cannot be."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def simulate(
     costs: Costs,
     device: torch.device,
     *,
+    with_values: bool = False,
     count_functions: bool = False,
 ) -> Trace:
-    """Run `step` with `policy` applied to its model, on fake tensors.
+    """Run `step` with `policy` applied to its model, on fake tensors or for real, and take down its memory.
 
     Args:
         step: the step.
@@ -32,11 +33,12 @@ def simulate(
         units: the model's units by their paths.
         costs: what ops cost.
         device: where tensors on the meta device are to seem to be.
+        with_values: whether the step runs for real: with its own tensors, in their memory.
         count_functions: whether to count the calls of torch's functions.
     """
     with ExitStack() as stack:
         stack.callback(apply(step.model, policy).remove)
-        run, known = stack.enter_context(step.on_fakes(device))
+        run, known = stack.enter_context(step.on_values() if with_values else step.on_fakes(device))
         trace = stack.enter_context(traced(units, known, costs, count_functions=count_functions))
         run()
     return trace

@@ -99,11 +99,13 @@ class Trace:
         ops: every op, in order.
         calls: of the units, in order, for each pass over the model.
         allocations: every storage.
+        depends_on_data: whether an op ran whose result's size, or whose meaning for Python, is in the numbers it is given.
     """
 
     ops: list[Op] = field(default_factory=list)
     calls: list[list[UnitCall]] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
+    depends_on_data: bool = False
 
     @property
     def peak_bytes(self) -> int:

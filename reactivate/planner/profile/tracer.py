@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Module
 from torch.nn.functional import multi_head_attention_forward
@@ -29,6 +30,8 @@ from reactivate._torch.containers import flatten
 from reactivate._torch.ops import DEVICE_QUERY
 from reactivate.planner.profile.trace import Allocation, Costs, Op, Trace, UnitCall
 from reactivate.policies.canonical import name_of
+
+_OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 @contextmanager
@@ -135,6 +138,8 @@ class _Tracer(TorchDispatchMode):
         top = max(self._live_bytes, before + cost.top_bytes)
         op = Op(turn, position, is_backward, is_recomputation, before, top, self._live_bytes, cost.seconds)
         self.trace.ops.append(op)
+        if not _OF_DATA.isdisjoint(func.tags):
+            self.trace.depends_on_data = True
         return result
 
     # -- units --------------------------------------------------------------------------------------------------------

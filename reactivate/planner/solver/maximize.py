@@ -100,6 +100,8 @@ def _guess(
         try:
             planner.prepare()
         except UsageError:
+            if place.is_here:
+                return size  # only the real step can tell: the search goes on from there
             raise
         except Exception as error:
             raise UsageError(
