@@ -93,15 +93,11 @@ def _guess(
     size: int,
 ) -> int:
     """Return where the least peaks of two sizes, simulated, lead to, if memory grows along a line."""
-    elsewhere = replace(place, is_here=False)
     peaks = []
     for wanted in (size, 2 * size):
-        planner = Planner(_resized(step, dimension, size, wanted), elsewhere, optimizer, tell)
         try:
-            planner.prepare()
+            planner = _prepared(_resized(step, dimension, size, wanted), place, optimizer, tell)
         except UsageError:
-            if place.is_here:
-                return size  # only the real step can tell: the search goes on from there
             raise
         except Exception as error:
             raise UsageError(
@@ -112,6 +108,16 @@ def _guess(
         allowed = (budget or planner.default_budget()).total(planner.fixed.total, planner.plain.peak_bytes)
     slope = max(1, peaks[1] - peaks[0]) / size
     return max(1, int(size + (allowed - peaks[0]) / slope))
+
+
+def _prepared(step: TrainingStep, place: Place, optimizer: Optimizer | None, tell: Tell) -> Planner:
+    """Simulate a step; or run it, if only its values tell what it does."""
+    try:
+        return Planner(step, replace(place, is_here=False), optimizer, tell).prepare()
+    except UsageError:
+        if not place.is_here:
+            raise
+    return Planner(step, place, optimizer, tell).prepare()
 
 
 def _named(maximize: str | Mapping[str, int]) -> tuple[str, int]:
