@@ -29,11 +29,17 @@ class Figures:
         held_bytes: how much more is alive when the next call begins than when this one did.
         need_bytes: the most that is alive while it runs, above what the calls before it hold.
         seconds: what its ops and the engine take.
+        forward_seconds: what its ops take in the forward.
+        moved: the bytes of each of its tensors that a storage takes, in one pass.
+        passes: how many passes over the model there are.
     """
 
     held_bytes: int
     need_bytes: int
     seconds: float
+    forward_seconds: float = 0.0
+    moved: tuple[int, ...] = ()
+    passes: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,15 +82,20 @@ def read(trace: Trace, scale: float, overhead: Overhead, sees_functions: Mapping
         engine = overhead.of(call, sees_functions.get(call.path, 0))
         calls.append(
             Figures(
-                max(row[0] for row in rows), max(row[1] for row in rows), scale * sum(row[2] for row in rows) + engine
+                max(row[0] for row in rows),
+                max(row[1] for row in rows),
+                scale * sum(row[2] for row in rows) + engine,
+                scale * sum(row[3] for row in rows),
+                tuple(call.moved),
+                len(same),
             )
         )
     outside = tuple(max(found[2 * index][1] for found in same) for index in range(count + 1))
     return Reading(paths, tuple(calls), outside, trace.peak_bytes)
 
 
-def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float]]:
-    """(held, need, seconds) for each position, in order."""
+def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float, float]]:
+    """(held, need, seconds, those of them in the forward) for each position, in order."""
     calls = trace.calls[turn]
     starts = [call.live_bytes for call in calls]
     ops = [op for op in trace.ops if op.turn == turn]
@@ -95,15 +106,16 @@ def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float]]:
     starts.append(after)
     first = starts[0]
     tops = [0] * (last + 1)
-    seconds = [0.0] * (last + 1)
+    seconds, forward = [0.0] * (last + 1), [0.0] * (last + 1)
     for op in ops:
         tops[op.position] = max(tops[op.position], op.top_bytes)
         seconds[op.position] += op.seconds
+        forward[op.position] += 0.0 if op.is_backward else op.seconds
     for position in range(last + 1):
         index = position // 2
         held = starts[index + 1] - starts[index] if position % 2 else 0
         # What was alive before the first unit is no unit's, and is needed all the time.
-        yield held, tops[position] - starts[index] + first, seconds[position]
+        yield held, tops[position] - starts[index] + first, seconds[position], forward[position]
 
 
 # -- which treatments to try where ------------------------------------------------------------------------------------
