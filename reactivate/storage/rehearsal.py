@@ -57,6 +57,10 @@ class Residence:
         """Return that of a storage that lets go at once, and brings back when it is asked."""
         return replace(self, last=0, in_flight=0, ahead=0, limit=None, lingers=False, settles_on_read=False)
 
+    def without_limit(self) -> Residence:
+        """Return that of a storage with room for everything."""
+        return replace(self, limit=None)
+
 
 def residence_of(storage: Any, *, on_host: bool) -> Residence | None:
     """Return how long a storage leaves tensors in memory; None for one whose ways are its own.
@@ -89,8 +93,7 @@ class RehearsedPiece(Piece):
         super().__init__(memory, extent)
         self.nbytes = run.numel() * run.element_size()
         self._run: Tensor | None = run
-        self._like = run.numel(), run.dtype, run.device
-        self._mode = run.fake_mode
+        self._elements, self._like = run.numel(), rehearsal.like(run)
         self._rehearsal = rehearsal
         self._key = rehearsal.next_key()
         self._coming: Tensor | None = None
@@ -123,9 +126,7 @@ class RehearsedPiece(Piece):
     def fetch(self) -> None:
         """Begin to bring it back, if it is away."""
         if self._run is None and self._coming is None:
-            elements, dtype, device = self._like
-            with self._mode:
-                self._coming = torch.empty(elements, dtype=dtype, device=device)
+            self._coming = self._like.new_empty(self._elements)
             self.tell("fetched")
 
     def read(self) -> Tensor:
@@ -175,6 +176,14 @@ class Rehearsal(Mover):
         self._series: Series[RehearsedPiece] = Series()
         self._lingering: list[Tensor] = []
         self._keys = 0
+        self._kinds: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, run: Tensor) -> Tensor:
+        """Return an empty tensor of the same kind, of which others can be made: each costs a step an op."""
+        key = run.dtype, run.device
+        if key not in self._kinds:
+            self._kinds[key] = run.new_empty(0)
+        return self._kinds[key]
 
     def next_key(self) -> int:
         """Return a number for a tensor."""

@@ -113,8 +113,10 @@ def passed(queue: Queue, forward: int, backward: int, copies: tuple[int, int] | 
         queue: the copies when it begins.
         forward, backward: what it takes.
         copies: out and back, if it moves tensors.
-        in_flight: how many blocks' tensors may be on their way out at a time.
+        in_flight: how many blocks' tensors may be on their way out at a time; 0: each copy is waited for.
     """
+    if copies is not None and not in_flight:
+        return queue, sum(copies)
     out, back = queue.out, max(0, queue.back - backward)
     waited = 0
     if copies is not None:
@@ -133,7 +135,7 @@ class Chain:
         outside: for k from 0 to the number of blocks, the most bytes alive at any moment while no block runs and exactly
             the first k hold, above what these hold: the embedding has k = 0, the head and the loss have the last.
         limit_bytes: the most that the storage may keep; None for any number.
-        in_flight: how many blocks' tensors may be on their way out at a time.
+        in_flight: how many blocks' tensors may be on their way out at a time; 0: each copy is waited for.
 
     Raises:
         UsageError: the parts do not fit together, or an entry has a time that is none.
