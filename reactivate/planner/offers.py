@@ -92,7 +92,9 @@ def storages_in(storages: Storage | Iterable[Storage] | None) -> dict[str, Stora
     for storage in given:
         check_storage(storage, ASKED)
         if isinstance(storage, Device):
-            raise UsageError(f"{ASKED} takes storages that move tensors, such as Host(); Device() leaves them where they are.")
+            raise UsageError(
+                f"{ASKED} takes storages that move tensors, such as Host(); Device() leaves them where they are."
+            )
         name = type(storage).__name__.lower()
         number = sum(other.partition(" ")[0] == name for other in found)
         found[f"{name} {number + 1}" if number else name] = storage

@@ -82,8 +82,10 @@ def copies(plan: Planned) -> str:
 
 
 def _of_storage(plan: Planned, use: StorageUse) -> str:
-    inexact = "" if use.exact else (
-        " It is NOT EXACT: what comes back is not what it took, and gradients are not those of the plain step."
+    inexact = (
+        ""
+        if use.exact
+        else (" It is NOT EXACT: what comes back is not what it took, and gradients are not those of the plain step.")
     )
     if use.out_bytes_per_second is None or use.back_bytes_per_second is None:
         return f"{use.written} keeps tensors for the backward.{inexact}"
@@ -142,7 +144,9 @@ _BLOCK_COLUMNS = (Column("block"), Column("class"), Column("what is done"), Colu
 def block_table(plan: Planned) -> Table:
     """Return a row for each run of blocks that are alike, with the sums of their figures; then one for all."""
     moves = bool(plan.storages)
-    rows = [Row([named(run), run[0].kind, run[0].treatment.name, *_figures(run, moves)]) for run in runs(plan.decisions)]
+    rows = [
+        Row([named(run), run[0].kind, run[0].treatment.name, *_figures(run, moves)]) for run in runs(plan.decisions)
+    ]
     total = Row([f"all {len(plan.decisions)}", "", "", *_figures(plan.decisions, moves)], is_total=True)
     more = (Column("moved", True), Column("extra", True)) if moves else (Column("extra", True),)
     return Table((*_BLOCK_COLUMNS, *more), [*rows, total])

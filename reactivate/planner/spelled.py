@@ -24,7 +24,11 @@ def spelled_of(storage: Any) -> dict[str, Any] | None:
         1073741824
     """
     kind = type(storage).__name__
-    if kind not in storages.__all__ or getattr(storages, kind) is not type(storage) or not dataclasses.is_dataclass(storage):
+    if (
+        kind not in storages.__all__
+        or getattr(storages, kind) is not type(storage)
+        or not dataclasses.is_dataclass(storage)
+    ):
         return None
     values = {item.name: getattr(storage, item.name) for item in dataclasses.fields(storage) if item.init}
     return {"kind": kind, **values} if all(isinstance(value, _PLAIN) for value in values.values()) else None
@@ -40,7 +44,9 @@ def live_of(uses: Iterable[StorageUse], given: Mapping[str, Storage]) -> dict[st
     names = [use.name for use in uses]
     for name, storage in given.items():
         if name not in names:
-            raise UsageError(f"Plan.load(storages=...): this plan uses {', '.join(names) or 'no storage'}; got {storage!r}.")
+            raise UsageError(
+                f"Plan.load(storages=...): this plan uses {', '.join(names) or 'no storage'}; got {storage!r}."
+            )
     made = {use.name: storage_of(use.spelled) for use in uses if use.spelled is not None and use.name not in given}
     return {**made, **given}
 

@@ -67,7 +67,7 @@ def check_name(function: Any, known: Functions) -> None:
     """
     if function not in known:
         raise UsageError(
-            f"there is no policy {function!r}.{did_you_mean(str(function), known)} There are: {listed(known)}."
+            f"there is no {'storage' if known is STORAGES else 'policy'} {function!r}.{did_you_mean(str(function), known)} There are: {listed(known)}."
         )
 
 

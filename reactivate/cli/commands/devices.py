@@ -28,7 +28,9 @@ def _table() -> str:
     sources = list(dict.fromkeys(device.source for device in DEVICES.values()))
     rows = [Row([*_figures(device), f"[{sources.index(device.source) + 1}]"]) for device in DEVICES.values()]
     notes = (f"[{number}] {source}" for number, source in enumerate(sources, start=1))
-    title = "Published peaks: memory, its bandwidth, and TFLOP/s of dense matrix products; what copies to the host reach."
+    title = (
+        "Published peaks: memory, its bandwidth, and TFLOP/s of dense matrix products; what copies to the host reach."
+    )
     return "\n".join([Table(columns, rows, title).text(width=WIDTH), "", *notes])
 
 

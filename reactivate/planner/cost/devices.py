@@ -165,7 +165,9 @@ def load(path: str | os.PathLike[str]) -> DeviceSpec:
 
 def _links_of(given: Any, path: str | os.PathLike[str]) -> dict[str, Link]:
     keys = {item.name for item in fields(Link)}
-    if not isinstance(given, dict) or not all(isinstance(item, dict) and item.keys() <= keys for item in given.values()):
+    if not isinstance(given, dict) or not all(
+        isinstance(item, dict) and item.keys() <= keys for item in given.values()
+    ):
         raise UsageError(
             f"device file {os.fspath(path)}: links={given!r} is not allowed. It takes an object of objects with "
             f"{', '.join(item.name for item in fields(Link))}."

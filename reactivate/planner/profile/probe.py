@@ -235,9 +235,7 @@ class TreatmentTable:
             return Chain(tuple(blocks), tuple(outside))
         return Chain(tuple(blocks), tuple(outside), copies.limit_bytes, copies.in_flight)
 
-    def _entry(
-        self, path: str, plain: Figures, treatment: Treatment, more: int, copies: Copies | None
-    ) -> Candidate:
+    def _entry(self, path: str, plain: Figures, treatment: Treatment, more: int, copies: Copies | None) -> Candidate:
         change = self._known(path, treatment)
         forward = max(0.0, plain.forward_seconds + change.forward_seconds)
         transfer, costs = copies.of(change.moved, change.passes) if copies and change.moved else (None, 0.0)

@@ -40,8 +40,6 @@ def simulate(
     with ExitStack() as stack:
         stack.callback(apply(step.model, policy).remove)
         run, known = stack.enter_context(step.on_fakes(device))
-        trace = stack.enter_context(
-            traced(units, known, costs, count_functions=count_functions, rehearsal=rehearsal)
-        )
+        trace = stack.enter_context(traced(units, known, costs, count_functions=count_functions, rehearsal=rehearsal))
         run()
     return trace

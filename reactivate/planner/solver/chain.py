@@ -106,7 +106,9 @@ def ticks_of(seconds: float) -> int:
     return round(math.ldexp(seconds, _TICK_BITS))
 
 
-def passed(queue: Queue, forward: int, backward: int, copies: tuple[int, int] | None, in_flight: int) -> tuple[Queue, int]:
+def passed(
+    queue: Queue, forward: int, backward: int, copies: tuple[int, int] | None, in_flight: int
+) -> tuple[Queue, int]:
     """Return the copies that are not done after a block, and what it waits for those before it, all in ticks.
 
     Args:
@@ -171,7 +173,9 @@ class Chain:
                     )
                 copies = entry.transfer
                 if copies is not None and not (
-                    0 <= copies.out_seconds < math.inf and 0 <= copies.back_seconds < math.inf and copies.stored_bytes >= 0
+                    0 <= copies.out_seconds < math.inf
+                    and 0 <= copies.back_seconds < math.inf
+                    and copies.stored_bytes >= 0
                 ):
                     raise UsageError(f"Entry {entry.name!r} of block {index} has copies that cannot be: {copies}.")
 

@@ -142,7 +142,9 @@ def _move_of(entry: Candidate, outside_before: int, outside_after: int, *, is_li
 def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
     """Return the moves than which no other one is as good in every way."""
     found: list[_Move] = []
-    for move in sorted(moves, key=lambda move: (move.held, move.stored, move.need, move.ticks, move.copies is not None)):
+    for move in sorted(
+        moves, key=lambda move: (move.held, move.stored, move.need, move.ticks, move.copies is not None)
+    ):
         if not any(_is_as_good(other, move) for other in found):
             found.append(move)
     return found
@@ -184,9 +186,7 @@ def _undominated(row: Iterable[_Partial]) -> list[_Partial]:
         held, stored, ticks, peak, queue, _, _ = partial
         for other in reversed(found):
             if other.stored <= stored:
-                at_most = (
-                    other.ticks + max(0, other.queue.out - queue.out) + max(0, other.queue.back - queue.back)
-                )
+                at_most = other.ticks + max(0, other.queue.out - queue.out) + max(0, other.queue.back - queue.back)
                 if at_most < ticks or (at_most == ticks and other.peak <= peak):
                     break
         else:
