@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import pickle
 import time
@@ -87,7 +88,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planned]:
     disk = Disk(str(tmp_path_factory.mktemp("disk")), least_bytes=0)
     without = least_of(planned(case, "100%"))
     roomy = planned(case, "100%", disk)
-    yield Planned(case, disk, roomy, roomy.at(least_of(roomy)), without)
+    return Planned(case, disk, roomy, roomy.at(least_of(roomy)), without)
 
 
 # -- the budget, and the bits -----------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def test_the_plan_says_what_is_moved(made: Planned) -> None:
     assert 0 < sum(item.nbytes for item in back) <= sum(item.nbytes for item in out)  # the last ones stay
     assert all(item.end_seconds <= plan.predicted.seconds * 1.5 for item in plan.predicted.copies)
     for lane in (out, back):
-        assert all(one.end_seconds <= other.begin_seconds for one, other in zip(lane, lane[1:]))
+        assert all(one.end_seconds <= other.begin_seconds for one, other in itertools.pairwise(lane))
     assert sum(item.moved_bytes for item in plan.decisions) >= sum(item.nbytes for item in out)
     text = str(plan)
     assert "moved" in text and f"{use.written} keeps" in text and "to disk" in text
@@ -345,7 +346,7 @@ def test_a_device_without_a_link_is_refused_and_a_file_gives_one(tmp_path: Path)
 
 
 def test_fakes_of_an_applied_disk_are_fake() -> None:
-    """What a storage gives back while a step is simulated is no real tensor."""
+    """A storage gives back no real tensor while a step is simulated."""
     case = deep(2)
     with reactivate.apply(case.model, policies.full(inputs=Disk("unused", least_bytes=0))):
         text = str(reactivate.explain(case.model, case.args, fake=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -83,7 +83,7 @@ def test_whatever_is_dropped_both_limits_are_held(chain: Chain, most: int) -> No
 
 
 def waited(choice: Entries) -> Fraction:
-    """What a step waits for copies, from its events in order; one block's tensors are on their way out at a time."""
+    """Return what a step waits for copies, from its events in order; one block's tensors are on their way out at a time."""
     now = out = waiting = Fraction(0)
     for entry in choice:
         if entry.transfer is not None:
@@ -92,7 +92,7 @@ def waited(choice: Entries) -> Fraction:
             out = now + Fraction(entry.transfer.out_seconds)
         now += Fraction(entry.forward_seconds)
     moved = [index for index, entry in enumerate(choice) if entry.transfer is not None]
-    back = {index: now for index in moved[-1:]}  # the last ones stayed
+    back = dict.fromkeys(moved[-1:], now)  # the last ones stayed
     for index in reversed(range(len(choice))):
         if index in moved:
             waiting += max(Fraction(0), back[index] - now)
@@ -120,7 +120,7 @@ def test_every_other_block_moves_where_a_copy_takes_two() -> None:
     chain = Chain(((recompute, move),) * 8, (0,) * 9)
     found = solve(chain, 22)
     moved = [index for index, entry in enumerate(found.entries) if entry is move]
-    assert found.seconds == 8.0 and len(moved) == 4 and all(b - a >= 2 for a, b in zip(moved, moved[1:]))
+    assert found.seconds == 8.0 and len(moved) == 4 and all(b - a >= 2 for a, b in pairwise(moved))
 
 
 def test_a_limit_that_leaves_room_for_some() -> None:

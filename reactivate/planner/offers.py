@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +101,7 @@ def storages_in(storages: Storage | Iterable[Storage] | None) -> dict[str, Stora
     return found
 
 
-def offers_of(storages: dict[str, Storage], place: Place) -> tuple[Offer, ...]:
+def offers_of(storages: Mapping[str, Storage], place: Place) -> tuple[Offer, ...]:
     """Return the storages as they can be used at a place.
 
     Raises:

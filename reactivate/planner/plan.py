@@ -262,8 +262,8 @@ def _plainly(value: Any) -> Any:
 
 
 def _treatment_of(value: Mapping[str, Any]) -> Treatment:
-    parts = (tuple(value[name]) for name in ("recompute", "save_modules", "save_ops"))
-    return Treatment(value["name"], *parts, value.get("inputs", ""), value.get("results", ""))
+    recompute, modules, ops = (tuple(value[name]) for name in ("recompute", "save_modules", "save_ops"))
+    return Treatment(value["name"], recompute, modules, ops, value.get("inputs", ""), value.get("results", ""))
 
 
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:

@@ -16,7 +16,7 @@ class FakePiece(Piece):
     def __init__(self, memory: Memory, extent: Extent, run: Any) -> None:
         super().__init__(memory, extent)
         # What comes back is made of a fake tensor: what is made of none may be computed for real.
-        self._like = run.new_empty(0)
+        self._like: Tensor = run.new_empty(0)
         self._elements = run.numel()
 
     def read(self) -> Tensor:

@@ -29,7 +29,7 @@ _PAGE = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Residence:
-    """How long a storage leaves tensors in memory.
+    """The time for which a storage leaves tensors in memory.
 
     Attributes:
         least_bytes: smaller tensors stay.

@@ -97,7 +97,7 @@ Copies = tuple[Callable[[], object], Callable[[], object], Callable[[], None]]
 
 
 def _host_copies(device: torch.device) -> Copies:
-    """What copies to the host, what copies back, and what ends it."""
+    """Return functions that copy to the host, copy back, and end it."""
     run = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
     if not has_streams(device):
         there = run.to("cpu")
@@ -123,7 +123,7 @@ def _host_copies(device: torch.device) -> Copies:
 
 
 def _disk_copies(path: str, device: torch.device) -> Copies:
-    """What writes to the disk, what reads from it, and what ends it; with the way from the device to the host."""
+    """Return functions that write to the disk, read from it, and end it; with the way from the device to the host."""
     run = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
     file = DiskFile(path, None, os.getpid())
     area = file.take(_PROBE_BYTES)
@@ -141,7 +141,7 @@ def _disk_copies(path: str, device: torch.device) -> Copies:
 
 
 def _tensor_seconds(storage: Any, device: torch.device) -> float:
-    """What a small tensor takes of the program: handed over and asked for again."""
+    """Return the seconds that a small tensor takes of the program, to hand it over or to ask for it."""
     tensors = [torch.ones(16, device=device) for _ in range(_TENSORS)]
 
     def once() -> float:

@@ -158,15 +158,15 @@ def _class_of(unit: Module) -> object:
 
 
 class Copies(Protocol):
-    """What copies to a storage and back cost.
+    """The costs of copies to a storage and back."""
 
-    Attributes:
-        limit_bytes: the most that the storage may keep; None for any number.
-        in_flight: how many tensors may be on their way out.
-    """
+    @property
+    def limit_bytes(self) -> int | None:
+        """Return the most bytes that the storage may keep; None for any number."""
 
-    limit_bytes: int | None
-    in_flight: int
+    @property
+    def in_flight(self) -> int:
+        """Return how many tensors may be on their way to it; 0 where the program waits for each copy."""
 
     def of(self, moved: Sequence[int], passes: int) -> tuple[Transfer, float]:
         """Return what tensors of these sizes take of the storage and of its link, and of the program itself, in seconds."""

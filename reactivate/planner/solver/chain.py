@@ -196,8 +196,8 @@ class Chain:
         """Return how long the step waits for copies, in ticks."""
         queue, total = Queue(), 0
         for entry in entries:
-            times = map(ticks_of, (entry.forward_seconds, entry.backward_seconds))
-            queue, waited = passed(queue, *times, copies_of(entry), self.in_flight)
+            forward, backward = ticks_of(entry.forward_seconds), ticks_of(entry.backward_seconds)
+            queue, waited = passed(queue, forward, backward, copies_of(entry), self.in_flight)
             total += waited
         return total
 

@@ -110,7 +110,8 @@ class MovingProblem:
             best = row[best.before]
         solution = self.chain.solution_of(reversed(entries))
         limit = self.chain.limit_bytes
-        assert solution.peak_bytes <= budget_bytes and (limit is None or solution.stored_bytes <= limit)
+        assert solution.peak_bytes <= budget_bytes
+        assert limit is None or solution.stored_bytes <= limit
         return solution
 
     def _continued(
@@ -135,8 +136,8 @@ class MovingProblem:
 def _move_of(entry: Candidate, outside_before: int, outside_after: int, *, is_limited: bool) -> _Move:
     need = max(entry.need_bytes, outside_before, entry.held_bytes + outside_after)
     stored = entry.transfer.stored_bytes if is_limited and entry.transfer is not None else 0
-    times = map(ticks_of, (entry.forward_seconds, entry.backward_seconds))
-    return _Move(entry.held_bytes, stored, ticks_of(entry.seconds), need, *times, copies_of(entry), entry)
+    forward, backward = ticks_of(entry.forward_seconds), ticks_of(entry.backward_seconds)
+    return _Move(entry.held_bytes, stored, ticks_of(entry.seconds), need, forward, backward, copies_of(entry), entry)
 
 
 def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
@@ -183,7 +184,7 @@ def _undominated(row: Iterable[_Partial]) -> list[_Partial]:
     """Return those than which no other one is as good, whatever comes."""
     found: list[_Partial] = []
     for partial in sorted(row):
-        held, stored, ticks, peak, queue, _, _ = partial
+        _held, stored, ticks, peak, queue, _, _ = partial
         for other in reversed(found):
             if other.stored <= stored:
                 at_most = other.ticks + max(0, other.queue.out - queue.out) + max(0, other.queue.back - queue.back)
