@@ -41,7 +41,7 @@ def filled(storage: Disk, count: int = 6, elements: int = 4096) -> tuple[list[An
 
 def arrived(storage: Disk) -> list[Any]:
     """Wait until what was taken in is in the file; handles to hold meanwhile."""
-    return [storage.save(torch.zeros(16)) for _ in range(spool._WRITING + storage.last + 1)]
+    return [storage.save(torch.zeros(16)) for _ in range(spool.WRITING + storage.last + 1)]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -68,11 +68,11 @@ POLICIES: dict[str, Callable[[Disk], Any]] = {
 
 @pytest.mark.parametrize("options", [{}, {"last": 0, "ahead": 0}, {"last": 0, "ahead": 3}, {"last": 2, "ahead": 2}])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("writing", [0, spool._WRITING])  # none: each is in the file when the next one comes
+@pytest.mark.parametrize("writing", [0, spool.WRITING])  # none: each is in the file when the next one comes
 def test_training_is_bitwise_the_plain_one(
     policy: str, options: Any, writing: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(spool, "_WRITING", writing)
+    monkeypatch.setattr(spool, "WRITING", writing)
     torch.manual_seed(1)
     model = Stack(8)
     expected = trained(copy.deepcopy(model))
@@ -154,7 +154,7 @@ def test_a_slow_disk_holds_the_forward_up(tmp_path: Path, monkeypatch: Any) -> N
     for _ in range(20):
         handles.append(storage.save(torch.randn(4096)))
         in_memory.append(sum(handle.piece._run is not None for handle in handles))
-    assert max(in_memory) <= 1 + spool._WRITING
+    assert max(in_memory) <= 1 + spool.WRITING
 
 
 def test_a_tensor_that_is_modified_before_it_is_written_is_refused(tmp_path: Path, monkeypatch: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from reactivate.planner import peak_watch
 from reactivate.planner.peak_watch import PeakWatch
 from reactivate.planner.plan import Plan
 from reactivate.planner.trials import MARGIN
+from reactivate.storage import Disk
 
 DIM = 32
 
@@ -180,6 +182,13 @@ def test_the_model_is_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
     assert weight.grad is gradient and torch.equal(gradient, value)
     assert not [module for module in model.modules() if module._forward_pre_hooks]
     assert "failed while attempting" not in capfd.readouterr().err  # torch's log of what fake tensors cannot do
+
+
+def test_storages_are_left_out(tmp_path: Path) -> None:
+    model, x = made("a turn")
+    with pytest.warns(UserWarning, match="The plan is made without storages"):
+        plan = reactivate.plan(model, x, budget="60%", storages=[Disk(tmp_path)])
+    assert plan.proof.method == "real" and not plan.storages
 
 
 def test_the_largest_batch() -> None:

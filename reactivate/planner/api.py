@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -16,9 +16,11 @@ from reactivate._inspect.arguments import check_module, example_of
 from reactivate._model.apply import paused
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
+from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
 from reactivate.planner.cost.devices import DeviceSpec
+from reactivate.planner.offers import storages_in
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
@@ -40,6 +42,7 @@ def plan(
     optimizer: Optimizer | None = None,
     device: torch.device | str | DeviceSpec | None = None,
     maximize: str | Mapping[str, int] | None = None,
+    storages: Storage | Iterable[Storage] | None = None,
 ) -> Plan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
@@ -62,6 +65,9 @@ def plan(
         step: runs forward and backward, in place of all that; not the optimizer.
         optimizer: counts for the budget: its state, and what its step allocates.
         device: where it is to run; a name or a description of a device that is not here (`reactivate.planner.cost.devices`).
+        storages: where tensors may be kept for the backward beside the memory of the device: a storage, or several of which
+            the plan uses the one with which it is fastest. None is used where all fits, or where that would be slower than
+            recomputation. Their speed is measured; that of a device that is not here comes from its description.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -85,13 +91,14 @@ def plan(
     args, kwargs = example_of("plan", model, args, kwargs)
     _check_step(loss, step, optimizer)
     asked = None if budget is None else parse(budget)
+    offered = storages_in(storages)
     place = place_of(model, args, kwargs, device)
     planned = TrainingStep(model, args, kwargs, loss, step)
     with paused(model), progress("plan") as tell:
         if maximize is None:
-            found = Planner(planned, place, optimizer, tell).prepare().plan(asked)
+            found = Planner(planned, place, optimizer, tell, offered).prepare().plan(asked)
         else:
-            found = largest(planned, place, optimizer, tell, asked, maximize)
+            found = largest(planned, place, optimizer, tell, asked, maximize, offered)
     return replace(found, planning_seconds=perf_counter() - began)
 
 

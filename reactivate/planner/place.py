@@ -14,6 +14,8 @@ from reactivate._inspect.fake import has_no_memory, tensors_of
 from reactivate.errors import UsageError
 from reactivate.planner.cost.devices import DeviceSpec, find
 
+RESERVE = 0.05  # of an accelerator's free memory: for its context's growth and the allocator's gaps
+
 
 @dataclass(frozen=True)
 class Place:
@@ -32,9 +34,32 @@ class Place:
     memory_bytes: int = 0
 
     @property
+    def is_host(self) -> bool:
+        """Return whether the memory is the host's."""
+        return self.device.type == "cpu" and self.spec.name == "cpu"
+
+    def free_bytes(self, fixed_bytes: int, *, is_predicted: bool) -> int:
+        """Return what is free on the device, less a reserve, and what the step has there already.
+
+        Args:
+            fixed_bytes: that.
+            is_predicted: whether nothing runs.
+
+        Raises:
+            UsageError: nobody says what is free.
+        """
+        if is_predicted:
+            return int(self.spec.memory_bytes * (1 - RESERVE))
+        if self.device.type == "cpu":
+            raise UsageError(
+                "plan needs a budget on a CPU, where nobody says what is free: budget='8GiB' (--budget 8GiB)."
+            )
+        return int(available_bytes(self.device) * (1 - RESERVE)) + fixed_bytes
+
+    @property
     def rounding(self) -> int:
         """The allocator gives multiples of this many bytes: those of accelerators 512."""
-        return 1 if self.device.type == "cpu" and self.spec.name == "cpu" else 512
+        return 1 if self.is_host else 512
 
 
 def place_of(

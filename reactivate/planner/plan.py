@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,12 +14,15 @@ from typing import Any, Literal, Protocol
 from torch.nn import Module
 
 from reactivate._engine.accounts import in_words
-from reactivate._types import Action, Site
+from reactivate._types import Action, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
-from reactivate.planner.cost.prediction import Fixed, Moment, Point, Prediction, Proof
+from reactivate.planner.cost.prediction import Copy, Fixed, Moment, Point, Prediction, Proof
+from reactivate.planner.digest import digest_of
+from reactivate.planner.offers import storages_in
 from reactivate.planner.plan_table import text
-from reactivate.planner.planned import Circumstances, Decision, Planned
+from reactivate.planner.planned import Circumstances, Decision, Planned, StorageUse
+from reactivate.planner.spelled import live_of
 from reactivate.planner.treatments import Assignment, Treatment
 from reactivate.planner.units import units_of
 from reactivate.policies._base import Interest, ReadyMade
@@ -51,11 +53,13 @@ class Plan(Planned, ReadyMade):
 
     Attributes:
         budget, budget_bytes, made_for, decisions, fixed, plain, predicted, frontier, policies, proof, optimizer_bytes,
-            planning_seconds, largest, device_bytes: as in `Planned`.
+            planning_seconds, largest, device_bytes, storages, offered: as in `Planned`.
         runner: what can still run the step: `measure`, `at` and warnings about other shapes need it. A file has none.
+        live: the storages themselves, by their names.
     """
 
     runner: Runner | None = field(default=None, compare=False, metadata={"json": False})
+    live: Mapping[str, Storage] = field(default_factory=dict, compare=False, metadata={"json": False})
 
     def __post_init__(self) -> None:
         if self.runner is not None:  # a file has what the runner said
@@ -66,7 +70,7 @@ class Plan(Planned, ReadyMade):
     @functools.cached_property
     def assignment(self) -> Assignment:
         """The policy itself."""
-        return Assignment({decision.path: decision.treatment for decision in self.decisions})
+        return Assignment({decision.path: decision.treatment for decision in self.decisions}, self.live)
 
     def determinism(self) -> Literal["metadata"]:
         return "metadata"
@@ -91,7 +95,7 @@ class Plan(Planned, ReadyMade):
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:
-        return Plan.from_json, (self.to_json(),)  # without the step, which may be made of anything
+        return _again, (self.to_json(), self.live)  # without the step, which may be made of anything
 
     def interest(self) -> Interest:
         return self.assignment.interest()
@@ -104,6 +108,12 @@ class Plan(Planned, ReadyMade):
         return True
 
     def applied_to(self, model: Module) -> Callable[[], None]:
+        for use in self.storages:
+            if use.name not in self.live:
+                raise UsageError(
+                    f"apply: this plan keeps tensors in {use.written}, a storage that no file can make again. Load the plan "
+                    "with it: Plan.load(path, storages=[...])."
+                )
         differences = list(self._differences(model))
         if differences:
             raise UsageError(
@@ -168,21 +178,26 @@ class Plan(Planned, ReadyMade):
         return {"version": VERSION, **{name: _plainly(value) for name, value in values.items()}}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Plan:
+    def from_json(cls, value: Mapping[str, Any], storages: Storage | Iterable[Storage] | None = None) -> Plan:
         """Make a plan from what `to_json` returned.
 
+        Args:
+            value: that.
+            storages: as for `plan`, in the place of those that it was made with.
+
         Raises:
-            UsageError: it is not that, or of another version.
+            UsageError: it is not that, or of another version; or the storages are others than those of the plan.
         """
         if value.get("version") != VERSION:
             raise UsageError(f"A plan of version {value.get('version')!r}; this release reads {VERSION}. Plan again.")
         try:
-            return cls._of(value)
+            return cls._of(value, storages_in(storages))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"This is no plan as `Plan.save` writes it: {error!r}.") from None
 
     @classmethod
-    def _of(cls, value: Mapping[str, Any]) -> Plan:
+    def _of(cls, value: Mapping[str, Any], given: Mapping[str, Storage]) -> Plan:
+        uses = tuple(StorageUse(**item) for item in value.get("storages", ()))
         made_for = value["made_for"]
         inputs = tuple((name, tuple(shape), dtype) for name, shape, dtype in made_for["inputs"])
         return cls(
@@ -202,6 +217,9 @@ class Plan(Planned, ReadyMade):
             planning_seconds=value["planning_seconds"],
             largest=value["largest"],
             device_bytes=value.get("device_bytes", 0),
+            storages=uses,
+            offered=tuple(value.get("offered", ())),
+            live=live_of(uses, given),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -209,11 +227,16 @@ class Plan(Planned, ReadyMade):
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
+    def load(cls, path: str | os.PathLike[str], storages: Storage | Iterable[Storage] | None = None) -> Plan:
         """Read a plan that `save` wrote.
 
+        Args:
+            path: of the file.
+            storages: as for `plan`, in the place of those that the plan was made with.
+
         Raises:
-            UsageError: there is no such file, it is no plan, or of another version.
+            UsageError: there is no such file, it is no plan, or of another version; or the storages are others than those
+                of the plan.
         """
         try:
             value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -221,26 +244,29 @@ class Plan(Planned, ReadyMade):
             raise UsageError(f"Plan.load: {os.fspath(path)!r} cannot be read as a plan: {error}.") from None
         if not isinstance(value, dict):
             raise UsageError(f"Plan.load: {os.fspath(path)!r} is no plan: it has a {type(value).__name__}.")
-        return cls.from_json(value)
+        return cls.from_json(value, storages)
 
 
-def digest_of(module: Module) -> str:
-    """Return a digest of a block's parameters: of names, shapes and dtypes, not values."""
-    facts = [(name, tuple(item.shape), str(item.dtype)) for name, item in module.named_parameters()]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+def _again(value: Mapping[str, Any], live: Mapping[str, Storage]) -> Plan:
+    return dataclasses.replace(Plan.from_json(value), live=live)
 
 
 def _plainly(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if isinstance(value, Moment):
             return [value.seconds, value.kept, value.recomputed, value.workspace]
+        if isinstance(value, Copy):
+            return [value.begin_seconds, value.end_seconds, value.nbytes, value.is_back]
         return {item.name: _plainly(getattr(value, item.name)) for item in dataclasses.fields(value)}
     return [_plainly(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _treatment_of(value: Mapping[str, Any]) -> Treatment:
-    return Treatment(value["name"], *(tuple(value[name]) for name in ("recompute", "save_modules", "save_ops")))
+    recompute, modules, ops = (tuple(value[name]) for name in ("recompute", "save_modules", "save_ops"))
+    return Treatment(value["name"], recompute, modules, ops, value.get("inputs", ""), value.get("results", ""))
 
 
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:
-    return Prediction(**{**value, "moments": tuple(Moment(*item) for item in value["moments"])})
+    moments = tuple(Moment(*item) for item in value["moments"])
+    copies = tuple(Copy(*item) for item in value.get("copies", ()))
+    return Prediction(**{**value, "moments": moments, "copies": copies})

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 
 from reactivate._engine.accounts import in_words
 from reactivate._text.table import Column, Row, Table
-from reactivate._text.words import alike
+from reactivate._text.words import alike, counted
 from reactivate.planner.cost.prediction import Fixed, Moment, Point
-from reactivate.planner.planned import Decision, Planned
+from reactivate.planner.planned import Decision, Planned, StorageUse
 
 MOST_POINTS = 8  # of the frontier, in a table
 ALL_THE_TIME = tuple(item.name for item in fields(Fixed))
@@ -25,7 +25,7 @@ def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str
         width: in characters; that of the terminal if None, 120 where there is none.
         plain: without rich, as wide as it gets; so it is where rich is not installed.
     """
-    head = "\n".join([verdict(plan), proof(plan), memory(plan)])
+    head = "\n".join(filter(None, [verdict(plan), proof(plan), memory(plan), copies(plan)]))
     tables = (table.text(width=width, plain=plain) for table in (block_table(plan), choice_table(plan)))
     return "\n\n".join([head, *(table.strip("\n") for table in tables)])
 
@@ -78,6 +78,33 @@ def memory(plan: Planned) -> str:
     return f"At the peak of forward and backward: {parts}.{optimizer}"
 
 
+def copies(plan: Planned) -> str:
+    """Say what goes to a storage, how fast, and how long the step waits for it; empty where none was offered."""
+    if not plan.storages:
+        offered = " and ".join(plan.offered)
+        return f"Offered and not used, since the plan without it is as fast or faster: {offered}." if offered else ""
+    return " ".join(_of_storage(plan, use) for use in plan.storages)
+
+
+def _of_storage(plan: Planned, use: StorageUse) -> str:
+    inexact = (
+        ""
+        if use.exact
+        else (" It is NOT EXACT: what comes back is not what it took, and gradients are not those of the plain step.")
+    )
+    if use.out_bytes_per_second is None or use.back_bytes_per_second is None:
+        return f"{use.written} keeps tensors for the backward.{inexact}"
+    ways = []
+    for is_back, words, rate in ((False, "out", use.out_bytes_per_second), (True, "back", use.back_bytes_per_second)):
+        sizes = [copy.nbytes for copy in plan.predicted.copies if copy.is_back == is_back]
+        ways.append(f"{in_words(sum(sizes))} {words} in {counted(len(sizes), 'tensor')} at {rate / 1e9:.3g} GB/s")
+    waited = seconds_in_words(plan.predicted.waited_seconds)
+    return (
+        f"{use.written} keeps {in_words(use.stored_bytes)} at most: {', '.join(ways)}; the step waits {waited} for that."
+        f"{inexact}"
+    )
+
+
 def at_peak(plan: Planned) -> dict[str, int]:
     """The bytes of each of `KINDS` at the peak of forward and backward; of others only where there are any."""
     sizes = bytes_at(plan, plan.predicted.peak)
@@ -116,14 +143,18 @@ def _in_brackets(words: str) -> str:
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
-_BLOCK_COLUMNS = (Column("block"), Column("class"), Column("what is done"), Column("held", True), Column("extra", True))
+_BLOCK_COLUMNS = (Column("block"), Column("class"), Column("what is done"), Column("held", True))
 
 
 def block_table(plan: Planned) -> Table:
     """Return a row for each run of blocks that are alike, with the sums of their figures; then one for all."""
-    rows = [Row([named(run), run[0].kind, run[0].treatment.name, *_figures(run)]) for run in runs(plan.decisions)]
-    total = Row([f"all {len(plan.decisions)}", "", "", *_figures(plan.decisions)], is_total=True)
-    return Table(_BLOCK_COLUMNS, [*rows, total])
+    moves = bool(plan.storages)
+    rows = [
+        Row([named(run), run[0].kind, run[0].treatment.name, *_figures(run, moves)]) for run in runs(plan.decisions)
+    ]
+    total = Row([f"all {len(plan.decisions)}", "", "", *_figures(plan.decisions, moves)], is_total=True)
+    more = (Column("moved", True), Column("extra", True)) if moves else (Column("extra", True),)
+    return Table((*_BLOCK_COLUMNS, *more), [*rows, total])
 
 
 def runs(decisions: Sequence[Decision]) -> list[list[Decision]]:
@@ -140,9 +171,13 @@ def named(run: Sequence[Decision]) -> str:
     return alike([decision.path or "the model itself" for decision in run])
 
 
-def _figures(decisions: Sequence[Decision]) -> list[str]:
+def _figures(decisions: Sequence[Decision], moves: bool) -> list[str]:
     seconds = sum(decision.seconds for decision in decisions)
-    return [in_words(sum(decision.held_bytes for decision in decisions)), seconds_in_words(seconds) if seconds else ""]
+    moved = sum(decision.moved_bytes for decision in decisions)
+    sizes = [in_words(sum(decision.held_bytes for decision in decisions))]
+    if moves:
+        sizes.append(in_words(moved) if moved else "")
+    return [*sizes, seconds_in_words(seconds) if seconds else ""]
 
 
 # -- other choices ----------------------------------------------------------------------------------------------------

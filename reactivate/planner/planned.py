@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from reactivate.planner.cost.prediction import Fixed, Point, Prediction, Proof
 from reactivate.planner.treatments import Treatment
@@ -17,7 +18,8 @@ class Decision:
         parameters: a digest of the names, shapes and dtypes of its parameters.
         treatment: what is done.
         held_bytes: what is alive after its forward, until its backward begins, and was not before.
-        seconds: how much longer the step takes by it.
+        seconds: how much longer the step takes by it, without waiting for copies.
+        moved_bytes: what of it a storage keeps meanwhile.
     """
 
     path: str
@@ -26,6 +28,29 @@ class Decision:
     treatment: Treatment
     held_bytes: int
     seconds: float
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StorageUse:
+    """A storage that a plan uses.
+
+    Attributes:
+        name: what treatments call it.
+        written: the storage, as it is written.
+        exact: whether every bit comes back.
+        stored_bytes: the most that it keeps.
+        out_bytes_per_second, back_bytes_per_second: how fast it was taken to be; None where its copies are ops like others.
+        spelled: what makes it again; None for a storage of somebody's own.
+    """
+
+    name: str
+    written: str
+    exact: bool
+    stored_bytes: int
+    out_bytes_per_second: float | None
+    back_bytes_per_second: float | None
+    spelled: dict[str, Any] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,8 @@ class Planned:
         planning_seconds: what planning took.
         largest: the size of the dimension that was maximized, or None.
         device_bytes: the memory of the device, all of it; 0 where nobody says, and in older files.
+        storages: those that it uses.
+        offered: those that it might have used, as they are written.
     """
 
     budget: str
@@ -87,6 +114,8 @@ class Planned:
     planning_seconds: float = 0.0
     largest: int | None = None
     device_bytes: int = 0
+    storages: tuple[StorageUse, ...] = ()
+    offered: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

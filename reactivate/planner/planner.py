@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from reactivate._engine.accounts import in_words
-from reactivate._inspect.step import leaves_of
 from reactivate._model.apply import apply
 from reactivate._text.warnings import warn
-from reactivate.errors import PlanInfeasible, UsageError
+from reactivate._types import Storage
 from reactivate.planner.budget import Budget, parse
+from reactivate.planner.choice import Choice
+from reactivate.planner.cost.flow import Flow
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
 from reactivate.planner.cost.overhead import measure_overhead
-from reactivate.planner.cost.prediction import Proof
+from reactivate.planner.cost.prediction import Point
 from reactivate.planner.cost.timeline import prediction_of
+from reactivate.planner.offers import Offer, offers_of
 from reactivate.planner.place import Place, available_bytes
-from reactivate.planner.plan import Plan, digest_of
-from reactivate.planner.planned import Circumstances, Decision
+from reactivate.planner.plan import Plan
 from reactivate.planner.points import Points
 from reactivate.planner.profile.costs import Measured, Modelled, measure, seconds_of
 from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
@@ -34,21 +32,31 @@ from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
 from reactivate.planner.solver.chain import Chain
-from reactivate.planner.solver.solution import Proven, Search
+from reactivate.planner.solver.solution import Search
 from reactivate.planner.step import TrainingStep, default_loss
+from reactivate.planner.storage_search import StorageSearch
 from reactivate.planner.treatments import FULL, Assignment, Treatment, treatments_of
 from reactivate.planner.trials import Trials
 from reactivate.planner.units import units_of
+from reactivate.planner.written import circumstances_of, decisions_of, infeasible, storages_of
+from reactivate.storage.rehearsal import Rehearsal
 
-RESERVE = 0.05  # of an accelerator's free memory: for its context's growth and the allocator's gaps
 _TIMED = 2  # plain steps that are timed, beside one to warm up and one under the clock
 
 
 class Planner:
     """Plans one step."""
 
-    def __init__(self, step: TrainingStep, place: Place, optimizer: Optimizer | None, tell: Tell) -> None:
+    def __init__(
+        self,
+        step: TrainingStep,
+        place: Place,
+        optimizer: Optimizer | None,
+        tell: Tell,
+        storages: Mapping[str, Storage] | None = None,
+    ) -> None:
         self.step = step
+        self._storages = storages or {}
         self.place = place
         self._tell = tell
         self._optimizer = optimizer
@@ -143,8 +151,13 @@ class Planner:
 
     # -- other steps --------------------------------------------------------------------------------------------------
 
-    def _simulated(self, treatments: Mapping[str, Treatment]) -> Trace:
-        return self._trials.run(treatments, self.costs)
+    def _simulated(
+        self,
+        treatments: Mapping[str, Treatment],
+        storages: Mapping[str, Storage] | None = None,
+        rehearsal: Rehearsal | None = None,
+    ) -> Trace:
+        return self._trials.run(treatments, self.costs, storages, rehearsal)
 
     def _read(self, trace: Trace, treatments: Mapping[str, Treatment]) -> Reading:
         seeing = {
@@ -152,8 +165,19 @@ class Planner:
         }
         return read(trace, self._scale, self._overhead, seeing)
 
-    def _try(self, treatments: Mapping[str, Treatment]) -> tuple[Trace, Reading]:
-        trace = self._simulated(treatments)
+    def attempt(
+        self, treatments: Mapping[str, Treatment], offer: Offer | None = None, *, at_once: bool = False
+    ) -> tuple[Trace, Reading]:
+        """Simulate the step with these treatments.
+
+        Args:
+            treatments: by the paths of units.
+            offer: the storage that they use.
+            at_once: whether that lets go and brings back at once, whatever else it has.
+        """
+        storage, rehearsal = (None, None) if offer is None else offer.rehearsed(at_once=at_once)
+        storages = {} if offer is None or storage is None else {offer.name: storage}
+        trace = self._simulated(treatments, storages, rehearsal)
         return trace, self._read(trace, treatments)
 
     # -- the plan -----------------------------------------------------------------------------------------------------
@@ -168,9 +192,21 @@ class Planner:
         rounds = rounds_of(self.units, self.menus)
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies, simulated: {number} of {len(rounds)}")
-            self.table.enter(self._try(treatments)[1], treatments)
-        self.search = Search(self.table, self.menus, self._try)
+            self.table.enter(self.attempt(treatments)[1], treatments)
+        self.search = Search(self.table, self.menus, self.attempt)
         return self
+
+    @functools.cached_property
+    def _storage_searches(self) -> tuple[StorageSearch, ...]:
+        """Prepared when a plan needs them: where everything fits nothing is moved."""
+        if self._trials.with_values and self._storages:
+            warn(
+                "plan(storages=...): this step cannot be simulated, so what a storage does in it cannot be proved. The plan "
+                "is made without storages."
+            )
+            return ()
+        searches = tuple(StorageSearch(offer, self, self._tell) for offer in offers_of(self._storages, self.place))
+        return tuple(search.prepare() for search in searches)
 
     def plan(self, asked: Budget | None) -> Plan:
         """The plan for a budget, once it is prepared."""
@@ -178,10 +214,21 @@ class Planner:
         allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
         self._tell("the plan, solved and proved")
         own_bytes = int((allowed - self.fixed.total) / (1 + self._trials.margin))
-        found = None if self.optimizer_bytes > allowed else self.search.fit(own_bytes)
+        found = None if self.optimizer_bytes > allowed else self._fastest(own_bytes)
         if found is None:
-            raise self._infeasible(budget, allowed)
+            raise infeasible(budget.text, allowed, self.smallest_bytes(), self.fixed, self.plain.peak_bytes)
         return self._written(found, budget, allowed)
+
+    def _fastest(self, budget_bytes: int) -> Choice | None:
+        """The fastest choice that holds: without storages, or with one of them."""
+        found = self.search.fit(budget_bytes)
+        choices = [] if found is None else [Choice(found, self.plain_seconds + found.solution.seconds, Flow())]
+        if found is None or found.solution.seconds > 0:
+            for search in self._storage_searches:
+                self._tell(f"the plan with {search.offer.name}, solved and proved")
+                other = search.fit(budget_bytes)
+                choices += [] if other is None else [other]
+        return min(choices, key=lambda choice: choice.seconds, default=None)
 
     @property
     def chain(self) -> Chain:
@@ -190,97 +237,48 @@ class Planner:
 
     def smallest_bytes(self) -> int:
         """The least budget for which there is a plan."""
-        peak_bytes = self.search.smallest().trace.peak_bytes
-        return max(self.fixed.total + peak_bytes + self._margin_of(peak_bytes), self.optimizer_bytes)
-
-    def _margin_of(self, peak_bytes: int) -> int:
-        return math.ceil(peak_bytes * self._trials.margin)
+        peaks = [self.search.smallest().trace.peak_bytes]
+        peaks += [found.trace_bytes for search in self._storage_searches if (found := search.smallest()) is not None]
+        return max(self.fixed.total + min(peaks) + self._trials.margin_of(min(peaks)), self.optimizer_bytes)
 
     def default_budget(self) -> Budget:
         """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
-        if self.place.device.type == "cpu" and not self.is_predicted:
-            raise UsageError(
-                "plan needs a budget on a CPU, where nobody says what is free: budget='8GiB' (--budget 8GiB)."
-            )
-        if self.is_predicted:
-            free = int(self.place.spec.memory_bytes * (1 - RESERVE))
-        else:
-            free = int(available_bytes(self.place.device) * (1 - RESERVE)) + self.fixed.total
-        return parse(free)
+        return parse(self.place.free_bytes(self.fixed.total, is_predicted=self.is_predicted))
 
-    def _infeasible(self, budget: Budget, allowed: int) -> PlanInfeasible:
-        least_bytes = self.smallest_bytes()
-        fixed = self.fixed
-        share = -(-100 * (least_bytes - fixed.total) // max(self.plain.peak_bytes, 1))
-        others = f", others {in_words(fixed.others)}" if fixed.others else ""
-        return PlanInfeasible(
-            f"plan(budget={budget.text!r}): no plan keeps this step within {in_words(allowed)} ({allowed} bytes); the least "
-            f"that does takes {in_words(least_bytes)}: budget={least_bytes}, or '{share}%' of the plain step's activation "
-            f"peak. Of that, {in_words(fixed.total)} "
-            f"are there all the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
-            f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}{others}). Raise the budget, or make "
-            "the batch smaller.",
-            budget_bytes=allowed,
-            least_bytes=least_bytes,
-        )
-
-    def _written(self, found: Proven, budget: Budget, allowed: int) -> Plan:
-        total = self.fixed.total
+    def _written(self, choice: Choice, budget: Budget, allowed: int) -> Plan:
+        total, trace = self.fixed.total, choice.proven.trace
+        device = self.place.spec.name if self.is_predicted else str(self.place.device)
+        paths = self.plain_reading.paths
         return Plan(
             budget=budget.text,
             budget_bytes=allowed,
-            made_for=self._circumstances(),
-            decisions=self._decisions(found),
+            made_for=circumstances_of(
+                self.step, device, self._loss, self._units_of_model, is_predicted=self.is_predicted
+            ),
+            decisions=decisions_of(choice, paths, self.units),
             fixed=self.fixed,
             plain=prediction_of(self.plain, total, self.plain_seconds),
-            predicted=prediction_of(found.trace, total, self.plain_seconds + found.solution.seconds),
-            frontier=self._points.frontier,
+            predicted=prediction_of(trace, total, choice.own_seconds, choice.flow),
+            frontier=self._points.frontier_with(self._smallest_points(choice)),
             policies=self._points.policies(self.step.model),
-            proof=self._proof(found),
+            proof=self._trials.proof_of(total, trace.peak_bytes, choice.proven.rounds),
             optimizer_bytes=self.optimizer_bytes,
+            storages=storages_of(choice, [search.offer for search in self._used(choice)]),
+            offered=tuple(map(repr, self._storages.values())),
+            live=self._storages,
             runner=StepRunner(self.step, self.place, self.costs, self.plan),
         )
 
-    def _proof(self, found: Proven) -> Proof:
-        peak_bytes = found.trace.peak_bytes
-        method = "real" if self._trials.with_values else "simulated"
-        return Proof(method, self.fixed.total + peak_bytes, found.rounds, self._margin_of(peak_bytes))
+    def _used(self, choice: Choice) -> tuple[StorageSearch, ...]:
+        is_moving = any(treatment.storage for treatment in choice.proven.treatments.values())
+        return self._storage_searches if is_moving else ()
 
-    def _decisions(self, found: Proven) -> tuple[Decision, ...]:
-        held: Counter[str] = Counter()
-        seconds: dict[str, float] = defaultdict(float)
-        # A unit may be called often.
-        for path, entry in zip(self.plain_reading.paths, found.solution.entries, strict=True):
-            held[path] += entry.held_bytes
-            seconds[path] += entry.seconds
-        return tuple(
-            Decision(
-                path,
-                type(self.units[path]).__name__,
-                digest_of(self.units[path]),
-                treatment,
-                held[path],
-                seconds[path],
-            )
-            for path, treatment in found.treatments.items()
-        )
+    def _smallest_points(self, choice: Choice) -> list[Point]:
+        """With the storages, where the plan uses one."""
+        found = [(search.offer.name, search.smallest()) for search in self._used(choice)]
+        total = self.fixed.total
+        return [Point(f"planned, {name}", total + item.trace_bytes, item.seconds) for name, item in found if item]
 
     @functools.cached_property
     def _points(self) -> Points:
         return Points(self.chain, self.plain_reading.paths, self.fixed.total, self.plain_seconds)
-
-    def _circumstances(self) -> Circumstances:
-        leaves = leaves_of("args", self.step.args) | leaves_of("kwargs", dict(self.step.kwargs or {}))
-        inputs = tuple(
-            (name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items()
-        )
-        device = self.place.spec.name if self.is_predicted else str(self.place.device)
-        return Circumstances(
-            type(self.step.model).__name__,
-            inputs,
-            device,
-            torch.__version__,
-            self._loss,
-            self.is_predicted,
-            self._units_of_model,
-        )

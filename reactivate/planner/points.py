@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.nn import Module
@@ -38,6 +38,14 @@ class Points:
     def frontier(self) -> tuple[Point, ...]:
         """The solver's solutions, from the smallest peak to the fastest step."""
         return tuple(self._point("planned", solution) for solution in frontier(self.chain, _MOST))
+
+    def frontier_with(self, smallest: Iterable[Point]) -> tuple[Point, ...]:
+        """Return the frontier with the smallest choices that keep tensors in storages."""
+        found: list[Point] = []
+        for point in sorted([*smallest, *self.frontier], key=lambda point: (point.peak_bytes, point.seconds)):
+            if not found or point.seconds < found[-1].seconds:
+                found.append(point)
+        return tuple(found)
 
     def policies(self, model: Module) -> tuple[Point, ...]:
         """Return the points of fixed policies for this model."""

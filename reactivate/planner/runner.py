@@ -141,7 +141,8 @@ class _Watch:
         said = (
             f"This plan was made for inputs of shape {_list(planned)}, and the model is called with {_list(shapes)}. "
         )
-        peak = None if self._runner is None else self._runner.peak_with(args, dict(kwargs))
+        can_tell = self._runner is not None and not plan.storages  # how long these leave tensors in memory
+        peak = self._runner.peak_with(args, dict(kwargs)) if self._runner is not None and can_tell else None
         if peak is None:
             return said + f"Its budget of {in_words(plan.budget_bytes)} is not promised for these: plan again."
         total = plan.fixed.total + peak

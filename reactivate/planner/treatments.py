@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.nn import Module
 
-from reactivate._types import Action, Recompute, Save, Site
+from reactivate._types import DEVICE, Action, Recompute, Save, Site, Storage
 from reactivate.planner.units import parts_of
 from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies.ops import COMPUTE_INTENSIVE
@@ -29,12 +29,21 @@ class Treatment:
         recompute: paths below the unit, "" for the unit itself: these modules are regions.
         save_modules: paths below the unit: recomputations skip these modules.
         save_ops: recomputations skip these ops.
+        inputs: the name of the storage in which the inputs of the regions are kept; "" for where they are.
+        results: the name of the storage in which the saved calls are kept.
     """
 
     name: str
     recompute: tuple[str, ...] = ()
     save_modules: tuple[str, ...] = ()
     save_ops: tuple[str, ...] = ()
+    inputs: str = ""
+    results: str = ""
+
+    @property
+    def storage(self) -> str:
+        """Return the name of the storage that it uses; "" for none."""
+        return self.inputs or self.results
 
 
 KEEP = Treatment("keep")
@@ -57,6 +66,23 @@ def treatments_of(unit: Module, ops: frozenset[str]) -> tuple[Treatment, ...]:
     if parts:
         found.append(Treatment(f"recompute {' and '.join(parts)}" if len(parts) <= 2 else "recompute all parts", parts))
     return (*found, *_saving(unit, ops))
+
+
+def moving(treatments: Iterable[Treatment], storage: str) -> tuple[Treatment, ...]:
+    """List the treatments that are these, with what they keep in a storage: inputs of regions, saved calls, or both.
+
+    Args:
+        treatments: some treatments.
+        storage: its name.
+    """
+    found = []
+    for item in treatments:
+        if "" in item.recompute or len(item.recompute) > 1:  # a single part has an input that is kept around it anyway
+            found.append(replace(item, name=f"{item.name}, inputs to {storage}", inputs=storage))
+            if item.save_modules or item.save_ops:
+                found.append(replace(item, name=f"{item.name}, saved to {storage}", results=storage))
+                found.append(replace(item, name=f"{item.name}, all to {storage}", inputs=storage, results=storage))
+    return tuple(found)
 
 
 def _saving(unit: Module, ops: frozenset[str]) -> list[Treatment]:
@@ -94,13 +120,15 @@ class Assignment(ReadyMade):
 
     Args:
         treatments: by the paths of units.
+        storages: by the names by which treatments know them.
     """
 
     treatments: Mapping[str, Treatment]
+    storages: Mapping[str, Storage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         regions = {join(unit, part): unit for unit, item in self.treatments.items() for part in item.recompute}
-        saved = {join(unit, part) for unit, item in self.treatments.items() for part in item.save_modules}
+        saved = {join(unit, part): unit for unit, item in self.treatments.items() for part in item.save_modules}
         object.__setattr__(self, "_regions", regions)
         object.__setattr__(self, "_saved", saved)
 
@@ -113,9 +141,16 @@ class Assignment(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         if site.module is not None:
             regions, saved = self._regions, self._saved  # type: ignore[attr-defined]
-            return Recompute() if site.path in regions else Save() if site.path in saved else None
+            if site.path in regions:
+                return Recompute(self._named(self.treatments[regions[site.path]].inputs))
+            return Save(self._named(self.treatments[saved[site.path]].results)) if site.path in saved else None
         unit = next((path for path in self.treatments if is_below(site.path, path)), None)
-        return Save() if unit is not None and site.op in self.treatments[unit].save_ops else None
+        if unit is None or site.op not in self.treatments[unit].save_ops:
+            return None
+        return Save(self._named(self.treatments[unit].results))
+
+    def _named(self, storage: str) -> Storage:
+        return self.storages[storage] if storage else DEVICE
 
     def interest(self) -> Interest:
         ops = frozenset(op for item in self.treatments.values() for op in item.save_ops)
@@ -123,7 +158,10 @@ class Assignment(ReadyMade):
 
     def inside(self, path: str) -> ReadyMade:
         unit = self._regions.get(path)  # type: ignore[attr-defined]
-        return self if unit is None else _InsideUnit(unit, self.treatments[unit])
+        if unit is None:
+            return self
+        treatment = self.treatments[unit]
+        return _InsideUnit(unit, treatment, self._named(treatment.results))
 
     @property
     def may_match_nothing(self) -> bool:
@@ -136,6 +174,7 @@ class _InsideUnit(ReadyMade):
 
     unit: str
     treatment: Treatment
+    storage: Storage
 
     def __repr__(self) -> str:
         return f"{self.treatment.name} at {self.unit!r}"
@@ -143,8 +182,8 @@ class _InsideUnit(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         if site.module is not None:
             saved = {join(self.unit, part) for part in self.treatment.save_modules}
-            return Save() if site.path in saved else None
-        return Save() if site.op in self.treatment.save_ops else None
+            return Save(self.storage) if site.path in saved else None
+        return Save(self.storage) if site.op in self.treatment.save_ops else None
 
     def interest(self) -> Interest:
         return Interest(frozenset(self.treatment.save_ops), modules=bool(self.treatment.save_modules))

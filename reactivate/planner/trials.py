@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from torch.nn import Module
 
 from reactivate._torch.fake import unlogged
+from reactivate._types import Storage
 from reactivate.errors import UsageError
+from reactivate.planner.cost.prediction import Proof
 from reactivate.planner.place import Place
 from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.step import TrainingStep
 from reactivate.planner.treatments import Assignment, Treatment
+from reactivate.storage.rehearsal import Rehearsal
 
 MARGIN = 0.05  # of its own peak, where the sizes of a step depend on its data: the loads of experts, say
 
@@ -66,22 +70,48 @@ class Trials:
         self.margin = MARGIN if plain.depends_on_data else 0.0
         return plain
 
-    def run(self, treatments: Mapping[str, Treatment], costs: Costs, *, count_functions: bool = False) -> Trace:
+    def margin_of(self, peak_bytes: int) -> int:
+        """Return the bytes that stay free beside a peak."""
+        return math.ceil(peak_bytes * self.margin)
+
+    def proof_of(self, fixed_bytes: int, peak_bytes: int, rounds: int) -> Proof:
+        """Return what the last of some trials has proved.
+
+        Args:
+            fixed_bytes: what is there all the time.
+            peak_bytes: the most that the step took above that.
+            rounds: how many trials there were.
+        """
+        method = "real" if self.with_values else "simulated"
+        return Proof(method, fixed_bytes + peak_bytes, rounds, self.margin_of(peak_bytes))
+
+    def run(
+        self,
+        treatments: Mapping[str, Treatment],
+        costs: Costs,
+        storages: Mapping[str, Storage] | None = None,
+        rehearsal: Rehearsal | None = None,
+        *,
+        count_functions: bool = False,
+    ) -> Trace:
         """Return the step with treatments for some units.
 
         Args:
             treatments: by the paths of units.
             costs: what ops cost.
+            storages: those that treatments use, by their names.
+            rehearsal: of that storage.
             count_functions: whether to count the calls of torch's functions.
         """
         return simulate(
             self._step,
-            Assignment(treatments),
+            Assignment(treatments, storages or {}),
             self._units,
             costs,
             self._place.device,
             with_values=self.with_values,
             count_functions=count_functions,
+            rehearsal=rehearsal,
         )
 
 

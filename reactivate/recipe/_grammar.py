@@ -66,8 +66,9 @@ def check_name(function: Any, known: Functions) -> None:
         UsageError: it is not.
     """
     if function not in known:
+        thing = "storage" if known is STORAGES else "policy"
         raise UsageError(
-            f"there is no policy {function!r}.{did_you_mean(str(function), known)} There are: {listed(known)}."
+            f"there is no {thing} {function!r}.{did_you_mean(str(function), known)} There are: {listed(known)}."
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from reactivate._types import Policy
+from reactivate._types import Policy, Storage
 from reactivate.errors import UsageError
 from reactivate.recipe._grammar import POLICIES, STORAGES, Functions, Spelled, check_name, signature_of
 
@@ -38,16 +38,44 @@ def parse_policy(text: str, asked_by: str = "--policy") -> Policy:
     return policy
 
 
+def parse_storage(text: str, asked_by: str) -> Storage:
+    """Return the storage that `text` writes, as in Python, or names: "host".
+
+    Args:
+        text: a call of `Host`, `Disk` or `Device` with literals, or the name of one that needs no arguments.
+        asked_by: the option or the function that was given the text, for errors.
+
+    Raises:
+        UsageError: it is anything else.
+
+    Example:
+        >>> from reactivate.recipe._text import parse_storage
+        >>> parse_storage("Host(limit=1000)", "--offload").limit, parse_storage("host", "--offload").limit
+        (1000, None)
+    """
+    names = {name.lower(): name for name in STORAGES}
+    written = f"{names[text.strip().lower()]}()" if text.strip().lower() in names else text
+    try:
+        storage: Storage = _read(written, STORAGES).built()
+    except (UsageError, TypeError) as error:
+        raise UsageError(f"{asked_by}: {error}") from None
+    return storage
+
+
 def read_text(text: str) -> Spelled:
     """Return the policy that `text` spells.
 
     Raises:
         UsageError: it is the spelling of no policy.
     """
+    return _read(text, POLICIES)
+
+
+def _read(text: str, known: Functions) -> Spelled:
     if len(text) > LONGEST:
         raise UsageError(f"a text of {len(text)} characters; at most {LONGEST} are read.")
     try:
-        return _call(ast.parse(text.strip(), mode="eval").body, POLICIES, text)
+        return _call(ast.parse(text.strip(), mode="eval").body, known, text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, UsageError):
             raise

@@ -69,6 +69,7 @@ def page(plan: Planned) -> str:
         title=f"{plan.made_for.model} in {in_words(plan.budget_bytes)}",
         verdict=plan_table.verdict(plan),
         proof=plan_table.proof(plan),
+        copies=plan_table.copies(plan),
         pictures=_pictures(plan),
         tables=(_blocks(plan), _choices(plan), _memory(plan)),
         circumstances=_circumstances(plan),

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = dict(zip(KINDS, ("#3d5a80", "#5f7ea8", "#8ba6c9", "#b9cbe2", "#d5d5de", "#e07a3f", "#2a9d8f", "#e9c46a")))
+COPIES = {False: ("to", "#6a4c93"), True: ("from", "#b48ead")}  # a storage: the words, and the colour
 _HEADROOM = 1.16  # for words above the mountain
+_LANES = 0.12  # more of it, for the copies
 
 
 def draw(axes: Axes, plan: Planned) -> None:
@@ -47,7 +49,9 @@ def draw(axes: Axes, plan: Planned) -> None:
     _draw_plain(axes, plan, scale, tick)
     _draw_budget(axes, plan, scale, shows_budget)
     _draw_forward_end(axes, plan, tick)
-    axes.set(xlabel=f"time ({clock})", ylabel=f"memory ({unit})", ylim=(0, _HEADROOM * top / scale))
+    _draw_copies(axes, plan, tick)
+    headroom = _HEADROOM + _LANES * bool(plan.predicted.copies)
+    axes.set(xlabel=f"time ({clock})", ylabel=f"memory ({unit})", ylim=(0, headroom * top / scale))
     axes.set_xlim(0, max(plan.predicted.seconds, plan.plain.seconds) / tick or 1)
     title(axes, f"Peak {in_words(plan.predicted.peak_bytes)}, plain {in_words(plan.plain.peak_bytes)}")
     legend(axes)
@@ -74,8 +78,20 @@ def described(plan: Planned) -> str:
         f"Memory over the time of a step, as stacked areas. With the plan it rises to {in_words(plan.predicted.peak_bytes)}, "
         f"of which {in_words(plan.fixed.total)} are there all the time; the budget is a line at "
         f"{in_words(plan.budget_bytes)}. The plain step, an outline behind, rises to {in_words(plan.plain.peak_bytes)}. "
-        f"The forward pass takes {forward} of the step."
+        f"The forward pass takes {forward} of the step.{_copies_described(plan)}"
     )
+
+
+def _copies_described(plan: Planned) -> str:
+    found = plan.predicted.copies
+    if not found:
+        return ""
+    sizes = [in_words(sum(copy.nbytes for copy in found if copy.is_back == is_back)) for is_back in (False, True)]
+    return f" Bars above show the copies: {sizes[0]} to {_named(plan)}, {sizes[1]} back."
+
+
+def _named(plan: Planned) -> str:
+    return " and ".join(use.name for use in plan.storages)
 
 
 def _draw_step(axes: Axes, plan: Planned, scale: int, tick: float) -> None:
@@ -131,6 +147,26 @@ def _draw_forward_end(axes: Axes, plan: Planned, tick: float) -> None:
             horizontalalignment=side,
             verticalalignment="top",
         )
+
+
+def _draw_copies(axes: Axes, plan: Planned, tick: float) -> None:
+    """A lane of bars for each direction, on the clock of the step."""
+    for is_back, (words, color) in COPIES.items():
+        spans = [
+            (copy.begin_seconds / tick, (copy.end_seconds - copy.begin_seconds) / tick)
+            for copy in plan.predicted.copies
+            if copy.is_back == is_back
+        ]
+        if spans:
+            axes.broken_barh(
+                spans,
+                (0.855 if is_back else 0.895, 0.03),
+                transform=axes.get_xaxis_transform(),
+                facecolor=color,
+                edgecolor=color,
+                linewidth=0.8,  # so that a short copy is seen
+                label=f"{words} {_named(plan)}",
+            )
 
 
 def _from_zero(prediction: Prediction) -> Sequence[Moment]:

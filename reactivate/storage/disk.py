@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from reactivate.errors import UsageError
-from reactivate.storage.disk_file import check_system
+from reactivate.storage.disk_file import check_system, free_bytes as disk_bytes
 from reactivate.storage.moved import Traffic
 from reactivate.storage.spool import Spool
 
@@ -75,6 +75,11 @@ class Disk:
     def traffic(self) -> Traffic:
         """Counts of the tensors that were moved so far, and of those that stayed, with the reasons."""
         return self._spool.traffic
+
+    @property
+    def allowed_bytes(self) -> int:
+        """Return the most bytes that the file may have: the limit, or what is free on the disk."""
+        return disk_bytes(self.path) if self.limit is None else self.limit
 
     @property
     def used_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import tempfile
 import weakref
 import zlib
@@ -41,6 +42,14 @@ def check_system() -> None:
     """
     if fcntl is None or not hasattr(os, "preadv"):
         raise UnsupportedError("reactivate.storage.Disk needs a POSIX system: use reactivate.storage.Host here.")
+
+
+def free_bytes(path: str) -> int:
+    """Return how many bytes there is room for in a directory, or where it would be made."""
+    place = os.path.abspath(path)
+    while not os.path.isdir(place):
+        place = os.path.dirname(place)
+    return shutil.disk_usage(place).free
 
 
 class DiskFile:

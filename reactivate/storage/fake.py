@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from reactivate.storage.moved import Piece
@@ -16,10 +15,9 @@ class FakePiece(Piece):
 
     def __init__(self, memory: Memory, extent: Extent, run: Any) -> None:
         super().__init__(memory, extent)
-        self._mode = run.fake_mode
-        self._like = run.numel(), run.dtype, run.device
+        # What comes back is made of a fake tensor: what is made of none may be computed for real.
+        self._like: Tensor = run.new_empty(0)
+        self._elements = run.numel()
 
     def read(self) -> Tensor:
-        elements, dtype, device = self._like
-        with self._mode:
-            return torch.empty(elements, dtype=dtype, device=device)
+        return self._like.new_empty(self._elements)

@@ -63,6 +63,11 @@ class Host:
         return self._staging.traffic
 
     @property
+    def allowed_bytes(self) -> int:
+        """Return the most bytes of the host that may be locked."""
+        return self._staging.limit
+
+    @property
     def used_bytes(self) -> int:
         """Bytes of the host in which there are tensors now."""
         return self._staging.used_bytes

@@ -28,7 +28,7 @@ from reactivate.storage.series import Series
 from reactivate.storage.streams import is_capturing
 
 _THREADS = 2
-_WRITING = 2  # tensors that are being written, at most: a disk that is slower than the model must not fill the memory
+WRITING = 2  # tensors that are being written, at most: a disk that is slower than the model must not fill the memory
 
 
 class Write:
@@ -50,10 +50,12 @@ class Write:
         self.run: Tensor | None = run
 
     def __call__(self) -> None:
+        # Nothing of the thread's has the memory once it is written: whoever waits for that counts on it.
+        run, self.run = self.run, None
         assert self.area is not None
-        assert self.run is not None
+        assert run is not None
         try:
-            self.file.write(self.area, self.run)
+            self.file.write(self.area, run)
         except Exception as error:
             self.error = error.with_traceback(None)
 
@@ -91,12 +93,12 @@ class DiskPiece(Piece):
         run = self._run
         if run is None or self._look_for_write(run):
             return True
-        write = self._spool.write(run)
-        if write is None:
+        begun = self._spool.write(run)
+        if begun is None:
             return False
-        self._write = write
-        if write.run is not run:
-            self._run, self._copy = None, write.run
+        self._write, on_host = begun
+        if on_host is not run:
+            self._run, self._copy = None, on_host
         return True
 
     def is_writing(self) -> bool:
@@ -235,13 +237,13 @@ class Spool(Mover):
         while series.going:
             first = series.going[0]()
             if first is not None:
-                if len(series.going) <= _WRITING and first.is_writing():
+                if len(series.going) <= WRITING and first.is_writing():
                     break
                 first.settle()
             series.going.popleft()
 
-    def write(self, run: Tensor) -> Write | None:
-        """Start to write a run to the file, None if there is no room for it."""
+    def write(self, run: Tensor) -> tuple[Write, Tensor] | None:
+        """Start to write a run to the file: that, and the run on the host; None if there is no room for it."""
         nbytes = run.numel() * run.element_size()
         try:
             if self.file is None:
@@ -253,9 +255,10 @@ class Spool(Mover):
         if area is None:
             self.warn_once(f"the limit of {self._limit:,} bytes is reached")
             return None
-        write = Write(self.file, area, run.to("cpu"))
+        on_host = run.to("cpu")
+        write = Write(self.file, area, on_host)
         write.done = self._pool().submit(write)
-        return write
+        return write, on_host
 
     def read(self, file: DiskFile, area: Area, run: Tensor) -> tuple[Tensor, Future[None]]:
         """Start to read a run from the file: the run, and the future of its end."""

@@ -156,7 +156,7 @@ class Staging(Mover):
         super().__init__(least_bytes)
         self.lock = RLock()
         self.group: Any = None
-        self._limit = half_of_memory() if limit is None else limit
+        self.limit = half_of_memory() if limit is None else limit
         self._last = last
         self._ahead = ahead
         self._slabs: dict[str, Slabs] = {}
@@ -166,7 +166,7 @@ class Staging(Mover):
 
     @property
     def is_full(self) -> str:  # type: ignore[override]
-        return f"the limit of {self._limit:,} locked bytes is reached"
+        return f"the limit of {self.limit:,} locked bytes is reached"
 
     @property
     def used_bytes(self) -> int:
@@ -199,7 +199,7 @@ class Staging(Mover):
             if device not in self._streams:
                 self._streams[device] = CopyStreams(device)
             if device.type not in self._slabs:
-                self._slabs[device.type] = Slabs(device.type, self._limit)
+                self._slabs[device.type] = Slabs(device.type, self.limit)
             series = self._series.setdefault((device, self.group), Series())
             piece = HostPiece(memory, extent, run, series, self._streams[device], self, self._slabs[device.type])
             series.add(piece)
@@ -217,7 +217,7 @@ class Staging(Mover):
         elif not self._has_warned and not piece._is_written:
             self._has_warned = True
             warn(
-                f"reactivate.storage.Host: the limit of {self._limit:,} locked bytes is reached, and tensors stay on the "
+                f"reactivate.storage.Host: the limit of {self.limit:,} locked bytes is reached, and tensors stay on the "
                 "device. Raise it with Host(limit=...), if the machine has more memory."
             )
 

@@ -18,6 +18,7 @@ from reactivate.cli.target import Request, subject_of
 from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
 from reactivate.planner.plan import Plan
+from reactivate.recipe._text import parse_storage
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
@@ -50,6 +51,14 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "--optimizer", type=click.Choice([*OPTIMIZERS], case_sensitive=False), help="Optimizer whose memory counts."
 )
 @click.option("--maximize", metavar="batch|NAME=DIM", help="Look for the largest batch that fits, or other dimension.")
+@click.option(
+    "--offload",
+    "storages",
+    metavar="STORAGE",
+    multiple=True,
+    help='A storage that the plan may use: "host", or as in Python, "Host(limit=34359738368)", "Disk(\'/scratch\')". May be '
+    "repeated: the plan uses the one with which it is fastest.",
+)
 @OUT
 @REPORTING
 def plan(
@@ -59,6 +68,7 @@ def plan(
     on_meta: bool,
     optimizer: str | None,
     maximize: str | None,
+    storages: Sequence[str],
     outs: Sequence[str],
     as_json: bool,
     settings: dict[str, Any],
@@ -80,6 +90,7 @@ def plan(
         optimizer=_optimizer_of(optimizer, subject.model),
         device=where.spec,
         maximize=_dimension(maximize),
+        storages=[parse_storage(text, "--offload") for text in storages],
     )
     _answer(found, as_json)
     write(found, files)

@@ -5,7 +5,8 @@ sheets since Hopper print rates with sparsity, which are twice these.) Memory is
 driver may report some percent more or less.
 
 What a program reaches of the peaks, and what a launch costs, no data sheet says. The defaults are assumptions: the
-products of a training step reach 0.6 of the peak, other ops 0.8 of the bandwidth, and an op in eager mode costs 5 us.
+products of a training step reach 0.6 of the peak, other ops 0.8 of the bandwidth, copies to the host 0.8 of theirs, and an
+op in eager mode costs 5 us.
 Whoever has the device should measure these, and describe it in a file (`load`).
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
+from reactivate.planner.cost.links import Link
 
 __all__ = ["DEVICES", "FORMATS", "DeviceSpec", "find", "load"]
 
@@ -41,6 +43,7 @@ class DeviceSpec:
         launch_seconds: what an op costs however small it is.
         compute_efficiency: the part of `flops_per_second` that matrix products reach.
         bandwidth_efficiency: the part of `bandwidth_bytes_per_second` that ops reach.
+        links: {name of a storage: the way to it}: "host", "disk".
 
     Raises:
         UsageError: a value is of the wrong type, or no device can have it.
@@ -54,6 +57,7 @@ class DeviceSpec:
     launch_seconds: float = 5e-6
     compute_efficiency: float = 0.6
     bandwidth_efficiency: float = 0.8
+    links: Mapping[str, Link] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for key in ("name", "source"):
@@ -65,6 +69,8 @@ class DeviceSpec:
             value = getattr(self, key)
             self._check(key, _is_rate(value) and value <= 1, "a number above 0, at most 1")
         self._check_rates()
+        is_links = isinstance(self.links, Mapping) and all(isinstance(link, Link) for link in self.links.values())
+        self._check("links", is_links, '{"host": Link(...), ...}')
 
     def _check_rates(self) -> None:
         rates = self.flops_per_second
@@ -154,11 +160,26 @@ def load(path: str | os.PathLike[str]) -> DeviceSpec:
         raise UsageError(f"device file {os.fspath(path)}: a {type(given).__name__}. It takes an object with keys.")
     given = {"source": os.fspath(path), **given}
     _check_keys(given, path)
-    return DeviceSpec(**given)
+    return DeviceSpec(**{**given, "links": _links_of(given.get("links", {}), path)})
+
+
+def _links_of(given: Any, path: str | os.PathLike[str]) -> dict[str, Link]:
+    keys = {item.name for item in fields(Link)}
+    if not isinstance(given, dict) or not all(
+        isinstance(item, dict) and item.keys() <= keys for item in given.values()
+    ):
+        raise UsageError(
+            f"device file {os.fspath(path)}: links={given!r} is not allowed. It takes an object of objects with "
+            f"{', '.join(item.name for item in fields(Link))}."
+        )
+    try:
+        return {name: Link(**item) for name, item in given.items()}
+    except (TypeError, UsageError) as error:
+        raise UsageError(f"device file {os.fspath(path)}: links: {error}") from None
 
 
 def _check_keys(given: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    known = {item.name: item.default is MISSING for item in fields(DeviceSpec)}
+    known = {item.name: item.default is MISSING is item.default_factory for item in fields(DeviceSpec)}
     for key in given:
         if key not in known:
             raise UsageError(
@@ -185,10 +206,21 @@ def _plain(name: str) -> str:
 
 
 def _gpu(
-    name: str, gigabytes: int, gigabytes_per_second: float, source: str, **teraflops_per_second: float
+    name: str,
+    gigabytes: int,
+    gigabytes_per_second: float,
+    source: str,
+    host: float | None = None,
+    **teraflops_per_second: float,
 ) -> DeviceSpec:
     rates = {format_: rate * 1e12 for format_, rate in teraflops_per_second.items()}
-    return DeviceSpec(name, gigabytes * 10**9, gigabytes_per_second * 1e9, rates, source)
+    links = {} if host is None else {"host": Link(host / 2 * _HOST_EFFICIENCY * 1e9, host / 2 * _HOST_EFFICIENCY * 1e9)}
+    return DeviceSpec(name, gigabytes * 10**9, gigabytes_per_second * 1e9, rates, source, links=links)
+
+
+# The same sheets print what PCI Express carries in both directions together, in 10^9 bytes per second, `host` below: each
+# direction has half. Of devices whose sheet has no such number nothing is said. That copies reach 0.8 of it is assumed.
+_HOST_EFFICIENCY = 0.8
 
 
 _A100 = (
@@ -228,15 +260,18 @@ _CPU = DeviceSpec(
 
 # fmt: off
 _TABLE = (
-    _gpu("A100-40GB", 40, 1555, _A100, float64=19.5, float32=19.5, tfloat32=156, bfloat16=312, float16=312),
-    _gpu("A100-80GB", 80, 2039, _A100, float64=19.5, float32=19.5, tfloat32=156, bfloat16=312, float16=312),
-    _gpu("H100-SXM", 80, 3350, _H100, float64=67, float32=67, tfloat32=494.5, bfloat16=989.5, float16=989.5, float8=1979),
-    _gpu("H100-PCIe", 80, 2000, _H100, float64=51, float32=51, tfloat32=378, bfloat16=756.5, float16=756.5, float8=1513),
-    _gpu("H200", 141, 4800, _H200, float64=67, float32=67, tfloat32=494.5, bfloat16=989.5, float16=989.5, float8=1979),
+    _gpu("A100-40GB", 40, 1555, _A100, 64, float64=19.5, float32=19.5, tfloat32=156, bfloat16=312, float16=312),
+    _gpu("A100-80GB", 80, 2039, _A100, 64, float64=19.5, float32=19.5, tfloat32=156, bfloat16=312, float16=312),
+    _gpu("H100-SXM", 80, 3350, _H100, 128,
+         float64=67, float32=67, tfloat32=494.5, bfloat16=989.5, float16=989.5, float8=1979),
+    _gpu("H100-PCIe", 80, 2000, _H100, 128,
+         float64=51, float32=51, tfloat32=378, bfloat16=756.5, float16=756.5, float8=1513),
+    _gpu("H200", 141, 4800, _H200, 128,
+         float64=67, float32=67, tfloat32=494.5, bfloat16=989.5, float16=989.5, float8=1979),
     _gpu("B200", 180, 8000, _B200, float64=40, float32=80, tfloat32=1100, bfloat16=2250, float16=2250, float8=4500),
-    _gpu("L4", 24, 300, _L4, float32=30.3, tfloat32=60, bfloat16=121, float16=121, float8=242.5),
-    _gpu("L40S", 48, 864, _L40S, float32=91.6, tfloat32=183, bfloat16=362.05, float16=362.05, float8=733),
-    _gpu("A10", 24, 600, _A10, float32=31.2, tfloat32=62.5, bfloat16=125, float16=125),
+    _gpu("L4", 24, 300, _L4, 64, float32=30.3, tfloat32=60, bfloat16=121, float16=121, float8=242.5),
+    _gpu("L40S", 48, 864, _L40S, 64, float32=91.6, tfloat32=183, bfloat16=362.05, float16=362.05, float8=733),
+    _gpu("A10", 24, 600, _A10, 64, float32=31.2, tfloat32=62.5, bfloat16=125, float16=125),
     _gpu("T4", 16, 320, _TURING, float32=8.1, float16=65),
     _gpu("V100-32GB", 32, 900, _V100, float64=7.8, float32=15.7, float16=125),
     _gpu("RTX-3090", 24, 936, _AMPERE, float32=35.6, tfloat32=35.6, bfloat16=71, float16=71),

@@ -54,6 +54,22 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A tensor on its way to a storage, or back.
+
+    Attributes:
+        begin_seconds, end_seconds: since the step began.
+        nbytes: its size.
+        is_back: whether it comes back.
+    """
+
+    begin_seconds: float
+    end_seconds: float
+    nbytes: int
+    is_back: bool
+
+
+@dataclass(frozen=True)
 class Prediction:
     """A step under one policy.
 
@@ -62,12 +78,16 @@ class Prediction:
         seconds: of forward and backward.
         moments: its memory over time, some 400 of them; the peak is among them.
         forward_seconds: when the forward pass ends.
+        copies: the transfers to and from a storage.
+        waited_seconds: how long the step waits for these; a part of `seconds`.
     """
 
     peak_bytes: int
     seconds: float
     forward_seconds: float
     moments: tuple[Moment, ...]
+    copies: tuple[Copy, ...] = ()
+    waited_seconds: float = 0.0
 
     @property
     def peak(self) -> Moment:
@@ -80,7 +100,8 @@ class Point:
     """A choice between memory and time.
 
     Attributes:
-        label: "planned" for one that the solver found; of a fixed policy, as it is written.
+        label: "planned" for one that the solver found, with the name of the storage if it uses one; of a fixed policy, as it
+            is written.
         peak_bytes, seconds: as in `Prediction`.
     """
 

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from reactivate.planner.cost.flow import Flow
 from reactivate.planner.cost.prediction import Moment, Prediction, thinned
 from reactivate.planner.profile.trace import Allocation, Trace
 
+NO_COPIES = Flow()
 _KEPT, _RECOMPUTED, _WORKSPACE = range(3)
 
 
-def prediction_of(trace: Trace, fixed_bytes: int, seconds: float) -> Prediction:
+def prediction_of(trace: Trace, fixed_bytes: int, seconds: float, flow: Flow = NO_COPIES) -> Prediction:
     """Return the prediction of the real step that a simulated one makes.
 
     Args:
         trace: the step.
         fixed_bytes: what is there all the time.
-        seconds: what the step takes, which the ops share as their costs say.
+        seconds: what the step takes without waiting for copies, which the ops share as their costs say.
+        flow: its copies.
     """
     scale = seconds / trace.seconds if trace.seconds else 0.0
     moments = []
     live = [0, 0, 0]
     changes = _changes(trace)
     now = forward_seconds = 0.0
+    waits = flow.waits or {}
     for number, op in enumerate(trace.ops):
         for kind, size in changes.get(number, ()):
             live[kind] += size
-        now += op.seconds * scale
+        now += waits.get(number, 0.0) + op.seconds * scale
         if not op.is_backward:
             forward_seconds = now
         inside = op.top_bytes - op.live_bytes  # what went again while it ran
         moments.append(Moment(now, live[_KEPT], live[_RECOMPUTED], live[_WORKSPACE] + inside))
-    return Prediction(fixed_bytes + trace.peak_bytes, seconds, forward_seconds, thinned(moments))
+    return Prediction(
+        fixed_bytes + trace.peak_bytes,
+        seconds + flow.waited_seconds,
+        forward_seconds,
+        thinned(moments),
+        flow.copies,
+        flow.waited_seconds,
+    )
 
 
 def _changes(trace: Trace) -> dict[int, list[tuple[int, int]]]:

@@ -13,6 +13,7 @@ from reactivate._types import Policy
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.profile.tracer import traced
 from reactivate.planner.step import TrainingStep
+from reactivate.storage.rehearsal import Rehearsal
 
 
 def simulate(
@@ -24,6 +25,7 @@ def simulate(
     *,
     with_values: bool = False,
     count_functions: bool = False,
+    rehearsal: Rehearsal | None = None,
 ) -> Trace:
     """Run `step` with `policy` applied to its model, on fake tensors or for real, and take down its memory.
 
@@ -35,10 +37,11 @@ def simulate(
         device: where tensors on the meta device are to seem to be.
         with_values: whether the step runs for real: with its own tensors, in their memory.
         count_functions: whether to count the calls of torch's functions.
+        rehearsal: of the storage that the policy uses.
     """
     with ExitStack() as stack:
         stack.callback(apply(step.model, policy).remove)
         run, known = stack.enter_context(step.on_values() if with_values else step.on_fakes(device))
-        trace = stack.enter_context(traced(units, known, costs, count_functions=count_functions))
+        trace = stack.enter_context(traced(units, known, costs, count_functions=count_functions, rehearsal=rehearsal))
         run()
     return trace

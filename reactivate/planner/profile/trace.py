@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from reactivate.storage.rehearsal import MoveKind
+
 
 class Cost(NamedTuple):
     """The cost of an op.
@@ -72,6 +74,22 @@ class Allocation:
     died: int | None = None
 
 
+class Move(NamedTuple):
+    """A transfer to or from a storage, as far as it has come.
+
+    Attributes:
+        op: the number of the op before which that was.
+        what: "taken" into the storage, "sent" to it, "settled" once its memory is free, "fetched", "read".
+        key: which tensor.
+        nbytes: its size.
+    """
+
+    op: int
+    what: MoveKind
+    key: int
+    nbytes: int
+
+
 @dataclass
 class UnitCall:
     """The call of a unit.
@@ -81,6 +99,7 @@ class UnitCall:
         live_bytes: what was alive when it began.
         functions: how often it called each of torch's functions, where that was asked for.
         regions, saved_tensors, saved_calls: how many there were in it, for what the engine itself takes.
+        moved: the bytes of each tensor of it that a storage took.
     """
 
     path: str
@@ -89,6 +108,7 @@ class UnitCall:
     regions: int = 0
     saved_tensors: int = 0
     saved_calls: int = 0
+    moved: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -98,7 +118,10 @@ class Trace:
     Attributes:
         ops: every op, in order.
         calls: of the units, in order, for each pass over the model.
-        allocations: every storage.
+        allocations: every memory of a tensor.
+        moves: every transfer to and from a storage, in order.
+        stored_bytes: the most that the storage keeps.
+        failures: why the storage could not do its part.
         depends_on_data: whether an op ran whose result's size, or whose meaning for Python, is in the numbers it is given.
     """
 
@@ -106,6 +129,13 @@ class Trace:
     calls: list[list[UnitCall]] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     depends_on_data: bool = False
+    moves: list[Move] = field(default_factory=list)
+    stored_bytes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def fits(self, budget_bytes: int) -> bool:
+        """Return whether the step is as it should be, and within the budget."""
+        return not self.failures and self.peak_bytes <= budget_bytes
 
     @property
     def peak_bytes(self) -> int:

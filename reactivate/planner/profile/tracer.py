@@ -28,15 +28,21 @@ from reactivate._engine.record import Record, observed_by
 from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.containers import flatten
 from reactivate._torch.ops import DEVICE_QUERY
-from reactivate.planner.profile.trace import Allocation, Costs, Op, Trace, UnitCall
+from reactivate.planner.profile.trace import Allocation, Costs, Move, Op, Trace, UnitCall
 from reactivate.policies.canonical import name_of
+from reactivate.storage.rehearsal import MoveKind, Rehearsal
 
 _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 @contextmanager
 def traced(
-    units: Mapping[str, Module], known: Iterable[Tensor], costs: Costs, *, count_functions: bool = False
+    units: Mapping[str, Module],
+    known: Iterable[Tensor],
+    costs: Costs,
+    *,
+    count_functions: bool = False,
+    rehearsal: Rehearsal | None = None,
 ) -> Iterator[Trace]:
     """Take down what runs inside of the context.
 
@@ -45,6 +51,7 @@ def traced(
         known: tensors that are there before the step and do not count.
         costs: what ops cost.
         count_functions: whether to count the calls of torch's functions.
+        rehearsal: of the storage that is used.
     """
     tracer = _Tracer({id(module): path for path, module in units.items()}, costs)
     for tensor in known:
@@ -59,7 +66,11 @@ def traced(
         stack.enter_context(tracer)
         if count_functions:
             stack.enter_context(_Functions(tracer.function_called))
+        if rehearsal is not None:
+            rehearsal.tell = tracer.moved
         yield tracer.trace
+    if rehearsal is not None:
+        tracer.trace.stored_bytes, tracer.trace.failures = rehearsal.most_stored_bytes, rehearsal.failures
 
 
 class _Tracer(TorchDispatchMode):
@@ -165,6 +176,12 @@ class _Tracer(TorchDispatchMode):
         """One of torch's functions is called."""
         if self._call is not None:
             self._call.functions[name] += 1
+
+    def moved(self, what: MoveKind, key: int, nbytes: int) -> None:
+        """A storage has taken a tensor, or has come further with it."""
+        self.trace.moves.append(Move(len(self.trace.ops), what, key, nbytes))
+        if what == "taken" and self._call is not None and not is_recomputing():
+            self._call.moved.append(nbytes)
 
     # -- regions ------------------------------------------------------------------------------------------------------
 

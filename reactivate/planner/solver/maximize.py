@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from reactivate._torch.containers import flatten, unflatten
+from reactivate._types import Storage
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.place import Place
@@ -29,12 +30,14 @@ def largest(
     tell: Tell,
     budget: Budget | None,
     maximize: str | Mapping[str, int],
+    storages: Mapping[str, Storage],
 ) -> Plan:
     """A plan for the largest size of a dimension with which the step fits.
 
     Args:
         step, place, optimizer, tell, budget: as for `Planner`; a share is one of the plain step as it was given.
         maximize: "batch", or {name: dimension}: that of every tensor argument in which it has the size of the first.
+        storages: as for `Planner`.
 
     Raises:
         UsageError: there is no such dimension, or the step does not run with another size.
@@ -49,7 +52,8 @@ def largest(
 
     def attempt(wanted: int) -> Plan:
         tell(f"{name} {wanted}")
-        return Planner(_resized(step, dimension, size, wanted), place, optimizer, tell).prepare().plan(budget)
+        planner = Planner(_resized(step, dimension, size, wanted), place, optimizer, tell, storages)
+        return planner.prepare().plan(budget)
 
     if budget is not None and budget.share is not None:
         raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reactivate.planner.profile.probe import Figures, Reading, TreatmentTable
+from reactivate.planner.profile.probe import Copies, Figures, Reading, TreatmentTable
 from reactivate.planner.profile.trace import Trace
 from reactivate.planner.solver.chain import Candidate, Chain, Solution
 from reactivate.planner.solver.solve import Infeasible, least, solve
@@ -22,12 +22,14 @@ class Proven:
         treatments: by the paths of units.
         solution: what the solver said of it.
         trace: the simulated step.
+        reading: what it reads.
         rounds: how many choices had been simulated by then, this one included.
     """
 
     treatments: dict[str, Treatment]
     solution: Solution
     trace: Trace
+    reading: Reading
     rounds: int
 
 
@@ -38,6 +40,7 @@ class Search:
         table: the figures of the treatments.
         menus: what may be done with each unit.
         simulate: from treatments to the simulated step, and what it reads.
+        copies: what the copies of treatments that use a storage cost.
     """
 
     def __init__(
@@ -45,17 +48,19 @@ class Search:
         table: TreatmentTable,
         menus: Mapping[str, Sequence[Treatment]],
         simulate: Callable[[Mapping[str, Treatment]], tuple[Trace, Reading]],
+        copies: Copies | None = None,
     ) -> None:
         self._table = table
         self._menus = menus
         self._simulate = simulate
+        self._copies = copies
         self._corrections: dict[int, int] = {}
         self._seen: dict[tuple[Treatment, ...], tuple[Trace, Reading]] = {}
 
     @property
     def _chain(self) -> Chain:
         """The problem, as it is known by now."""
-        return self._table.chain(self._menus, self._corrections)
+        return self._table.chain(self._menus, self._corrections, self._copies)
 
     def fit(self, budget_bytes: int) -> Proven | None:
         """The fastest choice that holds; None if there is none.
@@ -63,27 +68,53 @@ class Search:
         Args:
             budget_bytes: of what the step allocates itself.
         """
+        found = None if self._copies is None else self._fit_with_reserve(budget_bytes)
+        return found or self._fit_with_corrections(budget_bytes)
+
+    def _fit_with_reserve(self, budget_bytes: int) -> Proven | None:
+        """The fastest choice that holds if some bytes are left for tensors that a storage still has in memory.
+
+        These are the last ones that it took, and how large they are depends on the choice: so halve between what is too
+        little and all that can be left.
+        """
         self._corrections = {}  # so that what comes out does not depend on what was looked for before
+        chain = self._chain
+        low, high = -1, budget_bytes - least(chain).peak_bytes + 1
+        best: Proven | None = None
+        reserve = 0
+        for _ in range(MOST_ROUNDS + 2):
+            if not low < reserve < high:
+                break
+            found = self._prove(solve(chain, budget_bytes - reserve))
+            if found.trace.fits(budget_bytes):
+                best, high = found, reserve
+            else:
+                low = reserve
+            reserve = (low + high) // 2
+        return best
+
+    def _fit_with_corrections(self, budget_bytes: int) -> Proven | None:
+        self._corrections = {}
         limit = budget_bytes
         for _ in range(MOST_ROUNDS):
             try:
                 found = self._prove(solve(self._chain, limit))
             except Infeasible:
                 break
-            if found.trace.peak_bytes <= budget_bytes:
+            if found.trace.fits(budget_bytes):
                 return found
             if not self._correct(found):
-                limit -= found.trace.peak_bytes - budget_bytes
+                limit -= max(1, found.trace.peak_bytes - budget_bytes)
         smallest = self.smallest()
-        return smallest if smallest.trace.peak_bytes <= budget_bytes else None
+        return smallest if smallest.trace.fits(budget_bytes) else None
 
     def smallest(self) -> Proven:
-        """The choice with the least peak."""
+        """The choice with the least peak; of those, if there are any, in which the storage can do its part."""
         best: Proven | None = None
         self._corrections = {}
         for _ in range(MOST_ROUNDS):
             found = self._prove(least(self._chain))
-            if best is None or found.trace.peak_bytes < best.trace.peak_bytes:
+            if best is None or _rank(found) < _rank(best):
                 best = found
             if not self._correct(found) or least(self._chain).peak_bytes >= best.trace.peak_bytes:
                 break
@@ -95,7 +126,8 @@ class Search:
         key = tuple(treatments.values())
         if key not in self._seen:
             self._seen[key] = self._simulate(treatments)
-        return Proven(treatments, solution, self._seen[key][0], len(self._seen))
+        trace, reading = self._seen[key]
+        return Proven(treatments, solution, trace, reading, len(self._seen))
 
     def _treatments_of(self, entries: Sequence[Candidate]) -> dict[str, Treatment]:
         chosen: dict[str, Treatment] = {}
@@ -116,6 +148,10 @@ class Search:
                 self._corrections[position] = self._corrections.get(position, 0) + top - promised[position]
                 changed = True
         return changed
+
+
+def _rank(found: Proven) -> tuple[bool, int]:
+    return bool(found.trace.failures), found.trace.peak_bytes
 
 
 def _tops_of(calls: Sequence[Figures | Candidate], outside_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -10,7 +10,7 @@ along the chain solves it, over partial choices. Of these it drops
 
 No byte is rounded: the budget is held to the byte, `Infeasible` is raised only where nothing fits, and a smallest peak is the
 smallest. Only the third step may lose the fastest choice; `tests/test_planner_solve.py` says by how much. The work grows in
-proportion to the number of blocks.
+proportion to the number of blocks. Chains whose blocks may move tensors to a storage are solved by `moving`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,16 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from reactivate.errors import UsageError
-from reactivate.planner.solver.chain import Candidate, Chain, Solution
+from reactivate.planner.solver.chain import Candidate, Chain, Infeasible, Solution, ticks_of
+from reactivate.planner.solver.moving import MovingProblem
 
 __all__ = ["Infeasible", "frontier", "least", "solve"]
 
 _MOST = 500  # ranges of held bytes; no more partial choices than one of each, and the fastest, go on from a block
-_TICK_BITS = 60  # time is added up in 2**-60 of a second, as integers: a sum of floats would depend on their order
 
 # A choice for the blocks so far: held bytes, ticks, peak in bytes, the index of the one that it continues, and the number of
 # the move by which it does. Sorted, those that hold less come first, and the better of those that hold as much.
 _Partial = tuple[int, int, int, int, int]
-
-
-class Infeasible(Exception):
-    """No choice fits the budget.
-
-    Attributes:
-        least_bytes: the smallest budget that one fits.
-    """
-
-    def __init__(self, least_bytes: int) -> None:
-        super().__init__(f"No choice fits the budget: the smallest that one fits is {least_bytes} bytes.")
-        self.least_bytes = least_bytes
 
 
 def solve(chain: Chain, budget_bytes: int) -> Solution:
@@ -62,7 +50,7 @@ def solve(chain: Chain, budget_bytes: int) -> Solution:
         >>> [entry.name for entry in solution.entries], solution.seconds, solution.peak_bytes
         (['recompute', 'keep', 'keep'], 1.0, 11)
     """
-    return _Problem.of(chain).solve(budget_bytes)
+    return _problem_of(chain).solve(budget_bytes)
 
 
 def least(chain: Chain) -> Solution:
@@ -75,8 +63,8 @@ def least(chain: Chain) -> Solution:
         >>> least(Chain(menus=((keep, recompute),) * 3, outside=(0, 0, 0, 2))).peak_bytes
         8
     """
-    problem = _Problem.of(chain)
-    return problem.solve(problem.least_bytes[0])
+    problem = _problem_of(chain)
+    return problem.solve(problem.smallest_bytes)
 
 
 def frontier(chain: Chain, limit: int = 32) -> list[Solution]:
@@ -102,8 +90,8 @@ def frontier(chain: Chain, limit: int = 32) -> list[Solution]:
         raise UsageError(
             f"A frontier of at most {limit} solutions was asked for: it has two ends, so ask for 2 or more."
         )
-    problem = _Problem.of(chain)
-    low_bytes = problem.least_bytes[0]
+    problem = _problem_of(chain)
+    low_bytes = problem.smallest_bytes
     fastest = problem.solve(math.inf)
     found = {fastest.peak_bytes: fastest}
     for index in range(limit - 1):
@@ -118,6 +106,11 @@ def frontier(chain: Chain, limit: int = 32) -> list[Solution]:
             found[solution.peak_bytes] = solution
             gaps.append((low_bytes, solution.peak_bytes))
     return _faster_and_faster(found[peak] for peak in sorted(found))
+
+
+def _problem_of(chain: Chain) -> _Problem | MovingProblem:
+    moves_tensors = any(entry.transfer is not None for menu in chain.menus for entry in menu)
+    return MovingProblem.of(chain) if moves_tensors else _Problem.of(chain)
 
 
 def _faster_and_faster(solutions: Iterable[Solution]) -> list[Solution]:
@@ -170,9 +163,14 @@ class _Problem:
             least_bytes.append(min(max(move.need, move.held + least_bytes[-1]) for move in row))
         return cls(chain, moves, least_bytes[::-1])
 
+    @property
+    def smallest_bytes(self) -> int:
+        """Return the smallest peak."""
+        return self.least_bytes[0]
+
     def solve(self, budget_bytes: float) -> Solution:
-        if budget_bytes < self.least_bytes[0]:
-            raise Infeasible(self.least_bytes[0])
+        if budget_bytes < self.smallest_bytes:
+            raise Infeasible(self.smallest_bytes)
         rows: list[list[_Partial]] = [[(0, 0, self.chain.outside[0], 0, 0)]]
         for moves, least_after in zip(self.moves, self.least_bytes[1:]):
             rows.append(_thinned(_undominated(_continued(rows[-1], moves, budget_bytes, least_after))))
@@ -186,7 +184,7 @@ class _Problem:
 
 def _move_of(entry: Candidate, outside_before: int, outside_after: int) -> _Move:
     need = max(entry.need_bytes, outside_before, entry.held_bytes + outside_after)
-    return _Move(entry.held_bytes, round(math.ldexp(entry.seconds, _TICK_BITS)), need, entry)
+    return _Move(entry.held_bytes, ticks_of(entry.seconds), need, entry)
 
 
 def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:

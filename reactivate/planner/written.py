@@ -1,0 +1,94 @@
+"""The parts of a plan that say what was decided, for which circumstances, and that nothing fits."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn import Module
+
+from reactivate._engine.accounts import in_words
+from reactivate._inspect.step import leaves_of
+from reactivate.errors import PlanInfeasible
+from reactivate.planner.choice import Choice
+from reactivate.planner.cost.prediction import Fixed
+from reactivate.planner.digest import digest_of
+from reactivate.planner.offers import Offer
+from reactivate.planner.planned import Circumstances, Decision, StorageUse
+from reactivate.planner.spelled import spelled_of
+from reactivate.planner.step import TrainingStep
+
+
+def infeasible(asked: str, allowed: int, least_bytes: int, fixed: Fixed, plain_bytes: int) -> PlanInfeasible:
+    """Return the error that says that nothing fits, and what would.
+
+    Args:
+        asked: the budget as it was written.
+        allowed: in bytes.
+        least_bytes: the least that there is a plan for.
+        fixed: what is there all the time.
+        plain_bytes: the peak of the plain step, above that.
+    """
+    share = -(-100 * (least_bytes - fixed.total) // max(plain_bytes, 1))
+    others = f", others {in_words(fixed.others)}" if fixed.others else ""
+    return PlanInfeasible(
+        f"plan(budget={asked!r}): no plan keeps this step within {in_words(allowed)} ({allowed} bytes); the least "
+        f"that does takes {in_words(least_bytes)}: budget={least_bytes}, or '{share}%' of the plain step's activation "
+        f"peak. Of that, {in_words(fixed.total)} "
+        f"are there all the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
+        f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}{others}). Raise the budget, or make "
+        "the batch smaller.",
+        budget_bytes=allowed,
+        least_bytes=least_bytes,
+    )
+
+
+def decisions_of(choice: Choice, paths: Sequence[str], units: Mapping[str, Module]) -> tuple[Decision, ...]:
+    """Return what is done with each unit.
+
+    Args:
+        choice: the plan.
+        paths: the units in the order in which they are called.
+        units: by path.
+    """
+    held: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
+    # A unit may be called often.
+    proven = choice.proven
+    for path, entry, figures in zip(paths, proven.solution.entries, proven.reading.calls, strict=True):
+        held[path] += entry.held_bytes
+        moved[path] += sum(figures.moved)
+        seconds[path] += entry.seconds
+    return tuple(
+        Decision(
+            path, type(units[path]).__name__, digest_of(units[path]), treatment, held[path], seconds[path], moved[path]
+        )
+        for path, treatment in proven.treatments.items()
+    )
+
+
+def storages_of(choice: Choice, offers: Sequence[Offer]) -> tuple[StorageUse, ...]:
+    """Return the storages that a plan uses."""
+    used = {treatment.storage for treatment in choice.proven.treatments.values()}
+    return tuple(
+        StorageUse(
+            offer.name,
+            repr(offer.storage),
+            bool(offer.storage.exact),
+            choice.flow.stored_bytes,
+            None if offer.link is None else offer.link.out_bytes_per_second,
+            None if offer.link is None else offer.link.back_bytes_per_second,
+            spelled_of(offer.storage),
+        )
+        for offer in offers
+        if offer.name in used
+    )
+
+
+def circumstances_of(step: TrainingStep, device: str, loss: str, units: int, *, is_predicted: bool) -> Circumstances:
+    """Return the circumstances that a plan is made for."""
+    leaves = leaves_of("args", step.args) | leaves_of("kwargs", dict(step.kwargs or {}))
+    inputs = tuple((name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items())
+    return Circumstances(type(step.model).__name__, inputs, device, torch.__version__, loss, is_predicted, units)

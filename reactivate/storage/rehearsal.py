@@ -1,0 +1,247 @@
+"""A storage in rehearsal: on fake tensors, which have no contents, it lets go and brings back as the real one does.
+
+The memory that a storage leaves in use is not only what it keeps: the last tensors wait, some are on their way, some are
+back before they are read. A rehearsal keeps the same order as `staging` and `spool`, with the memory as long in use as
+it ever can be there, and tells of each transfer.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from reactivate.storage.disk import Disk
+from reactivate.storage.host import Host
+from reactivate.storage.moved import Mover, Piece
+from reactivate.storage.placement import Extent, Memory
+from reactivate.storage.series import Series
+from reactivate.storage.spool import WRITING
+
+MoveKind = Literal["taken", "sent", "settled", "fetched", "read"]
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class Residence:
+    """The time for which a storage leaves tensors in memory.
+
+    Attributes:
+        least_bytes: smaller tensors stay.
+        last: how many tensors, of those taken in last, stay.
+        in_flight: how many of those that are on their way have their memory still, at most.
+        ahead: how many are back before they are read.
+        limit: the most bytes that it may keep, in whole pages; None for any number.
+        slack: the part by which the memory for a tensor may be larger than the tensor.
+        lingers: whether a copy that nobody needs any more may have its memory until it ends.
+        settles_on_read: whether reading lets go of what is still on its way.
+        is_awaited: whether the program waits for each transfer.
+    """
+
+    least_bytes: int
+    last: int
+    in_flight: int
+    ahead: int
+    limit: int | None
+    slack: float = 0.0
+    lingers: bool = False
+    settles_on_read: bool = False
+    is_awaited: bool = False
+
+    def at_once(self) -> Residence:
+        """Return that of a storage that lets go at once, and brings back when it is asked."""
+        return replace(self, last=0, in_flight=0, ahead=0, limit=None, lingers=False, settles_on_read=False)
+
+    def without_limit(self) -> Residence:
+        """Return that of a storage with room for everything."""
+        return replace(self, limit=None)
+
+
+def residence_of(storage: Any, *, on_host: bool) -> Residence | None:
+    """Return how long a storage leaves tensors in memory; None for one whose ways are its own.
+
+    Args:
+        storage: the storage.
+        on_host: whether the tensors are in the memory of the host.
+    """
+    if isinstance(storage, Host):
+        limit = storage.allowed_bytes
+        return Residence(storage.least_bytes, storage.last, 1, storage.ahead, limit, 1 / 8, settles_on_read=True)
+    if isinstance(storage, Disk):
+        if on_host:
+            return Residence(
+                storage.least_bytes, storage.last, WRITING, storage.ahead, storage.allowed_bytes, lingers=True
+            )
+        return Residence(storage.least_bytes, storage.last, 0, 0, storage.allowed_bytes, is_awaited=True)
+    return None
+
+
+def in_pages(nbytes: int) -> int:
+    """Return the bytes that a storage takes for so many: whole pages."""
+    return -(-max(nbytes, 1) // _PAGE) * _PAGE
+
+
+class RehearsedPiece(Piece):
+    """A run of elements of a fake tensor: in memory, on its way, or away."""
+
+    def __init__(self, memory: Memory, extent: Extent, run: Any, rehearsal: Rehearsal) -> None:
+        super().__init__(memory, extent)
+        self.nbytes = run.numel() * run.element_size()
+        self._run: Tensor | None = run
+        self._elements, self._like = run.numel(), rehearsal.like(run)
+        self._rehearsal = rehearsal
+        self._key = rehearsal.next_key()
+        self._coming: Tensor | None = None
+        self._is_sent = False
+
+    def tell(self, what: MoveKind) -> None:
+        """Tell of a transfer."""
+        self._rehearsal.tell(what, self._key, self.nbytes)
+
+    def send(self) -> bool:
+        """Begin to copy; return whether there is room."""
+        if self._run is None or self._is_sent or not self._rehearsal.reserve(self.nbytes):
+            return False
+        self._is_sent = True
+        self._look_for_write()
+        self.tell("sent")
+        return True
+
+    def let_go(self) -> None:
+        """Let go of the memory, now that it is copied."""
+        if self._is_sent and self._run is not None:
+            self._look_for_write()
+            self._run = None
+            self.tell("settled")
+
+    def _look_for_write(self) -> None:
+        if self._run is not None and self._run._version != self.memory.version:
+            self._rehearsal.fail("a tensor is modified in place before it is copied")
+
+    def fetch(self) -> None:
+        """Begin to bring it back, if it is away."""
+        if self._run is None and self._coming is None:
+            self._coming = self._like.new_empty(self._elements)
+            self.tell("fetched")
+
+    def read(self) -> Tensor:
+        if self._run is not None:
+            self._look_for_write()
+            return self._run
+        self.fetch()
+        run, self._coming = self._coming, None
+        assert run is not None
+        self.tell("read")
+        return run
+
+    def load(self) -> Tensor:
+        run = super().load()
+        self._rehearsal.is_read(self)
+        return run
+
+    def __del__(self) -> None:
+        if self._is_sent:
+            self._rehearsal.free(self.nbytes)
+        for run in (self._run if self._is_sent else None, self._coming):
+            if run is not None:
+                self._rehearsal.linger(run)
+
+
+class Rehearsal(Mover):
+    """A storage that only rehearses.
+
+    Args:
+        residence: how long it leaves tensors in memory.
+
+    Attributes:
+        tell: is called with each transfer: what it is, the number of the tensor, bytes.
+        stored_bytes, most_stored_bytes: in whole pages, now and at most.
+        failures: why the real storage could not do the same.
+    """
+
+    exact = True
+    shares_views = True
+
+    def __init__(self, residence: Residence) -> None:
+        super().__init__(residence.least_bytes)
+        self.tell: Callable[[MoveKind, int, int], None] = lambda what, key, nbytes: None
+        self.stored_bytes = self.most_stored_bytes = 0
+        self.failures: list[str] = []
+        self._residence = residence
+        self._series: Series[RehearsedPiece] = Series()
+        self._lingering: list[Tensor] = []
+        self._keys = 0
+        self._kinds: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, run: Tensor) -> Tensor:
+        """Return an empty tensor of the same kind, of which others can be made: each costs a step an op."""
+        key = run.dtype, run.device
+        if key not in self._kinds:
+            self._kinds[key] = run.new_empty(0)
+        return self._kinds[key]
+
+    def next_key(self) -> int:
+        """Return a number for a tensor."""
+        self._keys += 1
+        return self._keys
+
+    def fail(self, reason: str) -> None:
+        """Note why the real storage could not do this."""
+        if reason not in self.failures:
+            self.failures.append(reason)
+
+    def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
+        piece = RehearsedPiece(memory, extent, run, self)
+        piece.tell("taken")
+        series = self._series
+        series.add(piece)
+        while len(series.waiting) > self._residence.last:
+            first = series.waiting.popleft()()
+            if first is not None and first.send():
+                series.going.append(ref(first))
+                while len(series.going) > self._residence.in_flight:
+                    self._let_go(series.going.popleft()())
+        return piece
+
+    @staticmethod
+    def _let_go(piece: RehearsedPiece | None) -> None:
+        if piece is not None:
+            piece.let_go()
+
+    def is_read(self, piece: RehearsedPiece) -> None:
+        """A tensor was read: begin to bring back those before it."""
+        wanted = self._series.before(piece.number, self._residence.ahead)
+        for other in wanted:
+            other.fetch()
+        if self._residence.settles_on_read:
+            for reference in list(self._series.going):
+                other_piece = reference()
+                if other_piece is None or (other_piece not in wanted and other_piece is not piece):
+                    self._series.going.remove(reference)
+                    self._let_go(other_piece)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Take room in the storage, if there is any."""
+        limit = self._residence.limit
+        if limit is not None and self.stored_bytes + in_pages(nbytes) > limit:
+            self.fail(f"the limit of {limit:,} bytes is reached")
+            return False
+        self.stored_bytes += in_pages(nbytes)
+        self.most_stored_bytes = max(self.most_stored_bytes, self.stored_bytes)
+        return True
+
+    def free(self, nbytes: int) -> None:
+        """Give room back."""
+        self.stored_bytes -= in_pages(nbytes)
+
+    def linger(self, run: Tensor) -> None:
+        """Keep the memory of a copy that nobody waits for, as long as threads may be at it."""
+        if self._residence.lingers:
+            self._lingering.append(run)
+            self._lingering.sort(key=lambda kept: -kept.numel() * kept.element_size())
+            del self._lingering[self._residence.in_flight :]

@@ -1,0 +1,63 @@
+"""`reactivate plan --offload`: storages as texts."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reactivate.errors import UsageError
+from reactivate.recipe._text import parse_storage
+from reactivate.storage import Disk, Host
+
+
+def made() -> tuple[nn.Module, Tensor]:
+    blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(8))
+    return nn.Sequential(*blocks), torch.randn(512, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "storage"),
+    [
+        ("host", Host()),
+        (" Host ", Host()),
+        ("Host(limit=1000, last=0)", Host(limit=1000, last=0)),
+        ("Disk('there', limit=5)", Disk("there", limit=5)),
+    ],
+)
+def test_a_storage_is_read(text: str, storage: Any) -> None:
+    assert parse_storage(text, "--offload") == storage
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("disk", "Disk does not take this: missing a required argument: 'path'"),
+        ("Hst()", "there is no storage 'Hst'. Did you mean 'Host'?"),
+        ("full()", "there is no storage 'full'"),
+        ("1 + 1", "is neither a literal nor a call"),
+        ("Disk(3)", "path is a text; got 3"),
+        ("(", "is not an expression"),
+    ],
+)
+def test_what_is_no_storage_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_storage(text, "--offload")
+    assert str(caught.value).startswith("--offload: ") and message in str(caught.value)
+
+
+def test_plan_takes_storages() -> None:
+    testing = pytest.importorskip("click.testing")
+    command = importlib.import_module("reactivate.cli.commands.plan").plan
+    target = ["test_plan_storages_cli:made", "--device", "A100-80GB", "--budget", "1"]
+
+    def least_bytes(*options: str) -> int:
+        found = testing.CliRunner().invoke(command, [*target, *options], standalone_mode=False)
+        return int(found.exception.least_bytes)
+
+    assert least_bytes("--offload", "Host(least_bytes=0)") < least_bytes()
+    refused = testing.CliRunner().invoke(command, [*target, "--offload", "hst"], standalone_mode=False)
+    assert isinstance(refused.exception, UsageError) and "--offload" in str(refused.exception)
