@@ -284,6 +284,27 @@ def test_tensors_under_a_region_are_used_as_they_are() -> None:
     assert totals == [1.0, 2.0, 3.0]
 
 
+def test_tensors_under_another_region_are_used_as_they_are_too() -> None:
+    kept: dict[Any, Tensor] = {}
+    regions, totals = Journal(), Journal()
+
+    def first(x: Tensor) -> Tensor:
+        if not reactivate.is_recomputing():
+            regions.append(reactivate.current_region())
+            kept[regions[0]] = torch.zeros(())
+        return x.sin().exp()
+
+    def second(x: Tensor) -> Tensor:
+        kept[regions[0]] += 1
+        totals.append(kept[regions[0]].item())
+        return x.sin().exp()
+
+    outs = [reactivate.checkpoint(fn)(leaf(4)).sum() for fn in (first, second)]
+    outs[1].backward()
+    assert totals == [1.0, 2.0]
+    outs[0].backward()
+
+
 def test_a_copy_of_a_module_keeps_its_own() -> None:
     module = Keeping("weak")
     twin = copy.deepcopy(module)
