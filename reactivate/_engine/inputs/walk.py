@@ -42,7 +42,6 @@ from reactivate._engine.state.contents import (
 from reactivate._engine.state.held import WeakTensor
 from reactivate._engine.state.iterators import is_iterator, parts_of
 from reactivate._engine.state.modules import UNINITIALIZED
-from reactivate._engine.state.region_calls import handed_out, is_of_call
 from reactivate._engine.state.shadows import is_known_written
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
@@ -223,7 +222,7 @@ class Walk:
         self.notes.append(note)
         items = pairs_in(value) if kind in (dict, list) else note.items()
         for index, item in items:
-            if type(item) not in ATOMS and not (handed_out and is_of_call(index)):
+            if type(item) not in ATOMS:
                 item = item.reference() if type(item) is WeakTensor else item
                 self._look(item, f"{place}[{index!r}]" if kind in (dict, list) else f"{place}{index}", depth)
         if kind not in (list, dict, deque, OrderedDict):

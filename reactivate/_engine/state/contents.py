@@ -32,11 +32,14 @@ LARGEST = 4096
 
 
 def pairs_in(container: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the keys, or indices, and the items that a dict or a list has now.
+    """Return the keys, or indices, and the items that a dict or a list has now, without what code keeps for a region.
 
     Of a dict both are copied at once: a weak reference that dies may change it while somebody goes through it.
     """
-    return enumerate(container) if isinstance(container, list) else zip([*container], [*container.values()])
+    if isinstance(container, list):
+        return enumerate(container)
+    pairs = zip([*container], [*container.values()])
+    return [pair for pair in pairs if not is_of_call(pair[0])] if handed_out else pairs
 
 
 def length_of(container: Any) -> int:
