@@ -7,7 +7,7 @@ from typing import Any
 
 from reactivate import dropin, errors, guards, integrations, policies, recipe, report, storage
 from reactivate._checkpoint import checkpoint
-from reactivate._engine.recompute import is_recomputing
+from reactivate._engine.current import current_region, is_recomputing
 from reactivate._engine.sharing import shared_recompute
 from reactivate._inspect.explain import explain
 from reactivate._inspect.explanation import Explanation
@@ -32,6 +32,7 @@ __all__ = [
     "Verdict",
     "apply",
     "checkpoint",
+    "current_region",
     "dropin",
     "errors",
     "explain",

@@ -199,6 +199,9 @@ class Guard:
     replaces_tensors: bool = False
     """Whether the function may meet other tensors in a recomputation than in the forward pass, with versions of their own."""
 
+    is_innermost: bool = False
+    """Whether `recompute` is entered when all other state is as it was: what a context of the user's sets then holds."""
+
     def before(self, call: Call) -> Any:
         """Read the state as the forward pass is about to see it.
 

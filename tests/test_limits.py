@@ -10,6 +10,7 @@ import math
 import os
 import re
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,10 +28,12 @@ from journal import Journal
 from memory import allocated_by
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import reactivate
 from reactivate import policies
+from reactivate.dropin._without_output import CheckpointWithoutOutput
 from reactivate.errors import MutationError, RecomputeMismatchError, UnsupportedError
 from reactivate.guards import DEFAULT, ContextPair
 
@@ -977,6 +980,62 @@ def test_hooks_that_change_values(changes: bool) -> None:
         out = reactivate.checkpoint(lambda x: (x * 3).exp().sin())(leaf(4).tanh())
     with pytest.raises(RecomputeMismatchError, match="return the bits") if changes else nullcontext():
         out.sum().backward()
+
+
+@shows("Queues of states for recomputations")
+def test_queues_of_states_for_recomputations() -> None:
+    queue: deque[Tensor] = deque()
+
+    class Layer(nn.Module):
+        phase = "none"
+
+        def forward(self, x: Tensor) -> Tensor:
+            if type(self).phase == "forward":
+                queue.append(x.detach().abs().amax())
+            largest = queue.popleft() if type(self).phase == "recomputation" else x.detach().abs().amax()
+            return (x / largest).sin().exp()
+
+    class Phase:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self) -> None:
+            Layer.phase = self.name
+
+        def __exit__(self, *error: object) -> None:
+            Layer.phase = "none"
+
+    def phases() -> Any:
+        return Phase("forward"), Phase("recomputation")
+
+    layer, x = Layer(), leaf()
+    for out in [torchs_checkpoint(layer, x * scale, use_reentrant=False, context_fn=phases) for scale in (1, 2)]:
+        out.sum().backward()
+    assert not queue
+    expected, x.grad = x.grad, None
+    guards = DEFAULT.adding(ContextPair(phases))
+    outs = [reactivate.checkpoint(layer, guards=guards)(x * scale) for scale in (1, 2)]
+    with pytest.raises(IndexError, match="pop from an empty deque"):
+        outs[0].sum().backward()
+    with pytest.raises(RecomputeMismatchError, match="other values"):
+        outs[1].sum().backward()
+    for out in [reactivate.checkpoint(layer)(x * scale) for scale in (1, 2)]:
+        out.sum().backward()
+    assert x.grad is not None and expected is not None
+    assert torch.equal(x.grad, expected)
+
+
+@shows("Discarded outputs")
+@pytest.mark.parametrize("is_region", [False, True])
+def test_discarded_outputs(is_region: bool) -> None:
+    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    checkpoint = CheckpointWithoutOutput()
+    hidden = checkpoint.checkpoint(norm, leaf(4, 8))
+    out = (reactivate.checkpoint(linear) if is_region else linear)(hidden)
+    memory = StorageWeakRef(hidden.untyped_storage())
+    checkpoint.discard_output_and_register_recompute(out)
+    del hidden
+    assert memory.expired() is not is_region
 
 
 @shows("A double backward under autocast")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from reactivate._engine.barriers.fencing import FencedRecomputation
+from reactivate._engine.current import enter_recomputation
 from reactivate._engine.inputs.cells import CellTensorNote
 from reactivate._engine.inputs.specs import Memo, rebuild
 from reactivate._engine.matching import Matching, RecomputationComplete, unpack
@@ -38,27 +38,6 @@ from reactivate._torch.autograd import (
 )
 from reactivate._torch.checkpoints import close_checkpoints_within
 from reactivate.errors import ReactivateError
-
-_is_recomputing: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
-
-
-def is_recomputing() -> bool:
-    """Return whether the calling code runs in a recomputation: exactly then, on this thread (Rule 19).
-
-    For code with side effects that no guard knows, which would otherwise happen twice: metrics, logging, counters.
-
-    Example:
-        >>> import torch, reactivate
-        >>> seen = []
-        >>> def f(x):
-        ...     if not reactivate.is_recomputing():
-        ...         seen.append(x.shape)
-        ...     return x.sin().cos()
-        >>> reactivate.checkpoint(f)(torch.ones(2, requires_grad=True)).sum().backward()
-        >>> len(seen)
-        1
-    """
-    return _is_recomputing.get()
 
 
 def recompute(record: Record, behind: FencedRecomputation | None = None) -> None:
@@ -92,7 +71,7 @@ def recompute(record: Record, behind: FencedRecomputation | None = None) -> None
 
 def _recompute(record: Record, behind: FencedRecomputation | None) -> None:
     """Run the function with the arguments and in the state of the forward pass."""
-    _is_recomputing.set(True)
+    enter_recomputation(record.region_call)
     was_enabled = is_grad_enabled()
     set_grad_enabled(True)
     try:
@@ -143,15 +122,17 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
     managers: list[Any] = []
     if is_profiling():
         managers.append(torch.profiler.record_function(f"reactivate::recompute {naming.name_of(record)}"))
+    innermost: list[Any] = []
     for rewind, snapshot in record.snapshots if record.tokens is None else record.take_snapshots():
         manager = rewind(snapshot)
         if manager is not None:
-            managers.append(manager)
+            (innermost if rewind in record.options.innermost else managers).append(manager)
     if record.notes:
         managers.append(RewoundNotes(record.notes))
     proof = record.proof
     if record.states is not None:
         managers.append(RewoundTensors(record.states))
+    managers += innermost
     if record.gradients is not None and not record.gradients.is_quiet():
         managers.append(record.gradients)
     tensors = [item for item in (*arguments[0], *arguments[1].values()) if isinstance(item, Tensor)]

@@ -21,6 +21,7 @@ from reactivate._engine.kept_calls.choice import Choice
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.state.contents import Note
 from reactivate._engine.state.gradients import Gradients
+from reactivate._engine.state.region_calls import RegionCall
 from reactivate._engine.state.tensor_states import TensorStates
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE, is_function_running
 from reactivate._types import DEVICE, Guard, Storage, Unrestored
@@ -46,6 +47,7 @@ class Options:
     afters: tuple[tuple[After | None, Recomputation], ...] = field(init=False, repr=False, compare=False)
     has_leaving: bool = field(init=False, repr=False, compare=False)
     checks_versions: bool = field(init=False, repr=False, compare=False)
+    innermost: tuple[Recomputation, ...] = field(init=False, repr=False, compare=False)
     finishes: tuple[tuple[int, After], ...] = field(init=False, repr=False, compare=False)
     asked: tuple[tuple[int, After], ...] = field(init=False, repr=False, compare=False)
 
@@ -66,6 +68,8 @@ class Options:
             if type(guard).unrestored is not Guard.unrestored
         )
         object.__setattr__(self, "asked", asked)
+        innermost = tuple(guard.recompute for guard in self.guards if guard.is_innermost)
+        object.__setattr__(self, "innermost", innermost)
         object.__setattr__(self, "has_leaving", any(type(guard).leave is not Guard.leave for guard in self.guards))
 
     def of(self, name: str | None, choice: Choice | None, in_graph: Any, inputs: Storage | None = None) -> Options:
@@ -119,6 +123,7 @@ class Record:
         proof: of a forward that wrote to what there is no copy of; otherwise None.
         check: checksums of the forward, if the next recomputation is to be compared with it.
         context: the context variables of the forward pass.
+        region_call: the identity of the call, for code inside of it.
         users_hooks: (pack, unpack), saved-tensor hooks of the user's around the region; None without any.
         log: the ops of the forward pass, with `determinism="values"`.
         sites: the calls that are saved, in order.
@@ -154,7 +159,7 @@ class Record:
             "saved_inputs",
             "sites",
         ),
-        *("snapshots", "states", "tokens", "users_hooks", "versions"),
+        *("region_call", "snapshots", "states", "tokens", "users_hooks", "versions"),
     )
     options: Options
     early_stop: bool
@@ -164,6 +169,7 @@ class Record:
     saved: list[Saved]
     tokens: list[Any] | None
     users_hooks: tuple[Any, Any] | None
+    region_call: RegionCall
     snapshots: list[tuple[Recomputation, Any]]
     notes: Sequence[Note]
     inputs: Sequence[Input]

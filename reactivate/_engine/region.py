@@ -29,6 +29,7 @@ from reactivate._engine.accounts import note_shortage
 from reactivate._engine.backward import BackwardSide
 from reactivate._engine.barriers.exits import through_exit
 from reactivate._engine.barriers.fencing import fence_of, given_tensors, tensors_of
+from reactivate._engine.current import Place, enter_region, leave_region
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.inputs.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.inputs.specs import WrittenInput
@@ -76,7 +77,8 @@ _IS_LEAF = attrgetter("is_leaf")
 class Region(BackwardSide):
     """One call of a checkpointed function."""
 
-    __slots__ = ("capture", "places", "script_graph")
+    __slots__ = ("around", "capture", "places", "script_graph")
+    around: Place | None  # where the region began
     capture: Capture | None
     places: Places | None  # where the user's code saves, if that is noted in this call
     script_graph: Any  # what TorchScript ran last before the region
@@ -112,6 +114,7 @@ class Region(BackwardSide):
         self.fn, self.args, self.kwargs = capture.fn, capture.args, capture.kwargs
         if fences():
             self.versions = {id(tensor): tensor._version for tensor in tensors_of(capture.modules)}
+        self.region_call, self.around = enter_region()
         tokens: list[Any] = []
         self.tokens = tokens
         try:
@@ -160,8 +163,7 @@ class Region(BackwardSide):
             self.snapshots = self.take_snapshots()
         finally:
             self._finish()
-            if self.options.has_leaving:
-                self._leave(None)
+            self._leave(None)
             self.tokens = None
         capture, self.capture = self.capture, None
         assert capture is not None
@@ -247,6 +249,8 @@ class Region(BackwardSide):
             with ExitStack() as stack:  # the last one first, and all of them, also if one fails
                 for guard, token in zip(self.options.guards, tokens):
                     stack.callback(guard.leave, token, error)
+        leave_region(self.around)
+        self.around = None
 
     @not_a_users_hook
     def pack(self, tensor: Tensor, frame: FrameType | None = None) -> Slot:

@@ -26,11 +26,11 @@ from torch.nn import Module
 
 from reactivate._backends import accelerator
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of, stored_inputs
+from reactivate._engine.current import is_recomputing
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.kept_calls.kept import Kept, SavedSite
 from reactivate._engine.mismatch.check import uncounted
 from reactivate._engine.mismatch.naming import name_of, saved_at
-from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.record import Record, observed_by
 from reactivate._engine.region import Region
 from reactivate._inspect.arguments import example_of

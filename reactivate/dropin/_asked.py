@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from operator import is_
@@ -60,6 +61,8 @@ class Asked(NamedTuple):
         """
         if all(map(is_, (*self, is_debugging, stops, guards), _USUAL)):
             return _USUAL_OPTIONS
+        if _is_of_phases(self.context_fn):
+            return self._replace(context_fn=noop_context_fn).options(guards, is_debugging, stops)
         is_debugging = self.debug if is_debugging is None else is_debugging
         if is_debugging and self.context_fn is not noop_context_fn:
             raise UsageError("debug=True is incompatible with non-default context_fn.")
@@ -95,6 +98,12 @@ def _options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determi
     if not preserve_rng_state and "rng" in guards.names():
         guards = guards.without("rng")
     return _TorchOptions(tuple(guards), early_stop, determinism)
+
+
+def _is_of_phases(context_fn: Any) -> bool:
+    """Return whether a pair of contexts only tells TransformerEngine's layers to keep state, which is rewound here."""
+    module = sys.modules.get("transformer_engine.pytorch.distributed")
+    return module is not None and context_fn is getattr(module, "get_activation_recompute_contexts", None)
 
 
 def _contexts(asked: Asked) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from types import ModuleType, TracebackType
+from types import TracebackType
 
 import torch.utils.checkpoint as upstream
 
@@ -11,6 +10,7 @@ from reactivate._options import checked
 from reactivate._text.keywords import refuse_unknown
 from reactivate.dropin import torch as dropin
 from reactivate.dropin._references import Swap, backwards, replace_everywhere
+from reactivate.dropin._replacement import second_instance
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards
 
@@ -34,7 +34,7 @@ class Installation:
     """The handle of `install`: a context manager, whose end takes it back, as `remove()` does."""
 
     def __init__(self, guards: Guards) -> None:
-        instance = _second_instance(dropin)
+        instance = second_instance(dropin)
         instance.guards = guards  # type: ignore[attr-defined]
         names = [name for name in _NAMES if hasattr(upstream, name)]  # not all of them are in every torch
         self._names = names
@@ -107,13 +107,3 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
         raise UsageError("The drop-in is installed already. Call `remove()` on what the first `install()` returned.")
     checked(guards)
     return Installation(guards)
-
-
-def _second_instance(module: ModuleType) -> ModuleType:
-    """The module once more: functions of its own, so that a reference to one of them stems from the installation."""
-    spec = module.__spec__
-    assert spec is not None
-    assert spec.loader is not None
-    instance = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(instance)
-    return instance

@@ -51,6 +51,7 @@ class ContextPair(Guard):
 
     name = "contexts"
     replaces_tensors = True  # selective checkpointing gives back what it cached
+    is_innermost = True  # flags that the contexts set are state that was noted before
 
     def __init__(self, make: Callable[[], Contexts], *, keeps_random_numbers: bool = True) -> None:
         self.make = make

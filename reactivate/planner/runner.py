@@ -12,8 +12,8 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._engine.accounts import in_words
+from reactivate._engine.current import is_recomputing
 from reactivate._engine.mismatch.check import uncounted
-from reactivate._engine.recompute import is_recomputing
 from reactivate._inspect.step import leaves_of
 from reactivate._model.applied import Handle
 from reactivate._model.apply import apply, paused

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from reactivate._engine.state.held import are_items, given_back, held_all, hold_values
+from reactivate._engine.state.region_calls import handed_out, is_of_call, without_entries_of_calls
 from reactivate._modules.standin import Placed
 
 ATOMS = frozenset(
@@ -31,11 +32,14 @@ LARGEST = 4096
 
 
 def pairs_in(container: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the keys, or indices, and the items that a dict or a list has now.
+    """Return the keys, or indices, and the items that a dict or a list has now, without what code keeps for a region.
 
     Of a dict both are copied at once: a weak reference that dies may change it while somebody goes through it.
     """
-    return enumerate(container) if isinstance(container, list) else zip([*container], [*container.values()])
+    if isinstance(container, list):
+        return enumerate(container)
+    pairs = zip([*container], [*container.values()])
+    return [pair for pair in pairs if not is_of_call(pair[0])] if handed_out else pairs
 
 
 def length_of(container: Any) -> int:
@@ -112,13 +116,15 @@ class DictNote(Note):
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        return hold_values(dict(self._kind().items(self.target)), weak)
+        return hold_values(without_entries_of_calls(dict(self._kind().items(self.target))), weak)
 
     def _kind(self) -> Any:
         return OrderedDict if isinstance(self.target, OrderedDict) else dict
 
     def is_at(self, contents: Any) -> bool:
         target, kind = self.target, self._kind()
+        if handed_out:
+            target, kind = without_entries_of_calls(dict(kind.items(target))), dict
         return (
             kind.__len__(target) == len(contents)
             and are_items(kind.values(target), contents.values())
@@ -139,7 +145,10 @@ def _is_key(one: Any, other: Any) -> bool:
 def put_dict(target: Any, contents: dict[Any, Any]) -> None:
     """Give a dict these contents in this order, past methods that a subclass overrides."""
     kind: Any = OrderedDict if isinstance(target, OrderedDict) else dict
-    others = {key: item for key, item in kind.items(target) if isinstance(item, Placed)}  # of another thread, no state
+    # What another thread has placed, and what code keeps for a region, is no state.
+    others = {
+        key: item for key, item in kind.items(target) if isinstance(item, Placed) or (handed_out and is_of_call(key))
+    }
     kind.clear(target)
     for key, item in contents.items():
         kind.__setitem__(target, key, given_back(item))

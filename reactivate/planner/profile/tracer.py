@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.accounts import copied_inputs, held_by_guards, put_aside, storages_of
+from reactivate._engine.current import is_recomputing
 from reactivate._engine.kept_calls.site_log import opened
-from reactivate._engine.recompute import is_recomputing
 from reactivate._engine.record import Record, observed_by
 from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.containers import flatten

@@ -1,0 +1,51 @@
+"""Identities of regions, and what code keeps under them: entries of dicts that belong to one call and are not rewound.
+
+A module that keeps state of its own for recomputations (the scale of that call, say) leaves it in a dict under the identity
+of the region. The recomputation has to find there what its forward left, so that no note holds such an entry.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ReferenceType, WeakSet
+
+
+class RegionCall:
+    """The identity of one call of a checkpointed function: the same object in its forward and in its recomputations.
+
+    It can be a key, also of a `WeakKeyDictionary`, and lives as long as the region does.
+    """
+
+    __slots__ = ("__weakref__", "_inner")
+
+    def __init__(self) -> None:
+        self._inner: dict[int, RegionCall] | None = None
+
+    def inner(self, index: int) -> RegionCall:
+        """Return the identity of the region that begins inside of this one after `index` others."""
+        if self._inner is None:
+            self._inner = {}
+        if index not in self._inner:
+            self._inner[index] = RegionCall()
+        return self._inner[index]
+
+
+handed_out: WeakSet[RegionCall] = (
+    WeakSet()
+)  # that somebody may have as a key: mostly none, and then nobody need look further
+
+
+def is_of_call(key: Any) -> bool:
+    """Return whether a dict's entry with this key belongs to a region: its identity, one in a tuple, or a reference to it."""
+    if type(key) is tuple:
+        return any(map(is_of_call, key))
+    if isinstance(key, ReferenceType):
+        key = key()
+    return type(key) is RegionCall
+
+
+def without_entries_of_calls(items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the entries of a copy of a dict that belong to no region: the copy itself, if these are all."""
+    if handed_out and any(map(is_of_call, items)):
+        return {key: item for key, item in items.items() if not is_of_call(key)}
+    return items

@@ -1,0 +1,276 @@
+"""Outputs that are dropped after use and rebuilt just before the backward of their consumer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fp8_linear import Fp8Linear, State, autocast
+from oracle import Watched, assert_bitwise, seed_everything
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import reactivate
+from reactivate import policies
+from reactivate._engine.record import observed_by
+from reactivate.dropin._without_output import CheckpointWithoutOutput
+from reactivate.errors import MutationError, UsageError
+
+
+class Layer(nn.Module):
+    """A norm whose output a linear layer saves; with a residual, dropout, and two consumers if asked to."""
+
+    def __init__(self, consumer: str = "linear") -> None:
+        super().__init__()
+        self.norm, self.linear, self.other = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.consumer = consumer
+        self.memory: list[StorageWeakRef] = []
+
+    def produced(self, x: Tensor) -> Any:
+        hidden = nn.functional.dropout(self.norm(x), 0.3)
+        return (hidden, hidden.detach() > 0, hidden.cos()) if self.consumer == "tuple" else hidden
+
+    def consumed(self, produced: Any) -> Tensor:
+        if self.consumer == "tuple":
+            hidden, mask, cosine = produced
+            return self.linear(hidden * mask) * cosine  # type: ignore[no-any-return]
+        if self.consumer == "views":
+            half = self.linear(produced.view(4, 16)[:, 4:12])
+            return torch.cat([half, produced.t()[::2].exp()]) @ produced  # type: ignore[no-any-return]
+        if self.consumer == "two":
+            return self.linear(produced).tanh() + self.other(produced)  # type: ignore[no-any-return]
+        if self.consumer == "function":
+            return Cube.apply(produced)  # type: ignore[no-any-return]
+        if self.consumer == "region":
+            return reactivate.checkpoint(lambda hidden: self.linear(hidden).tanh().sin())(produced)
+        return self.linear(produced)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, discards: bool) -> Tensor:
+        if not discards:
+            return x + self.consumed(self.produced(x)).sin()
+        checkpoint = CheckpointWithoutOutput()
+        produced = checkpoint.checkpoint(self.produced, x)
+        first = produced[0] if isinstance(produced, tuple) else produced
+        self.memory.append(StorageWeakRef(first.untyped_storage()))
+        out = self.consumed(produced)
+        checkpoint.discard_output_and_register_recompute(out)
+        return x + out.sin()
+
+
+class Cube(torch.autograd.Function):
+    """Saves in bulk, and one tensor twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, None, x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, _, same = ctx.saved_tensors
+        again = ctx.saved_tensors[0]
+        return 3 * grad * x * same + 0 * again
+
+
+def once(out: Tensor, leaves: list[Tensor]) -> list[Any]:
+    out.sum().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def retained(out: Tensor, leaves: list[Tensor]) -> list[Any]:
+    for _ in range(3):
+        (out * 2).sum().backward(retain_graph=True)
+    return [leaf.grad for leaf in leaves]
+
+
+def partly(out: Tensor, leaves: list[Tensor]) -> list[Any]:
+    first = torch.autograd.grad(out.sum(), leaves[-1:], retain_graph=True, allow_unused=True)
+    return [*first, *torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)]
+
+
+def twice(out: Tensor, leaves: list[Tensor]) -> list[Any]:
+    (first,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
+    first.square().sum().backward()
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("backward", [once, retained, partly, twice])
+@pytest.mark.parametrize("consumer", ["linear", "tuple", "views", "two", "function", "region"])
+def test_bitwise(consumer: str, backward: Callable[[Tensor, list[Tensor]], list[Any]]) -> None:
+    results, ran = [], Watched()
+    for discards in (False, True):
+        seed_everything()
+        layers = nn.ModuleList([Layer(consumer) for _ in range(2)])
+        x = torch.randn(8, 8, requires_grad=True)
+        with observed_by(ran):
+            out: Tensor = x * 1
+            for layer in layers:
+                out = layer(out, discards)
+            found = backward(out, [x, *layers.parameters()])
+        results.append([out.detach(), *found, torch.get_rng_state()])
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(one, other, str(index))
+    assert ran.regions >= 2 and ran.recomputations >= 2
+
+
+@pytest.mark.parametrize("consumer", ["linear", "tuple", "views", "two", "function"])
+def test_the_memory_of_the_output_is_free_in_between(consumer: str) -> None:
+    layer = Layer(consumer)
+    gc.disable()
+    try:
+        out = layer(torch.randn(8, 8, requires_grad=True), True)
+        assert layer.memory[0].expired()
+        for _ in range(2):
+            out.sum().backward(retain_graph=True)
+            assert layer.memory[0].expired()
+    finally:
+        gc.enable()
+
+
+def test_without_a_discard_the_memory_would_stay() -> None:
+    layer = Layer()
+    hidden = reactivate.checkpoint(layer.produced)(torch.randn(8, 8, requires_grad=True))
+    memory = StorageWeakRef(hidden.untyped_storage())
+    out = layer.consumed(hidden)
+    del hidden
+    assert not memory.expired()
+    del out
+    assert memory.expired()
+
+
+def test_what_was_rebuilt_goes_with_the_backward() -> None:
+    """Also where the graph is retained: each backward recomputes once more."""
+    ran = Watched()
+    layer = Layer()
+    x = torch.randn(8, 8, requires_grad=True)
+    with observed_by(ran):
+        out = layer(x, True)
+        for _ in range(3):
+            out.sum().backward(retain_graph=True)
+    assert (ran.regions, ran.recomputations) == (1, 3)
+
+
+def test_the_output_can_be_read_as_long_as_somebody_has_it() -> None:
+    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+    checkpoint = CheckpointWithoutOutput()
+    hidden = checkpoint.checkpoint(norm, x)
+    checkpoint.discard_output_and_register_recompute(linear(hidden))
+    assert torch.equal(hidden, norm(x))
+
+
+def test_8_bit_layers_use_the_scales_of_their_call() -> None:
+    results = []
+    for discards in (False, True):
+        State.reset()
+        torch.manual_seed(0)
+        layers = nn.ModuleList([Fp8Linear(8, 8), Fp8Linear(8, 8)])
+        found: list[Any] = []
+        for step in range(4):
+            outs = []
+            for batch in range(2):
+                x = torch.randn(4, 8) * (1 + step) * (1 + batch)
+                with autocast():
+                    if discards:
+                        checkpoint = CheckpointWithoutOutput(fp8=True)
+                        out = layers[1](checkpoint.checkpoint(layers[0], x))
+                        checkpoint.discard_output_and_register_recompute(out)
+                    else:
+                        out = layers[1](layers[0](x))
+                outs.append(out.square().mean())
+            for loss in reversed(outs):
+                loss.backward()
+            found += [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
+            found += [buffer.clone() for buffer in layers.buffers()]
+        results.append(found)
+    State.reset()
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(one, other, str(index))
+
+
+def test_inside_of_a_region() -> None:
+    """The region around both keeps neither; what the consumer saves is in its slots already."""
+    results, ran = [], Watched()
+    for wrap, discards in ((lambda fn: fn, False), (reactivate.checkpoint, True)):
+        seed_everything()
+        layer = Layer()
+        x = torch.randn(8, 8, requires_grad=True)
+        with observed_by(ran):
+            out = wrap(lambda x, layer=layer, discards=discards: layer(x, discards))(x)
+            out.sum().backward()
+        results.append([out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(one, other, str(index))
+    assert ran.recomputations >= 2
+
+
+# -- the same by a policy ----------------------------------------------------------------------------------------------
+
+
+def test_a_policy_drops_what_saved_calls_are_given() -> None:
+    """A region whose linear layer is saved keeps no output of the norm, and recomputes the norm alone."""
+    results, ran, calls = [], Watched(), []
+    for wrap in (lambda fn: fn, lambda fn: reactivate.checkpoint(fn, policy=policies.save_ops("linear"))):
+        seed_everything()
+        layer = Layer()
+        layer.linear.register_forward_hook(lambda *_: calls.append("linear"))
+        x = torch.randn(8, 8, requires_grad=True)
+        with observed_by(ran):
+            out = wrap(lambda x, layer=layer: layer(x, False))(x)
+            out.sum().backward()
+        results.append([out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(one, other, str(index))
+    assert (ran.regions, ran.recomputations) == (1, 1)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_registration_is_refused() -> None:
+    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    out = linear(CheckpointWithoutOutput().checkpoint(norm, torch.randn(4, 8, requires_grad=True)))
+    with pytest.raises(UsageError, match=r"LayerNorm.*never was.*discard_output_and_register_recompute\(hook_tensor\)"):
+        out.sum().backward()
+
+
+def test_a_discard_without_a_checkpoint_is_refused() -> None:
+    checkpoint = CheckpointWithoutOutput()
+    with pytest.raises(UsageError, match=r"there is none. Call checkpoint\(run_function, \*args\) first"):
+        checkpoint.discard_output_and_register_recompute(torch.ones(2))
+    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    out = linear(checkpoint.checkpoint(norm, torch.randn(4, 8)))
+    checkpoint.discard_output_and_register_recompute(out)
+    with pytest.raises(UsageError, match="once for each call"):
+        checkpoint.discard_output_and_register_recompute(out)
+
+
+def test_another_hook_tensor_is_refused() -> None:
+    checkpoint = CheckpointWithoutOutput()
+    checkpoint.checkpoint(nn.LayerNorm(8), torch.randn(4, 8, requires_grad=True))
+    with pytest.raises(UsageError, match=r"does not depend on the output of `LayerNorm\(...\)`"):
+        checkpoint.discard_output_and_register_recompute(torch.ones(2, requires_grad=True).sin())
+
+
+def test_an_output_that_was_modified_is_refused() -> None:
+    checkpoint = CheckpointWithoutOutput()
+    hidden = checkpoint.checkpoint(nn.LayerNorm(8), torch.randn(4, 8, requires_grad=True))
+    out = hidden.sin()
+    with torch.no_grad():
+        hidden.mul_(2)
+    with pytest.raises(MutationError, match="modified in place after checkpoint"):
+        checkpoint.discard_output_and_register_recompute(out)
+
+
+def test_without_a_gradient_it_is_the_plain_call() -> None:
+    norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    checkpoint = CheckpointWithoutOutput()
+    with torch.no_grad():
+        hidden = checkpoint.checkpoint(norm, x)
+        out = linear(hidden)
+        checkpoint.discard_output_and_register_recompute(out)
+        assert torch.equal(out, linear(norm(x)))

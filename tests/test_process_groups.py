@@ -1,0 +1,132 @@
+"""Rule 21 on 2 and 4 processes: units of `fully_shard` around and inside of regions, tensor, sequence, context and expert
+parallelism, bitwise; collectives counted beside torch's checkpoint; and processes that fail or disagree.
+
+`process_group_programs` says what runs; each set of processes runs all its programs, once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import process_group_worker
+import pytest
+from process_group_programs import FAILURES, PROGRAMS, ways_of
+
+PATIENCE_SECONDS = 300.0  # after which what has no report is a failure
+PROGRAMS_OF = {2: [*PROGRAMS], 4: ["fsdp, parts", "sequence parallel", "context parallel", "experts"]}
+GATHERS = ("allgather_base", "all_gather_into_tensor")
+
+
+def start(processes: int, directory: Path, names: list[str]) -> list[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    started = []
+    for rank in range(processes):
+        command = [sys.executable, process_group_worker.__file__, str(rank), str(processes), str(directory), *names]
+        with (directory / f"output-{rank}").open("w") as output:
+            started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+    return started
+
+
+def finish(started: list[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Wait for the end of all processes, and end those that do not come to one: their status is None."""
+    wait_for(lambda: all(process.poll() is not None for process in started))
+    statuses = [process.poll() for process in started]
+    for process in started:
+        process.kill()
+        process.wait()
+    return statuses
+
+
+def wait_for(is_over: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not is_over() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def reports_of(processes: int, name: str, base: Path) -> list[dict[str, Any]]:
+    """Return the reports of all ranks about a program, after running all programs of that many processes once."""
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"process-groups-{processes}"
+    done = directory / "done"
+    try:
+        directory.mkdir()
+    except FileExistsError:  # they run already, or have run
+        wait_for(done.exists)
+    else:
+        finish(start(processes, directory, PROGRAMS_OF[processes]))
+        done.touch()
+    reports = []
+    for rank in range(processes):
+        file = directory / f"report-{rank}-{PROGRAMS_OF[processes].index(name)}"
+        assert file.exists(), f"process {rank} did not come to the end:\n{(directory / f'output-{rank}').read_text()}"
+        reports.append(json.loads(file.read_text()))
+    return reports
+
+
+ALL = [(processes, name) for processes, names in PROGRAMS_OF.items() for name in names]
+
+
+@pytest.mark.parametrize(("processes", "name"), ALL)
+def test_bitwise(processes: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Losses, gradients, parameters and random numbers over two steps, on each process."""
+    for rank, report in enumerate(reports_of(processes, name, tmp_path_factory.getbasetemp())):
+        assert report["error"] is None, f"process {rank}:\n{report['error']}"
+        for way in {"ours", "saving"} & {*ways_of(name)}:
+            found = report[way]
+            assert found["regions"] == found["recomputations"] > 0
+            assert found.get("sharded again", True), "parameters are gathered still, after the backward"
+
+
+@pytest.mark.parametrize(("processes", "name"), ALL)
+def test_no_more_collectives_than_with_torchs_checkpoint(
+    processes: int, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    reports = reports_of(processes, name, tmp_path_factory.getbasetemp())
+    assert all(report["ours"]["collectives"] == reports[0]["ours"]["collectives"] for report in reports)
+    ours, theirs = reports[0]["ours"]["collectives"], reports[0]["torch"].get("collectives")
+    assert sum(ours.values()) > 0
+    if theirs is None:
+        assert name == "context parallel"  # where torch's checkpoint fails: it loses the choice of a kernel
+    else:
+        assert {key: ours[key] for key in ours if key != "recomputed"} == theirs
+        assert any(ours.get(key, 0) for key in GATHERS) or name == "experts"
+
+
+@pytest.mark.parametrize(("processes", "name"), [item for item in ALL if "saving" in ways_of(item[1])])
+def test_saved_collectives_run_once(processes: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    for report in reports_of(processes, name, tmp_path_factory.getbasetemp()):
+        assert "recomputed" not in report["saving"]["collectives"]
+        assert report["saving"]["collectives"] == report["plain"]["collectives"]
+        assert report["ours"]["collectives"]["recomputed"] > 0
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_choice_of_a_kernel_holds_in_a_recomputation(
+    processes: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    for report in reports_of(processes, "context parallel", tmp_path_factory.getbasetemp()):
+        assert report["ours"]["flash"] == [[False, False], [True, False]]
+        assert report["plain"]["flash"] == [[False, False]]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_every_process_ends_with_an_error(name: str, tmp_path: Path) -> None:
+    """A process that dies, and ones that disagree: nobody waits longer than the process group's timeout."""
+    statuses = finish(start(2, tmp_path, [name]))
+    for rank, status in enumerate(statuses):
+        output = (tmp_path / f"output-{rank}").read_text()
+        assert status is not None, f"process {rank} hangs:\n{output}"
+        if status == 0:
+            report = json.loads((tmp_path / f"report-{rank}-0").read_text())
+            assert report["error"] is not None, f"process {rank} has noticed nothing"
+            assert report["seconds"] < 6 * process_group_worker.TIMEOUT_SECONDS
+    if name == "killed":
+        assert statuses[1] == 3
