@@ -1,6 +1,6 @@
 """A tracker with the published signature and meaning of Megatron's and TransformerEngine's, on the CPU.
 
-Written for the tests: states are live handles that `set_states` takes as they are, and a fork writes to torch's own generator.
+Written for the tests: states are live handles that `set_states` takes as they are; a fork writes to the generator of torch.
 """
 
 from __future__ import annotations

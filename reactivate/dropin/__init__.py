@@ -1,11 +1,13 @@
 """Other libraries' checkpoint functions, with their signatures, on this engine.
 
-`dropin.torch` has those of `torch.utils.checkpoint`, `dropin.xla` that of torch_xla. `dropin.install()` puts the first in
-the place of torch's own wherever these are bound, so that every library that calls them runs on this engine without an
-edit.
+`dropin.torch` has those of `torch.utils.checkpoint`, `dropin.xla` that of torch_xla, `dropin.megatron` those of Megatron-Core
+and `dropin.deepspeed` those of DeepSpeed. `dropin.install()` puts the first in the place of torch's own wherever these are
+bound, so that every library that calls them runs on this engine without an edit; `dropin.megatron.install()` and
+`dropin.deepspeed.install()` do the same for these.
 """
 
-from reactivate.dropin import torch, xla
-from reactivate.dropin._install import Installation, install
+from reactivate.dropin import deepspeed, megatron, torch, xla
+from reactivate.dropin._install import install
+from reactivate.dropin._installation import Installation
 
-__all__ = ["Installation", "install", "torch", "xla"]
+__all__ = ["Installation", "deepspeed", "install", "megatron", "torch", "xla"]
