@@ -71,7 +71,7 @@ def test_gradients(options: dict[str, bool], function: Any, leaf: bool) -> None:
         assert_bitwise(one, other, "gradient")
 
 
-class _nothing:  # noqa: N801 - read as a function
+class _nothing:
     def __enter__(self) -> None:
         pass
 
