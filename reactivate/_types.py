@@ -31,6 +31,9 @@ class Storage(Protocol):
 
     Attributes:
         exact: whether every bit comes back.
+
+    A storage may have two more: `takes_names = True` if its `save` takes the name of the tensor as well, for messages, and
+    `is_collective = True` if each `load` needs the same `load` on other ranks, so that none may be left out.
     """
 
     exact: bool

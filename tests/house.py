@@ -23,7 +23,7 @@ MODULES = sorted(
 
 # From the ground up: what stands in a row may import what stands in it or above.
 FLOORS = [
-    ["reactivate.errors", "reactivate._types", "reactivate._text"],
+    ["reactivate.errors", "reactivate._types", "reactivate._text", "reactivate._bits"],
     ["reactivate._torch", "reactivate._modules", "reactivate.storage"],
     ["reactivate._backends"],
     ["reactivate.policies"],

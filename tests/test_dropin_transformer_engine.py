@@ -17,7 +17,7 @@ from oracle import Case, Watched, assert_same, run
 from test_fp8_state import ORDERS, Block, Changing, Nested, Twice, assert_same as assert_all_same, calls, train
 from torch import Tensor, nn
 
-from reactivate import dropin, storage
+from reactivate import dropin
 from reactivate._engine.record import observed_by
 from reactivate.errors import RecomputeMismatchError, UnsupportedError, UsageError
 from reactivate.guards import RngTracker
@@ -240,9 +240,11 @@ def test_debug_and_determinism_check() -> None:
         checkpoint(fn, torch.ones(2, requires_grad=True), determinism_check="sometimes")
 
 
-@pytest.mark.skipif(hasattr(storage, "Sharded"), reason="there is a storage for it")
-def test_distributed_inputs_need_their_storage() -> None:
-    with pytest.raises(UnsupportedError, match="reactivate.storage.Sharded"):
+def test_nothing_to_distribute() -> None:
+    """What is distributed: `sharded_cases`."""
+    with pytest.raises(UsageError, match="got no arguments"):
+        checkpoint(torch.ones, distribute_saved_activations=True)
+    with pytest.raises(UsageError, match="init_process_group"):
         checkpoint(torch.sin, torch.ones(2, requires_grad=True), distribute_saved_activations=True)
 
 

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import reactivate
 from reactivate import policies
-from reactivate.dropin._without_output import CheckpointWithoutOutput
+from reactivate.dropin.megatron import CheckpointWithoutOutput
 from reactivate.errors import MutationError, RecomputeMismatchError, UnsupportedError
 from reactivate.guards import DEFAULT, ContextPair
 

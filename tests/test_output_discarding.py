@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import reactivate
 from reactivate import policies
 from reactivate._engine.record import observed_by
-from reactivate.dropin._without_output import CheckpointWithoutOutput
+from reactivate.dropin.megatron import CheckpointWithoutOutput
 from reactivate.errors import MutationError, UsageError
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from reactivate._torch.modes import is_same_state
+from reactivate.errors import UnsupportedError
 
 _GENERATORS = ("device_count", "get_rng_state", "set_rng_state")
 
@@ -51,6 +52,20 @@ class Backend:
             return
         for index, state in enumerate(states):
             module.set_rng_state(state, index)
+
+    def seed_rng(self, seed: int) -> None:
+        """Let the generators of all devices begin with a seed.
+
+        Raises:
+            UnsupportedError: the device module has no function for it.
+        """
+        for name in ("manual_seed_all", "manual_seed"):
+            if hasattr(self._module, name):
+                getattr(self._module, name)(seed)
+                return
+        raise UnsupportedError(
+            f"A stream of random numbers cannot begin on {self.device_type}, whose device module has no `manual_seed`."
+        )
 
     def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
         """Return whether no number was drawn between two reads."""

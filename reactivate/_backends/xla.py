@@ -90,6 +90,9 @@ class DeviceModule(ModuleType):
 class XlaBackend(Backend):
     """The device type "xla"."""
 
+    def seed_rng(self, seed: int) -> None:
+        self.write_rng([seed] * len(_devices()))
+
     def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
         return first == second
 

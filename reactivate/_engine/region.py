@@ -101,7 +101,7 @@ class Region(BackwardSide):
         self.sites = ()
         self.proof = self.check = self.fence = self.places = None
         self.replaced = {}
-        capture = self.capture = Capture(fn, args, kwargs, may_be_large=True, storage=options.inputs)
+        capture = self.capture = Capture(fn, args, kwargs, may_be_large=True, storage=options.inputs, name=options.name)
         scripts = capture.scripts
         if scripts and is_being_watched(scripts):
             return functools.partial(call_watched, scripts=scripts)

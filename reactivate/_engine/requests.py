@@ -30,9 +30,14 @@ idle: list[IdleStorage] = []  # of storages that have moved nothing since they w
 _known: WeakValueDictionary[int, Any] = WeakValueDictionary()  # {id: the storage}, of those that need no more watching
 
 
-def take_in(storage: Storage, tensor: Tensor) -> Any:
-    """Hand a tensor to a storage; return its handle, which is the tensor itself if that stays where it is."""
-    handle = aside(storage.save, tensor)
+def take_in(storage: Storage, tensor: Tensor, name: str) -> Any:
+    """Hand a tensor to a storage; return its handle, which is the tensor itself if that stays where it is.
+
+    Args:
+        name: of the tensor, for the messages of storages that want it.
+    """
+    takes_names = getattr(storage, "takes_names", False)
+    handle = aside(storage.save, tensor, name) if takes_names else aside(storage.save, tensor)
     if _is_watched(storage):
         _note(storage, is_moved=handle is not tensor)
     return handle

@@ -1,11 +1,13 @@
 """Other libraries' checkpoint functions, with their signatures, on this engine.
 
 `dropin.torch` has those of `torch.utils.checkpoint`, `dropin.xla` that of torch_xla, `dropin.transformer_engine` that of
-TransformerEngine. `dropin.install()` puts the first in the place of torch's own wherever these are bound, so that every
-library that calls them runs on this engine without an edit.
+TransformerEngine, `dropin.megatron` those of Megatron-Core and `dropin.deepspeed` those of DeepSpeed. `dropin.install()` puts
+the first in the place of torch's own wherever these are bound, so that every library that calls them runs on this engine
+without an edit; the `install()` of each of the last three does the same for that library.
 """
 
-from reactivate.dropin import torch, transformer_engine, xla
-from reactivate.dropin._install import Installation, install
+from reactivate.dropin import deepspeed, megatron, torch, transformer_engine, xla
+from reactivate.dropin._install import install
+from reactivate.dropin._installation import Installation
 
-__all__ = ["Installation", "install", "torch", "transformer_engine", "xla"]
+__all__ = ["Installation", "deepspeed", "install", "megatron", "torch", "transformer_engine", "xla"]

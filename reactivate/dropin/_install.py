@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import torch.utils.checkpoint as upstream
 
 from reactivate._options import checked
 from reactivate._text.keywords import refuse_unknown
 from reactivate.dropin import torch as dropin
-from reactivate.dropin._references import Swap, backwards, replace_everywhere
-from reactivate.dropin._replacement import second_instance
-from reactivate.errors import UsageError
+from reactivate.dropin._installation import Installation
 from reactivate.guards import DEFAULT, Guards
 
 # {name in torch.utils.checkpoint: name in reactivate.dropin.torch}
@@ -26,54 +22,6 @@ _NAMES = {
     "_checkpoint_without_reentrant_generator": "checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl": "checkpoint_generator_impl",
 }
-
-_active: list[Installation] = []
-
-
-class Installation:
-    """The handle of `install`: a context manager, whose end takes it back, as `remove()` does."""
-
-    def __init__(self, guards: Guards) -> None:
-        instance = second_instance(dropin)
-        instance.guards = guards  # type: ignore[attr-defined]
-        names = [name for name in _NAMES if hasattr(upstream, name)]  # not all of them are in every torch
-        self._names = names
-        swaps = [Swap(getattr(upstream, name), getattr(instance, _NAMES[name])) for name in names]
-        for name, swap in zip(names, swaps):
-            swap.new.__module__, swap.new.__name__, swap.new.__qualname__ = upstream.__name__, name, name  # for pickle
-        self._swaps = replace_everywhere(swaps)
-        if any(getattr(upstream, name) is swap.old for name, swap in zip(names, swaps)):
-            replace_everywhere(backwards(self._swaps))
-            raise UsageError(
-                "The references to torch.utils.checkpoint could not be found: `gc.freeze()` hides them. Install the "
-                "drop-in before that, or call `gc.unfreeze()` first."
-            )
-        # Only now: what is in a dict would have been replaced.
-        instance.replaced = {name: swap.old for name, swap in zip(names, swaps)}  # type: ignore[attr-defined]
-        _active.append(self)
-
-    def __repr__(self) -> str:
-        state = "installed" if self in _active else "taken back"
-        return f"<reactivate in the place of torch.utils.checkpoint, {state}: {', '.join(self._names)}>"
-
-    def remove(self) -> None:
-        """Put torch's functions back, also where they were imported from torch in the meantime.
-
-        Raises:
-            UsageError: this was done before.
-        """
-        if self not in _active:
-            raise UsageError("This installation was taken back already.")
-        _active.remove(self)
-        replace_everywhere(backwards(self._swaps))
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.remove()
 
 
 @refuse_unknown
@@ -103,7 +51,5 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
         ...     x = torch.ones(2, requires_grad=True)
         ...     torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     """
-    if _active:
-        raise UsageError("The drop-in is installed already. Call `remove()` on what the first `install()` returned.")
     checked(guards)
-    return Installation(guards)
+    return Installation(upstream, dropin, _NAMES, guards=guards)

@@ -8,7 +8,6 @@ the real package, which cannot be imported without CUDA.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,21 +15,20 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from reactivate import storage
 from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._run import run_region
 from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Storage
 from reactivate.dropin._asked import Asked
 from reactivate.dropin._autocast_state import AutocastState
-from reactivate.dropin._references import Swap
-from reactivate.dropin._replacement import Replacement, second_instance
-from reactivate.errors import UnsupportedError, UsageError
+from reactivate.dropin._calls import Chosen
+from reactivate.dropin._installation import Installation, library
+from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards, TrackerGuard
+from reactivate.storage import Sharded
 
 __all__ = ["checkpoint", "install"]
 
-_LIBRARY = "transformer_engine.pytorch"
 _PLACE = "transformer_engine.pytorch.distributed"
 
 guards: Guards = DEFAULT
@@ -53,7 +51,7 @@ def checkpoint(
 
     Args:
         function: what to checkpoint; called with `args` and what is left of `kwargs`.
-        distribute_saved_activations: keep 1/n of each input on each of the n ranks of `tp_group`.
+        distribute_saved_activations: keep one part of `args[0]` on each rank of `tp_group`; see `storage.Sharded`.
         tp_group: the tensor-parallel process group; by default all ranks. Only `distribute_saved_activations` reads it.
         get_rng_state_tracker: returns the tracker of named RNG states, which recomputations see as the forward did.
         use_reentrant: without meaning: both variants are the same here.
@@ -74,7 +72,7 @@ def checkpoint(
     used = _guards(guards, get_rng_state_tracker)
     options = Asked(context_fn=context_fn, determinism_check=determinism_check, debug=debug).options(used, None, None)
     if distribute_saved_activations:
-        options = options.of(None, None, None, _sharded(tp_group))
+        options = options.of(None, None, None, _distributed(args, tp_group))
     module = module_called_by(function)
     if module is None:
         return run_region(run, options, function, *args, **kwargs)
@@ -87,15 +85,19 @@ def _guards(guards: Guards, get_rng_state_tracker: Callable[[], Any] | None) -> 
     return guards if get_rng_state_tracker is None else guards.adding(TrackerGuard(get_rng_state_tracker))
 
 
-def _sharded(tp_group: Any) -> Storage:
-    kind = getattr(storage, "Sharded", None)
-    if kind is None:
-        raise UnsupportedError("distribute_saved_activations=True needs reactivate.storage.Sharded: leave it out.")
-    return kind(torch.distributed.group.WORLD if tp_group is None else tp_group)  # type: ignore[no-any-return]
+def _distributed(args: tuple[Any, ...], tp_group: Any) -> Storage:
+    """Return the storage of a region whose first argument is distributed over a group."""
+    if not args or not isinstance(args[0], torch.Tensor):
+        raise UsageError(
+            "checkpoint(function, *args, distribute_saved_activations=True) distributes args[0], a tensor; got "
+            f"{type(args[0]).__name__ if args else 'no arguments'}. Pass False, or the tensor first."
+        )
+    first = id(args[0])
+    return Chosen(Sharded(tp_group, least_bytes=0), lambda tensor: id(tensor) == first)
 
 
 @refuse_unknown
-def install(*, guards: Guards = DEFAULT) -> Replacement:
+def install(*, guards: Guards = DEFAULT) -> Installation:
     """Run everything that calls `transformer_engine.pytorch.checkpoint` on this engine, without an edit.
 
     Args:
@@ -107,17 +109,5 @@ def install(*, guards: Guards = DEFAULT) -> Replacement:
     Raises:
         UsageError: TransformerEngine cannot be imported, or the drop-in is installed already.
     """
-    try:
-        theirs = importlib.import_module(_PLACE)
-    except ImportError as error:
-        raise UsageError(
-            f"{_LIBRARY} cannot be imported, so that there is nothing to replace: {error}. Call "
-            "reactivate.dropin.transformer_engine.checkpoint itself."
-        ) from error
-    if getattr(theirs.checkpoint, "_of_reactivate", False):
-        raise UsageError("The drop-in is installed already. Call `remove()` on what the first `install()` returned.")
-    instance = second_instance(sys.modules[__name__])
-    instance.guards = guards  # type: ignore[attr-defined]
-    new = instance.checkpoint
-    new.__module__, new._of_reactivate = _PLACE, True
-    return Replacement(_LIBRARY, [Swap(theirs.checkpoint, new)])
+    upstream = library(_PLACE, "reactivate.dropin.transformer_engine.install")
+    return Installation(upstream, sys.modules[__name__], {"checkpoint": "checkpoint"}, guards=guards)

@@ -9,8 +9,9 @@ from reactivate.guards._base import Guards, Rewound
 from reactivate.guards.ambient import Ambient
 from reactivate.guards.contexts import ContextPair
 from reactivate.guards.modules import Modules, Stateful
+from reactivate.guards.named_streams import NamedStreams, RngTracker, tensor_parallel_seeds
 from reactivate.guards.rng import DeviceRng, Generators, HostRng, all_sources
-from reactivate.guards.trackers import RngTracker, Tracker, TrackerGuard
+from reactivate.guards.trackers import Tracker, TrackerGuard
 
 __all__ = [
     "DEFAULT",
@@ -23,12 +24,14 @@ __all__ = [
     "Guards",
     "HostRng",
     "Modules",
+    "NamedStreams",
     "Rewound",
     "RngTracker",
     "Stateful",
     "Tracker",
     "TrackerGuard",
     "all_sources",
+    "tensor_parallel_seeds",
 ]
 
-DEFAULT = Guards((HostRng(), DeviceRng(), Generators(), Ambient(), Modules()))
+DEFAULT = Guards((HostRng(), DeviceRng(), Generators(), NamedStreams(), Ambient(), Modules()))

@@ -1,25 +1,29 @@
-"""Named streams of random numbers, as tensor-parallel code keeps them: one for what ranks share, one for each rank."""
+"""Trackers of named random number streams, as tensor-parallel libraries have them, recomputed as they were."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from reactivate._backends import accelerator
 from reactivate._engine.state.turns import undisturbed
 from reactivate._torch.modes import is_same_state
 from reactivate._types import Call, Guard
-from reactivate.errors import UsageError
 from reactivate.guards._base import Rewound
+
+_CURRENT = "_current_state_name"
+"""Megatron's tracker notes under this name which stream is forked now: what a fork inside of it begins from."""
 
 
 class Tracker(Protocol):
-    """An RNG tracker: the part that Megatron's and TransformerEngine's have in common."""
+    """An RNG tracker: the part that Megatron's and TransformerEngine's have in common.
+
+    One that has more state gives and takes it whole, by methods `recompute_state` and `load_recompute_state` as modules; two
+    such states say by `is_same(other)` whether nothing was drawn in between. `guards.RngTracker` does.
+    """
 
     def get_states(self) -> dict[str, Any]:
         """{name: a state tensor, or a generator}."""
@@ -31,20 +35,23 @@ class Tracker(Protocol):
 class TrackerGuard(Guard):
     """Recomputes with the streams of a tracker as they were.
 
-    Contents are cloned, also where the tracker gives out live tensors or generators, so that a later draw does not
-    change what was kept.
+    Contents are cloned, also where the tracker gives out live tensors or generators (those of CUDA graphs), so that a
+    later draw does not change what was kept. A generator that was registered with a graph stays the same object.
 
     Args:
-        tracker: the tracker, or a function that returns it.
+        tracker: the tracker, or a function that returns it: Megatron's `get_cuda_rng_tracker`, TransformerEngine's
+            `CudaRNGStatesTracker`. `guards.RngTracker` needs no guard: the default ones know it.
 
     Example:
         >>> import reactivate
-        >>> tracker = reactivate.guards.RngTracker()
-        >>> tracker.add("dropout", seed=1)
+        >>> class Tracker:
+        ...     def __init__(self): self.states = {"dropout": torch.Generator().manual_seed(1)}
+        ...     def get_states(self): return dict(self.states)
+        ...     def set_states(self, states): self.states = states
+        >>> tracker = Tracker()
         >>> guards = reactivate.guards.DEFAULT.adding(reactivate.guards.TrackerGuard(tracker))
         >>> def f(x):
-        ...     with tracker.fork("dropout"):
-        ...         return torch.nn.functional.dropout(x) * x
+        ...     return x * torch.rand(4, generator=tracker.states["dropout"]) * x
         >>> reactivate.checkpoint(f, guards=guards)(torch.ones(4, requires_grad=True)).sum().backward()
     """
 
@@ -52,126 +59,82 @@ class TrackerGuard(Guard):
 
     def __init__(self, tracker: Tracker | Callable[[], Tracker]) -> None:
         self._tracker = tracker
-        self._known: dict[str, Any] | None = None
+        self._known: Any = None
 
     def _get(self) -> Tracker:
         given: Any = self._tracker
         tracker: Tracker = given if hasattr(given, "get_states") else given()
         return tracker
 
+    def _read(self) -> Any:
+        tracker: Any = self._get()
+        if hasattr(tracker, "recompute_state"):
+            return tracker.recompute_state()
+        states = {name: _content(state) for name, state in tracker.get_states().items()}
+        return _TrackerStates(states, getattr(tracker, _CURRENT, None))
+
     def before(self, call: Call) -> Any:
-        now = _contents(self._get().get_states())
-        if self._known is None or not _are_same(now, self._known):  # all regions between two draws share one snapshot
+        now = self._read()
+        if self._known is None or not now.is_same(self._known):  # all regions between two draws share one snapshot
             self._known = now
         return self._known
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        return undisturbed(Rewound(lambda: _contents(self._get().get_states()), self._write, snapshot))
+        return undisturbed(Rewound(self._read, self._write, snapshot))
 
     def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
-        now = _contents(self._get().get_states())
-        return None if _are_same(now, token) else functools.partial(self._write, now)
+        now = self._read()
+        return None if now.is_same(token) else functools.partial(self._write, now)
 
-    def _write(self, contents: dict[str, Any]) -> None:
-        tracker = self._get()
-        live = tracker.get_states()
-        states: dict[str, Any] = {}
-        for name, content in contents.items():
-            generator = live.get(name)
-            if isinstance(generator, torch.Generator):
-                generator.set_state(content)
-                states[name] = generator
-            else:
-                states[name] = content.clone() if isinstance(content, torch.Tensor) else content
-        tracker.set_states(states)
+    def _write(self, contents: Any) -> None:
+        tracker: Any = self._get()
+        if hasattr(tracker, "recompute_state"):
+            tracker.load_recompute_state(contents)
+            return
+        tracker.set_states({name: _put(content) for name, content in contents.states.items()})
+        if hasattr(tracker, _CURRENT):
+            setattr(tracker, _CURRENT, contents.current)
 
 
-def _contents(states: dict[str, Any]) -> dict[str, Any]:
-    return {name: _content(state) for name, state in states.items()}
+class _TrackerStates(NamedTuple):
+    """The streams of a tracker.
+
+    Attributes:
+        states: {name: a copy of its state, or a generator with a copy of its state}.
+        current: the stream that is forked now, if the tracker says.
+    """
+
+    states: dict[str, Any]
+    current: Any
+
+    def is_same(self, other: _TrackerStates) -> bool:
+        """Return whether nothing was drawn in between."""
+        if self.states.keys() != other.states.keys() or self.current != other.current:
+            return False
+        return all(_is_same(self.states[name], other.states[name]) for name in self.states)
+
+
+class _Live(NamedTuple):
+    """A generator that a tracker gives out, and the state that it was in."""
+
+    generator: torch.Generator
+    state: torch.Tensor
 
 
 def _content(state: Any) -> Any:
     if isinstance(state, torch.Generator):
-        return state.get_state().clone()
+        return _Live(state, state.get_state().clone())
     return state.clone() if isinstance(state, torch.Tensor) else state
 
 
-def _are_same(some: dict[str, Any], others: dict[str, Any]) -> bool:
-    return some.keys() == others.keys() and all(is_same_state(some[name], others[name]) for name in some)
+def _put(content: Any) -> Any:
+    if isinstance(content, _Live):
+        content.generator.set_state(content.state)
+        return content.generator
+    return content.clone() if isinstance(content, torch.Tensor) else content
 
 
-class RngTracker:
-    """Named streams of random numbers, on the CPU and on the current accelerator device.
-
-    Example:
-        >>> import torch, reactivate
-        >>> tracker = reactivate.guards.RngTracker()
-        >>> tracker.add("model-parallel", seed=3)
-        >>> with tracker.fork("model-parallel"):
-        ...     first = torch.rand(2)
-        >>> with tracker.fork("model-parallel"):
-        ...     second = torch.rand(2)
-        >>> bool((first != second).all())
-        True
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[str, torch.Tensor] = {}
-
-    def add(self, name: str, seed: int) -> None:
-        """Start a stream.
-
-        Raises:
-            UsageError: there is a stream of that name.
-        """
-        if name in self._states:
-            raise UsageError(f"There is a stream {name!r} already. There are: {', '.join(self._states)}.")
-        now = _read()
-        torch.manual_seed(seed)
-        self._states[name] = _read()
-        _write(now)
-
-    def get_states(self) -> dict[str, torch.Tensor]:
-        """{name: state}."""
-        return dict(self._states)
-
-    def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Set all streams to what `get_states` gave."""
-        self._states = dict(states)
-
-    @contextlib.contextmanager
-    def fork(self, name: str) -> Iterator[None]:
-        """A context in which torch draws from the stream `name`.
-
-        Raises:
-            UsageError: there is no stream of that name.
-        """
-        if name not in self._states:
-            raise UsageError(f"There is no stream {name!r}. There are: {', '.join(self._states) or 'none'}.")
-        now = _read()
-        _write(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = _read()
-            _write(now)
-
-
-def _read() -> torch.Tensor:
-    """The states of the CPU's and the current accelerator device's generator, one behind the other."""
-    module = _device_module()
-    state = torch.get_rng_state()
-    return state if module is None else torch.cat([state, module.get_rng_state().cpu()])
-
-
-def _write(state: torch.Tensor) -> None:
-    module = _device_module()
-    size = torch.default_generator.get_state().numel()
-    torch.set_rng_state(state[:size])
-    if module is not None:
-        module.set_rng_state(state[size:])
-
-
-def _device_module() -> Any | None:
-    backend = accelerator()
-    return torch.get_device_module(backend.device_type) if backend is not None and backend.is_initialized() else None
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, _Live) and isinstance(other, _Live):
+        return one.generator is other.generator and is_same_state(one.state, other.state)
+    return is_same_state(one, other)

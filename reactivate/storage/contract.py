@@ -186,7 +186,7 @@ def two_backwards(make_storage: MakeStorage, device: str = "cpu") -> None:
 def memory_is_freed(make_storage: MakeStorage, device: str = "cpu") -> None:
     """Let go of the original's memory, of what was loaded, and of the storage's own place as soon as they are not needed."""
     shelf = Shelf(make_storage, device)
-    before = getattr(shelf.storage, "used_bytes", 0)
+    before = _used_bytes(shelf.storage)
     tensor = samples.numbers((256,), device)
     handles = shelf.save(tensor)
     moved = handles[0] is not tensor
@@ -199,18 +199,23 @@ def memory_is_freed(make_storage: MakeStorage, device: str = "cpu") -> None:
     del found
     handles.clear()
     shelf.let_go()
-    assert loaded() is None, "memory is freed: the storage holds what it loaded, although the handle is gone"
+    assert _comes_true(lambda: loaded() is None), "memory is freed: the storage holds what it loaded without a handle"
     assert handle() is None, "memory is freed: the storage holds the handle"
-    used = _settled_bytes(shelf.storage, before)
-    assert used <= before, f"memory is freed: {used:,} bytes of the storage are in use, although no handle is left"
+    assert _comes_true(lambda: _used_bytes(shelf.storage) <= before), (
+        f"memory is freed: {_used_bytes(shelf.storage):,} bytes of the storage are in use, although no handle is left"
+    )
 
 
-def _settled_bytes(storage: Storage, expected: int) -> int:
-    """Return the bytes that a storage says are in use, once what was on its way when the handles went has arrived."""
+def _used_bytes(storage: Storage) -> int:
+    return int(getattr(storage, "used_bytes", 0))
+
+
+def _comes_true(is_true: Callable[[], bool]) -> bool:
+    """Return whether something is true once what was on its way when the handles went has arrived."""
     end = time.monotonic() + _PATIENCE
-    while (used := int(getattr(storage, "used_bytes", 0))) > expected and time.monotonic() < end:
+    while not (found := is_true()) and time.monotonic() < end:
         time.sleep(0.001)
-    return used
+    return found
 
 
 def _reference(handle: Any) -> Callable[[], Any]:

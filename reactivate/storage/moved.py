@@ -39,14 +39,21 @@ class Piece:
 
     def load(self) -> Tensor:
         """Return the elements where they were; those that are there already, if nobody has written to them."""
-        if self._loaded is not None:
-            reference, version = self._loaded
-            run = reference()
-            if run is not None and run._version == version:
-                return run
-        run = self.read()
-        self._loaded = ref(run), run._version
+        run = self.loaded()
+        if run is None:
+            run = self.read()
+            self.has_loaded(run)
         return run
+
+    def loaded(self) -> Tensor | None:
+        """Return the elements that are there already, None if there are none or somebody has written to them."""
+        reference, version = self._loaded or (_nowhere, 0)
+        run = reference()
+        return run if run is not None and run._version == version else None
+
+    def has_loaded(self, run: Tensor) -> None:
+        """Note that the elements are there, for as long as anybody has them."""
+        self._loaded = ref(run), run._version
 
     def read(self) -> Tensor:
         """Bring the elements back."""
@@ -55,6 +62,10 @@ class Piece:
     def held(self) -> list[Tensor]:
         """Return the memory that the elements are in now, for reports."""
         return []
+
+
+def _nowhere() -> None:
+    """Return what a reference to nothing does."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ class Wrapped:
 
     Attributes:
         kind: its class.
-        parts: {attribute: the tensor, or the handle of one}.
+        parts: {attribute: the tensor, or the handle of one}; what else the class names, a device mesh say, is as it is.
         context: what the class needs beside these.
         size, stride: of the whole.
         attributes: what was set on the tensor in Python, beside the parts.
@@ -29,8 +29,8 @@ class Wrapped:
     attributes: dict[str, Any]
 
     def each(self, function: Callable[[Any], Any]) -> Any:
-        """Return it with `function` of each part."""
-        parts = {name: function(part) for name, part in self.parts.items()}
+        """Return it with `function` of each part that is a tensor."""
+        parts = {name: function(part) if isinstance(part, Tensor) else part for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
     def rebuilt(self, load: Callable[[Any], Tensor]) -> Tensor:
@@ -47,6 +47,9 @@ def parts_of(tensor: Tensor) -> Wrapped | None:
     kind: Any = type(tensor)
     if kind is Tensor or not hasattr(kind, "__tensor_flatten__"):
         return None
+    wait = getattr(tensor, "trigger_wait", None)
+    if wait is not None:  # a functional collective's result, which may not have arrived
+        wait()
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: getattr(tensor, name) for name in names}
     attributes = {name: value for name, value in vars(tensor).items() if name not in parts}

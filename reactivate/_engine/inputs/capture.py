@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from reactivate._engine.inputs.module_walk import ModuleWalk, is_large
 from reactivate._engine.inputs.specs import GeneratorInput, IteratorInput, SavedInput, TupleInput
-from reactivate._engine.inputs.stored import stored
+from reactivate._engine.inputs.stored import name_of_region, stored
 from reactivate._engine.inputs.walk import DEPTH_OF_ARGUMENTS, DEPTH_OF_FUNCTIONS
 from reactivate._engine.requests import note_leaves
 from reactivate._engine.state.attributes import TensorsNote
@@ -34,6 +34,7 @@ class Capture(ModuleWalk):
         given: the tensors of `saved`, in which the arguments come first.
         is_hooked: whether there are saved-tensor hooks around the region.
         storage: what keeps the tensors among the inputs that ops have computed; None if they stay where they are.
+        name: of the region, if it has one.
         is_large: whether there are so many modules that they are noted as they are reached (see `_engine/state/reaching.py`).
     """
 
@@ -47,9 +48,11 @@ class Capture(ModuleWalk):
         *,
         may_be_large: bool = False,
         storage: Storage = DEVICE,
+        name: str | None = None,
     ) -> None:
         super().__init__()
         self.fn = fn
+        self.name = name
         pack = innermost_pack_hook()
         self.is_hooked = pack is not None
         self.storage = None if storage is DEVICE or is_of_checkpointing(pack) else storage
@@ -132,7 +135,7 @@ class Capture(ModuleWalk):
     def _tensor_argument(self, tensor: Tensor, place: str) -> Any:
         spec: Any = tensor
         if (self.is_hooked or tensor.requires_grad) and not self._is_state(tensor):
-            spec = self._stored(tensor) or (SavedInput(tensor) if self.is_hooked else save_tensor(tensor, False))
+            spec = self._stored(tensor, place) or (SavedInput(tensor) if self.is_hooked else save_tensor(tensor, False))
         self._specs[id(tensor)] = spec
         if spec is not tensor:
             self.saved.append((tensor, spec, tensor._version))
@@ -140,5 +143,7 @@ class Capture(ModuleWalk):
             self._tensor(tensor, place)
         return spec
 
-    def _stored(self, tensor: Tensor) -> Any:
-        return None if self.storage is None or tensor.grad_fn is None else stored(tensor, self.storage)
+    def _stored(self, tensor: Tensor, place: str) -> Any:
+        if self.storage is None or tensor.grad_fn is None:
+            return None
+        return stored(tensor, self.storage, f"`{place}` of {self.name or name_of_region(self.fn)}")

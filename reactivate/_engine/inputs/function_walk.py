@@ -154,7 +154,7 @@ class FunctionWalk(ClassWalk):
             return
         spec = self._specs.get(id(tensor))
         if spec is None:
-            spec = self._specs[id(tensor)] = self._stored(tensor) or SavedInput(tensor)
+            spec = self._specs[id(tensor)] = self._stored(tensor, place) or SavedInput(tensor)
             self.saved.append((tensor, spec, tensor._version))
         self.notes.append(CellTensorNote(cell, spec))
 

@@ -6,10 +6,12 @@ anyway. Inside of a region, or of another library's, nothing goes: the region ar
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.nn import Module
 
 from reactivate._engine.inputs.specs import InputSpec, Memo
 from reactivate._engine.requests import take_in
@@ -41,9 +43,13 @@ class StoredInput(InputSpec):
 
     def rebuild(self, memo: Memo) -> Tensor:
         original = self._original()
-        if original is not None and original._version == self._version:
+        if original is not None and original._version != self._version:
+            original = None
+        if original is not None and not getattr(self.storage, "is_collective", False):
             return original
         tensor = self._form.in_class(give_back(self._form.load(self.storage, self.handle()).detach()))
+        if original is not None:  # the other ranks may have no original, and need this one's part
+            return original
         if self._attributes:
             vars(tensor).update(self._attributes)
         return tensor
@@ -53,7 +59,15 @@ class StoredInput(InputSpec):
         return self._handle.unpack() if type(self._handle) is SavedTensor else self._handle
 
 
-def stored(tensor: Tensor, storage: Storage) -> StoredInput | None:
-    """Hand a tensor to a storage; None if it stays where it is."""
-    handle = take_in(storage, tensor)
+def name_of_region(fn: Any) -> str:
+    """Return the name of a region that was given none: of its function, or of its module's class."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = None if isinstance(fn, Module) else getattr(fn, "__qualname__", None)
+    return name if isinstance(name, str) else type(fn).__name__
+
+
+def stored(tensor: Tensor, storage: Storage, name: str) -> StoredInput | None:
+    """Hand a tensor to a storage, by its name for messages; None if it stays where it is."""
+    handle = take_in(storage, tensor, name)
     return None if handle is tensor else StoredInput(tensor, storage, handle)

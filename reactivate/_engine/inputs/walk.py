@@ -281,6 +281,6 @@ class Walk:
         if tensor.grad_fn is None:
             self.module_tensors.append(tensor)
 
-    def _stored(self, tensor: Tensor) -> Any:
-        """Hand a tensor that an op has computed to the storage for inputs; None if it stays where it is."""
+    def _stored(self, tensor: Tensor, place: str) -> Any:
+        """Hand a tensor that an op has computed, at a place, to the storage for inputs; None if it stays where it is."""
         return None

@@ -42,14 +42,18 @@ class Kept:
         """Return whether the tensor was written to, as long as it is not settled."""
         return self.tensor is not None and self.tensor._version != self.version
 
-    def settle(self) -> None:
-        """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9)."""
+    def settle(self, name: str) -> None:
+        """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9).
+
+        Args:
+            name: of the tensor, for the messages of storages.
+        """
         tensor, self.tensor = self.tensor, None
         if tensor is not None and tensor._version == self.version:  # otherwise there is nothing that may be read
             handle = tensor
             if self.storage is not DEVICE:
                 self.form = Form.of(tensor)
-                handle = take_in(self.storage, tensor)
+                handle = take_in(self.storage, tensor, name)
             self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
 
     def load(self) -> Tensor:
@@ -78,7 +82,7 @@ class There(Kept):
         self.storage = DEVICE
         self.handle = None
 
-    def settle(self) -> None:
+    def settle(self, name: str) -> None:
         if self.tensor is not None:
             self.handle, self.tensor = self.tensor, None
 

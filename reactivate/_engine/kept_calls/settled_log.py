@@ -66,15 +66,16 @@ class SettledLog(Log):
         saved: Sequence[Saved] = self.record.saved
         last = last_needed(saved) if self.record.early_stop else len(saved)
         for site in self.sites:
+            name = f"what {site.label} keeps"
             if last < site.stop:
                 site.outputs = None
             if site.outputs is not None:
                 for item in site.outputs:
                     if isinstance(item, Kept):
-                        item.settle()
+                        item.settle(name)
             for index in range(site.start, site.stop):
                 slot: Any = saved[index][0]()
                 if slot is not None and slot.kept is not None:
-                    slot.kept.settle()
+                    slot.kept.settle(name)
         if self.choice.unmatched.parts:
             self.choice.unmatched.region_has_run(self.choice.path)

@@ -16,7 +16,6 @@ not stop early, the outputs are compared too, and a difference of these alone is
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from reactivate._bits import checksum
 from reactivate._engine.mismatch.stale import comes_from_stale, watches
 from reactivate._engine.state.known import Known
 from reactivate._torch.containers import flatten
@@ -218,13 +218,7 @@ def _sums_of(tensor: Tensor) -> Sums | None:
     flat = plain.reshape(-1) if plain.is_contiguous() else plain.contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    count = len(flat)
-    whole = count - count % (8 // flat.itemsize)
-    can_be_cast = flat.storage_offset() * flat.itemsize % 8 == 0 and whole
-    bits = _mixed(flat[:whole].view(torch.int64)) if can_be_cast else flat.new_zeros((), dtype=torch.int64)
-    rest = flat[whole:] if can_be_cast else flat
-    if len(rest):
-        bits = bits + _mixed(rest.contiguous().view(torch.uint8).long())
+    bits = checksum(flat)
     if not flat.is_floating_point():
         return Sums(bits, tensor.requires_grad, None, 0.0)
     return Sums(bits, tensor.requires_grad, _profile_of(flat), torch.finfo(flat.dtype).eps)
@@ -242,15 +236,6 @@ def _profile_of(flat: Tensor) -> Profile:
     norms = table.norm(dim=1)
     typical = norms.norm() / (rows * width) ** 0.5
     return Profile(torch.cat([torch.mv(table, weights), rest]), torch.cat([norms, torch.maximum(rest.abs(), typical)]))
-
-
-def _mixed(words: Tensor) -> Tensor:
-    """Return a number for these integers that depends on their order: of the sums of rows and columns of a square."""
-    width = math.isqrt(len(words))
-    square, rest = words[: width * width].view(width, width), words[width * width :]
-    sums = torch.cat([square.sum(0), square.sum(1), rest])
-    places = torch.arange(1, len(sums) + 1, device=sums.device)
-    return ((sums ^ (sums >> 29)) * (places * 0x2545F4914F6CDD1D)).sum()
 
 
 def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:

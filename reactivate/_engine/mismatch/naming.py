@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._engine.inputs.specs import InputSpec, rebuild
+from reactivate._engine.inputs.stored import name_of_region
 from reactivate._engine.mismatch.check import owner_of
 from reactivate._engine.mismatch.places import users_site
 from reactivate._engine.record import Record
@@ -21,15 +21,7 @@ from reactivate._torch.saved import SavedTensor
 
 def name_of(record: Record) -> str:
     """Return the name of the region in messages and traces."""
-    if record.options.name is not None:
-        return record.options.name
-    fn = record.fn
-    if isinstance(fn, Module):
-        return type(fn).__name__
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    name = getattr(fn, "__qualname__", None)
-    return name if isinstance(name, str) else type(fn).__name__
+    return record.options.name if record.options.name is not None else name_of_region(record.fn)
 
 
 def saved_at(record: Record, number: int) -> Site:

@@ -1,0 +1,139 @@
+"""Regions of the drop-ins for training frameworks: their options, and what happens at their boundaries."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from reactivate._backends import accelerator
+from reactivate._engine.run import module_called_by, run, run_module
+from reactivate._options import make_options
+from reactivate._run import run_region
+from reactivate._types import Call, Guard, Storage
+from reactivate.guards import DEFAULT, Guards, TrackerGuard
+
+
+def call_region(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], guards: Guards, inputs: Storage
+) -> Any:
+    """Call a function as a region."""
+    module = module_called_by(function)
+    runner, called = (run, function) if module is None else (run_module, module)
+    return run_region(runner, make_options(guards, True, "first", None, inputs), called, *args, **kwargs)
+
+
+def with_tracker(tracker: Any) -> Guards:
+    """Return the default guards, and one for an RNG tracker that has streams."""
+    return DEFAULT if tracker is None or not tracker.get_states() else _with_tracker(tracker)
+
+
+@functools.lru_cache(maxsize=8)
+def _with_tracker(tracker: Any) -> Guards:
+    return DEFAULT.adding(TrackerGuard(tracker))
+
+
+class Boundaries(Guard):
+    """Does something where the forward of a region and its recomputations begin and end.
+
+    Args:
+        begin: () -> anything.
+        end: called with what `begin` returned, and with "forward" or "recomputation".
+    """
+
+    name = "boundaries"
+
+    def __init__(self, begin: Callable[[], Any], end: Callable[[Any, str], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def before(self, call: Call) -> Any:
+        return (self._begin(),)
+
+    def skip(self, call: Call, token: Any) -> None:
+        return None
+
+    def leave(self, token: Any, error: BaseException | None) -> None:
+        if error is None:
+            self._end(token[0], "forward")
+
+    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
+        return self._recomputation()
+
+    @contextmanager
+    def _recomputation(self) -> Iterator[None]:
+        begun = self._begin()
+        yield
+        self._end(begun, "recomputation")
+
+
+def synchronize() -> None:
+    """Wait for the accelerator, if one is in use."""
+    backend = accelerator()
+    if backend is not None and backend.is_initialized():
+        torch.get_device_module(backend.device_type).synchronize()
+
+
+SYNCHRONIZED = Boundaries(synchronize, lambda begun, kind: synchronize())
+"""Waits for the accelerator at each boundary."""
+
+
+def timed(logger: logging.Logger) -> Boundaries:
+    """Return a guard that logs how long forwards and recomputations take."""
+
+    def begin() -> float:
+        synchronize()
+        return time.perf_counter()
+
+    def end(begun: float, kind: str) -> None:
+        synchronize()
+        logger.info("checkpoint: %s took %.3f ms", kind, 1e3 * (time.perf_counter() - begun))
+
+    return Boundaries(begin, end)
+
+
+class Chosen:
+    """A storage for some of the inputs of a region; the others stay.
+
+    Args:
+        storage: where these go.
+        chooses: whether a tensor is one of these. It must hold no tensor: the region holds it until the backward.
+    """
+
+    takes_names = True
+
+    def __init__(self, storage: Storage, chooses: Callable[[torch.Tensor], bool]) -> None:
+        self.storage = storage
+        self.exact = storage.exact
+        self.is_collective = getattr(storage, "is_collective", False)
+        self._chooses = chooses
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chosen) and self.storage == other.storage
+
+    def __hash__(self) -> int:
+        return hash(self.storage)
+
+    def __repr__(self) -> str:
+        return repr(self.storage)
+
+    @property
+    def traffic(self) -> Any:
+        """Counts of the storage."""
+        return getattr(self.storage, "traffic", None)
+
+    def save(self, tensor: torch.Tensor, name: str = "") -> Any:
+        """Take `tensor` in, if it is one of these."""
+        if not self._chooses(tensor):
+            return tensor
+        takes_names = getattr(self.storage, "takes_names", False)
+        return self.storage.save(tensor, name) if takes_names else self.storage.save(tensor)  # type: ignore[call-arg]
+
+    def load(self, handle: Any) -> torch.Tensor:
+        """Return the tensor of a handle."""
+        return self.storage.load(handle)

@@ -1,0 +1,120 @@
+"""The configuration of DeepSpeed's activation checkpointing, and the storages that it stands for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reactivate._text.words import did_you_mean
+from reactivate._types import DEVICE, Storage
+from reactivate.errors import UnsupportedError, UsageError
+from reactivate.storage import Host, Sharded
+
+SECTION = "activation_checkpointing"
+# {key in DeepSpeed's configuration: field}
+_KEYS = {
+    "partition_activations": "partitions",
+    "contiguous_memory_optimization": "is_contiguous",
+    "cpu_checkpointing": "is_in_cpu",
+    "number_checkpoints": "layers",
+    "synchronize_checkpoint_boundary": "synchronizes",
+    "profile": "is_profiled",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that `configure` was told.
+
+    Attributes:
+        partitions: whether inputs are sharded over the model-parallel group.
+        is_contiguous: whether in contiguous buffers.
+        is_in_cpu: whether they go to the host.
+        layers: how many checkpoints there are, for contiguous buffers.
+        synchronizes: whether each boundary of a region waits for the device.
+        is_profiled: whether times are logged.
+        group: the model-parallel group; None if there is none.
+        is_configured: whether `configure` was called.
+    """
+
+    partitions: bool = False
+    is_contiguous: bool = False
+    is_in_cpu: bool = False
+    layers: int | None = None
+    synchronizes: bool = False
+    is_profiled: bool = False
+    group: Any = None
+    is_configured: bool = False
+
+    def storage(self) -> Storage:
+        """Return where the inputs of regions wait."""
+        own: Storage = Host(least_bytes=0) if self.is_in_cpu else DEVICE
+        return Sharded(self.group, storage=own, least_bytes=0) if self.partitions and self.group is not None else own
+
+    def checked(self) -> Settings:
+        """Return these settings, if they mean something here.
+
+        Raises:
+            UsageError: they do not go together.
+            UnsupportedError: one has no meaning here.
+        """
+        if not self.is_contiguous:
+            return self
+        if not self.partitions or self.layers is None:
+            raise UsageError(
+                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints; got "
+                f"partition_activations={self.partitions}, num_checkpoints={self.layers}."
+            )
+        raise UnsupportedError(
+            "contiguous_checkpointing=True is not supported: what ranks keep is in blocks of torch's caching allocator, "
+            "which are used again. Leave it out; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        )
+
+
+def configured(before: Settings, mpu: Any, config: Any, **given: Any) -> Settings:
+    """Return the settings after a call of `configure`.
+
+    Args:
+        before: it, of which only the group stays if `mpu` is None.
+        mpu: has `get_model_parallel_group` or `get_tensor_model_parallel_group`.
+        config: a path of a JSON file, or its contents.
+        given: fields of the settings; those that are not None go before the file's.
+
+    Raises:
+        UsageError: a key, a value or a file that there is not.
+        UnsupportedError: an option without a meaning here.
+    """
+    fields = {} if config is None else _from_file(config)
+    fields |= {name: value for name, value in given.items() if value is not None}
+    group = before.group if mpu is None else _group_of(mpu)
+    return replace(Settings(), **fields, group=group, is_configured=True).checked()
+
+
+def _from_file(config: Any) -> dict[str, Any]:
+    if isinstance(config, (str, os.PathLike)):
+        path = Path(config)
+        if not path.exists():
+            raise UsageError(f"configure(deepspeed_config={str(path)!r}): there is no such file.")
+        config = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, Mapping):
+        raise UsageError(f"configure(deepspeed_config=...) takes a path or a dict; got {type(config).__name__}.")
+    section = config.get(SECTION, {})
+    for key in section:
+        if key not in _KEYS:
+            raise UsageError(
+                f"{SECTION} has no option {key!r}. There are: {', '.join(_KEYS)}.{did_you_mean(key, _KEYS)}"
+            )
+    return {_KEYS[key]: value for key, value in section.items()}
+
+
+def _group_of(mpu: Any) -> Any:
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, name):
+            return getattr(mpu, name)()
+    raise UsageError(
+        f"configure(mpu_={mpu!r:.60}) takes an object with get_model_parallel_group() or get_tensor_model_parallel_group()."
+    )

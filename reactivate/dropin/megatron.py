@@ -1,0 +1,154 @@
+"""`megatron.core.tensor_parallel.checkpoint` on this engine, and Megatron's recompute options as policies.
+
+Unlike Megatron's own function: the input that is distributed over the tensor-parallel group is not shrunk under the caller,
+has any number of elements, and must be the same on all ranks; `torch.autograd.grad`, `retain_graph` and inputs that need no
+gradient work.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from reactivate._types import DEVICE, Policy, Storage
+from reactivate.dropin import _megatron_policy
+from reactivate.dropin._calls import Chosen, call_region, with_tracker
+from reactivate.dropin._installation import Installation, library
+from reactivate.dropin._megatron_state import CHECKPOINTING, open_regions, parallel, rng_tracker, tensor_parallel_group
+from reactivate.dropin._without_output import CheckpointWithoutOutput
+from reactivate.errors import UsageError
+from reactivate.storage import Sharded
+
+__all__ = [
+    "CheckpointFunction",
+    "CheckpointWithoutOutput",
+    "checkpoint",
+    "install",
+    "is_checkpointing",
+    "parallel",
+    "policy",
+]
+
+_NAMES = {name: name for name in ("checkpoint", "CheckpointFunction", "is_checkpointing")}
+
+
+replaced: dict[str, Any] = {}
+"""Megatron's own functions, by name, that those of this instance are in the place of."""
+
+
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+    """`megatron.core.tensor_parallel.checkpoint` on this engine: the same arguments and meanings.
+
+    Args:
+        function: what to checkpoint; called with `args`.
+        distribute_saved_activations: keep one part of `args[0]` on each tensor-parallel rank, and gather it for the
+            recomputation (`storage.Sharded`).
+        args: of the function; the first is a tensor if it is to be distributed.
+
+    Raises:
+        UsageError: there is nothing to distribute, or no group to distribute it over.
+        StorageError: `args[0]` is not the same on all ranks, as with sequence parallelism; see `storage.Sharded`.
+        ReactivateError: see `reactivate.checkpoint`.
+
+    Example:
+        >>> import torch
+        >>> from reactivate.dropin.megatron import checkpoint
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> checkpoint(lambda x: x.sin().exp(), False, x).sum().backward()
+    """
+    guards = with_tracker(rng_tracker()).adding(CHECKPOINTING)
+    inputs: Storage = DEVICE
+    if distribute_saved_activations:
+        if not args or not isinstance(args[0], Tensor):
+            raise UsageError(
+                "checkpoint(function, distribute_saved_activations=True, *args) distributes args[0], a tensor; got "
+                f"{type(args[0]).__name__ if args else 'no arguments'}. Pass False, or the tensor first."
+            )
+        first = id(args[0])
+        inputs = Chosen(Sharded(tensor_parallel_group(), least_bytes=0), lambda tensor: id(tensor) == first)
+    return call_region(function, args, {}, guards, inputs)
+
+
+def is_checkpointing() -> bool:
+    """Return whether the calling code runs in a region of `checkpoint`, in its forward or in a recomputation.
+
+    Megatron's own is false again after the first of two nested regions ends; this one is not.
+    """
+    return open_regions.get() > 0
+
+
+class CheckpointFunction:
+    """`megatron.core.tensor_parallel.random.CheckpointFunction`, for code that applies it directly."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+        """`checkpoint(run_function, distribute_saved_activations, *args)`."""
+        return checkpoint(run_function, distribute_saved_activations, *args)
+
+
+def policy(
+    *,
+    recompute_granularity: str | None = None,
+    recompute_method: str | None = None,
+    recompute_num_layers: int | None = None,
+    recompute_modules: Sequence[str] | None = None,
+    distribute_saved_activations: bool = False,
+    sequence_parallel: bool = False,
+) -> Policy:
+    """Return the policy that these fields of Megatron's `TransformerConfig` stand for.
+
+    Args:
+        recompute_granularity: "full": whole layers; "selective": parts of them; None: nothing.
+        recompute_method: for "full": "uniform" recomputes every layer, "block" the first ones of the model, or of the
+            pipeline stage that the model is.
+        recompute_num_layers: for "uniform" 1; for "block" the number of layers.
+        recompute_modules: for "selective": of "core_attn", "mlp", "moe" and "shared_experts"; ["core_attn"] if None.
+        distribute_saved_activations: keep one part of each layer's inputs on each tensor-parallel rank.
+        sequence_parallel: whether the activations between layers are sharded already.
+
+    Raises:
+        UsageError: a field has a value that Megatron refuses, or one that stands for nothing here; the message says why.
+
+    Example:
+        >>> import torch, reactivate
+        >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 4)
+        >>> policy = reactivate.dropin.megatron.policy(
+        ...     recompute_granularity="full", recompute_method="block", recompute_num_layers=3
+        ... )
+        >>> reactivate.apply(model, policy).regions
+        ('layers.0', 'layers.1', 'layers.2')
+    """
+    if distribute_saved_activations and sequence_parallel:
+        raise UsageError(
+            "distribute_saved_activations=True goes with sequence_parallel=False: with sequence parallelism each rank has a "
+            "part of its own already."
+        )
+    if distribute_saved_activations and recompute_granularity != "full":
+        raise UsageError(
+            "distribute_saved_activations=True is about the inputs of whole layers: it goes with recompute_granularity='full'"
+            f", not {recompute_granularity!r}."
+        )
+    inputs: Storage = Sharded(tensor_parallel_group(), least_bytes=0) if distribute_saved_activations else DEVICE
+    return _megatron_policy.policy_of(
+        recompute_granularity, recompute_method, recompute_num_layers, recompute_modules, inputs
+    )
+
+
+def install() -> Installation:
+    """Run everything that calls Megatron's `tensor_parallel.checkpoint` on this engine, without an edit.
+
+    Megatron's own layers then call it as their configuration says, in chunks of `recompute_num_layers` layers too. The
+    tensor-parallel group and the RNG tracker are Megatron's. `CheckpointWithoutOutput` stays Megatron's.
+
+    Returns:
+        A handle with `remove()`; also a context manager.
+
+    Raises:
+        UsageError: megatron-core is not installed; or this drop-in is installed already.
+    """
+    upstream = library("megatron.core.tensor_parallel.random", "dropin.megatron.install()")
+    return Installation(upstream, sys.modules["reactivate.dropin.megatron"], _NAMES)
