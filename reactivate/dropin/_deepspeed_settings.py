@@ -26,6 +26,10 @@ _KEYS = {
 }
 
 
+class OptionsError(UsageError, AssertionError):
+    """Options of `configure` that do not go together. DeepSpeed asserts that they do (Rule 18)."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """The options that `configure` was told.
@@ -65,8 +69,8 @@ class Settings:
         if not self.is_contiguous:
             return self
         if not self.partitions or self.layers is None:
-            raise UsageError(
-                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints; got "
+            raise OptionsError(
+                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints (the number of layers); got "
                 f"partition_activations={self.partitions}, num_checkpoints={self.layers}."
             )
         raise UnsupportedError(
