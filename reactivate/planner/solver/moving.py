@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -77,6 +77,8 @@ class MovingProblem:
 
     @classmethod
     def of(cls, chain: Chain) -> MovingProblem:
+        if chain.limit_bytes is not None and _most_stored(chain) <= chain.limit_bytes:
+            chain = replace(chain, limit_bytes=None)  # no choice comes to it
         limit = math.inf if chain.limit_bytes is None else chain.limit_bytes
         moves = [
             _worthwhile(_move_of(entry, *outside, is_limited=chain.limit_bytes is not None) for entry in menu)
@@ -131,6 +133,13 @@ class MovingProblem:
                 queue, waited = passed(partial.queue, move.forward, move.backward, move.copies, self.chain.in_flight)
                 found.append(_Partial(held, stored, partial.ticks + move.ticks + waited, peak, queue, before, number))
         return found
+
+
+def _most_stored(chain: Chain) -> int:
+    """Return the most bytes that any choice puts into the storage."""
+    return sum(
+        max(0 if entry.transfer is None else entry.transfer.stored_bytes for entry in menu) for menu in chain.menus
+    )
 
 
 def _move_of(entry: Candidate, outside_before: int, outside_after: int, *, is_limited: bool) -> _Move:
