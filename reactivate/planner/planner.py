@@ -270,7 +270,7 @@ class Planner:
             fixed=self.fixed,
             plain=prediction_of(self.plain, total, self.plain_seconds),
             predicted=prediction_of(trace, total, choice.own_seconds, choice.flow),
-            frontier=self._points.frontier_with(self._smallest_points(choice)),
+            frontier=self._points.frontier_with(self._points_of(choice)),
             policies=self._points.policies(self.step.model),
             proof=Proof("simulated", total + trace.peak_bytes, choice.proven.rounds),
             optimizer_bytes=self.optimizer_bytes,
@@ -281,12 +281,12 @@ class Planner:
         )
 
     def _used(self, choice: Choice) -> tuple[StorageSearch, ...]:
-        is_moving = any(treatment.storage for treatment in choice.proven.treatments.values())
-        return self._storage_searches if is_moving else ()
+        names = {treatment.storage for treatment in choice.proven.treatments.values()} - {""}
+        return tuple(search for search in self._storage_searches if search.offer.name in names) if names else ()
 
-    def _smallest_points(self, choice: Choice) -> list[Point]:
-        """With the storages, where the plan uses one."""
-        found = [(search.offer.name, search.smallest()) for search in self._used(choice)]
+    def _points_of(self, choice: Choice) -> list[Point]:
+        """Return those with storages, where the plan uses one: the smallest, and the plan itself."""
+        found = [(search.offer.name, item) for search in self._used(choice) for item in (search.smallest(), choice)]
         total = self.fixed.total
         return [Point(f"planned, {name}", total + item.trace_bytes, item.seconds) for name, item in found if item]
 
