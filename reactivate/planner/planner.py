@@ -16,7 +16,7 @@ from reactivate._model.apply import apply
 from reactivate._text.warnings import warn
 from reactivate._types import Storage
 from reactivate.planner.budget import Budget, parse
-from reactivate.planner.choice import Choice
+from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.flow import Flow
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
 from reactivate.planner.cost.overhead import measure_overhead
@@ -219,10 +219,10 @@ class Planner:
             raise infeasible(budget.text, allowed, self.smallest_bytes(), self.fixed, self.plain.peak_bytes)
         return self._written(found, budget, allowed)
 
-    def _fastest(self, budget_bytes: int) -> Choice | None:
+    def _fastest(self, budget_bytes: int) -> ChosenStep | None:
         """The fastest choice that holds: without storages, or with one of them."""
         found = self.search.fit(budget_bytes)
-        choices = [] if found is None else [Choice(found, self.plain_seconds + found.solution.seconds, Flow())]
+        choices = [] if found is None else [ChosenStep(found, self.plain_seconds + found.solution.seconds, Flow())]
         if found is None or found.solution.seconds > 0:
             for search in self._storage_searches:
                 self._tell(f"the plan with {search.offer.name}, solved and proved")
@@ -245,7 +245,7 @@ class Planner:
         """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
         return parse(self.place.free_bytes(self.fixed.total, is_predicted=self.is_predicted))
 
-    def _written(self, choice: Choice, budget: Budget, allowed: int) -> Plan:
+    def _written(self, choice: ChosenStep, budget: Budget, allowed: int) -> Plan:
         total, trace = self.fixed.total, choice.proven.trace
         device = self.place.spec.name if self.is_predicted else str(self.place.device)
         paths = self.plain_reading.paths
@@ -259,7 +259,7 @@ class Planner:
             fixed=self.fixed,
             plain=prediction_of(self.plain, total, self.plain_seconds),
             predicted=prediction_of(trace, total, choice.own_seconds, choice.flow),
-            frontier=self._points.frontier_with(self._smallest_points(choice)),
+            frontier=self._points.frontier_with(self._points_of(choice)),
             policies=self._points.policies(self.step.model),
             proof=self._trials.proof_of(total, trace.peak_bytes, choice.proven.rounds),
             optimizer_bytes=self.optimizer_bytes,
@@ -269,13 +269,13 @@ class Planner:
             runner=StepRunner(self.step, self.place, self.costs, self.plan),
         )
 
-    def _used(self, choice: Choice) -> tuple[StorageSearch, ...]:
-        is_moving = any(treatment.storage for treatment in choice.proven.treatments.values())
-        return self._storage_searches if is_moving else ()
+    def _used(self, choice: ChosenStep) -> tuple[StorageSearch, ...]:
+        names = {treatment.storage for treatment in choice.proven.treatments.values()} - {""}
+        return tuple(search for search in self._storage_searches if search.offer.name in names) if names else ()
 
-    def _smallest_points(self, choice: Choice) -> list[Point]:
-        """With the storages, where the plan uses one."""
-        found = [(search.offer.name, search.smallest()) for search in self._used(choice)]
+    def _points_of(self, choice: ChosenStep) -> list[Point]:
+        """Return those with storages, where the plan uses one: the smallest, and the plan itself."""
+        found = [(search.offer.name, item) for search in self._used(choice) for item in (search.smallest(), choice)]
         total = self.fixed.total
         return [Point(f"planned, {name}", total + item.trace_bytes, item.seconds) for name, item in found if item]
 

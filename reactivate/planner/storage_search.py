@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from reactivate._engine.accounts import in_words
 from reactivate.errors import UsageError
-from reactivate.planner.choice import Choice
+from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.flow import flow_of
 from reactivate.planner.offers import ASKED, Offer
 from reactivate.planner.profile.probe import Reading, TreatmentTable, rounds_of
@@ -97,7 +97,7 @@ class StorageSearch:
                 f"takes {in_words(smallest)}. Raise its limit, or leave it out."
             )
 
-    def fit(self, budget_bytes: int) -> Choice | None:
+    def fit(self, budget_bytes: int) -> ChosenStep | None:
         """The fastest choice that holds; None if there is none.
 
         Args:
@@ -106,13 +106,13 @@ class StorageSearch:
         found = self._search.fit(budget_bytes)
         return None if found is None else self._chosen(found)
 
-    def _chosen(self, found: Proven) -> Choice:
+    def _chosen(self, found: Proven) -> ChosenStep:
         own_seconds = self._step.plain_seconds + found.solution.own_seconds
         scale = own_seconds / found.trace.seconds if found.trace.seconds else 0.0
         flow = flow_of(found.trace, self.offer.link, scale, is_awaited=self.offer.in_flight == 0)
-        return Choice(found, own_seconds, flow)
+        return ChosenStep(found, own_seconds, flow)
 
-    def smallest(self) -> Choice | None:
+    def smallest(self) -> ChosenStep | None:
         """The choice with the least peak; None if the storage can do its part in none that was tried."""
         found = self._search.smallest()
         return None if found.trace.failures else self._chosen(found)

@@ -11,7 +11,7 @@ from torch.nn import Module
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.step import leaves_of
 from reactivate.errors import PlanInfeasible
-from reactivate.planner.choice import Choice
+from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.prediction import Fixed
 from reactivate.planner.digest import digest_of
 from reactivate.planner.offers import Offer
@@ -44,7 +44,7 @@ def infeasible(asked: str, allowed: int, least_bytes: int, fixed: Fixed, plain_b
     )
 
 
-def decisions_of(choice: Choice, paths: Sequence[str], units: Mapping[str, Module]) -> tuple[Decision, ...]:
+def decisions_of(choice: ChosenStep, paths: Sequence[str], units: Mapping[str, Module]) -> tuple[Decision, ...]:
     """Return what is done with each unit.
 
     Args:
@@ -69,7 +69,7 @@ def decisions_of(choice: Choice, paths: Sequence[str], units: Mapping[str, Modul
     )
 
 
-def storages_of(choice: Choice, offers: Sequence[Offer]) -> tuple[StorageUse, ...]:
+def storages_of(choice: ChosenStep, offers: Sequence[Offer]) -> tuple[StorageUse, ...]:
     """Return the storages that a plan uses."""
     used = {treatment.storage for treatment in choice.proven.treatments.values()}
     return tuple(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from reactivate.planner.cost.links import Link
 from reactivate.planner.cost.prediction import Copy
-from reactivate.planner.profile.trace import Move, Trace
+from reactivate.planner.profile.trace import CopyEvent, Trace
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def flow_of(trace: Trace, link: Link | None, scale: float, *, is_awaited: bool) 
     if link is None or not trace.moves:
         return Flow()
     clock = _Clock(link, is_awaited)
-    moves: defaultdict[int, list[Move]] = defaultdict(list)
+    moves: defaultdict[int, list[CopyEvent]] = defaultdict(list)
     for move in trace.moves:
         moves[move.op].append(move)
     for number in range(len(trace.ops) + 1):
@@ -73,7 +73,7 @@ class _Clock:
         self._sent: dict[int, float] = {}
         self._fetched: dict[int, float] = {}
 
-    def pass_move(self, move: Move) -> None:
+    def pass_move(self, move: CopyEvent) -> None:
         """Go on to where a transfer has come that far."""
         if move.what == "sent":
             begin = max(self.now, self._out_ends)

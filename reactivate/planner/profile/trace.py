@@ -74,7 +74,7 @@ class Allocation:
     died: int | None = None
 
 
-class Move(NamedTuple):
+class CopyEvent(NamedTuple):
     """A transfer to or from a storage, as far as it has come.
 
     Attributes:
@@ -129,7 +129,7 @@ class Trace:
     calls: list[list[UnitCall]] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     depends_on_data: bool = False
-    moves: list[Move] = field(default_factory=list)
+    moves: list[CopyEvent] = field(default_factory=list)
     stored_bytes: int = 0
     failures: list[str] = field(default_factory=list)
 

@@ -28,7 +28,7 @@ from reactivate._engine.record import Record, observed_by
 from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.containers import flatten
 from reactivate._torch.ops import DEVICE_QUERY
-from reactivate.planner.profile.trace import Allocation, Costs, Move, Op, Trace, UnitCall
+from reactivate.planner.profile.trace import Allocation, CopyEvent, Costs, Op, Trace, UnitCall
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
 
@@ -179,7 +179,7 @@ class _Tracer(TorchDispatchMode):
 
     def moved(self, what: MoveKind, key: int, nbytes: int) -> None:
         """A storage has taken a tensor, or has come further with it."""
-        self.trace.moves.append(Move(len(self.trace.ops), what, key, nbytes))
+        self.trace.moves.append(CopyEvent(len(self.trace.ops), what, key, nbytes))
         if what == "taken" and self._call is not None and not is_recomputing():
             self._call.moved.append(nbytes)
 

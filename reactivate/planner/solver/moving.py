@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ _RANGES = 100
 _ENDINGS = 400  # ways to complete a partial choice that are known of each block
 
 
-class _Move(NamedTuple):
+class _Option(NamedTuple):
     """An entry of a block; times are in ticks."""
 
     held: int
@@ -72,11 +72,13 @@ class MovingProblem:
     """
 
     chain: Chain
-    moves: list[list[_Move]]
+    moves: list[list[_Option]]
     endings: list[list[_Ending]]
 
     @classmethod
     def of(cls, chain: Chain) -> MovingProblem:
+        if chain.limit_bytes is not None and _most_stored(chain) <= chain.limit_bytes:
+            chain = replace(chain, limit_bytes=None)  # no choice comes to it
         limit = math.inf if chain.limit_bytes is None else chain.limit_bytes
         moves = [
             _worthwhile(_move_of(entry, *outside, is_limited=chain.limit_bytes is not None) for entry in menu)
@@ -115,7 +117,7 @@ class MovingProblem:
         return solution
 
     def _continued(
-        self, row: Sequence[_Partial], moves: Sequence[_Move], endings: Sequence[_Ending], budget_bytes: float
+        self, row: Sequence[_Partial], moves: Sequence[_Option], endings: Sequence[_Ending], budget_bytes: float
     ) -> list[_Partial]:
         """Continue partial choices by a block, where it fits and what comes after it still can."""
         limit = math.inf if self.chain.limit_bytes is None else self.chain.limit_bytes
@@ -133,16 +135,23 @@ class MovingProblem:
         return found
 
 
-def _move_of(entry: Candidate, outside_before: int, outside_after: int, *, is_limited: bool) -> _Move:
+def _most_stored(chain: Chain) -> int:
+    """Return the most bytes that any choice puts into the storage."""
+    return sum(
+        max(0 if entry.transfer is None else entry.transfer.stored_bytes for entry in menu) for menu in chain.menus
+    )
+
+
+def _move_of(entry: Candidate, outside_before: int, outside_after: int, *, is_limited: bool) -> _Option:
     need = max(entry.need_bytes, outside_before, entry.held_bytes + outside_after)
     stored = entry.transfer.stored_bytes if is_limited and entry.transfer is not None else 0
     forward, backward = ticks_of(entry.forward_seconds), ticks_of(entry.backward_seconds)
-    return _Move(entry.held_bytes, stored, ticks_of(entry.seconds), need, forward, backward, copies_of(entry), entry)
+    return _Option(entry.held_bytes, stored, ticks_of(entry.seconds), need, forward, backward, copies_of(entry), entry)
 
 
-def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
+def _worthwhile(moves: Iterable[_Option]) -> list[_Option]:
     """Return the moves than which no other one is as good in every way."""
-    found: list[_Move] = []
+    found: list[_Option] = []
     for move in sorted(
         moves, key=lambda move: (move.held, move.stored, move.need, move.ticks, move.copies is not None)
     ):
@@ -151,7 +160,7 @@ def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
     return found
 
 
-def _is_as_good(move: _Move, other: _Move) -> bool:
+def _is_as_good(move: _Option, other: _Option) -> bool:
     """Return whether nobody loses who has `move` in the place of `other`, which hides more of others' copies, perhaps."""
     if move.held > other.held or move.stored > other.stored or move.need > other.need:
         return False
@@ -163,7 +172,7 @@ def _is_as_good(move: _Move, other: _Move) -> bool:
     return move.ticks + lost <= other.ticks
 
 
-def _endings_of(moves: Sequence[_Move], after: Sequence[_Ending], limit: float) -> list[_Ending]:
+def _endings_of(moves: Sequence[_Option], after: Sequence[_Ending], limit: float) -> list[_Ending]:
     """Return what may come from a block on."""
     ways = sorted(
         _Ending(move.stored + ending.stored, max(move.need, move.held + ending.need))

@@ -9,7 +9,7 @@ from reactivate.planner.solver.solution import Proven
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenStep:
     """A choice that was simulated.
 
     Attributes:
