@@ -60,18 +60,19 @@ def _call(rebuild: Rebuild) -> Tensor:
 
 
 def _replace_blindly(saved: Any, rebuild_of: Callable[[Tensor], Rebuild | None]) -> bool:
-    packed: list[Any] = []
+    asked: list[Any] = [rebuild_of]  # the node holds `pack` as long as it lives, which must not hold the tensors
+    packed: list[bool] = []
 
     def pack(tensor: Tensor) -> Any:
-        rebuild = rebuild_of(tensor)
-        packed.append(rebuild)
+        rebuild = asked.pop()(tensor)
+        packed.append(rebuild is not None)
         return rebuild or (tensor, tensor._version)
 
     try:
         saved.register_hooks(pack, _unpack)
     except RuntimeError:  # there are hooks already, or nothing was saved
         return False
-    return packed[0] is not None
+    return packed[0]
 
 
 def _unpack(packed: Any) -> Tensor:

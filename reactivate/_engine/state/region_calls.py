@@ -17,17 +17,17 @@ class RegionCall:
     """
 
     __slots__ = ("__weakref__", "_inner")
-
-    def __init__(self) -> None:
-        self._inner: dict[int, RegionCall] | None = None
+    _inner: dict[int, RegionCall]  # set when the first is asked for: one of these is made for every region
 
     def inner(self, index: int) -> RegionCall:
         """Return the identity of the region that begins inside of this one after `index` others."""
-        if self._inner is None:
-            self._inner = {}
-        if index not in self._inner:
-            self._inner[index] = RegionCall()
-        return self._inner[index]
+        try:
+            inner = self._inner
+        except AttributeError:
+            inner = self._inner = {}
+        if index not in inner:
+            inner[index] = RegionCall()
+        return inner[index]
 
 
 handed_out: WeakSet[RegionCall] = (
