@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from reactivate._torch.modes import is_same_state
 
 _GENERATORS = ("device_count", "get_rng_state", "set_rng_state")
@@ -51,6 +53,15 @@ class Backend:
             return
         for index, state in enumerate(states):
             module.set_rng_state(state, index)
+
+    def read_current_rng(self) -> torch.Tensor:
+        """The state of the generator of the current device."""
+        state: torch.Tensor = torch.get_device_module(self.device_type).get_rng_state()
+        return state
+
+    def write_current_rng(self, state: torch.Tensor) -> None:
+        """Set the generator of the current device to what `read_current_rng` gave."""
+        torch.get_device_module(self.device_type).set_rng_state(state)
 
     def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
         """Return whether no number was drawn between two reads."""

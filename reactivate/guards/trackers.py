@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from reactivate._backends import accelerator
+from reactivate._backends import Backend, accelerator
 from reactivate._engine.state.turns import undisturbed
 from reactivate._torch.modes import is_same_state
 from reactivate._types import Call, Guard
@@ -159,19 +159,19 @@ class RngTracker:
 
 def _read() -> torch.Tensor:
     """The states of the CPU's and the current accelerator device's generator, one behind the other."""
-    module = _device_module()
+    device = _device()
     state = torch.get_rng_state()
-    return state if module is None else torch.cat([state, module.get_rng_state().cpu()])
+    return state if device is None else torch.cat([state, device.read_current_rng().cpu()])
 
 
 def _write(state: torch.Tensor) -> None:
-    module = _device_module()
+    device = _device()
     size = torch.default_generator.get_state().numel()
     torch.set_rng_state(state[:size])
-    if module is not None:
-        module.set_rng_state(state[size:])
+    if device is not None:
+        device.write_current_rng(state[size:].clone())  # torch.Generator reads a part of a storage out of bounds
 
 
-def _device_module() -> Any | None:
+def _device() -> Backend | None:
     backend = accelerator()
-    return torch.get_device_module(backend.device_type) if backend is not None and backend.is_initialized() else None
+    return backend if backend is not None and backend.is_initialized() else None
