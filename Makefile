@@ -10,10 +10,9 @@ TEST := OMP_NUM_THREADS=1
 # torch_xla goes with one torch, and is large: an environment of its own, kept for the user, one for each set of pins.
 XLA_PINS := requirements-xla.txt requirements-xla-tests.txt
 XLA := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/reactivate/xla-$(shell cat $(XLA_PINS) | cksum | cut -d ' ' -f 1)
-IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU TPU_PYTHON=$(TPU)/bin/python $(XLA)/bin/python
-
 # The compiler of TPUs, which needs none, in an environment without torch: 1.3 GB.
 TPU := $(dir $(XLA))tpu-$(shell cksum < requirements-tpu.txt | cut -d ' ' -f 1)
+IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU TPU_PYTHON=$(TPU)/bin/python $(XLA)/bin/python
 
 # The newest torch, in an environment of its own as well. `make test-newest TORCH=` takes what pip offers that day.
 TORCH ?= 2.14.1
