@@ -53,6 +53,12 @@ def compiler() -> str | None:
     return os.environ.get(VARIABLE)
 
 
+def without_flags() -> dict[str, str]:
+    """Return the environment without flags of XLA, some of which torch_xla sets, and without this project's packages."""
+    left_out = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PYTHONPATH")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
 def measured(model: str, way: str, size: Size, topologies: Iterable[str]) -> Iterator[tuple[Case, dict[str, str]]]:
     """Trace the case once, and compile it for each topology; with the versions that this was done with.
 
@@ -72,9 +78,8 @@ def measured(model: str, way: str, size: Size, topologies: Iterable[str]) -> Ite
         (said,) = _lines(
             [sys.executable, "-W", "ignore", __file__, json.dumps(request)], f"{model}, {way}", environment
         )
-        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         script = str(Path(__file__).with_name("_tpu_compiler.py"))
-        for found in _lines([python, script, str(path), *topologies], f"{model}, {way}", clean):
+        for found in _lines([python, script, str(path), *topologies], f"{model}, {way}", without_flags()):
             used = said["versions"] | found.pop("versions")
             yield Case(model, way, traced=Program(**said["traced"]), **found), used
 
