@@ -10,7 +10,9 @@ TEST := OMP_NUM_THREADS=1
 # torch_xla goes with one torch, and is large: an environment of its own, kept for the user, one for each set of pins.
 XLA_PINS := requirements-xla.txt requirements-xla-tests.txt
 XLA := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/reactivate/xla-$(shell cat $(XLA_PINS) | cksum | cut -d ' ' -f 1)
-IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU $(XLA)/bin/python
+# The compiler of TPUs, which needs none, in an environment without torch: 1.3 GB.
+TPU := $(dir $(XLA))tpu-$(shell cksum < requirements-tpu.txt | cut -d ' ' -f 1)
+IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU TPU_PYTHON=$(TPU)/bin/python $(XLA)/bin/python
 
 # The newest torch, in an environment of its own as well. `make test-newest TORCH=` takes what pip offers that day.
 TORCH ?= 2.14.1
@@ -57,7 +59,13 @@ $(XLA)/.installed:  # no prerequisites: another set of pins is another directory
 	$(XLA)/bin/pip install --quiet --disable-pip-version-check --constraint requirements-xla.txt --requirement requirements-xla-tests.txt
 	touch $@
 
-test-xla: $(XLA)/.installed  ## regions on XLA's CPU device, and in JAX
+$(TPU)/.installed:
+	rm -rf $(TPU)
+	$(PYTHON) -m venv $(TPU)
+	$(TPU)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-tpu.txt
+	touch $@
+
+test-xla: $(XLA)/.installed $(TPU)/.installed  ## regions on XLA's CPU device, compiled for a TPU, and in JAX
 	$(TEST) $(IN_XLA) -m pytest tests_xla
 
 WITHOUT_TITAN := --ignore tests/test_recipe.py --ignore tests/test_recipe_configs.py  # torchtitan needs a newer torch
@@ -123,8 +131,10 @@ bench-torches: $(VENV)/.bench $(NEWEST)/.installed  ## the table in docs/overhea
 	PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python benchmarks/overhead.py --quick --out benchmarks/results
 	$(BIN)/python tests/public_ways.py benchmarks/overhead.py --quick --out benchmarks/results
 
-bench-xla: $(XLA)/.installed  ## the figures in docs/xla-measured.md
+bench-xla: $(XLA)/.installed $(TPU)/.installed  ## the figures in docs/xla-measured.md and docs/tpu-measured.md
 	$(IN_XLA) benchmarks/xla.py --out benchmarks/results --page docs/xla-measured.md
+	rm -f benchmarks/results/tpu-ahead-of-time.json
+	$(IN_XLA) benchmarks/tpu.py --out benchmarks/results --page docs/tpu-measured.md
 
 test-upstream: $(VENV)/.test  ## PyTorch's own checkpoint tests on the drop-in: make test-upstream TORCH_SRC=a/checkout
 	$(BIN)/python benchmarks/upstream.py "$(TORCH_SRC)" --out benchmarks/results

@@ -267,26 +267,38 @@ def _run(request: dict[str, Any], flags: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Trace, compile and run the step: forward, loss, backward."""
+def traced_step(model: str, way: str, size: Size) -> list[Tensor]:
+    """Trace a step, forward, loss and backward, and return what it computes: the loss and the gradients."""
     import torch_xla  # an optional package
 
-    blocks, x = MODELS[request["model"]].make(Size(**request["size"]))
+    blocks, x = MODELS[model].make(size)
     blocks, x = blocks.to("xla"), x.to("xla").requires_grad_()
     torch_xla.sync()
-    begin = perf_counter()
     y = x
     for block in blocks:
-        y = WAYS[request["way"]](block)(y)
+        y = WAYS[way](block)(y)
     loss = y.square().sum()
     loss.backward()
-    del y
-    outputs = [loss.detach(), x.grad, *(parameter.grad for parameter in blocks.parameters())]
+    return [loss.detach(), x.grad, *(parameter.grad for parameter in blocks.parameters())]  # type: ignore[list-item]
+
+
+def versions() -> dict[str, str]:
+    """Return those of torch and of torch_xla."""
+    import torch_xla  # an optional package
+
+    return {"torch": torch.__version__, "torch_xla": torch_xla.__version__}
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Trace, compile and run the step."""
+    import torch_xla  # an optional package
+
+    begin = perf_counter()
+    outputs = traced_step(request["model"], request["way"], Size(**request["size"]))
     text = torch_xla._XLAC._get_xla_tensors_hlo(outputs)
     torch_xla.sync(wait=True)
     seconds = perf_counter() - begin
-    versions = {"torch": torch.__version__, "torch_xla": torch_xla.__version__}
-    return {"traced": asdict(read_program(text)), "seconds": seconds, "versions": versions}
+    return {"traced": asdict(read_program(text)), "seconds": seconds, "versions": versions()}
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ On XLA, forward, recomputation and backward form one graph. The compiler merges 
 undoes a checkpoint. Regions of reactivate put optimization barriers (`opt-barrier`) between forward and recomputation. The
 barriers also depend on the gradient of the region's output. This page shows the programs that XLA compiles from them.
 
-**These are figures of XLA's CPU compiler. No saving on a TPU is claimed: none was measured.**
+**These are figures of XLA's CPU compiler.** Those of the compiler of TPUs are on [another page](tpu-measured.md).
 
 `benchmarks/xla.py --page` wrote this page from its results: no figure is edited by hand.
 
@@ -201,7 +201,8 @@ process of its own. Figures are read from the program that torch_xla traced and 
   and backward.
 
 XLA's flags are `{KEEPS_BARRIERS}`, since XLA:CPU otherwise drops barriers
-before it schedules, JAX's included; the last table is without this flag.
+before it schedules, JAX's included; the last table is without this flag. The flag is for measuring on a CPU: the compiler of
+TPUs keeps barriers without one.
 
 The rows of the tables:
 
@@ -209,7 +210,8 @@ The rows of the tables:
 - *{TORCH}*: `torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`, with the `torch.xla` that reactivate
   registers and without which it fails. This is the negative control.
 - *{CONTEXT}*: the same with `context_fn=reactivate.dropin.xla.context_fn`. The recomputation is not merged, but
-  torch's function does not tell which gradients it depends on, so it may run before the backward, and then saves nothing.
+  torch's function does not tell which gradients it depends on, so it may run before the backward, and then saves nothing:
+  so it is here, and not [on TPUs](tpu-measured.md).
 - *{TORCH_XLA}*: `torch_xla.utils.checkpoint.checkpoint(block.forward, x)`. It puts the parameters themselves behind
   barriers, so they become outputs.
 - *{OURS}*: `reactivate.checkpoint(block)(x)`.

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +34,9 @@ from simulated_streams import GARBAGE, Block, Entry, Lane, Mark, Queues, Work, b
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-NAME = "privateuseone"
+NAME = os.environ.get("SIMULATED_DEVICE", "privateuseone")
+"""What the device is called: once in a process."""
+torch.utils.rename_privateuse1_backend(NAME)  # torch's accelerator from now on: autograd asks for its streams
 DEVICE = torch.device(NAME, 0)
 aten = torch.ops.aten
 
@@ -614,7 +617,6 @@ def log() -> list[Entry]:
 # Before the first backward pass of the process, which starts a thread for each device that it knows; and for good.
 _REGISTERED = _Hooks(), _Guard()
 torch._register_device_module(NAME, sys.modules[__name__])
-torch.utils.rename_privateuse1_backend(NAME)  # torch's accelerator from now on: autograd asks for its streams
 torch._C._acc.register_python_privateuseone_hook(_REGISTERED[0])
 torch._C._acc.register_python_privateuseone_device_guard(_REGISTERED[1])
 

@@ -10,17 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
-FILES = ["simulated_cases.py", "simulated_offload.py", "simulated_plan.py"]
+FILES = [
+    ("simulated_cases.py", "privateuseone"),
+    ("simulated_offload.py", "privateuseone"),
+    ("simulated_plan.py", "privateuseone"),
+    ("simulated_heirs.py", "tpu"),
+    ("simulated_heirs.py", "neuron"),
+]
 
 GUARDS = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard")
 
 
 @pytest.mark.skipif(not GUARDS, reason="this torch has no device guards written in Python")
-@pytest.mark.parametrize("file", FILES)
-def test_in_a_process_of_its_own(file: str) -> None:
+@pytest.mark.parametrize(("file", "device"), FILES)
+def test_in_a_process_of_its_own(file: str, device: str) -> None:
     """torch has one accelerator at most, and cannot forget it."""
     path = Path(__file__).with_name(file)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "SIMULATED_DEVICE": device}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path)]
     found = subprocess.run(
         command, check=False, capture_output=True, text=True, env=environment, cwd=path.parent.parent

@@ -11,6 +11,7 @@ import torch
 from reactivate._backends.base import Backend
 from reactivate._backends.cuda import CudaBackend
 from reactivate._backends.fence import Fence, fences, register_fence
+from reactivate._backends.tpu import TpuBackend
 from reactivate._torch.devices import accelerator_device, xla_runtime
 
 __all__ = ["Backend", "CudaBackend", "Fence", "accelerator", "backends", "fences", "register_fence"]
@@ -46,4 +47,7 @@ def _backend(device_type: str, module: Any) -> Backend:
         from reactivate._backends.torchax import BACKEND  # an optional package
 
         return BACKEND
-    return (CudaBackend if device_type == "cuda" else Backend)(device_type, module)
+    return _KINDS.get(device_type, Backend)(device_type, module)
+
+
+_KINDS: dict[str, type[Backend]] = {"cuda": CudaBackend, "tpu": TpuBackend}

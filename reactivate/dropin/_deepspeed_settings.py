@@ -70,7 +70,7 @@ class Settings:
             return self
         if not self.partitions or self.layers is None:
             raise OptionsError(
-                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints (the number of layers); got "
+                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints (of layers); got "
                 f"partition_activations={self.partitions}, num_checkpoints={self.layers}."
             )
         raise UnsupportedError(
