@@ -34,13 +34,13 @@ class Residence:
     Attributes:
         least_bytes: smaller tensors stay.
         last: how many tensors, of those taken in last, stay.
-        in_flight: how many of those that are on their way have their memory still, at most.
+        in_flight: how many of those that are on their way have their memory still, at most; 0 where the program waits for
+            each copy.
         ahead: how many are back before they are read.
         limit: the most bytes that it may keep, in whole pages; None for any number.
         slack: the part by which the memory for a tensor may be larger than the tensor.
         lingers: whether a copy that nobody needs any more may have its memory until it ends.
         settles_on_read: whether reading lets go of what is still on its way.
-        is_awaited: whether the program waits for each transfer.
     """
 
     least_bytes: int
@@ -51,7 +51,6 @@ class Residence:
     slack: float = 0.0
     lingers: bool = False
     settles_on_read: bool = False
-    is_awaited: bool = False
 
     def at_once(self) -> Residence:
         """Return that of a storage that lets go at once, and brings back when it is asked."""
@@ -77,7 +76,7 @@ def residence_of(storage: Any, *, on_host: bool) -> Residence | None:
             return Residence(
                 storage.least_bytes, storage.last, WRITING, storage.ahead, storage.allowed_bytes, lingers=True
             )
-        return Residence(storage.least_bytes, storage.last, 0, 0, storage.allowed_bytes, is_awaited=True)
+        return Residence(storage.least_bytes, storage.last, 0, 0, storage.allowed_bytes)
     return None
 
 
