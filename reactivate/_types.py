@@ -30,7 +30,8 @@ class Storage(Protocol):
     """A storage: the place where a tensor that is kept for the backward waits.
 
     Attributes:
-        exact: whether every bit comes back.
+        exact: whether every bit comes back. A storage that says False has a method `bound(tensor)` besides, the most by
+            which each element may come back as another number (see `reactivate.storage.contract`).
     """
 
     exact: bool

@@ -4,5 +4,6 @@ from reactivate._types import Device, Storage
 from reactivate.storage import contract
 from reactivate.storage.disk import Disk
 from reactivate.storage.host import Host
+from reactivate.storage.lossy import Lossy
 
-__all__ = ["Device", "Disk", "Host", "Storage", "contract"]
+__all__ = ["Device", "Disk", "Host", "Lossy", "Storage", "contract"]
