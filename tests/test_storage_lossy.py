@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import reactivate
 from reactivate.errors import UsageError
-from reactivate.storage import Device, Disk, Host, Lossy, contract
+from reactivate.storage import Disk, Host, Lossy, contract
 
 CHECKS = {check.__name__: check for check in contract.CHECKS}
 KINDS: dict[str, dict[str, Any]] = {
@@ -134,7 +133,7 @@ def held(handle: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "options, size",
+    ("options", "size"),
     [
         ({}, 2**16 + 2**9 * 4),
         ({"bits": 4}, 2**15 + 2**9 * 4),
@@ -150,7 +149,13 @@ def test_what_stays_as_it_is() -> None:
     lossy = Lossy()
     small = torch.randn(1023)
     whole = torch.arange(10_000)
-    for tensor in (small, whole, whole > 7, torch.randn(4096, dtype=torch.complex64), torch.nn.Parameter(torch.ones(4096))):
+    for tensor in (
+        small,
+        whole,
+        whole > 7,
+        torch.randn(4096, dtype=torch.complex64),
+        torch.nn.Parameter(torch.ones(4096)),
+    ):
         assert lossy.save(tensor) is tensor and lossy.bound(tensor) is None
     assert lossy.save(torch.randn(1024)) is not small and lossy.traffic.moved == 1
     assert sum(lossy.traffic.stayed.values()) == 5
@@ -180,7 +185,7 @@ def test_copies_and_equality() -> None:
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    ("make", "message"),
     [
         (lambda: Lossy(bits=7), r"bits=...\) takes 8 or 4; got 7"),
         (lambda: Lossy(bits=True), "got True"),

@@ -67,7 +67,7 @@ class Codec:
             coded = self._coded(table, step, zero, is_finite)
             codes[self._bytes(start) : self._bytes(stop)] = self._packed(coded)
             steps[start:stop] = step
-            if zeros is not None:
+            if zeros is not None and zero is not None:
                 zeros[start:stop] = zero
         return Coded(codes, steps, zeros)
 

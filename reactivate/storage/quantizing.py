@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from reactivate._types import Storage
@@ -19,7 +18,7 @@ OTHER_DTYPES = "no floating point numbers of 16 bits or more"
 
 
 @dataclass(frozen=True, eq=False)
-class Exactly:
+class KeptExactly:
     """The handle of a tensor that the other storage keeps as it is."""
 
     handle: Any
@@ -32,7 +31,9 @@ class CodedPiece(Piece):
         geometry: offset, sizes and strides of the tensor, and whether it is lazily negative.
     """
 
-    def __init__(self, memory: Memory, geometry: Any, way: Compact, elements: Tensor, codec: Codec, inner: Storage) -> None:
+    def __init__(
+        self, memory: Memory, geometry: Any, way: Compact, elements: Tensor, codec: Codec, inner: Storage
+    ) -> None:
         super().__init__(memory, Extent(0, way.span))
         self.geometry = geometry
         self._way = way
@@ -71,10 +72,10 @@ class Quantizing(Mover):
         if handle is tensor:
             self.traffic.stayed[OTHER_DTYPES] += 1
             return tensor
-        return Exactly(handle)
+        return KeptExactly(handle)
 
     def load(self, handle: Any) -> Tensor:
-        return self._inner.load(handle.handle) if isinstance(handle, Exactly) else super().load(handle)
+        return self._inner.load(handle.handle) if isinstance(handle, KeptExactly) else super().load(handle)
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         if tensor.device.type in ("meta", "xla"):
@@ -90,7 +91,7 @@ class Quantizing(Mover):
         return run.as_strided(tensor.size(), tensor.stride(), run.storage_offset())
 
     def _moved(self, tensor: Tensor) -> Moved:
-        placement, extent = placement_of(tensor)
+        placement, _extent = placement_of(tensor)
         placement = placement.moved_by(-placement.offset)
         owner = owner_of(tensor)
         key = id(owner), owner._version, tensor.dtype

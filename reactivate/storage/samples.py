@@ -145,13 +145,16 @@ class Look:
         other = ~torch.isclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True) & ~is_finite
         assert not other.any(), f"{name}, but {int(other.sum()):,} of its infinities and NaNs are something else"
         excess = ((found - expected).abs() - bound)[is_finite]
-        assert not (excess > 0).any(), f"{name}, but an element is {float(excess.max()):.3g} further off than `bound` says"
+        assert not (excess > 0).any(), (
+            f"{name}, but an element is {float(excess.max()):.3g} further off than `bound` says"
+        )
         assert not excess.isnan().any(), f"{name}, but an element has become NaN"
 
 
 def _bound_of(storage: Any, tensor: Tensor) -> Tensor | None:
     assert callable(getattr(storage, "bound", None)), (
-        f"a storage that is not exact says by how much each element may differ: {type(storage).__name__} has no `bound(tensor)`"
+        "a storage that is not exact says by how much each element may differ: "
+        f"{type(storage).__name__} has no `bound(tensor)`"
     )
     bound: Tensor | None = storage.bound(tensor)
     return bound

@@ -13,6 +13,7 @@ from reactivate._engine.kept_calls.derive import Derived
 from reactivate._engine.kept_calls.results import Contents
 from reactivate._engine.record import Saved, SharedSlot
 from reactivate._engine.requests import take_in
+from reactivate._engine.rounded import is_exact, note_rounded
 from reactivate._engine.stored_form import Form
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.saved import SavedTensor, save_tensor
@@ -28,15 +29,20 @@ class SiteSlot(SharedSlot):
 
 
 class Kept:
-    """A tensor that is kept for the backward."""
+    """A tensor that is kept for the backward.
 
-    __slots__ = ("form", "handle", "storage", "tensor", "version")
+    Attributes:
+        is_rounded: whether it may come back with other values.
+    """
+
+    __slots__ = ("form", "handle", "is_rounded", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int, storage: Storage) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version
         self.storage = storage
         self.handle: Any = None
+        self.is_rounded = False
 
     def is_written(self) -> bool:
         """Return whether the tensor was written to, as long as it is not settled."""
@@ -50,6 +56,7 @@ class Kept:
             if self.storage is not DEVICE:
                 self.form = Form.of(tensor)
                 handle = take_in(self.storage, tensor)
+                self.is_rounded = handle is not tensor and not is_exact(self.storage)
             self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
 
     def load(self) -> Tensor:
@@ -64,7 +71,10 @@ class Kept:
         handle = self.handle.unpack() if type(self.handle) is SavedTensor else self.handle
         if self.storage is DEVICE:
             return handle  # type: ignore[no-any-return]
-        return self.form.in_class(self.form.load(self.storage, handle))
+        tensor = self.form.in_class(self.form.load(self.storage, handle))
+        if self.is_rounded:
+            note_rounded(tensor)
+        return tensor
 
 
 class There(Kept):
@@ -77,6 +87,7 @@ class There(Kept):
         self.version = version
         self.storage = DEVICE
         self.handle = None
+        self.is_rounded = False
 
     def settle(self) -> None:
         if self.tensor is not None:
