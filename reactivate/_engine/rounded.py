@@ -53,7 +53,8 @@ def is_anything_rounded() -> bool:
 
 def inexact_storages(record: Any) -> list[Storage]:
     """Return the storages of a region from which its recomputation may get other values than the forward had."""
-    results = [item for site in record.sites for item in site.outputs or () if getattr(item, "is_rounded", False)]
+    outputs = [getattr(item, "noise", item) for site in record.sites for item in site.outputs or ()]
+    results = [item for item in outputs if getattr(item, "is_rounded", False)]
     found = [record.options.inputs, *(item.storage for item in results)]
     return [storage for storage in found if not is_exact(storage)]
 

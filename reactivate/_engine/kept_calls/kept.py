@@ -113,7 +113,8 @@ class SavedSite:
         label: what was called, for messages and to see that the recomputation calls the same.
         start, stop: which entries of the record's `saved` are its.
         count: how many tensors are among its arguments.
-        outputs: the tensors that it returned, each a `Kept` or the number of an argument. None: not kept.
+        outputs: the tensors that it returned, each a `Kept`, the number of an argument, or a `Product` (see `dropouts`).
+            None: not kept.
         requires: for each of these, whether it needs a gradient.
         contents: what it returned around them.
         changes: what brings guarded state to where the call left it.
@@ -177,6 +178,11 @@ def last_needed(saved: Sequence[Saved]) -> int:
         if slot is not None and getattr(slot, "kept", None) is None:
             return index
     return -1
+
+
+def kept_among(outputs: Sequence[Any]) -> list[Kept]:
+    """Return what is kept of the results of a call: of one that is computed again, what it is computed from."""
+    return [item for output in outputs if isinstance(item := getattr(output, "noise", output), Kept)]
 
 
 def is_parameter(tensor: Tensor) -> bool:
