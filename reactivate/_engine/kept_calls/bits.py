@@ -28,7 +28,7 @@ class _Shape(NamedTuple):
 
     size: torch.Size
     stride: tuple[int, ...]
-    count: int
+    elements: int
     value: Tensor | None
 
 
@@ -98,7 +98,7 @@ def _shape_of(tensor: Tensor) -> _Shape:
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return a view whose dimensions are in the order in which the elements lie in memory."""
-    return tensor.detach().permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    return tensor.detach().permute(sorted(range(tensor.dim()), key=lambda dim: -int(tensor.stride(dim))))
 
 
 def _packed(tensor: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _packed(tensor: Tensor) -> Tensor:
 
 def _unpacked(packed: Tensor, shape: _Shape) -> Tensor:
     words = (packed.to(torch.int64) * _SPREAD).bitwise_and_(_PLACES)
-    found = words.view(torch.uint8)[: shape.count] != 0
+    found = words.view(torch.uint8)[: shape.elements] != 0
     if shape.value is not None:
         found = found.to(shape.value.dtype).mul_(shape.value)
     return found.as_strided(shape.size, shape.stride)

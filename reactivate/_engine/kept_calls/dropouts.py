@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
+from torch.nn import Parameter, functional
 
 from reactivate._engine.kept_calls.bits import Bits, has_two_values, same_bits
 from reactivate._engine.kept_calls.kept import Kept
@@ -24,7 +23,7 @@ from reactivate._torch.autograd import is_forward_mode_active
 from reactivate._torch.fake import FakeTensor
 
 _PYTHON = {
-    name: getattr(F, name)
+    name: getattr(functional, name)
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 }
 _OPS = ("dropout", "feature_dropout", "native_dropout", "alpha_dropout", "feature_alpha_dropout")
@@ -82,7 +81,7 @@ class Drawn(NamedTuple):
 def is_dropout(fn: Any) -> bool:
     """Return whether `fn` is one of torch's dropout functions, or the `forward` of one of its modules."""
     if getattr(fn, "__func__", None) in _FORWARDS:
-        return all(getattr(F, name) is function for name, function in _PYTHON.items())
+        return all(getattr(functional, name) is function for name, function in _PYTHON.items())
     try:
         return fn in _FUNCTIONS
     except TypeError:
@@ -162,7 +161,7 @@ def _is_product(out: Any, argument: Tensor) -> bool:
 
 def _factor(out: Any, argument: Tensor, mask: Tensor) -> float | None:
     """Return the factor of a `native_dropout`, if on the CPU it comes out with the same bits."""
-    node = out.grad_fn if isinstance(out, Tensor) else None
+    node: Any = out.grad_fn if isinstance(out, Tensor) else None
     if node is None or node.name() != "NativeDropoutBackward0" or type(out) is not Tensor or out.device.type != "cpu":
         return None
     kept = 1.0 - node._saved_p

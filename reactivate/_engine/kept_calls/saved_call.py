@@ -89,6 +89,7 @@ class SavedCall:
         self.storage = storage
         self.entries = record.saved
         self.unsaved: Tensor | None = None
+        self.is_dropout = False
         self.users_hooks = record.users_hooks
         self.check = record.check
         self.saved: list[tuple[SiteSlot, Tensor, int]] = []
