@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import reactivate
 from reactivate import policies
+from reactivate._engine.kept_calls.bits import Bits
 from reactivate.storage import Disk, Host, Lossy
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -371,15 +372,14 @@ def test_it_is_compared_as_any_other() -> None:
 
 
 def test_other_two_valued_tensors_come_back() -> None:
-    from reactivate._engine.kept_calls.bits import Bits, has_two_values
-
+    device = reactivate.storage.Device()
     for dtype in (*DTYPES, torch.bool):
         for size in ((), (1,), (7,), (8,), (9,), (3, 5, 7)):
             mask = torch.rand(size) < 0.5
             tensor = mask if dtype is torch.bool else mask.to(dtype) * 1.7
             tensor = tensor.transpose(0, -1) if tensor.dim() else tensor
-            assert has_two_values(tensor)
-            bits = Bits(tensor, reactivate.storage.Device())
+            bits = Bits.of(tensor, device)
+            assert bits is not None
             bits.settle()
             oracle.assert_bitwise(tensor, bits.load(), "bits")
             assert bits.load().stride() == tensor.stride()
@@ -389,7 +389,7 @@ def test_other_two_valued_tensors_come_back() -> None:
         torch.tensor([0.0, torch.inf]),
         torch.ones(4, 4)[:, :2],
     ):
-        assert not has_two_values(tensor)
+        assert Bits.of(tensor, device) is None
 
 
 def test_an_applied_policy() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter, functional
 
-from reactivate._engine.kept_calls.bits import Bits, has_two_values, same_bits
+from reactivate._engine.kept_calls.bits import Bits, same_bits
 from reactivate._engine.kept_calls.kept import Kept
 from reactivate._engine.kept_calls.saved_call import SavedCall
 from reactivate._engine.kept_calls.site_log import unseen
@@ -137,11 +137,10 @@ def drawn_by(call: SavedCall, result: Any) -> Drawn | None:
     is_shown = isinstance(result, tuple) and any(item is noise for item in result)
     is_product = call.unsaved is not None or _is_product(out, arguments[0])
     factor = None if is_product else _factor(out, arguments[0], noise)
-    if has_two_values(noise):
-        kept: Kept = Bits(noise, call.storage, is_shown=is_shown)
-    elif is_product and not is_shown:
+    kept: Kept | None = Bits.of(noise, call.storage, is_shown=is_shown)
+    if kept is None and is_product:
         kept = Kept(noise.detach(), noise._version, call.storage)
-    else:
+    if kept is None:
         return None
     return Drawn(noise, kept, Product(kept, factor) if is_product or factor is not None else None)
 
