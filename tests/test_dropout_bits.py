@@ -181,7 +181,7 @@ def test_named_calls() -> None:
 
 
 def test_code_of_the_users_around_dropout_keeps_its_result() -> None:
-    """It may have written to the product unseen."""
+    """Such code may have written to the product unseen."""
 
     def own(x: Tensor) -> Tensor:
         y = F.dropout(x, 0.4)

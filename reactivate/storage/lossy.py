@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from reactivate.storage.moved import Traffic
 from reactivate.storage.quantizing import Quantizing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Lossy:
     """Keep tensors with 8 or 4 bits a number. Gradients are not those of the plain model.
 
@@ -88,6 +88,11 @@ class Lossy:
     def traffic(self) -> Traffic:
         """Counts of the tensors that were rounded so far, and of those that stayed, with the reasons."""
         return self._quantizing.traffic
+
+    def __repr__(self) -> str:
+        given = [item for item in fields(self) if item.init and item.name != "bits"]
+        others = [(item.name, getattr(self, item.name)) for item in given if getattr(self, item.name) != item.default]
+        return f"Lossy({', '.join(f'{name}={value!r}' for name, value in [('bits', self.bits), *others])})"
 
     def __reduce__(self) -> Any:
         return _lossy, (self.bits, self.block, self.zero_point, self.least_bytes, self.storage)

@@ -61,7 +61,7 @@ class Product:
 
 
 class Drawn(NamedTuple):
-    """What a dropout call drew.
+    """The noise of a dropout call.
 
     Attributes:
         noise: the tensor that it saved.
