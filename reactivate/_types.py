@@ -30,7 +30,8 @@ class Storage(Protocol):
     """A storage: the place where a tensor that is kept for the backward waits.
 
     Attributes:
-        exact: whether every bit comes back.
+        exact: whether every bit comes back. A storage that says False has a method `bound(tensor)` besides, the most by
+            which each element may come back as another number (see `reactivate.storage.contract`).
 
     A storage may have two more: `takes_names = True` if its `save` takes the name of the tensor as well, for messages, and
     `is_collective = True` if each `load` needs the same `load` on other ranks, so that none may be left out.

@@ -231,7 +231,12 @@ def test_plain_is_what_is_made_again_and_kept(name: str) -> None:
         handle.remove()
     plain = explain(model, x)
     assert not regions_of(plain)
-    assert ours.kept_bytes + ours.recomputed_bytes >= plain.kept_bytes
+    bits = sum(
+        entry.result_bytes
+        for entry in ours.walk()
+        if entry.name.lower().endswith("dropout") and entry.kind == "saved call"
+    )
+    assert ours.kept_bytes + ours.recomputed_bytes + 31 * bits >= plain.kept_bytes  # which has 32 for each of these
     if "dropout" not in name and name != "plain":  # the state of the generator is larger than these activations
         assert ours.kept_bytes < plain.kept_bytes + sum(entry.snapshot_bytes for entry in ours.walk())
 

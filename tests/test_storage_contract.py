@@ -267,12 +267,38 @@ class Rounds(Copies):
             piece.run = piece.run.to(torch.bfloat16).to(torch.float32)
         return piece
 
+    def bound(self, tensor: Tensor) -> Tensor | None:
+        return tensor.abs().nan_to_num(posinf=0) * 2**-8 + 1e-38 if tensor.dtype is torch.float32 else None
 
-def test_an_inexact_storage_is_excused_from_bits_and_from_nothing_else() -> None:
+
+def test_an_inexact_storage_says_by_how_much() -> None:
     assert failures(Rounds) == {}
 
     class SaysItIsExact(Rounds):
         exact = True
+
+    class SaysNothing(Rounds):
+        bound = None  # type: ignore[assignment]
+
+    class SaysTooLittle(Rounds):
+        def bound(self, tensor: Tensor) -> Tensor | None:
+            found = super().bound(tensor)
+            return None if found is None else found / 4
+
+    class RoundsOthersToo(Rounds):
+        def load(self, handle: Any) -> Tensor:
+            found = super().load(handle)
+            return found.bfloat16().to(found.dtype) if found.dtype is torch.float64 else found
+
+    class LosesInfinities(Rounds):
+        def load(self, handle: Any) -> Tensor:
+            found = super().load(handle)
+            return found.nan_to_num() if found.dtype is torch.float32 else found
+
+    assert "has no `bound(tensor)`" in failures(SaysNothing)["every_layout"]
+    assert "further off than `bound` says" in failures(SaysTooLittle)["every_layout"]
+    assert list(failures(RoundsOthersToo)) == ["every_dtype"]
+    assert "infinities and NaNs are something else" in failures(LosesInfinities)["every_dtype"]
 
     class ChangesDtypes(Rounds):
         def load(self, handle: Any) -> Tensor:

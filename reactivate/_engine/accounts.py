@@ -23,6 +23,7 @@ from torch.nn import Module
 
 from reactivate._engine.inputs.specs import InputSpec, SavedInput, WrittenInput
 from reactivate._engine.inputs.stored import StoredInput
+from reactivate._engine.kept_calls.kept import kept_among
 from reactivate._engine.mismatch.naming import name_of
 from reactivate._engine.record import Record
 from reactivate._engine.state.changes import SilentTensors
@@ -249,7 +250,7 @@ def _saved_inputs(record: Record) -> Iterator[Tensor]:
 def kept_of(record: Record, site: Any) -> list[Any]:
     """List what a saved call keeps: results, and what it saved for its backward."""
     slots = (reference() for reference, *_ in record.saved[site.start : site.stop])
-    found = [*(site.outputs or ()), *(getattr(slot, "kept", None) for slot in slots)]
+    found = [*kept_among(site.outputs or ()), *(getattr(slot, "kept", None) for slot in slots)]
     return list({id(item): item for item in found if hasattr(item, "storage")}.values())
 
 

@@ -223,6 +223,7 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     sites = matching.follow_sites()
     if record.log is not None:
         fn = matching.compare_ops_of(fn, record.log)
+    fn = matching.following_rounded(fn)
     pack = matching.pack if matching.check is None else matching.pack_checked
     push_saved_tensor_hooks(pack, unpack if record.tokens is None else matching.unpack_in_forward)
     if sites is not None:

@@ -49,6 +49,7 @@ from reactivate._engine.record import (
     observers,
     tell,
 )
+from reactivate._engine.rounded import refuse_values
 from reactivate._engine.sites import user_frame
 from reactivate._engine.state.gradients import Gradients
 from reactivate._engine.state.tensor_states import TensorStates
@@ -98,6 +99,8 @@ class Region(BackwardSide):
         self.context = copy_context()
         self.users_hooks = users_hooks()
         self.log = None if options.determinism != "values" else OpLog()
+        if self.log is not None:
+            refuse_values(options.inputs)
         self.sites = ()
         self.proof = self.check = self.fence = self.places = None
         self.replaced = {}

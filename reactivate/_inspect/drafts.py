@@ -11,6 +11,7 @@ from torch import Tensor
 from reactivate._engine.record import Record
 from reactivate._inspect.entries import Entry
 from reactivate._inspect.places import SourcePlace
+from reactivate._types import Device
 
 
 class Holder:
@@ -38,6 +39,13 @@ class Draft:
     storage: str | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     inside: list[Draft] = field(default_factory=list)
+    is_exact: bool = True
+
+    def put_in(self, storage: Any) -> None:
+        """Take note of where it is kept."""
+        behind = getattr(storage, "storage", None)
+        in_another = "" if behind is None or isinstance(behind, Device) else f" in {type(behind).__name__}"
+        self.storage = f"{type(storage).__name__}{in_another}"
 
     def add(self, name: str, number: float) -> None:
         self.figures[name] = self.figures.get(name, 0) + number
@@ -45,9 +53,8 @@ class Draft:
     def entry(self) -> Entry:
         path, source = self.place
         inside = tuple(draft.entry() for draft in self.inside)
-        return Entry(
-            self.kind, path, self.name, self.action, self.reason, source, self.storage, inside=inside, **self.figures
-        )
+        what = self.kind, path, self.name, self.action, self.reason, source, self.storage
+        return Entry(*what, inside=inside, is_exact=self.is_exact, **self.figures)
 
 
 @dataclass

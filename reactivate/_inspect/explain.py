@@ -212,7 +212,8 @@ class _ExplainedStep(Step):
             draft.kind, draft.action, draft.reason = "call run again", "recompute", site.reason
         for kept in kept_of(record, site):
             if not isinstance(kept.storage, Device):
-                draft.storage = type(kept.storage).__name__
+                draft.put_in(kept.storage)
+            draft.is_exact = draft.is_exact and not kept.is_rounded
             event = self._results.pop(id(kept), None)
             if event is not None:
                 event.draft = draft
@@ -236,7 +237,8 @@ class _ExplainedStep(Step):
         for tensor in copied_inputs(record):
             self._enter(event.draft, "input_bytes", tensor)
         for spec in stored_inputs(record):
-            event.draft.storage = type(spec.storage).__name__
+            event.draft.put_in(spec.storage)
+            event.draft.is_exact = event.draft.is_exact and not spec.is_rounded
             for tensor in held_by(spec.handle()):
                 self._enter(event.draft, "input_bytes", tensor)
         for tensor in held_by_guards(record):

@@ -11,6 +11,7 @@ from typing import Any
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.entries import Entry, merged
 from reactivate._inspect.explanation_table import table_of
+from reactivate._text.words import counted
 from reactivate.errors import UsageError
 
 VERSION = 1
@@ -93,8 +94,12 @@ class Explanation:
         parts = [f"{in_words(self.outside_bytes)} outside of regions"]
         if self.offloaded_bytes:
             parts.append(f"{in_words(self.offloaded_bytes)} offloaded")
+        inexact = [entry for entry in self.walk() if not entry.is_exact]
+        warning = (
+            f" Gradients are not exact: {counted(len(inexact), 'site')} of these keep fewer bits." if inexact else ""
+        )
         kept, recomputed = in_words(self.kept_bytes), in_words(self.recomputed_bytes)
-        return f"Kept for the backward: {kept}, of which {' and '.join(parts)}. Recomputed: {recomputed}."
+        return f"Kept for the backward: {kept}, of which {' and '.join(parts)}. Recomputed: {recomputed}.{warning}"
 
     def __str__(self) -> str:
         return self.text()

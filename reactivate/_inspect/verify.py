@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 
 from reactivate._checkpoint import checkpoint
@@ -17,6 +15,7 @@ from reactivate._engine.accounts import in_words
 from reactivate._engine.mismatch.check import uncounted
 from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
+from reactivate._inspect.differences import first_difference, largest_difference
 from reactivate._inspect.step import Change, Outcome, Step
 from reactivate._model.apply import apply, paused
 from reactivate._model.cache_watch import Caller, called
@@ -28,11 +27,12 @@ from reactivate.policies._base import check_policy
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of `verify`: true in a condition if the two runs are the same.
+    """The verdict of `verify`: true in a condition if the two runs are the same, and everything is kept with every bit.
 
     Attributes:
         is_same: whether everything that was compared is bitwise equal.
-        difference: the first difference, by name; None if there is none.
+        difference: the first difference, by name; None if there is none. Where a storage is not exact and only gradients
+            differ, the largest one.
         is_deterministic: whether the plain model is bitwise equal to itself. If it is not, `is_same` is False, and
             `difference` is that of the plain model to itself.
         compared: how many tensors and random states were compared.
@@ -40,6 +40,8 @@ class Verdict:
         recomputations: how many recomputations ran in its backward.
         plain_bytes: what autograd kept of the plain forward pass, without parameters.
         kept_bytes: what it kept of the checkpointed one.
+        inexact: the sites of which a storage that is not exact kept something, in words.
+        largest_difference: of an element of a gradient, if there are such sites; else 0.
     """
 
     is_same: bool
@@ -50,9 +52,11 @@ class Verdict:
     recomputations: int
     plain_bytes: int
     kept_bytes: int
+    inexact: tuple[str, ...] = ()
+    largest_difference: float = 0.0
 
     def __bool__(self) -> bool:
-        return self.is_same
+        return self.is_same and not self.inexact
 
     def __str__(self) -> str:
         if not self.is_deterministic:
@@ -61,9 +65,18 @@ class Verdict:
             f"{counted(self.regions, 'region')}, {counted(self.recomputations, 'recomputation')}; autograd kept "
             f"{in_words(self.kept_bytes)} where the plain model keeps {in_words(self.plain_bytes)}"
         )
+        if self.inexact and (self.is_same or self.largest_difference):
+            return f"Not exact, as asked for: {self._inexactness()} ({facts})."
         if self.is_same:
             return f"The same, bit for bit ({self.compared} tensors and random states; {facts})."
         return f"Not the same: {self.difference} ({facts})."
+
+    def _inexactness(self) -> str:
+        first, count = self.inexact[0], len(self.inexact)
+        sites = first if count == 1 else f"{first} and {counted(count - 1, 'more site')}"
+        if self.is_same:
+            return f"{sites}. In this step no gradient differs, in another one they may"
+        return f"{sites}. The largest difference: {self.difference}. All but the gradients is the same, bit for bit"
 
 
 @refuse_unknown
@@ -88,7 +101,8 @@ def verify(
             meanwhile, if that is a module; of a function it says what is kept inside.
 
     Returns:
-        The verdict, with the first difference by name.
+        The verdict, with the first difference by name. Where a policy asks for a storage that is not exact, as
+        `storage.Lossy`, the verdict is false, says which sites are concerned, and how far gradients are off at most.
 
     Raises:
         UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
@@ -110,14 +124,18 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
     call = Step(model, *example_of("verify", model, args, kwargs))
     with without_regions():
         plain, again = call.run(model), call.run(model)
-    difference = _first_difference(plain, again)
+    difference = first_difference(plain.results, again.results)
     if difference is not None:
         return _verdict(plain, again, difference, is_deterministic=False)
     with called(Caller("verify")):
         ours = call.run(model, change or nullcontext)
         if change is None and not ours.regions:
             ours = call.run(checkpoint(model))
-    return _verdict(plain, ours, _first_difference(plain, ours), is_deterministic=True)
+    difference = first_difference(plain.results, ours.results)
+    largest = largest_difference(plain.results, ours.results) if ours.inexact and difference is not None else None
+    if largest is None:
+        return _verdict(plain, ours, difference, is_deterministic=True)
+    return replace(_verdict(plain, ours, largest[0], is_deterministic=True), largest_difference=largest[1])
 
 
 @contextmanager
@@ -130,45 +148,6 @@ def _under(policy: Policy, model: Callable[..., Any]) -> Iterator[Callable[..., 
         yield checkpoint(model, policy=policy)
 
 
-def _first_difference(one: Outcome, other: Outcome) -> str | None:
-    for name, first in one.results.items():
-        if name not in other.results:
-            return f"{name} is missing"
-        second = other.results[name]
-        if (first is None) != (second is None):
-            return f"{name} is {'extra' if first is None else 'missing'}"
-        if first is not None and not _is_same(first, second):
-            return f"{name} is different{_by_how_much(first, second)}"
-    extra = [name for name in other.results if name not in one.results]
-    return f"{extra[0]} is extra" if extra else None
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor):
-        return repr(one) == repr(other)  # a random state: nested tuples, dicts and arrays
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    # Of a NaN too the bits count; where there is no memory to look at, what `torch.equal` says.
-    if one.layout != other.layout:
-        return False
-    if one.layout is not torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    if type(one) is not Tensor:
-        return torch.equal(one, other)
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-def _by_how_much(one: Any, other: Any) -> str:
-    if not isinstance(one, Tensor) or not one.is_floating_point() or one.shape != other.shape:
-        return ""
-    return f", by up to {(one.double() - other.double()).abs().max().item():.3g}"
-
-
 def _verdict(plain: Outcome, ours: Outcome, difference: str | None, *, is_deterministic: bool) -> Verdict:
     return Verdict(
         is_same=difference is None,
@@ -179,4 +158,5 @@ def _verdict(plain: Outcome, ours: Outcome, difference: str | None, *, is_determ
         recomputations=ours.recomputations,
         plain_bytes=plain.kept_bytes,
         kept_bytes=ours.kept_bytes,
+        inexact=tuple(ours.inexact),
     )

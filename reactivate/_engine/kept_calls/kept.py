@@ -13,6 +13,7 @@ from reactivate._engine.kept_calls.derive import Derived
 from reactivate._engine.kept_calls.results import Contents
 from reactivate._engine.record import Saved, SharedSlot
 from reactivate._engine.requests import take_in
+from reactivate._engine.rounded import is_exact, note_rounded
 from reactivate._engine.stored_form import Form
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.saved import SavedTensor, save_tensor
@@ -28,15 +29,20 @@ class SiteSlot(SharedSlot):
 
 
 class Kept:
-    """A tensor that is kept for the backward."""
+    """A tensor that is kept for the backward.
 
-    __slots__ = ("form", "handle", "storage", "tensor", "version")
+    Attributes:
+        is_rounded: whether it may come back with other values.
+    """
+
+    __slots__ = ("form", "handle", "is_rounded", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int, storage: Storage) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version
         self.storage = storage
         self.handle: Any = None
+        self.is_rounded = False
 
     def is_written(self) -> bool:
         """Return whether the tensor was written to, as long as it is not settled."""
@@ -54,6 +60,7 @@ class Kept:
             if self.storage is not DEVICE:
                 self.form = Form.of(tensor)
                 handle = take_in(self.storage, tensor, name)
+                self.is_rounded = handle is not tensor and not is_exact(self.storage)
             self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
 
     def load(self) -> Tensor:
@@ -68,7 +75,10 @@ class Kept:
         handle = self.handle.unpack() if type(self.handle) is SavedTensor else self.handle
         if self.storage is DEVICE:
             return handle  # type: ignore[no-any-return]
-        return self.form.in_class(self.form.load(self.storage, handle))
+        tensor = self.form.in_class(self.form.load(self.storage, handle))
+        if self.is_rounded:
+            note_rounded(tensor)
+        return tensor
 
 
 class There(Kept):
@@ -81,6 +91,7 @@ class There(Kept):
         self.version = version
         self.storage = DEVICE
         self.handle = None
+        self.is_rounded = False
 
     def settle(self, name: str) -> None:
         if self.tensor is not None:
@@ -106,7 +117,8 @@ class SavedSite:
         label: what was called, for messages and to see that the recomputation calls the same.
         start, stop: which entries of the record's `saved` are its.
         count: how many tensors are among its arguments.
-        outputs: the tensors that it returned, each a `Kept` or the number of an argument. None: not kept.
+        outputs: the tensors that it returned, each a `Kept`, the number of an argument, or a `Product` (see `dropouts`).
+            None: not kept.
         requires: for each of these, whether it needs a gradient.
         contents: what it returned around them.
         changes: what brings guarded state to where the call left it.
@@ -170,6 +182,11 @@ def last_needed(saved: Sequence[Saved]) -> int:
         if slot is not None and getattr(slot, "kept", None) is None:
             return index
     return -1
+
+
+def kept_among(outputs: Sequence[Any]) -> list[Kept]:
+    """Return what is kept of the results of a call: of one that is computed again, what it is computed from."""
+    return [item for output in outputs if isinstance(item := getattr(output, "noise", output), Kept)]
 
 
 def is_parameter(tensor: Tensor) -> bool:

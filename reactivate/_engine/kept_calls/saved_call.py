@@ -42,6 +42,10 @@ OF_INFERENCE = "it returns a tensor that was made in inference mode"
 class SavedCall:
     """A saved call while it runs.
 
+    Attributes:
+        is_dropout: whether it is a call of dropout by torch's code alone.
+        unsaved: the noise of a dropout call of which autograd saves nothing.
+
     Args:
         record: of the region.
         fn: what is called: what it closes over is within its reach.
@@ -55,6 +59,7 @@ class SavedCall:
         "check",
         "decision",
         "entries",
+        "is_dropout",
         "noted",
         "objects",
         "reached",
@@ -62,6 +67,7 @@ class SavedCall:
         "site",
         "sources",
         "storage",
+        "unsaved",
         "users_hooks",
         "versions",
     )
@@ -82,6 +88,8 @@ class SavedCall:
         self.decision = decision
         self.storage = storage
         self.entries = record.saved
+        self.unsaved: Tensor | None = None
+        self.is_dropout = False
         self.users_hooks = record.users_hooks
         self.check = record.check
         self.saved: list[tuple[SiteSlot, Tensor, int]] = []
@@ -129,6 +137,7 @@ class SavedCall:
     def let_go(self) -> None:
         """Hold no tensor any more: what was saved for the graph knows `pack`, in a cycle that no collector sees."""
         self.saved.clear()
+        self.unsaved = None
         self.reached = self.noted = None
         self.objects = []
 

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from reactivate._engine.barriers.aliases import base_of
 from reactivate._engine.kept_calls.choice import CallDecision, Choice
+from reactivate._engine.kept_calls.dropouts import call_without_graph, drawn_by, has_no_graph, is_dropout
 from reactivate._engine.kept_calls.kept import (
     Argument,
     Kept,
@@ -42,6 +43,7 @@ from reactivate._engine.kept_calls.surroundings import Surroundings
 from reactivate._engine.kept_calls.unseen_writes import UnseenWrites, may_write_unseen
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.record import observers, tell
+from reactivate._engine.rounded import refuse_values
 from reactivate._engine.state.changes import Noted
 from reactivate._torch.autograd import (
     hook_backward,
@@ -112,11 +114,14 @@ class ForwardLog(SettledLog):
         action = decision.action or self.choice.ask(decision, self.counts, args, kwargs)
         if type(action) is not Save:
             return None
+        if self.values is not None:
+            refuse_values(action.storage)
         if self.pending is not None:
             self.finish_pending()
         reason = _why_not_saved()
         what = self.record, decision, number, action.storage, fn, args, kwargs, reason, self.noted, self.casts
         call: SavedCall = unseen(SavedCall, *what) if is_function_mode_active() else SavedCall(*what)
+        call.is_dropout = is_dropout(fn)
         if innermost_pack_hook() is not self._pack:
             call.site.reason = _OTHER_HOOKS
         if observers:
@@ -140,7 +145,8 @@ class ForwardLog(SettledLog):
         self.is_inside = True
         try:
             with writes or nullcontext():
-                result = fn(*args, **kwargs)
+                is_drawn_aside = call.is_dropout and has_no_graph(call, args, kwargs)
+                result = call_without_graph(call, fn, args, kwargs) if is_drawn_aside else fn(*args, **kwargs)
         except BaseException as error:
             close_checkpoints_within(error)
             call.let_go()
@@ -223,7 +229,11 @@ class ForwardLog(SettledLog):
         """Sort what was saved and what came out into what is kept and what is derived."""
         site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}
+        drawn = drawn_by(call, result) if call.is_dropout else None
         for slot, tensor, version in call.saved:
+            if drawn is not None and tensor is drawn.noise:
+                slot.kept = drawn.kept
+                continue
             if is_parameter(tensor) and id(base_of(tensor)) not in self._moved:
                 slot.kept = There(tensor, version)
                 continue
@@ -241,7 +251,7 @@ class ForwardLog(SettledLog):
             contents = site.contents = Contents(result, {id(item): index for index, item in enumerate(call.objects)})
             leaves, contents.leaves = contents.leaves, []  # which have the graph
             site.reason = contents.problem
-        computed: list[tuple[Tensor, Kept]] = []
+        computed: list[Tensor] = []
         for leaf in leaves:
             if leaf.is_inference():
                 site.reason = OF_INFERENCE
@@ -256,14 +266,14 @@ class ForwardLog(SettledLog):
                 site.reason = "its result is a view of an argument"
             else:
                 version = leaf._version if versions is None else versions.get(id(leaf), leaf._version)
-                item = keep(leaf, version, storage, kept)
-                site.outputs.append(item)
-                computed.append((leaf, item))
+                item = None if drawn is None else drawn.form_of(leaf)
+                site.outputs.append(item or keep(leaf, version, storage, kept))
+                computed.append(leaf)
         site.reason = site.reason or self._why_again(call, bool(computed))
         if site.reason is None:
-            for leaf, item in computed:
+            for leaf in computed:
                 if leaf.grad_fn is not None:
-                    hook_backward(leaf, item.tensor, self._hooks)
+                    hook_backward(leaf, leaf.detach(), self._hooks)
 
 
 def _loses_class(kind: type[Tensor]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reactivate._engine.kept_calls.choice import Choice
-from reactivate._engine.kept_calls.kept import Kept, SavedSite, last_needed
+from reactivate._engine.kept_calls.kept import SavedSite, kept_among, last_needed
 from reactivate._engine.kept_calls.site_log import Log
 from reactivate._engine.record import Saved
 
@@ -58,8 +58,8 @@ class SettledLog(Log):
         self.finish_pending()
         self._hooks.clear()  # which the graph has
         for site in self.sites:
-            for item in site.outputs or ():
-                if isinstance(item, Kept) and item.is_written():
+            for item in kept_among(site.outputs or ()):
+                if item.is_written():
                     site.reason = "its result is written to afterwards"
                     self._let_go(site)
                     break
@@ -70,9 +70,8 @@ class SettledLog(Log):
             if last < site.stop:
                 site.outputs = None
             if site.outputs is not None:
-                for item in site.outputs:
-                    if isinstance(item, Kept):
-                        item.settle(name)
+                for item in kept_among(site.outputs):
+                    item.settle(name)
             for index in range(site.start, site.stop):
                 slot: Any = saved[index][0]()
                 if slot is not None and slot.kept is not None:

@@ -1,0 +1,116 @@
+"""Rounded tensors: what a storage that is not exact gave back, and what a recomputation computes from it.
+
+Such a recomputation has other values than its forward, as was asked for. The self-check leaves these out, and compares what
+comes from exact tensors alone. So the memory of rounded tensors is known for as long as it is alive, and in a recomputation
+that is compared a dispatch mode sees which ops read it. Mostly nothing is rounded, and nobody watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reactivate._engine.mismatch.counted import call_counted
+from reactivate._engine.state.memory import memory_of
+from reactivate._torch.ops import written_arguments
+from reactivate._types import Storage
+from reactivate.errors import UsageError
+
+_rounded: dict[Any, StorageWeakRef] = {}  # by memory, which gets no other address as long as it is in here
+
+
+def is_exact(storage: Storage) -> bool:
+    """Return whether a storage gives back every bit.
+
+    Raises:
+        UsageError: it does not say.
+    """
+    exact = getattr(storage, "exact", None)
+    if exact is None:
+        raise UsageError(
+            f"The storage {storage!r} does not say whether it gives back every bit: give its class `exact = True`, or False."
+        )
+    return bool(exact)
+
+
+def note_rounded(tensor: Tensor) -> None:
+    """Take note that `tensor` has other values than it had in the forward."""
+    for key, reference in list(_rounded.items()):
+        if reference.expired():
+            del _rounded[key]
+    for part in _parts_of(tensor):
+        _rounded[memory_of(part)] = StorageWeakRef(part.untyped_storage())
+
+
+def is_anything_rounded() -> bool:
+    """Return whether there may be a rounded tensor anywhere."""
+    return any(not reference.expired() for reference in _rounded.values())
+
+
+def inexact_storages(record: Any) -> list[Storage]:
+    """Return the storages of a region from which its recomputation may get other values than the forward had."""
+    outputs = [getattr(item, "noise", item) for site in record.sites for item in site.outputs or ()]
+    results = [item for item in outputs if getattr(item, "is_rounded", False)]
+    found = [record.options.inputs, *(item.storage for item in results)]
+    return [storage for storage in found if not is_exact(storage)]
+
+
+def refuse_values(storage: Storage) -> None:
+    """Raise if a storage is not exact: `determinism="values"` compares every op.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if not is_exact(storage):
+        raise UsageError(
+            f'determinism="values" compares every op of a recomputation with the forward, and the storage {storage!r} is not '
+            "exact: every op that reads what it kept would differ. Leave out one of the two."
+        )
+
+
+class RoundedReads(TorchDispatchMode):
+    """Follows what a recomputation computes from rounded tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._computed: dict[Any, StorageWeakRef] = {}
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is rounded, or computed from one that is."""
+        return any((memory := memory_of(part)) in _rounded or memory in self._computed for part in _parts_of(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_rounded = any(map(self.has, _tensors_in((args, kwargs))))
+        result = call_counted(func, args, kwargs)
+        if is_rounded:
+            written = [
+                args[place] if place < len(args) else kwargs.get(key) for place, key, _ in written_arguments(func)
+            ]
+            for tensor in _tensors_in((result, written)):
+                for part in _parts_of(tensor):
+                    self._computed[memory_of(part)] = StorageWeakRef(part.untyped_storage())
+        return result
+
+
+def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """List the tensors with memory that a tensor is made of: itself, mostly."""
+    if memory_of(tensor) is not None:
+        yield tensor
+    elif hasattr(type(tensor), "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            yield from _parts_of(getattr(tensor, name))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
