@@ -4,8 +4,8 @@ python benchmarks/deepspeed_tests.py CHECKOUT                   a table of both 
 python benchmarks/deepspeed_tests.py CHECKOUT --out DIRECTORY   JSON and Markdown as well
 
 CHECKOUT is the source of DeepSpeed, since the tests are not in its packages; of it only `tests/unit` is read. The installed
-DeepSpeed runs. Their launcher of processes is left out: each test runs in one process with a group of one rank. They skip most
-tests where the accelerator is the CPU; these lines are taken out, so that the tests run.
+DeepSpeed runs. Their launcher of processes is left out: each test runs in one process with a group of one rank. They skip
+most tests where the accelerator is the CPU; these lines are taken out, so that the tests run.
 """
 
 from __future__ import annotations
