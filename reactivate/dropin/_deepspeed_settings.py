@@ -70,8 +70,8 @@ class DeepSpeedOptions:
             return self
         if not self.partitions or self.layers is None:
             raise OptionsError(
-                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints, the number of layers; "
-                f"got partition_activations={self.partitions}, num_checkpoints={self.layers}."
+                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints, the number of layers "
+                f"(got {self.partitions}, {self.layers})."
             )
         raise UnsupportedError(
             "contiguous_checkpointing=True is not supported: what ranks keep is in blocks of torch's caching allocator, "
