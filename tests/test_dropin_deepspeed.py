@@ -19,14 +19,14 @@ from ranks import errors_of
 from torch import Tensor
 
 from reactivate.dropin import deepspeed
-from reactivate.dropin._deepspeed_settings import Settings
+from reactivate.dropin._deepspeed_settings import DeepSpeedOptions
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.storage import Device, Host
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    before, deepspeed.settings = deepspeed.settings, Settings()
+    before, deepspeed.settings = deepspeed.settings, DeepSpeedOptions()
     yield
     deepspeed.settings = before
 
@@ -112,7 +112,7 @@ def test_configuration() -> None:
     deepspeed.partition_activations_in_checkpoint(False)
     assert (deepspeed.settings.layers, deepspeed.settings.partitions) == (3, False)
     deepspeed.configure(None)
-    assert deepspeed.settings == Settings(is_configured=True)
+    assert deepspeed.settings == DeepSpeedOptions(is_configured=True)
 
 
 def test_file(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_file(tmp_path: Path) -> None:
     deepspeed.configure(None, path, checkpoint_in_cpu=False)  # what is given goes before the file
     assert (deepspeed.settings.is_in_cpu, deepspeed.settings.layers) == (False, 4)
     deepspeed.configure(None, {"train_batch_size": 8})
-    assert deepspeed.settings == Settings(is_configured=True)
+    assert deepspeed.settings == DeepSpeedOptions(is_configured=True)
 
 
 def test_refusals() -> None:

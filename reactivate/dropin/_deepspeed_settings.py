@@ -31,7 +31,7 @@ class OptionsError(UsageError, AssertionError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class DeepSpeedOptions:
     """The options that `configure` was told.
 
     Attributes:
@@ -59,7 +59,7 @@ class Settings:
         own: Storage = Host(least_bytes=0) if self.is_in_cpu else DEVICE
         return Sharded(self.group, storage=own, least_bytes=0) if self.partitions and self.group is not None else own
 
-    def checked(self) -> Settings:
+    def checked(self) -> DeepSpeedOptions:
         """Return these settings, if they mean something here.
 
         Raises:
@@ -70,8 +70,8 @@ class Settings:
             return self
         if not self.partitions or self.layers is None:
             raise OptionsError(
-                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints (of layers); got "
-                f"partition_activations={self.partitions}, num_checkpoints={self.layers}."
+                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints, the number of layers "
+                f"(got {self.partitions}, {self.layers})."
             )
         raise UnsupportedError(
             "contiguous_checkpointing=True is not supported: what ranks keep is in blocks of torch's caching allocator, "
@@ -79,7 +79,7 @@ class Settings:
         )
 
 
-def configured(before: Settings, mpu: Any, config: Any, **given: Any) -> Settings:
+def configured(before: DeepSpeedOptions, mpu: Any, config: Any, **given: Any) -> DeepSpeedOptions:
     """Return the settings after a call of `configure`.
 
     Args:
@@ -95,7 +95,7 @@ def configured(before: Settings, mpu: Any, config: Any, **given: Any) -> Setting
     fields = {} if config is None else _from_file(config)
     fields |= {name: value for name, value in given.items() if value is not None}
     group = before.group if mpu is None else _group_of(mpu)
-    return replace(Settings(), **fields, group=group, is_configured=True).checked()
+    return replace(DeepSpeedOptions(), **fields, group=group, is_configured=True).checked()
 
 
 def _from_file(config: Any) -> dict[str, Any]:

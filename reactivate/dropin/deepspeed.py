@@ -23,7 +23,7 @@ from torch import Tensor
 
 from reactivate._types import DEVICE, Storage
 from reactivate.dropin._calls import SYNCHRONIZED, Chosen, call_region, timed, with_tracker
-from reactivate.dropin._deepspeed_settings import Settings, configured
+from reactivate.dropin._deepspeed_settings import DeepSpeedOptions, configured
 from reactivate.dropin._installation import Installation, library
 from reactivate.storage import Host
 
@@ -42,7 +42,7 @@ __all__ = [
 _UPSTREAM = "deepspeed.runtime.activation_checkpointing.checkpointing"
 _TIMED = timed(logging.getLogger("reactivate.dropin.deepspeed"))
 
-settings = Settings()
+settings = DeepSpeedOptions()
 """The settings of this instance. `install` has an instance of this module of its own."""
 
 replaced: dict[str, Any] = {}
@@ -177,7 +177,7 @@ def install() -> Installation:
         UnsupportedError: DeepSpeed is configured with contiguous buffers.
     """
     upstream: Any = library(_UPSTREAM, "dropin.deepspeed.install()")
-    found = Settings(
+    found = DeepSpeedOptions(
         upstream.PARTITION_ACTIVATIONS,
         upstream.CONTIGUOUS_CHECKPOINTING,
         upstream.CPU_CHECKPOINT,
@@ -193,7 +193,7 @@ def install() -> Installation:
 
 def _change(**fields: Any) -> None:
     global settings
-    settings = Settings(**{**vars(settings), **fields})
+    settings = DeepSpeedOptions(**{**vars(settings), **fields})
 
 
 def _is_checkpointed(tensor: Tensor) -> bool:
