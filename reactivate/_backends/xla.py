@@ -130,6 +130,14 @@ class XlaBackend(Backend):
         seeds = [seed_of_forward(name, seed, since) for name, seed in zip(_names(), before.seeds)]
         return replace(before, seeds=tuple(seeds))
 
+    @contextmanager
+    def op_by_op(self) -> Iterator[None]:
+        before = self.exchange_rng(replace(self.read_rng(), is_eager=True))
+        try:
+            yield
+        finally:
+            self.write_rng(before)
+
     def is_same_rng(self, first: Seeds, second: Seeds) -> bool:
         return first == second
 
