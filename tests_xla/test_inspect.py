@@ -86,7 +86,9 @@ def test_explain_counts_as_on_the_cpu(name: str, x: Tensor) -> None:
         explanation = reactivate.explain(subject, (x.to(device),))
         assert len(explanation.regions) == 3
         assert str(explanation)
-        found.append([(entry.path, entry.action, entry.input_bytes, entry.result_bytes) for entry in explanation.regions])
+        found.append(
+            [(entry.path, entry.action, entry.input_bytes, entry.result_bytes) for entry in explanation.regions]
+        )
     assert found[0] == found[1]
 
 

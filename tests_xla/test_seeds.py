@@ -66,7 +66,7 @@ STEPS: dict[str, Step] = {
 }
 MARKERS: dict[str, Callable[[], None]] = {
     "sync": torch_xla.sync,
-    "twice": lambda: (torch_xla.sync(), torch_xla.sync()) and None,
+    "twice": lambda: [torch_xla.sync() for _ in range(2)].clear(),
     "wait": lambda: torch_xla.sync(wait=True),
     "none": lambda: None,
     "direct": lambda: XLA._xla_step_marker("xla:0", [], wait=True, reset_scope=True),
@@ -75,12 +75,8 @@ MARKERS: dict[str, Callable[[], None]] = {
 
 def trained(step: Step, wrap: Wrap, marker: Callable[[], None] = torch_xla.sync, steps: int = 4) -> list[Any]:
     """Losses, gradients, parameters and seeds of some steps, the last seed behind another marker."""
-    torch.manual_seed(0)
-    model = MLP(dropout=0.3).to(DEVICE)
+    model, x = _fresh()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    x = torch.randn(8, 16).to(DEVICE)
-    torch_xla.manual_seed(5)
-    torch_xla.sync()
     found: list[Any] = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -227,3 +223,60 @@ def test_no_dead_draw_is_compiled() -> None:
     y.backward()
     program = XLA._get_xla_tensors_hlo([y, x.grad])
     assert program.count("rng-bit-generator(") == 4  # three of the forward, one of the recomputation
+
+
+def accumulated(wrap: Wrap) -> list[Any]:
+    """Gradients of three microbatches, with a step marker a microbatch and without."""
+    model, x = _fresh()
+    found: list[Any] = []
+    for is_marked in (False, True):
+        model.zero_grad()
+        for scale in (1, 2, 4):
+            behind(model, x * scale, wrap).backward()
+            if is_marked:
+                torch_xla.sync()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        torch_xla.sync()
+    return [*_values(found), XLA._xla_get_rng_seed("")]
+
+
+def compiled_step(wrap: Wrap) -> list[Any]:
+    model, x = _fresh()
+
+    def step(x: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        loss = behind(model, x, wrap)
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    compiled = torch_xla.compile(step, full_graph=True)
+    return [*_values(item for _ in range(3) for item in compiled(x)), XLA._xla_get_rng_seed("")]
+
+
+def compiled_forward(wrap: Wrap) -> list[Any]:
+    model, x = _fresh()
+    compiled = torch_xla.compile(lambda x: behind(model, x, wrap))
+    found: list[Any] = []
+    for _ in range(3):
+        model.zero_grad()
+        compiled(x).backward()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+    return [*_values(found), XLA._xla_get_rng_seed("")]
+
+
+def _fresh() -> tuple[MLP, Tensor]:
+    torch.manual_seed(0)
+    model, x = MLP(dropout=0.3).to(DEVICE), torch.randn(8, 16).to(DEVICE)
+    torch_xla.manual_seed(5)
+    torch_xla.sync()
+    return model, x
+
+
+@pytest.mark.parametrize("run", [accumulated, compiled_step, compiled_forward], ids=lambda run: run.__name__)
+def test_ways_to_run_a_step(run: Callable[[Wrap], list[Any]]) -> None:
+    watched = Watched()
+    expected = run(plain)
+    with observed_by(watched):
+        found = run(ours)
+    assert watched.recomputations >= 12
+    assert_equal(expected, found)

@@ -51,8 +51,8 @@ def place_of(
     own = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
     if own.type == "xla":
         raise UnsupportedError(
-            f"plan: the model is on {own}, where ops are recorded and compiled as one program: no time or memory of a single op "
-            "can be measured. Plan a copy on the CPU or on the meta device for a device by name (`reactivate devices`), and "
+            f"plan: the model is on {own}, where all ops are compiled as one program: no time or memory of a single op can "
+            "be measured. Plan a copy on the CPU or on the meta device for a device by name (`reactivate devices`), and "
             "apply the plan to the model on XLA."
         )
     has_values = not any(map(has_no_memory, tensors))
