@@ -216,7 +216,7 @@ def test_a_state_is_a_number_and_brings_back_the_root() -> None:
 
 
 def test_no_dead_draw_is_compiled() -> None:
-    """What brings the seed back is dropped before the compiler sees it."""
+    """The draws that bring the seed back are dropped before the compiler sees them."""
     torch_xla.manual_seed(5)
     x = torch.ones(64, device=DEVICE).requires_grad_()
     y = F.dropout(ours(lambda x: F.dropout(x, 0.5).exp())(F.dropout(x, 0.5)), 0.5).sum()
