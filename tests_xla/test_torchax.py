@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchax import interop
 
 import reactivate
 from reactivate import _run, policies
+from reactivate._backends.torchax import BACKEND as RNG
 from reactivate._compilers import jax as in_jax
 from reactivate._engine.record import without_regions
 from reactivate.dropin import torch as dropin
@@ -279,7 +281,7 @@ def test_what_a_region_inside_saves_is_dropped_with_the_region_around_it() -> No
 def test_a_view_of_an_argument_is_kept_already() -> None:
     region = saving(policies.save_names("row"))(lambda x: reactivate.site(lambda y: y[0], name="row")(x) * x.exp())
     assert equal(gradient(lambda x: x[0] * x.exp(), ONES), gradient(region, ONES))
-    assert "reactivate.saved" not in jaxpr_of(region, ONES)
+    assert "name=reactivate.saved" not in jaxpr_of(region, ONES)
 
 
 def test_nothing_outlives_a_step() -> None:
@@ -490,6 +492,21 @@ def test_plain_tensors_during_a_trace_are_the_engines(hooked: list[int]) -> None
 
     assert equal(gradient(call, ONES), jnp.full_like(ONES, 2 * torch.cos(torch.ones(())).item()))
     assert hooked == [0]
+
+
+@pytest.mark.parametrize("name", ["env", "_env", "default_env"])
+def test_the_environment_of_each_version(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchax has renamed it; a region on the CPU asks for it as soon as torchax is imported."""
+    key = object()
+    made = types.SimpleNamespace(param=types.SimpleNamespace(prng=key))
+    module = types.SimpleNamespace(**{name: (lambda: made) if name == "default_env" else made})
+    monkeypatch.setitem(sys.modules, "torchax", module)
+    assert RNG.is_initialized() and RNG.read_rng() == [key]
+    RNG.write_rng([None])
+    assert made.param.prng is None
+    if name != "default_env":
+        monkeypatch.setitem(sys.modules, "torchax", types.SimpleNamespace(**{name: None}))
+        assert not RNG.is_initialized()
 
 
 def test_where_regions_are_off(hooked: list[int]) -> None:

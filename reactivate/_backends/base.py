@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,7 +33,7 @@ class Backend:
             return bool(module.is_initialized())
         return not hasattr(module, "is_available") or bool(module.is_available())
 
-    def read_rng(self) -> Sequence[Any]:
+    def read_rng(self) -> Any:
         """The state of the generator of every device."""
         module = self._module
         if not all(hasattr(module, name) for name in _GENERATORS):
@@ -44,7 +43,7 @@ class Backend:
             return [module.get_rng_state()]
         return [module.get_rng_state(index) for index in range(count)]
 
-    def write_rng(self, states: Sequence[Any]) -> None:
+    def write_rng(self, states: Any) -> None:
         """Set the generators to what `read_rng` gave."""
         module = self._module
         if len(states) == 1:
@@ -67,13 +66,31 @@ class Backend:
             f"A stream of random numbers cannot begin on {self.device_type}, whose device module has no `manual_seed`."
         )
 
-    def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
+    def exchange_rng(self, states: Any) -> Any:
+        """Set the generators to `states`. Return all that `write_rng` needs to bring back what was before."""
+        now = self.read_rng()
+        self.write_rng(states)
+        return now
+
+    def rewind_rng(self, states: Any) -> None:
+        """Set the generators to states that were read since anybody has done more than draw."""
+        self.write_rng(states)
+
+    def rng_of_forward(self, before: Any) -> Any:
+        """Return the states for the recomputation of a region whose forward began with `before`, and has just ended."""
+        return before
+
+    def is_same_rng(self, first: Any, second: Any) -> bool:
         """Return whether no number was drawn between two reads."""
         return all(map(is_same_state, first, second))
 
-    def first_rng(self) -> Sequence[Any] | None:
+    def first_rng(self) -> Any | None:
         """The state that the generators had when the device was initialised, None if that cannot be known."""
         return None
+
+    def op_by_op(self) -> AbstractContextManager[Any]:
+        """A context in which no compiler decides how results are rounded."""
+        return contextlib.nullcontext()
 
     def read_place(self) -> tuple[Any, Any]:
         """The current device and the current stream."""

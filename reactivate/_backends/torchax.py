@@ -6,7 +6,6 @@ Imported only where torchax is. Its device module has the functions that are loo
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from reactivate._backends.base import Backend
@@ -16,21 +15,26 @@ class TorchaxBackend(Backend):
     """The device type "jax"."""
 
     def is_initialized(self) -> bool:
-        environment = _torchax().env  # None until `torchax.default_env()` makes it
-        return environment is not None and hasattr(environment._property, "content")  # which is of one thread
+        # The properties of 0.0.6 are there on one thread only.
+        return hasattr(_environment(), "param")
 
-    def read_rng(self) -> Sequence[Any]:
-        return [_torchax().env.param.prng]
+    def read_rng(self) -> Any:
+        return [_environment().param.prng]
 
-    def write_rng(self, states: Sequence[Any]) -> None:
-        _torchax().env.param.prng = states[0]
+    def write_rng(self, states: Any) -> None:
+        _environment().param.prng = states[0]
 
-    def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
+    def is_same_rng(self, first: Any, second: Any) -> bool:
         return first[0] is second[0]  # each draw puts another in its place
 
 
-def _torchax() -> Any:
-    return sys.modules["torchax"]
+def _environment() -> Any:
+    """torchax's environment, None until somebody has asked torchax for it: it has no random numbers before."""
+    known = vars(sys.modules["torchax"])
+    for name in ("env", "_env"):  # until 0.0.6, and in 0.0.13
+        if name in known:
+            return known[name]
+    return known["default_env"]()  # makes one
 
 
 BACKEND = TorchaxBackend("jax", None)

@@ -6,8 +6,9 @@ Imported only where torch_xla is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,17 @@ import torch
 from torch import Tensor
 
 from reactivate._backends.base import Backend
+from reactivate._backends.xla_seeds import (
+    Seed,
+    Seeds,
+    read_seed,
+    read_whole_seed,
+    rewind_seed,
+    seed_of_forward,
+    set_eager,
+    take_seed,
+    write_seed,
+)
 from reactivate._torch.devices import register_device_module, xla_runtime
 
 _LEAST, _MOST = 0, 2**64 - 1
@@ -72,9 +84,9 @@ class DeviceModule(ModuleType):
         finally:
             runtime._xla_set_default_device(before)
 
-    def get_rng_state(self, device: Any = None) -> int:
-        """The seed of a device: any whole number of 64 bits without a sign."""
-        return int(xla_runtime()._xla_get_rng_seed(_name_of(device)))
+    def get_rng_state(self, device: Any = None) -> Seed:
+        """The seed of a device, any whole number of 64 bits without a sign, which knows its root."""
+        return read_whole_seed(_name_of(device))
 
     def set_rng_state(self, state: int, device: Any = None) -> None:
         """Set what `get_rng_state` gave.
@@ -84,32 +96,75 @@ class DeviceModule(ModuleType):
         """
         if not _LEAST <= int(state) <= _MOST:
             raise ValueError(f"A seed of XLA is a whole number from {_LEAST} to {_MOST}; got {state}.")
-        xla_runtime()._xla_set_rng_seed(int(state), _name_of(device))
+        write_seed(_name_of(device), state)
 
 
 class XlaBackend(Backend):
     """The device type "xla"."""
 
     def seed_rng(self, seed: int) -> None:
-        self.write_rng([seed] * len(_devices()))
+        self.write_rng(replace(self.read_rng(), seeds=(seed,) * len(_names())))
 
-    def is_same_rng(self, first: Sequence[Any], second: Sequence[Any]) -> bool:
+    def read_rng(self) -> Seeds:
+        return Seeds.of(map(read_seed, _names()))
+
+    def write_rng(self, states: Seeds) -> None:
+        set_eager(states.is_eager)
+        for name, seed in zip(_names(), states.seeds):
+            write_seed(name, seed)
+
+    def exchange_rng(self, states: Seeds) -> Seeds:
+        now = Seeds.of(map(take_seed, _names()))
+        self.write_rng(states)
+        return now
+
+    def rewind_rng(self, states: Seeds) -> None:
+        if states.is_eager:  # each draw moves the root on as well
+            self.write_rng(states)
+            return
+        set_eager(False)
+        for name, seed in zip(_names(), states.seeds):
+            rewind_seed(name, seed)
+
+    def rng_of_forward(self, before: Seeds) -> Seeds:
+        if before.is_eager:
+            return before
+        since = self.read_rng().markers - before.markers
+        seeds = [seed_of_forward(name, seed, since) for name, seed in zip(_names(), before.seeds)]
+        return replace(before, seeds=tuple(seeds))
+
+    @contextmanager
+    def op_by_op(self) -> Iterator[None]:
+        before = self.exchange_rng(replace(self.read_rng(), is_eager=True))
+        try:
+            yield
+        finally:
+            self.write_rng(before)
+
+    def is_same_rng(self, first: Seeds, second: Seeds) -> bool:
         return first == second
 
-    def first_rng(self) -> Sequence[Any] | None:
-        return [_FIRST_SEED] * MODULE.device_count()
+    def first_rng(self) -> Seeds:
+        return replace(self.read_rng(), seeds=(_FIRST_SEED,) * MODULE.device_count())
 
 
 def _devices() -> list[str]:
     return list(xla_runtime()._xla_get_devices())
 
 
+def _names() -> list[str]:
+    """The names of the devices of this process."""
+    count = len(_devices())
+    return [_name_of(None)] if count == 1 else [f"xla:{index}" for index in range(count)]
+
+
 def _name_of(device: Any) -> str:
     if device is None:
-        return ""
+        return str(xla_runtime()._xla_get_default_device())
     if isinstance(device, int):
         return f"xla:{device}"
-    return str(device)
+    name = str(device)
+    return name if ":" in name else f"{name}:0"
 
 
 MODULE = DeviceModule("torch.xla", DeviceModule.__doc__)

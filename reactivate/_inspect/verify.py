@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.nn import Module
 
+from reactivate._backends import backends
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.accounts import in_words
 from reactivate._engine.mismatch.check import uncounted
@@ -87,7 +88,8 @@ def verify(
 
     Compared are outputs, the gradients of parameters, of inputs and of closed-over tensors, buffers, and the state of
     every random number generator. A gradient that is missing on one side is a difference. The model, its gradients and
-    the generators are then as they were.
+    the generators are then as they were. On XLA every op runs for itself, since a compiler rounds a program with barriers
+    otherwise.
 
     If the model has regions of its own (it calls `reactivate.checkpoint`, or torch's with the drop-in installed), these
     are what is verified, against the model with them turned off. Otherwise the whole model is made one region.
@@ -121,21 +123,32 @@ def verify(
 @uncounted()
 def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None, change: Change | None) -> Verdict:
     """`verify`, for what any `change` makes of the model: model -> a context with the model that is to be the same."""
-    call = Step(model, *example_of("verify", model, args, kwargs))
-    with without_regions():
-        plain, again = call.run(model), call.run(model)
-    difference = first_difference(plain.results, again.results)
-    if difference is not None:
-        return _verdict(plain, again, difference, is_deterministic=False)
-    with called(Caller("verify")):
-        ours = call.run(model, change or nullcontext)
-        if change is None and not ours.regions:
-            ours = call.run(checkpoint(model))
-    difference = first_difference(plain.results, ours.results)
-    largest = largest_difference(plain.results, ours.results) if ours.inexact and difference is not None else None
-    if largest is None:
-        return _verdict(plain, ours, difference, is_deterministic=True)
-    return replace(_verdict(plain, ours, largest[0], is_deterministic=True), largest_difference=largest[1])
+    with _op_by_op():
+        call = Step(model, *example_of("verify", model, args, kwargs))
+        with without_regions():
+            plain, again = call.run(model), call.run(model)
+        difference = first_difference(plain.results, again.results)
+        if difference is not None:
+            return _verdict(plain, again, difference, is_deterministic=False)
+        with called(Caller("verify")):
+            ours = call.run(model, change or nullcontext)
+            if change is None and not ours.regions:
+                ours = call.run(checkpoint(model))
+        difference = first_difference(plain.results, ours.results)
+        largest = largest_difference(plain.results, ours.results) if ours.inexact and difference is not None else None
+        if largest is None:
+            return _verdict(plain, ours, difference, is_deterministic=True)
+        return replace(_verdict(plain, ours, largest[0], is_deterministic=True), largest_difference=largest[1])
+
+
+@contextmanager
+def _op_by_op() -> Iterator[None]:
+    """Let lazy devices run each op for itself: in a compiled program, a barrier changes how sums are rounded."""
+    with ExitStack() as stack:
+        for backend in backends():
+            if backend.is_initialized():
+                stack.enter_context(backend.op_by_op())
+        yield
 
 
 @contextmanager

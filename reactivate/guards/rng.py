@@ -115,7 +115,7 @@ def all_sources(call: Call) -> list[Stream]:
         streams.append(numpy)
     for backend in backends():
         if backend.is_initialized():
-            streams.append(Stream(backend.device_type, (), backend.read_rng, backend.write_rng))
+            streams.append(Stream(backend.device_type, (), functools.partial(_read_whole, backend), backend.write_rng))
     for index, generator in enumerate(call.generators):
         read, write = (
             functools.partial(state_of_generator, generator),
@@ -149,7 +149,7 @@ class DeviceRng(Guard):
             if before is None and backend.is_initialized():  # first initialised by the region
                 before = backend.first_rng()
             if before is not None:
-                states.append((backend, before))
+                states.append((backend, backend.rng_of_forward(before)))
         return states or None
 
     def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
@@ -176,21 +176,35 @@ class _RewoundDevices:
         )
 
     def __enter__(self) -> None:
-        _write_what_differs(self._now, self._wanted)
+        self._held = [
+            None if backend.is_same_rng(present, state) else backend.exchange_rng(state)
+            for (backend, present), (_, state) in zip(self._now, self._wanted)
+        ]
 
     def __exit__(self, *error: object) -> None:
-        _write_what_differs([(backend, backend.read_rng()) for backend, _ in self._now], self._now)
+        for (backend, present), held in zip(self._now, self._held):
+            if held is not None:
+                backend.write_rng(held)
+            else:
+                _rewind(backend, present)
 
 
 def _bring(states: Iterable[tuple[Backend, Any]]) -> None:
-    wanted = [(backend, state) for backend, state in states if backend.is_initialized()]
-    _write_what_differs([(backend, backend.read_rng()) for backend, _ in wanted], wanted)
+    for backend, state in states:
+        if backend.is_initialized():
+            _rewind(backend, state)
 
 
-def _write_what_differs(now: Iterable[tuple[Backend, Any]], wanted: Iterable[tuple[Backend, Any]]) -> None:
-    for (backend, present), (_, state) in zip(now, wanted):
-        if not backend.is_same_rng(present, state):
-            backend.write_rng(state)
+def _rewind(backend: Backend, state: Any) -> None:
+    if not backend.is_same_rng(backend.read_rng(), state):
+        backend.rewind_rng(state)
+
+
+def _read_whole(backend: Backend) -> Any:
+    """Read all that it takes to bring the generators back, which `read_rng` of a backend may leave out for speed."""
+    whole = backend.exchange_rng(backend.read_rng())
+    backend.write_rng(whole)
+    return whole
 
 
 def _write_all(states: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:

@@ -76,6 +76,7 @@ def plan(
     Raises:
         PlanInfeasible: there is none; says the least budget for which there is one.
         UsageError: an argument is not one of the above, or the step cannot be simulated.
+        UnsupportedError: the model is on XLA.
 
     Example:
         >>> import torch, reactivate

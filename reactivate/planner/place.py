@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 
 from reactivate._inspect.fake import has_no_memory, tensors_of
-from reactivate.errors import UsageError
+from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner.cost.devices import DeviceSpec, find
 
 RESERVE = 0.05  # of an accelerator's free memory: for its context's growth and the allocator's gaps
@@ -69,10 +69,17 @@ def place_of(
 
     Raises:
         UsageError: it is elsewhere, or no such device is known.
+        UnsupportedError: it is on XLA.
     """
     tensors = tensors_of(model, args, kwargs)
     parameter = next(iter(model.parameters()), None)
     own = torch.device("cpu") if parameter is None or parameter.is_meta else parameter.device
+    if own.type == "xla":
+        raise UnsupportedError(
+            f"plan: the model is on {own}, where all ops are compiled as one program: no time or memory of a single op can "
+            "be measured. Plan a copy on the CPU or on the meta device for a device by name (`reactivate devices`), and "
+            "apply the plan to the model on XLA."
+        )
     has_values = not any(map(has_no_memory, tensors))
     if isinstance(device, DeviceSpec):
         return Place(own, device, False, device.memory_bytes)
