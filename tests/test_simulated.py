@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-FILES = ["simulated_cases.py", "simulated_offload.py"]
+FILES = ["simulated_cases.py", "simulated_dropin.py", "simulated_offload.py"]
 
 GUARDS = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard")
 

@@ -568,6 +568,13 @@ def ops_have_classes_and_names() -> None:
     assert torch.ops.higher_order.cond.name() == "cond"
 
 
+@needs("returns_arguments")
+def ops_that_return_arguments_are_known() -> None:
+    aten = torch.ops.aten
+    assert room.returns_arguments(aten.t.default) and room.returns_arguments(aten.add_.Tensor)
+    assert not room.returns_arguments(aten.mm.default) and not room.returns_arguments(torch.ops.higher_order.cond)
+
+
 @needs("written_arguments")
 def a_schema_says_what_is_written_to() -> None:
     aten = torch.ops.aten
@@ -706,6 +713,24 @@ def autocast_is_noticed() -> None:
     assert not room.is_any_autocast_enabled()
     with torch.autocast("cpu"):
         assert room.is_any_autocast_enabled()
+
+
+@needs("counting_versions")
+def aliases_share_the_counter_in_a_dispatch_mode() -> None:
+    found: list[Tensor] = []
+
+    class Alias(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            with room.counting_versions():
+                found.append(result.detach())
+            return result
+
+    with Alias():
+        result = torch.ones(2, requires_grad=True).sin()
+    with torch.no_grad():
+        result.zero_()
+    assert found[-1]._version == result._version == 1 and not found[-1]._is_view()
 
 
 @needs("is_same_state")

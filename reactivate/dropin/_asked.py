@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from torch.utils.checkpoint import noop_context_fn
 
 from reactivate._engine.record import Options
+from reactivate._types import Storage
+from reactivate.dropin._offload import OffloadingPair
 from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError
-from reactivate.guards import DEFAULT, ContextPair, Guards
+from reactivate.guards import DEFAULT, Guards
 
 # What existing code (and torch's own tests) look for in the messages.
 _WORDS_OF_TORCH = {
@@ -48,11 +50,12 @@ class Asked(NamedTuple):
     early_stop: bool = True
     respect_saved_tensors_hooks: bool | None = None
 
-    def options(self, guards: Guards, is_debugging: bool | None, stops: bool | None) -> Options:
+    def options(self, guards: Guards, offload: Storage, is_debugging: bool | None, stops: bool | None) -> Options:
         """Return the options of the region.
 
         Args:
             guards: of every region.
+            offload: where policies of selective checkpointing offload to.
             is_debugging, stops: in the place of `debug` and `early_stop`, unless None.
 
         Raises:
@@ -71,7 +74,7 @@ class Asked(NamedTuple):
         options = _options(guards, keeps, self.early_stop if stops is None else stops, determinism)
         if self.context_fn is noop_context_fn:
             return options
-        pair = ContextPair(functools.partial(_contexts, self), keeps_random_numbers=keeps)
+        pair = OffloadingPair(functools.partial(_contexts, self), offload, keeps_random_numbers=keeps)
         return _TorchOptions((*options.guards, pair), options.early_stop, options.determinism)
 
 

@@ -9,10 +9,12 @@ import torch.utils.checkpoint as upstream
 
 from reactivate._options import checked
 from reactivate._text.keywords import refuse_unknown
+from reactivate._types import Storage
 from reactivate.dropin import torch as dropin
 from reactivate.dropin._references import Swap, backwards, replace_everywhere
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards
+from reactivate.policies._base import check_storage
 
 # {name in torch.utils.checkpoint: name in reactivate.dropin.torch}
 _NAMES = {
@@ -33,9 +35,10 @@ _active: list[Installation] = []
 class Installation:
     """The handle of `install`: a context manager, whose end takes it back, as `remove()` does."""
 
-    def __init__(self, guards: Guards) -> None:
+    def __init__(self, guards: Guards, offload: Storage) -> None:
         instance = _second_instance(dropin)
         instance.guards = guards  # type: ignore[attr-defined]
+        instance.offload = offload  # type: ignore[attr-defined]
         names = [name for name in _NAMES if hasattr(upstream, name)]  # not all of them are in every torch
         self._names = names
         swaps = [Swap(getattr(upstream, name), getattr(instance, _NAMES[name])) for name in names]
@@ -77,7 +80,7 @@ class Installation:
 
 
 @refuse_unknown
-def install(*, guards: Guards = DEFAULT) -> Installation:
+def install(*, guards: Guards = DEFAULT, offload: Storage = dropin.offload) -> Installation:
     """Run everything that calls `torch.utils.checkpoint` on this engine, without an edit.
 
     References that were imported earlier are found and replaced: in modules, on objects and classes, in containers,
@@ -89,6 +92,7 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
 
     Args:
         guards: for every region; add to them what the program's libraries need, an RNG tracker say.
+        offload: where the results wait that policies of torch's selective checkpointing offload.
 
     Returns:
         A handle with `remove()`; also a context manager.
@@ -106,7 +110,8 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
     if _active:
         raise UsageError("The drop-in is installed already. Call `remove()` on what the first `install()` returned.")
     checked(guards)
-    return Installation(guards)
+    check_storage(offload, "install(offload=...)")
+    return Installation(guards, offload)
 
 
 def _second_instance(module: ModuleType) -> ModuleType:
