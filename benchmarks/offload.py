@@ -29,43 +29,17 @@ from typing import Any
 
 import torch
 from _presentation import Table, write
-from torch import Tensor, nn
+from torch import Tensor
 
 import reactivate
 from reactivate import policies
 from reactivate.storage import Disk, Host
 
-HERE = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from residual import Residual
+
 PARTS = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
 """Time of a copy, as a part of the time in which a region computes."""
-
-
-class Block(nn.Module):
-    """The feed-forward half of a transformer's layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.body(x)
-
-
-class Model(nn.Module):
-    """Blocks behind a layer that makes their input an activation."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -108,7 +82,6 @@ def in_a_process(layers: int) -> list[dict[str, float]]:
 
 def hidden(layers: int) -> list[dict[str, float]]:
     """Return for each part how much of the time of the copies a step hides, and how much it could."""
-    sys.path.insert(0, str(HERE.parent / "tests"))
     import simulated
 
     def elapsed(policy: Any, copy: float) -> tuple[float, float]:
@@ -118,7 +91,7 @@ def hidden(layers: int) -> list[dict[str, float]]:
             return copy if work.kind != "compute" else float("linear" in work.name or "mm" in work.name)
 
         with simulated.accelerator("eager", 0, duration) as device:
-            model = Model(16, layers).to(device)
+            model = Residual(16, layers).to(device)
             reactivate.apply(model, policy, determinism="metadata")
             batch = torch.randn(8, 16).to(device)
             start, before = simulated.elapsed(), len(simulated.log())
@@ -157,7 +130,7 @@ def on_disk(path: str, rounds: int, layers: int) -> dict[str, Any]:
     models = {}
     for name, policy in ways.items():
         torch.manual_seed(0)
-        models[name] = Model(width, layers)
+        models[name] = Residual(width, layers)
         if policy is not None:
             reactivate.apply(models[name], policy, determinism="metadata")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
