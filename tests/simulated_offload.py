@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate.storage import Disk, Host, slabs, staging, streams
+from reactivate.storage import Device, Disk, Host, slabs, staging, streams
 
 RANDOM = [("random", seed) for seed in range(6)]
 every_schedule = pytest.mark.parametrize(("schedule", "seed"), [("late", 0), ("early", 0), *RANDOM], ids=str)
@@ -292,6 +292,57 @@ def test_many_steps_lock_no_more(sizes: tuple[int, ...]) -> None:
         assert max(locked) <= 2 * max(largest, (DEPTH + 1) * 4096)
         host.clear()
         assert host.locked_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["device", "host", "disk"])
+@pytest.mark.parametrize("sizes", [(BATCH,), (3, 7, 1, 30, 12)])
+def test_500_steps_hold_as_much_as_the_first(storage: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """Bytes on the device, of locked memory, and of the file."""
+    make: dict[str, Any] = {"device": Device, "host": lambda: Host(least_bytes=0), "disk": lambda: on(tmp_path)}
+    where = make[storage]()
+    with simulated.accelerator("late") as device:
+        model = a_model().to(device)
+        reactivate.apply(model, both_to(where), determinism="metadata")
+        held = []
+        for step in range(500):
+            model(torch.randn(sizes[step % len(sizes)], WIDTH).to(device)).sum().backward()
+            model.zero_grad()
+            if storage == "disk":
+                until_empty(where)
+            here = simulated.memory_allocated(), getattr(where, "locked_bytes", 0), getattr(where, "file_bytes", 0)
+            held.append(here)
+    assert all(max(later) <= max(earlier) for earlier, later in zip(zip(*held[:50]), zip(*held[50:])))
+    assert storage == "device" or max(held[-1][1:]) > 0
+
+
+def on(path: Path) -> Disk:
+    return Disk(path, least_bytes=0)
+
+
+def test_a_limit_that_only_some_steps_reach() -> None:
+    """Over it tensors stay on the device; the next step that is small enough moves all of them again."""
+    host = Host(least_bytes=0, limit=4 * 4096)
+    with pytest.warns(UserWarning, match="the limit of 16,384 locked bytes is reached") as seen:
+        loaded = [loaded for loaded, locked in steps_with(host, (4, 200, 4, 200, 4)) if locked <= 4 * 4096]
+    assert len(seen) == 1
+    small, large = 4 * 4 * WIDTH * 4, 200 * WIDTH * 4
+    assert loaded == [small, large, small, large, small]
+
+
+def steps_with(host: Host, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield for each step the bytes that came back, and those that are locked; compare gradients with the CPU's."""
+    with simulated.accelerator("random", 2) as device:
+        model, twin = a_model().to(device), a_model()
+        reactivate.apply(model, inputs_to(host), determinism="metadata")
+        for rows in sizes:
+            before, batch = host.traffic.loaded_bytes, torch.randn(rows, WIDTH)
+            for one, here in ((model, batch.to(device)), (twin, batch)):
+                one.zero_grad()
+                one(here).sum().backward()
+            for one, other in zip(model.parameters(), twin.parameters()):
+                assert torch.equal(one.grad.cpu(), other.grad)
+            yield host.traffic.loaded_bytes - before, host.locked_bytes
 
 
 def test_over_the_limit_tensors_stay_and_a_warning_says_so(expected: list[Tensor]) -> None:
