@@ -46,7 +46,7 @@ def test_copies_on_the_simulated_device_are_hidden_as_far_as_they_can_be() -> No
 
 
 def test_ways_on_a_device_with_a_clock_of_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on a GPU, with the CPU in its place: peers that want CUDA say so."""
+    """Measure on the CPU as on a GPU: peers that want CUDA say so."""
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     for name in ("reset_peak_memory_stats", "synchronize"):
