@@ -708,6 +708,20 @@ def autocast_contexts_are_counted_and_left() -> None:
     torch.set_autocast_enabled("cpu", False)
 
 
+@needs("has_memory")
+def classes_that_only_have_a_name_are_told_from_others() -> None:
+    class Named(Tensor):
+        pass
+
+    class Made(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert room.has_memory(Tensor) and room.has_memory(Named) and room.has_memory(nn.Parameter)
+    assert not room.has_memory(Made)
+
+
 @needs("is_any_autocast_enabled")
 def autocast_is_noticed() -> None:
     assert not room.is_any_autocast_enabled()
