@@ -126,6 +126,7 @@ ON_GPU := --device cuda --clock wall --out benchmarks/results
 bench-gpu: $(VENV)/.bench $(VENV)/.models  ## the figures in docs/gpu.md, on a GPU
 	$(BIN)/python benchmarks/overhead.py $(ON_GPU)
 	$(BIN)/python benchmarks/selective.py $(ON_GPU)
+	$(BIN)/python benchmarks/offload.py $(ON_GPU)
 	$(BIN)/python benchmarks/frontier.py $(ON_GPU) --page docs/planning-measured.md
 
 bench-torches: $(VENV)/.bench $(NEWEST)/.installed  ## the table in docs/overhead.md: the newest torch, and public names only

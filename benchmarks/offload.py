@@ -3,11 +3,14 @@
 python benchmarks/offload.py                    on the terminal, in about three minutes
 python benchmarks/offload.py --out DIRECTORY    JSON and Markdown as well, named for device and torch version
 python benchmarks/offload.py --rounds 2 --layers 4    a trial
+python benchmarks/offload.py --device cuda      the ways to train below, on a GPU and by its clock
 
 *The host, on a simulated device*: its clock runs as the streams of a device would, with copies that take a stated part of the
 time of the computation in the same region. What is hidden is what a step does not take longer than without a storage.
 The ideal beside it: a copy from the device is hidden as far as the forward of one region goes, a copy to it as far as
 its backward, which is three times as long. (A step may hide a little more: its ends compute as well.)
+
+*Ways to train*, on the same device: storages beside what other libraries offer (`_offload_peers`).
 
 *A disk, on this machine*: training steps of one model, plain and with the inputs of its regions in memory and in a file, all
 in one process, interleaved; and the bytes per second of the same directory, written and read without a model.
@@ -29,43 +32,18 @@ from typing import Any
 
 import torch
 from _presentation import Table, write
-from torch import Tensor, nn
+from torch import Tensor
 
 import reactivate
 from reactivate import policies
 from reactivate.storage import Disk, Host
 
-HERE = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import _offload_peers
+from residual import Residual
+
 PARTS = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
 """Time of a copy, as a part of the time in which a region computes."""
-
-
-class Block(nn.Module):
-    """The feed-forward half of a transformer's layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.body(x)
-
-
-class Model(nn.Module):
-    """Blocks behind a layer that makes their input an activation."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,9 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--path", help="the directory for the disk (default: a temporary one)")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write the results")
     parser.add_argument("--simulated", action="store_true", help="only print what the simulated device gives, as JSON")
+    parser.add_argument("--device", default="cpu", help="cuda: measure ways to train on a GPU, and nothing else")
+    parser.add_argument("--clock", default="wall", choices=["wall"], help="time of the wall")
     options = parser.parse_args(arguments)
     if options.simulated:
-        print(json.dumps(hidden(options.layers)))
+        print(json.dumps({"hidden": hidden(options.layers), "ways": _offload_peers.on_simulated(options.layers)}))
+        return
+    if options.device != "cpu":
+        on_gpu(torch.device(options.device), options)
         return
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.path) as path:
@@ -86,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {
         "torch": torch.__version__,
         "layers": options.layers,
-        "hidden": in_a_process(options.layers),
+        **in_a_process(options.layers),
         "disk": disk,
     }
     print(to_markdown(results))
@@ -98,17 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # -- the host, on a simulated device ----------------------------------------------------------------------------------
 
 
-def in_a_process(layers: int) -> list[dict[str, float]]:
-    """Return `hidden`, from a process of its own: torch has one accelerator at most, and cannot forget it."""
+def in_a_process(layers: int) -> dict[str, Any]:
+    """Return `hidden` and ways, from a process of its own: torch has one accelerator at most, and cannot forget it."""
     command = [sys.executable, __file__, "--simulated", "--layers", str(layers)]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    rows: list[dict[str, float]] = json.loads(found.stdout)
+    rows: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
     return rows
 
 
 def hidden(layers: int) -> list[dict[str, float]]:
     """Return for each part how much of the time of the copies a step hides, and how much it could."""
-    sys.path.insert(0, str(HERE.parent / "tests"))
     import simulated
 
     def elapsed(policy: Any, copy: float) -> tuple[float, float]:
@@ -118,7 +100,7 @@ def hidden(layers: int) -> list[dict[str, float]]:
             return copy if work.kind != "compute" else float("linear" in work.name or "mm" in work.name)
 
         with simulated.accelerator("eager", 0, duration) as device:
-            model = Model(16, layers).to(device)
+            model = Residual(16, layers).to(device)
             reactivate.apply(model, policy, determinism="metadata")
             batch = torch.randn(8, 16).to(device)
             start, before = simulated.elapsed(), len(simulated.log())
@@ -142,6 +124,26 @@ def hidden(layers: int) -> list[dict[str, float]]:
     return rows
 
 
+# -- a GPU --------------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(device: torch.device, options: argparse.Namespace) -> None:
+    """Measure ways to train on a GPU, print them, and write them where that is asked."""
+    name = torch.cuda.get_device_name(device).replace(" ", "-")
+    results = {"torch": torch.__version__, "layers": options.layers, "device": name}
+    results["ways"] = _offload_peers.on_gpu(device, options.layers, options.rounds)
+    text = of_ways(f"Ways to train, on {name}", results["ways"], "s").with_title()
+    print(text)
+    if options.out:
+        stem = f"offload-{name}-torch{torch.__version__.partition('+')[0]}"
+        write(options.out, stem, json=json.dumps(results, indent=1) + "\n", md=text + "\n")
+
+
+def of_ways(title: str, rows: list[dict[str, Any]], unit: str) -> Table:
+    """Return the table of ways to train."""
+    return Table(title, _offload_peers.HEADER, _offload_peers.cells(rows, unit))
+
+
 # -- a disk, on this machine ------------------------------------------------------------------------------------------
 
 
@@ -157,7 +159,7 @@ def on_disk(path: str, rounds: int, layers: int) -> dict[str, Any]:
     models = {}
     for name, policy in ways.items():
         torch.manual_seed(0)
-        models[name] = Model(width, layers)
+        models[name] = Residual(width, layers)
         if policy is not None:
             reactivate.apply(models[name], policy, determinism="metadata")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -243,9 +245,10 @@ def to_markdown(results: dict[str, Any]) -> str:
     beside = (
         f"The same directory without a model, through the page cache as `Disk` uses it: {rates['written'] / 1e9:.2f} GB/s "
         f"written, {rates['read'] / 1e9:.2f} GB/s read. A step hands {moved / 1e6:.1f} MB over, of which the "
-        "last input stays in memory. Gradients are bitwise those of the plain step. On a GPU: not run."
+        "last input stays in memory. Gradients are bitwise those of the plain step. On a GPU: not run (`make bench-gpu`)."
     )
-    return "\n\n".join((simulated.with_title(), steps.with_title(), beside))
+    ways = of_ways("Ways to train, on a simulated device", results["ways"], "s of its clock").with_title()
+    return "\n\n".join((simulated.with_title(), ways, steps.with_title(), beside))
 
 
 if __name__ == "__main__":

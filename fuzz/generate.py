@@ -12,6 +12,7 @@ from fuzz.program import (
     OPTIMIZERS,
     POLICIES,
     SCHEDULES,
+    STORAGES,
     SURROUNDINGS,
     Between,
     Block,
@@ -98,6 +99,7 @@ def _options(random: Random) -> Options:
         determinism=random.choice(("", "", "", "", "metadata", "values", "none")),
         policy=random.choice((*POLICIES[:1] * 10, *POLICIES)),
         applied=random.random() < 0.2,
+        inputs=random.choice((*STORAGES[:1] * 6, *STORAGES)),
     )
 
 

@@ -33,11 +33,16 @@ POLICIES = (
     'policies.save_ops("matmul", "sin")',
     "policies.compute_intensive()",
     'policies.every_nth(2, policies.save_ops("linear", "matmul", "sin"))',
-    'policies.save_ops("linear", storage=reactivate.storage.Host())',
+    'policies.save_ops("linear", storage=HOST)',
+    'policies.save_ops("linear", "matmul", "sin", storage=SHELF)',
+    'policies.save_ops("linear", "matmul", storage=DISK)',
     'policies.save_modules("lin")',
 )
 MODULE_POLICIES = POLICIES[-1:]
 """Policies with paths, for regions that are modules or methods of one."""
+
+STORAGES = ("", "SHELF", "DISK", "HOST")
+"""Where regions keep their inputs: storages of the prelude."""
 
 OPTIMIZERS = (
     "torch.optim.SGD({}, lr=0.1)",
@@ -126,6 +131,7 @@ class Options:
     determinism: str = ""
     policy: str = ""
     applied: bool = False
+    inputs: str = ""
 
 
 @dataclass(frozen=True)

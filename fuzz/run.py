@@ -26,6 +26,7 @@ import reactivate
 from fuzz.snapshot import Freezer, Frozen, bits_of, random_streams
 from reactivate import policies
 from reactivate._engine.record import observed_by
+from reactivate._types import DEVICE, Storage
 
 Wrap = Callable[..., Any]
 NAME = "fuzz_program"
@@ -115,8 +116,10 @@ def checked(**fixed: Any) -> Arm:
     def checkpoint(fn: Wrap, **options: Any) -> Wrap:
         return reactivate.checkpoint(fn, **{**options, **fixed})
 
-    def recompute(model: nn.Module, paths: Sequence[str], save: Any = None, **options: Any) -> None:
-        regions = policies.recompute_modules(*paths)
+    def recompute(
+        model: nn.Module, paths: Sequence[str], save: Any = None, inputs: Storage = DEVICE, **options: Any
+    ) -> None:
+        regions = policies.recompute_modules(*paths, inputs=inputs)
         reactivate.apply(
             model, regions if save is None else policies.first_match(save, regions), **{**options, **fixed}
         )

@@ -126,6 +126,7 @@ def _region(program: Program, fn: str, form: str) -> str:
 def _given(program: Program) -> list[str]:
     options = program.options
     given = [] if options.early_stop else ["early_stop=False"]
+    given += [f"inputs={options.inputs}"] if options.inputs else []
     return given + ([f'determinism="{options.determinism}"'] if options.determinism else [])
 
 

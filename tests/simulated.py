@@ -23,12 +23,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import heapq
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import torch
 from simulated_streams import GARBAGE, Block, Entry, Lane, Mark, Queues, Work, below_everything, locked, roofline
 from torch import Tensor
@@ -49,6 +51,12 @@ class Simulator(Queues):
         self.generator = torch.Generator().manual_seed(0)
         self.pinned: dict[int, Tensor] = {}  # by address
         self.local, self.home, self.home_stream = threading.local(), threading.get_ident(), default_stream()
+
+    def freed(self) -> list[int]:
+        found = _releases.take()
+        for address in found:
+            _outlived.pop(address, None)
+        return [address for address in found if address in self.blocks]
 
     def current(self) -> Lane:
         return self.lanes[current_stream().stream_id]
@@ -305,27 +313,55 @@ class _Managed(ctypes.Structure):
     _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def _delete(managed: int) -> None:
-    """Hear that torch frees a storage: at any time, so that it only takes a note."""
-    if _simulator is not None:
-        _simulator.freed.append(_Managed.from_address(managed).tensor.data)
+class _Releases:
+    """Notes which storages torch has freed.
+
+    The deleter of each is `time` of the C library, which writes over the first field of its entry in a table. So no Python
+    runs then: an exception may be pending, or another thread may have the interpreter.
+    """
+
+    SIZE = 2**16
+
+    def __init__(self) -> None:
+        self._table = (_Managed * self.SIZE)()
+        words = ctypes.sizeof(_Managed) // 8
+        self._found = numpy.frombuffer(self._table, numpy.int64).reshape(self.SIZE, words)[:, 0]
+        self._given = numpy.zeros(self.SIZE, numpy.int64)
+        self._free = list(range(self.SIZE))  # a heap: so the part that is in use stays small
+        self._end = 0
+
+    def add(self, tensor: _DLTensor) -> int:
+        """Return the address of an entry for a new storage."""
+        index = heapq.heappop(self._free)
+        self._end = max(self._end, index + 1)
+        self._table[index] = _Managed(tensor, None, _TIME)
+        self._given[index] = tensor.data
+        return ctypes.addressof(self._table) + index * ctypes.sizeof(_Managed)
+
+    def take(self) -> list[int]:
+        """Return the addresses of what was freed since the last call."""
+        changed = numpy.flatnonzero(self._found[: self._end] != self._given[: self._end])
+        addresses = [int(self._given[index]) for index in changed]
+        for index in changed.tolist():
+            self._found[index] = self._given[index] = 0
+            heapq.heappush(self._free, index)
+        return addresses
 
 
-_DELETE = ctypes.cast(_delete, ctypes.c_void_p).value
-_DO_NOTHING = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
+_TIME = ctypes.cast(ctypes.CDLL(None).time, ctypes.c_void_p).value
+_releases = _Releases()
 _new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
-_outlived: list[Block] = []  # torch still holds pointers to them
+_outlived: dict[int, Block] = {}  # of contexts that are over: torch still holds pointers to them
 
 
 def _device_tensor(block: Block, nbytes: int) -> Tensor:
     """Return the bytes of a block as a tensor on the device: DLPack's name for PrivateUse1 is 12."""
     shape = (ctypes.c_int64 * 1)(nbytes)
     tensor = _DLTensor(block.memory.data_ptr(), 12, 0, 1, 1, 8, 1, shape, None, 0)
-    block.managed = _Managed(tensor, None, _DELETE)
-    return torch.utils.dlpack.from_dlpack(_new_capsule(ctypes.addressof(block.managed), b"dltensor", None))
+    block.shape = shape
+    return torch.utils.dlpack.from_dlpack(_new_capsule(_releases.add(tensor), b"dltensor", None))
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
@@ -401,9 +437,8 @@ def accelerator(
         ops._destroy()
         rest._destroy()
         _simulator, ended = None, _simulator
-        for block in ended.blocks.values():
-            block.managed.deleter = _DO_NOTHING
-            _outlived.append(block)
+        ended.settle()
+        _outlived.update(ended.blocks)
 
 
 # -- the device module ---------------------------------------------------------------------------------------------------

@@ -356,6 +356,28 @@ def test_memory() -> None:
         assert simulated.memory_allocated() == simulated.max_memory_allocated() == 0
 
 
+def test_memory_that_is_freed_while_an_exception_is_pending() -> None:
+    """The exception arrives, and the memory is known to be free."""
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    class Fails(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise KeyError("mine")
+
+    with simulated.accelerator() as device:
+        x = torch.ones(3, device=device)
+        for _ in range(3):
+            with pytest.raises(KeyError, match="mine"):
+                torch.stack([x * 2, fail()])
+            y = x * 2
+            with pytest.raises(KeyError, match="mine"), Fails():
+                (y, y.sin())
+            del y
+            assert simulated.memory_allocated() == 12
+
+
 def test_a_training_step_leaves_no_memory_behind() -> None:
     with simulated.accelerator("random") as device:
         model, inputs = language()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import simulated
 import torch
+from residual import Residual
 from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate.storage import Host, slabs, staging, streams
+from reactivate.storage import Device, Disk, Host, slabs, staging, streams
 
 RANDOM = [("random", seed) for seed in range(6)]
 every_schedule = pytest.mark.parametrize(("schedule", "seed"), [("late", 0), ("early", 0), *RANDOM], ids=str)
@@ -21,33 +24,9 @@ every_schedule = pytest.mark.parametrize(("schedule", "seed"), [("late", 0), ("e
 WIDTH, DEPTH, BATCH = 16, 5, 8
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.body(x)
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def a_model() -> nn.Module:
     torch.manual_seed(0)
-    return Stack()
+    return Residual(WIDTH, DEPTH)
 
 
 def trained(model: nn.Module, device: Any, sizes: tuple[int, ...] = (BATCH,) * 3) -> list[Tensor]:
@@ -81,15 +60,15 @@ def equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
-def inputs_to(host: Host) -> Any:
+def inputs_to(host: Any) -> Any:
     return policies.full(inputs=host)
 
 
-def results_to(host: Host) -> Any:
+def results_to(host: Any) -> Any:
     return policies.first_match(policies.save_ops("linear", "gelu", storage=host), policies.full())
 
 
-def both_to(host: Host) -> Any:
+def both_to(host: Any) -> Any:
     return policies.first_match(policies.save_ops("linear", storage=host), policies.full(inputs=host))
 
 
@@ -108,6 +87,53 @@ def test_training_is_bitwise_that_on_the_cpu(
     assert equal(on_device(schedule, seed, make), expected)
     traffic = hosts[0].traffic
     assert traffic.moved_bytes > 0 and traffic.loaded_bytes > 0, traffic
+
+
+@every_schedule
+@pytest.mark.parametrize("policy", [inputs_to, results_to, both_to])
+@pytest.mark.parametrize(("last", "ahead"), [(1, 1), (0, 0)])
+def test_training_with_a_disk(
+    schedule: str, seed: int, policy: Any, last: int, ahead: int, expected: list[Tensor], tmp_path: Path
+) -> None:
+    disk = Disk(tmp_path, least_bytes=0, last=last, ahead=ahead)
+    assert equal(on_device(schedule, seed, lambda: policy(disk)), expected)
+    assert disk.traffic.moved_bytes > 0 and disk.traffic.loaded_bytes > 0, disk.traffic
+    until_empty(disk)
+
+
+def until_empty(disk: Disk) -> None:
+    """Wait for threads of the storage that still hold a tensor."""
+    end = time.monotonic() + 30
+    while disk.used_bytes and time.monotonic() < end:
+        time.sleep(0.001)
+    assert disk.used_bytes == 0
+
+
+@pytest.mark.parametrize("storage", ["host", "disk"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_disk_and_a_host_hold_no_inputs_on_the_device(storage: str, count: int, tmp_path: Path) -> None:
+    where: Any = Host(least_bytes=0) if storage == "host" else Disk(tmp_path, least_bytes=0)
+    with simulated.accelerator("late") as device:
+        model = a_model().to(device)
+        reactivate.apply(model, inputs_to(where), determinism="metadata")
+        batches = [torch.randn(BATCH, WIDTH).to(device) for _ in range(count)]
+        before, losses = simulated.memory_allocated(), []
+        for number, batch in enumerate(batches):
+            with where.group(number):
+                losses.append(model(batch).sum())
+            if storage == "disk":
+                for future in [piece._write.done for piece in pieces(where) if piece._write is not None]:
+                    future.result()
+            where.prefetch("nothing")  # what is written is let go of when the storage is used next
+        held = (simulated.memory_allocated() - before) // (BATCH * WIDTH * 4)
+        assert held <= count * 3, "the last one of a group waits, one may be on its way"
+        for number, loss in enumerate(losses):
+            where.prefetch(number)
+            loss.backward()
+
+
+def pieces(disk: Disk) -> list[Any]:
+    return list(disk._mover._pieces.values())
 
 
 def test_nobody_waits_on_the_host() -> None:
@@ -266,6 +292,58 @@ def test_many_steps_lock_no_more(sizes: tuple[int, ...]) -> None:
         assert max(locked) <= 2 * max(largest, (DEPTH + 1) * 4096)
         host.clear()
         assert host.locked_bytes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["device", "host", "disk"])
+def test_500_steps_hold_as_much_as_the_first(storage: str, tmp_path: Path) -> None:
+    """Bytes on the device, of locked memory, and of the file, with shapes that change every step."""
+    sizes = (3, 7, 1, 30, 12)
+    make: dict[str, Any] = {"device": Device, "host": lambda: Host(least_bytes=0), "disk": lambda: on(tmp_path)}
+    where = make[storage]()
+    with simulated.accelerator("late") as device:
+        model = Residual(WIDTH, 2).to(device)
+        reactivate.apply(model, both_to(where), determinism="metadata")
+        held = []
+        for step in range(500):
+            model(torch.randn(sizes[step % len(sizes)], WIDTH).to(device)).sum().backward()
+            model.zero_grad()
+            if storage == "disk":
+                until_empty(where)
+            here = simulated.memory_allocated(), getattr(where, "locked_bytes", 0), getattr(where, "file_bytes", 0)
+            held.append(here)
+    assert all(max(later) <= max(earlier) for earlier, later in zip(zip(*held[:50]), zip(*held[50:])))
+    assert storage == "device" or max(held[-1][1:]) > 0
+
+
+def on(path: Path) -> Disk:
+    return Disk(path, least_bytes=0)
+
+
+def test_a_limit_that_only_some_steps_reach() -> None:
+    """Over it tensors stay on the device; the next step that is small enough moves all of them again."""
+    host = Host(least_bytes=0, limit=4 * 4096)
+    with pytest.warns(UserWarning, match="the limit of 16,384 locked bytes is reached") as seen:
+        loaded = [loaded for loaded, locked in steps_with(host, (4, 200, 4, 200, 4)) if locked <= 4 * 4096]
+    assert len(seen) == 1
+    # Of five inputs the last waits on the device, and the one before has its copy there too.
+    small, large = 3 * 4 * WIDTH * 4, 200 * WIDTH * 4
+    assert loaded == [small, large, small, large, small]
+
+
+def steps_with(host: Host, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield for each step the bytes that came back, and those that are locked; compare gradients with the CPU's."""
+    with simulated.accelerator("random", 2) as device:
+        model, twin = a_model().to(device), a_model()
+        reactivate.apply(model, inputs_to(host), determinism="metadata")
+        for rows in sizes:
+            before, batch = host.traffic.loaded_bytes, torch.randn(rows, WIDTH)
+            for one, here in ((model, batch.to(device)), (twin, batch)):
+                one.zero_grad()
+                one(here).sum().backward()
+            for one, other in zip(model.parameters(), twin.parameters()):
+                assert torch.equal(one.grad.cpu(), other.grad)
+            yield host.traffic.loaded_bytes - before, host.locked_bytes
 
 
 def test_over_the_limit_tensors_stay_and_a_warning_says_so(expected: list[Tensor]) -> None:

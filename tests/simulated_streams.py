@@ -85,7 +85,7 @@ class Block:
 
     memory: Tensor
     lane: Lane  # which allocated it
-    managed: Any = None  # torch's hold on it
+    shape: Any = None  # which torch's hold on it refers to
     users: set[Lane] = field(default_factory=set)  # other lanes
 
 
@@ -115,7 +115,6 @@ class Queues:
         self.lock = threading.RLock()
         self.lanes: list[Lane] = []
         self.deferred: list[tuple[Block, list[Mark]]] = []  # freed, but in use on other lanes
-        self.freed: deque[int] = deque()  # addresses that torch let go of, and no lane knows about yet
         self.blocks: dict[int, Block] = {}  # by address
         self.allocated = self.peak = self.synchronisations = 0
         self.host_time, self.engines, self.log = 0.0, {"compute": 0.0, "to_host": 0.0, "to_device": 0.0}, list[Entry]()
@@ -155,11 +154,15 @@ class Queues:
         lane.tasks.append(Task(lambda: None, after=mark))
         self.progress()
 
+    def freed(self) -> list[int]:
+        """Return the addresses that torch let go of since the last call."""
+        raise NotImplementedError
+
     @locked
     def settle(self) -> None:
         """Queue the end of the blocks that were freed since the last call."""
-        while self.freed:
-            block = self.blocks.pop(self.freed.popleft())
+        for address in self.freed():
+            block = self.blocks.pop(address)
             self.allocated -= block.memory.numel()
             marks = []
             for lane in sorted(block.users - {block.lane}, key=lambda lane: lane.index):

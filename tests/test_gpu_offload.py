@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_bitwise
+from residual import Residual
 from test_gpu_training import DEVICE, Layer
 from torch import Tensor, nn
 
@@ -24,17 +25,8 @@ DEPTH, WIDTH, LENGTH, BATCH = 8, 128, 512, 8
 INPUT = BATCH * LENGTH * WIDTH * 4  # bytes
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer(WIDTH) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def a_model() -> nn.Module:
+    return Residual(WIDTH, DEPTH, Layer).to(DEVICE)
 
 
 def trained(model: nn.Module, steps: int = 4) -> list[Tensor]:
@@ -63,7 +55,7 @@ def test_training_is_bitwise_the_plain_models(policy: Any, last: int, ahead: int
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         torch.manual_seed(1)
-        plain = Stack().to(DEVICE)
+        plain = a_model()
         model = copy.deepcopy(plain)
         host = Host(least_bytes=0, last=last, ahead=ahead)
         reactivate.apply(model, policy(host))
@@ -77,7 +69,7 @@ def test_training_is_bitwise_the_plain_models(policy: Any, last: int, ahead: int
 def test_the_inputs_are_not_on_the_device() -> None:
     kept = []
     for policy in (policies.full(), policies.full(inputs=Host(least_bytes=0))):
-        model = Stack().to(DEVICE)
+        model = a_model()
         reactivate.apply(model, policy, determinism="metadata")
         model(torch.randn(BATCH, LENGTH, WIDTH, device=DEVICE)).sum().backward()
         gc.collect()
@@ -92,7 +84,7 @@ def test_the_inputs_are_not_on_the_device() -> None:
 
 def test_locked_and_device_memory_stay_flat() -> None:
     host = Host(least_bytes=0)
-    model = Stack().to(DEVICE)
+    model = a_model()
     reactivate.apply(model, policies.full(inputs=host))
     locked, held = [], []
     for step in range(60):

@@ -221,13 +221,9 @@ def test_many_steps_grow_nothing(tmp_path: Path) -> None:
     for _ in range(200):
         model(torch.randn(16, 8)).square().mean().backward()
         until_empty(storage)
-        sizes.append((storage.file_bytes, len(storage._spool._pieces), _pieces_of(storage)))
+        sizes.append((storage.file_bytes, len(storage._mover._pieces), len(storage._mover.order.of_this_thread())))
     assert len(set(sizes[1:])) == 1, sizes[-1]
-    assert sizes[-1][1] == 0
-
-
-def _pieces_of(storage: Disk) -> int:
-    return len(storage._spool._series().pieces)
+    assert sizes[-1][1:] == (0, 0)
 
 
 def test_500_equal_tensors_one_after_the_other_need_one_place(tmp_path: Path) -> None:

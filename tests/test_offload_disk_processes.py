@@ -10,7 +10,9 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from test_offload_disk import disk, filled
 from test_offload_inputs import Stack, same
@@ -19,6 +21,7 @@ from torch import Tensor
 import reactivate
 from reactivate import policies
 from reactivate.storage import Disk
+from reactivate.storage.disk_file import remove_of_the_dead
 
 
 def test_permissions(tmp_path: Path) -> None:
@@ -47,6 +50,7 @@ def locked(directory: Path) -> bool:
 WORKER = """
 import sys, torch
 from reactivate.storage import Disk
+from reactivate.storage.disk_file import remove_of_the_dead
 
 storage = Disk(sys.argv[1], least_bytes=0, last=0)
 handles = [storage.save(torch.randn(4096)) for _ in range(4)]
@@ -94,6 +98,69 @@ def test_it_is_the_lock_that_decides_and_no_process_id(tmp_path: Path) -> None:
     del handle
 
 
+STARTING = """
+import os, signal, sys, fcntl, tempfile
+from reactivate.storage.disk_file import DiskFile
+def dies(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "open":
+    os.open = dies
+else:
+    fcntl.flock = dies
+DiskFile(sys.argv[1], None, os.getpid())
+"""
+
+
+@pytest.mark.parametrize("place", ["open", "lock"])
+def test_a_process_that_is_killed_while_it_starts_leaves_nothing_for_ever(place: str, tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", STARTING, str(tmp_path), place], check=False)
+    assert ended.returncode == -signal.SIGKILL and len(list(tmp_path.iterdir())) == 1
+    storage = disk(tmp_path, last=0)
+    handle = storage.save(torch.randn(64))
+    assert [entry.name for entry in tmp_path.iterdir()] == [os.path.basename(str(storage.directory))]
+    del handle
+
+
+@pytest.mark.parametrize("place", ["before the file is there", "before it is locked", "while it is locked by another"])
+def test_a_directory_that_is_taken_for_a_dead_ones_is_made_again(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process starts on the same path between the steps of this one."""
+    made: list[str] = []
+
+    def once(*args: Any, function: Any, is_between: bool) -> Any:
+        if is_between and not made:
+            made.append(next(entry.name for entry in tmp_path.iterdir()))
+            remove_of_the_dead(str(tmp_path))
+        return function(*args)
+
+    opens, locks = os.open, fcntl.flock
+    if place == "before the file is there":
+        monkeypatch.setattr(
+            os, "open", lambda name, *args: once(name, *args, function=opens, is_between=bool(args[0] & os.O_CREAT))
+        )
+    elif place == "before it is locked":
+        monkeypatch.setattr(
+            fcntl,
+            "flock",
+            lambda *args: once(*args, function=locks, is_between=not made and bool(list(tmp_path.glob("*/*")))),
+        )
+    else:
+
+        def refused(file: int, operation: int) -> None:
+            if not made:
+                made.append(next(entry.name for entry in tmp_path.iterdir()))
+                raise BlockingIOError
+            locks(file, operation)
+
+        monkeypatch.setattr(fcntl, "flock", refused)
+    storage = disk(tmp_path, last=0)
+    handle = storage.save(torch.randn(64))
+    left = [entry.name for entry in tmp_path.iterdir()]
+    assert made and left == [os.path.basename(str(storage.directory))] and left != made
+    del handle
+
+
 def test_an_exit_removes_the_directory_after_an_exception_too(tmp_path: Path) -> None:
     program = WORKER.replace("sys.stdin.read()", "raise SystemError")
     ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
@@ -105,6 +172,7 @@ FORKED = """
 import os, sys, torch
 from reactivate.errors import StorageError
 from reactivate.storage import Disk
+from reactivate.storage.disk_file import remove_of_the_dead
 
 path = sys.argv[1]
 storage = Disk(path, least_bytes=0, last=0)

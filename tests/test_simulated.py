@@ -12,6 +12,7 @@ import torch
 
 FILES = [
     ("simulated_cases.py", "privateuseone"),
+    ("simulated_dropin.py", "privateuseone"),
     ("simulated_offload.py", "privateuseone"),
     ("simulated_plan.py", "privateuseone"),
     ("simulated_heirs.py", "tpu"),
@@ -25,9 +26,19 @@ GUARDS = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone
 @pytest.mark.parametrize(("file", "device"), FILES)
 def test_in_a_process_of_its_own(file: str, device: str) -> None:
     """torch has one accelerator at most, and cannot forget it."""
+    run(file, device)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GUARDS, reason="this torch has no device guards written in Python")
+def test_long_runs() -> None:
+    run("simulated_offload.py", "privateuseone", "--all", "-m", "slow")
+
+
+def run(file: str, device: str, *options: str) -> None:
     path = Path(__file__).with_name(file)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "SIMULATED_DEVICE": device}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(path)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(path)]
     found = subprocess.run(
         command, check=False, capture_output=True, text=True, env=environment, cwd=path.parent.parent
     )

@@ -133,15 +133,15 @@ class Late(Copies):
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
         piece = CopyPiece(memory, extent, run)
-        piece.run, before = run, getattr(self, "last", None)
+        piece.run, before = run, getattr(self, "latest", None)
         if before is not None:
             before.run = before.run.clone()
-        self.last = piece
+        self.latest = piece
         return piece
 
     def load(self, handle: Any) -> Tensor:
-        if self.last is not None:
-            self.last.run, self.last = self.last.run.clone(), None
+        if self.latest is not None:
+            self.latest.run, self.latest = self.latest.run.clone(), None
         return super().load(handle)
 
 

@@ -568,6 +568,13 @@ def ops_have_classes_and_names() -> None:
     assert torch.ops.higher_order.cond.name() == "cond"
 
 
+@needs("returns_arguments")
+def ops_that_return_arguments_are_known() -> None:
+    aten = torch.ops.aten
+    assert room.returns_arguments(aten.t.default) and room.returns_arguments(aten.add_.Tensor)
+    assert not room.returns_arguments(aten.mm.default) and not room.returns_arguments(torch.ops.higher_order.cond)
+
+
 @needs("written_arguments")
 def a_schema_says_what_is_written_to() -> None:
     aten = torch.ops.aten
@@ -701,6 +708,20 @@ def autocast_contexts_are_counted_and_left() -> None:
     torch.set_autocast_enabled("cpu", False)
 
 
+@needs("has_memory")
+def classes_that_only_have_a_name_are_told_from_others() -> None:
+    class Named(Tensor):
+        pass
+
+    class Made(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert room.has_memory(Tensor) and room.has_memory(Named) and room.has_memory(nn.Parameter)
+    assert not room.has_memory(Made)
+
+
 @needs("is_any_autocast_enabled")
 def autocast_is_noticed() -> None:
     assert not room.is_any_autocast_enabled()
@@ -721,6 +742,24 @@ def checkpoints_that_an_error_went_through_are_closed() -> None:
         assert room.innermost_pack_hook() is before
     else:
         raise AssertionError("the error went through")
+
+
+@needs("counting_versions")
+def aliases_share_the_counter_in_a_dispatch_mode() -> None:
+    found: list[Tensor] = []
+
+    class Alias(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            with room.counting_versions():
+                found.append(result.detach())
+            return result
+
+    with Alias():
+        result = torch.ones(2, requires_grad=True).sin()
+    with torch.no_grad():
+        result.zero_()
+    assert found[-1]._version == result._version == 1 and not found[-1]._is_view()
 
 
 @needs("is_same_state")

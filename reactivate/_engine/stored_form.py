@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from reactivate._engine.aside import aside
+from reactivate._torch.classes import has_memory
 from reactivate._torch.modes import run_unseen
 from reactivate._types import Storage
 from reactivate.errors import StorageError
@@ -24,7 +25,7 @@ class Form:
         self._device = tensor.device
         self._shape = None if tensor.is_nested else tensor.shape
         # Tensors that are made of others say themselves what their strides are.
-        self._has_memory = self._kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+        self._has_memory = has_memory(self._kind)
         self._strides = tensor.stride() if self._has_memory and tensor.layout is torch.strided else None
 
     @classmethod

@@ -32,3 +32,10 @@ def written_arguments(op: Any) -> tuple[tuple[int, str, bool], ...]:
         for position, item in enumerate(arguments)
         if item.alias_info is not None and item.alias_info.is_write
     )
+
+
+@functools.cache
+def returns_arguments(op: Any) -> bool:
+    """Return whether `op`'s schema says that it returns an argument of its, or a view of one."""
+    returns = op._schema.returns if isinstance(op, OpOverload) else ()
+    return any(item.alias_info is not None for item in returns)

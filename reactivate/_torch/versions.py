@@ -35,6 +35,30 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
     _set_versions(tuple(tensors), tuple(versions))
 
 
+def _counts_below_autograd(exclude: Any, views: Any) -> bool:
+    x = torch.empty(1, device="cpu")
+    with exclude(views, True):  # as it is in a dispatch mode
+        apart = x.detach()
+        with exclude(views, False):
+            together = x.detach()
+    x.zero_()
+    return (apart._version, together._version) == (0, 1)
+
+
+_exclude, _VIEWS = fastest(
+    "version counters of aliases in a dispatch mode",
+    "torch._C._SetExcludeDispatchKeyGuard",
+    "torch._C.DispatchKey.ADInplaceOrView",
+    probe=_counts_below_autograd,
+    lost="offloading by policies of torch's selective checkpointing",
+)
+
+
+def counting_versions() -> AbstractContextManager[Any]:
+    """Return a context in which aliases have the version counter of what they are made from, in a dispatch mode too."""
+    return _exclude(_VIEWS, False)  # type: ignore[no-any-return]
+
+
 def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Return the view of another base, of the same shape, that `view` is of its own."""
     return view._view_func(base)  # type: ignore[attr-defined]

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from torch.utils.checkpoint import noop_context_fn
 
 from reactivate._engine.record import Options
+from reactivate._types import Storage
+from reactivate.dropin._offload import OffloadingPair
 from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError
-from reactivate.guards import DEFAULT, ContextPair, Guards
+from reactivate.guards import DEFAULT, Guards
 
 # What existing code (and torch's own tests) look for in the messages.
 _WORDS_OF_TORCH = {
@@ -49,11 +51,12 @@ class Asked(NamedTuple):
     early_stop: bool = True
     respect_saved_tensors_hooks: bool | None = None
 
-    def options(self, guards: Guards, is_debugging: bool | None, stops: bool | None) -> Options:
+    def options(self, guards: Guards, offload: Storage, is_debugging: bool | None, stops: bool | None) -> Options:
         """Return the options of the region.
 
         Args:
             guards: of every region.
+            offload: where policies of selective checkpointing offload to.
             is_debugging, stops: in the place of `debug` and `early_stop`, unless None.
 
         Raises:
@@ -62,7 +65,7 @@ class Asked(NamedTuple):
         if all(map(is_, (*self, is_debugging, stops, guards), _USUAL)):
             return _USUAL_OPTIONS
         if _is_of_phases(self.context_fn):
-            return self._replace(context_fn=noop_context_fn).options(guards, is_debugging, stops)
+            return self._replace(context_fn=noop_context_fn).options(guards, offload, is_debugging, stops)
         is_debugging = self.debug if is_debugging is None else is_debugging
         if is_debugging and self.context_fn is not noop_context_fn:
             raise UsageError("debug=True is incompatible with non-default context_fn.")
@@ -74,7 +77,7 @@ class Asked(NamedTuple):
         options = _options(guards, keeps, self.early_stop if stops is None else stops, determinism)
         if self.context_fn is noop_context_fn:
             return options
-        pair = ContextPair(functools.partial(_contexts, self), keeps_random_numbers=keeps)
+        pair = OffloadingPair(functools.partial(_contexts, self), offload, keeps_random_numbers=keeps)
         return _TorchOptions((*options.guards, pair), options.early_stop, options.determinism)
 
 

@@ -6,9 +6,11 @@ import torch.utils.checkpoint as upstream
 
 from reactivate._options import checked
 from reactivate._text.keywords import refuse_unknown
+from reactivate._types import Storage
 from reactivate.dropin import torch as dropin
 from reactivate.dropin._installation import Installation
 from reactivate.guards import DEFAULT, Guards
+from reactivate.policies._base import check_storage
 
 # {name in torch.utils.checkpoint: name in reactivate.dropin.torch}
 _NAMES = {
@@ -25,7 +27,7 @@ _NAMES = {
 
 
 @refuse_unknown
-def install(*, guards: Guards = DEFAULT) -> Installation:
+def install(*, guards: Guards = DEFAULT, offload: Storage = dropin.offload) -> Installation:
     """Run everything that calls `torch.utils.checkpoint` on this engine, without an edit.
 
     References that were imported earlier are found and replaced: in modules, on objects and classes, in containers,
@@ -37,6 +39,7 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
 
     Args:
         guards: for every region; add to them what the program's libraries need, an RNG tracker say.
+        offload: where the results wait that policies of torch's selective checkpointing offload.
 
     Returns:
         A handle with `remove()`; also a context manager.
@@ -52,4 +55,5 @@ def install(*, guards: Guards = DEFAULT) -> Installation:
         ...     torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     """
     checked(guards)
-    return Installation(upstream, dropin, _NAMES, guards=guards)
+    check_storage(offload, "install(offload=...)")
+    return Installation(upstream, dropin, _NAMES, guards=guards, offload=offload)

@@ -43,11 +43,13 @@ from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._engine.sharing import current_group, shared_recompute
 from reactivate._run import run_untraced
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
+from reactivate._types import Storage
 from reactivate.dropin._asked import Asked, warn_reentrant
 from reactivate.dropin._chain import segments_of
 from reactivate.dropin._of_torch import checkpoint_of_torch, generator_of_torch
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards
+from reactivate.storage import Host
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -73,8 +75,9 @@ _early_stop: ContextVar[bool | None] = ContextVar("reactivate.dropin.torch.early
 _debug: ContextVar[bool | None] = ContextVar("reactivate.dropin.torch.debug", default=None)
 
 
+# Those of every region. `install` has an instance of this module of its own, with its own ones.
 guards: Guards = DEFAULT
-"""The guards of every region. `install` has an instance of this module of its own, with its own guards."""
+offload: Storage = Host()
 
 replaced: dict[str, Any] = {}
 """torch's own functions, by name, that those of this instance are in the place of: what compilers are to trace."""
@@ -100,7 +103,9 @@ def checkpoint(
         use_reentrant: both variants run on this engine; True and False differ in nothing but the options that torch
             refuses for the reentrant one. A warning asks for it if it is not given, as torch's does.
         preserve_rng_state: False leaves random numbers out.
-        context_fn: () -> (context for the forward pass, context for a recomputation).
+        context_fn: () -> (context for the forward pass, context for a recomputation). What policies of torch's selective
+            checkpointing offload (`MUST_CPU_OFFLOAD`, `PREFER_CPU_OFFLOAD`; torch >= 2.13) is kept in the host's memory.
+            torch's own engine computes it again.
         determinism_check: "default" compares shape, dtype and device of what is recomputed, and in some calls (the 1st,
             2nd, 4th, 8th, ...) a checksum, unless `preserve_rng_state=False`; "none" compares nothing.
         debug: name the first op that differs, with the ops of both passes around it.
@@ -169,7 +174,7 @@ def _checkpoint(
     if has_contexts and runs_as_traced(function):
         warn_of_running_as_traced()
         return function(*args, **kwargs)
-    options = asked.options(guards, _debug.get(), _early_stop.get())
+    options = asked.options(guards, offload, _debug.get(), _early_stop.get())
     module = module_called_by(function)
     if module is None:
         return run_untraced(run, options, function, args, kwargs)
@@ -282,7 +287,7 @@ def checkpoint_generator_impl(
         return
     region = Region()
     with set_aside():
-        plainly = region.begin(fn, args, kwargs, asked.options(guards, _debug.get(), _early_stop.get()))
+        plainly = region.begin(fn, args, kwargs, asked.options(guards, offload, _debug.get(), _early_stop.get()))
     if plainly is not None:
         yield
         return

@@ -25,7 +25,7 @@ from reactivate.dropin._calls import Chosen
 from reactivate.dropin._installation import Installation, library
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards, TrackerGuard
-from reactivate.storage import Sharded
+from reactivate.storage import Host, Sharded
 
 __all__ = ["checkpoint", "install"]
 
@@ -33,6 +33,9 @@ _PLACE = "transformer_engine.pytorch.distributed"
 
 guards: Guards = DEFAULT
 """The guards of every region. `install` has an instance of this module of its own, with its own guards."""
+
+offload: Storage = Host()
+"""The storage for what policies of torch's selective checkpointing offload."""
 
 
 def checkpoint(
@@ -70,7 +73,8 @@ def checkpoint(
         >>> reactivate.dropin.transformer_engine.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     """
     used = _guards(guards, get_rng_state_tracker)
-    options = Asked(context_fn=context_fn, determinism_check=determinism_check, debug=debug).options(used, None, None)
+    asked = Asked(context_fn=context_fn, determinism_check=determinism_check, debug=debug)
+    options = asked.options(used, offload, None, None)
     if distribute_saved_activations:
         options = options.of(None, None, None, _distributed(args, tp_group))
     module = module_called_by(function)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
 
 from reactivate.errors import UsageError
 from reactivate.storage.disk_file import check_system, free_bytes as disk_bytes
-from reactivate.storage.moved import Traffic
+from reactivate.storage.moving import Moving
 from reactivate.storage.spool import Spool
 
 
 @dataclass(frozen=True)
-class Disk:
+class Disk(Moving):
     """Keep tensors in a file, and read them for the backward.
 
     Threads write and read, beside what computes. In the backward each tensor that is read starts to read the one that was
@@ -52,9 +49,7 @@ class Disk:
     least_bytes: int = field(default=2**20, kw_only=True)
     ahead: int = field(default=1, kw_only=True)
     last: int = field(default=1, kw_only=True)
-    exact = True
-    shares_views = True
-    _spool: Spool = field(init=False, repr=False, compare=False)
+    _mover: Spool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_system()
@@ -63,18 +58,7 @@ class Disk:
         except TypeError:
             raise UsageError(f"Disk(path) takes the path of a directory, and was given {self.path!r}.") from None
         object.__setattr__(self, "path", os.fsdecode(path))
-        object.__setattr__(self, "_spool", Spool(self.path, self.limit, self.least_bytes, self.last, self.ahead))
-
-    def save(self, tensor: Tensor) -> Any:
-        return self._spool.save(tensor)
-
-    def load(self, handle: Any) -> Tensor:
-        return self._spool.load(handle)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Counts of the tensors that were moved so far, and of those that stayed, with the reasons."""
-        return self._spool.traffic
+        object.__setattr__(self, "_mover", Spool(self.path, self.limit, self.least_bytes, self.last, self.ahead))
 
     @property
     def allowed_bytes(self) -> int:
@@ -84,27 +68,17 @@ class Disk:
     @property
     def used_bytes(self) -> int:
         """Bytes of the file in which there are tensors now."""
-        file = self._spool.file
+        file = self._mover.file
         return 0 if file is None else file.used_bytes
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the file."""
-        file = self._spool.file
+        file = self._mover.file
         return 0 if file is None else file.file_bytes
 
     @property
     def directory(self) -> str | None:
         """The directory of this process, None before the first tensor is written."""
-        file = self._spool.file
+        file = self._mover.file
         return None if file is None else file.directory
-
-    def __reduce__(self) -> Any:
-        return _disk, (self.path, self.limit, self.least_bytes, self.ahead, self.last)
-
-    def __deepcopy__(self, memo: Any) -> Disk:
-        return _disk(self.path, self.limit, self.least_bytes, self.ahead, self.last)
-
-
-def _disk(path: str, limit: int | None, least_bytes: int, ahead: int, last: int) -> Disk:
-    return Disk(path, limit=limit, least_bytes=least_bytes, ahead=ahead, last=last)

@@ -1,7 +1,8 @@
 """The file of a disk storage: a directory of its own for each storage and process, locked as long as the process lives.
 
 The lock is the kernel's, on the file itself, and ends with the process however that ends. So whoever starts next on the
-same path tells the directories of the dead by it, and removes these. Process ids would not do: they are given again.
+same path tells the directories of the dead by it, and removes these. Process ids would not do: they are given again. A
+directory whose file is not locked yet may be taken for a dead one's: whoever has just made it sees that, and makes another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import weakref
 import zlib
 from collections.abc import Callable
 from io import FileIO
-from typing import Any
 
 from torch import Tensor
 
@@ -28,9 +28,6 @@ except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
 _PREFIX = "reactivate-"
-_STARTING = (
-    ".starting-"  # a directory has its name once its file is locked: until then nobody takes it for a dead one's
-)
 _FILE = "tensors"
 
 
@@ -144,26 +141,43 @@ def _whole(transfer: Callable[[int], int], nbytes: int) -> None:
 
 def _started(path: str, process: int) -> tuple[str, FileIO]:
     """Return a new directory, and the open and locked file in it."""
-    starting = tempfile.mkdtemp(prefix=_STARTING, dir=path)  # with permissions for the user alone
-    file: Any = None
+    while True:
+        directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{process}-", dir=path)  # with permissions for the user alone
+        file = None
+        try:
+            file = _locked(os.path.join(directory, _FILE))
+        finally:
+            if file is None:
+                _delete(directory)
+        if file is not None:
+            return directory, file
+
+
+def _locked(name: str) -> FileIO | None:
+    """Return a new file, open and locked; None if it was removed meanwhile."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        file = FileIO(os.open(os.path.join(starting, _FILE), flags, 0o600), "r+")
+        file = FileIO(os.open(name, flags, 0o600), "r+")
+    except FileNotFoundError:
+        return None
+    try:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        name = f"{_PREFIX}{process}-{os.path.basename(starting)[len(_STARTING) :]}"
-        directory = os.path.join(path, name)
-        os.rename(starting, directory)
+        is_there = os.fstat(file.fileno()).st_nlink > 0
+    except BlockingIOError:  # somebody is about to remove it
+        is_there = False
     except BaseException:
-        _remove(starting, file, process)
+        file.close()
         raise
-    return directory, file
+    if is_there:
+        return file
+    file.close()
+    return None
 
 
-def _remove(directory: str, file: FileIO | None, process: int) -> None:
+def _remove(directory: str, file: FileIO, process: int) -> None:
     if os.getpid() == process:
         _delete(directory)
-    if file is not None:
-        file.close()
+    file.close()
 
 
 def _delete(directory: str) -> None:
@@ -174,6 +188,10 @@ def _delete(directory: str) -> None:
         pass
     except OSError:
         return  # at exit there is nobody to tell; the next start tries again
+    _delete_empty(directory)
+
+
+def _delete_empty(directory: str) -> None:
     try:
         os.rmdir(directory)
     except OSError:
@@ -190,7 +208,7 @@ def remove_of_the_dead(path: str) -> None:
         try:
             file = os.open(os.path.join(directory, _FILE), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            _delete(directory)  # its file was removed already, so nobody lives in it
+            _delete_empty(directory)  # its file was removed already, or is not there yet
             continue
         except OSError:
             continue  # another user's

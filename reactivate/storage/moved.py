@@ -8,64 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from reactivate._text.warnings import warn
+from reactivate._torch.fake import FakeTensor
+from reactivate.storage.pieces import FakePiece, Piece
 from reactivate.storage.placement import Extent, Memory, Placement, owner_of, placement_of, run_of
+from reactivate.storage.series import Order
 from reactivate.storage.wrapped import Wrapped, parts_of
 
-WRITTEN = "a tensor that a storage took in has been modified by an inplace operation before it was copied"
 _LEAF = "parameters and other leaves are there anyway"
-
-
-class Piece:
-    """A run of elements that is kept elsewhere, as long as somebody has the piece.
-
-    Attributes:
-        memory: whose contents these are.
-        extent: which elements of that memory.
-        number: its place in a series.
-    """
-
-    number = 0
-
-    def __init__(self, memory: Memory, extent: Extent) -> None:
-        self.memory = memory
-        self.extent = extent
-        self._loaded: tuple[ref[Tensor], int] | None = None
-
-    def load(self) -> Tensor:
-        """Return the elements where they were; those that are there already, if nobody has written to them."""
-        run = self.loaded()
-        if run is None:
-            run = self.read()
-            self.has_loaded(run)
-        return run
-
-    def loaded(self) -> Tensor | None:
-        """Return the elements that are there already, None if there are none or somebody has written to them."""
-        reference, version = self._loaded or (_nowhere, 0)
-        run = reference()
-        return run if run is not None and run._version == version else None
-
-    def has_loaded(self, run: Tensor) -> None:
-        """Note that the elements are there, for as long as anybody has them."""
-        self._loaded = ref(run), run._version
-
-    def read(self) -> Tensor:
-        """Bring the elements back."""
-        raise NotImplementedError
-
-    def held(self) -> list[Tensor]:
-        """Return the memory that the elements are in now, for reports."""
-        return []
-
-
-def _nowhere() -> None:
-    """Return what a reference to nothing does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +60,31 @@ class Mover:
 
     Args:
         least_bytes: smaller tensors stay.
+        last: how many tensors wait where they are.
+        ahead: how many come back before they are read.
+
+    Attributes:
+        name: of the storage, for warnings.
+        rests_in_memory: whether what was moved is in the host's memory.
+        order: the series of what was taken in.
+        lock: for whatever changes these.
     """
 
-    def __init__(self, least_bytes: int) -> None:
+    name = "reactivate.storage"
+    rests_in_memory = True
+
+    def __init__(self, least_bytes: int, last: int = 1, ahead: int = 1) -> None:
         self.least_bytes = least_bytes
+        self.last = last
+        self.ahead = ahead
         self.traffic = Traffic()
+        self._has_warned = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin in a process: with nothing under way."""
+        self.lock = RLock()
+        self.order: Order[Any] = Order()
         self._pieces: WeakValueDictionary[tuple[int, int, torch.dtype], Piece] = WeakValueDictionary()
 
     def save(self, tensor: Tensor) -> Any:
@@ -117,12 +94,11 @@ class Mover:
         if wrapped is not None:
             return wrapped.each(self.save)
         reason = _LEAF if is_leaf else self.reason_to_stay(tensor)
-        handle = None if reason else self._moved(tensor)
-        if handle is None:
-            self.traffic.stayed[reason or self.is_full] += 1
+        if reason is not None:
+            self.traffic.stayed[reason] += 1
             return tensor
         self.traffic.moved += 1
-        return handle
+        return self._moved(tensor)
 
     def load(self, handle: Any) -> Tensor:
         """Return the tensor that `handle` stands for, where it was."""
@@ -132,8 +108,6 @@ class Mover:
             return handle.rebuilt(self.load)
         return handle  # type: ignore[no-any-return]
 
-    is_full = "there is no room for them"
-
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         """Return why a tensor is not moved, None if it is."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
@@ -142,7 +116,7 @@ class Mover:
             return f"smaller than {self.least_bytes:,} bytes"
         return None
 
-    def _moved(self, tensor: Tensor) -> Moved | None:
+    def _moved(self, tensor: Tensor) -> Moved:
         placement, extent = placement_of(tensor)
         if tensor.is_neg():  # a lazy bit, for which there is no public function: its run has the values instead
             tensor = run_of(tensor, extent).resolve_neg()
@@ -152,13 +126,30 @@ class Mover:
         piece = self._pieces.get(key)
         if piece is None or not piece.memory.is_of(tensor) or not piece.extent.holds(extent):
             run = run_of(tensor, extent)
-            piece = self.put(run, Memory(tensor), extent)
-            if piece is None:
-                return None
+            memory = Memory(tensor)
+            with self.lock:
+                piece = (self.put_fake if isinstance(run, FakeTensor) else self.put)(run, memory, extent)
             self.traffic.moved_bytes += run.numel() * run.element_size()
             self._pieces[key] = piece
         return Moved(piece, placement.moved_by(extent.start - piece.extent.start))
 
-    def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece | None:
-        """Take a run of elements away, None if there is no room for it."""
+    def put_fake(self, run: Any, memory: Memory, extent: Extent) -> Piece:
+        """Take a run of a fake tensor away, which has no elements."""
+        return FakePiece(memory, extent, run, self.rests_in_memory)
+
+    def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
+        """Take a run of elements away."""
         raise NotImplementedError
+
+    def prefetch_last(self, key: Any) -> None:
+        """Start to bring back what was taken in last in a group."""
+        with self.lock:
+            for series in self.order.of_group(key):
+                for piece in series.last(self.ahead):
+                    piece.start_back()
+
+    def warn_once(self, text: str) -> None:
+        """Warn that tensors stay where they are, if that was not said before."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn(f"{self.name}: {text}")

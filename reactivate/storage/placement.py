@@ -14,6 +14,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from reactivate._torch.classes import has_memory
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -84,14 +86,8 @@ def placement_of(tensor: Tensor) -> tuple[Placement, Extent]:
     """Return how `tensor` lies in the elements that it spans, and which these are."""
     extent = extent_of(tensor)
     offset = int(tensor.storage_offset()) - extent.start
-    has_memory = _has_memory(type(tensor))
-    kind, attributes = (type(tensor), dict(vars(tensor))) if has_memory else (Tensor, {})
+    kind, attributes = (type(tensor), dict(vars(tensor))) if has_memory(type(tensor)) else (Tensor, {})
     return Placement(tensor.size(), tensor.stride(), offset, bool(tensor.is_conj()), kind, attributes), extent
-
-
-def _has_memory(kind: type[Tensor]) -> bool:
-    """Return whether tensors of a class are plain ones, perhaps under another name. A fake one is not."""
-    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def run_of(tensor: Tensor, extent: Extent) -> Tensor:
@@ -105,7 +101,7 @@ def run_of(tensor: Tensor, extent: Extent) -> Tensor:
 def plain_of(tensor: Tensor) -> Tensor:
     """Return `tensor` without its graph, and without a class that is only a Python name for it."""
     plain = tensor.detach()
-    if type(plain) is not Tensor and _has_memory(type(plain)):
+    if type(plain) is not Tensor and has_memory(type(plain)):
         plain = plain.as_subclass(Tensor)
     return plain
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from reactivate._types import Storage
 from reactivate.storage.codec import DTYPES, Codec, Coded
 from reactivate.storage.compact import Compact
-from reactivate.storage.moved import Moved, Mover, Piece
+from reactivate.storage.moved import Moved, Mover
+from reactivate.storage.pieces import Piece
 from reactivate.storage.placement import Extent, Memory, owner_of, placement_of
 from reactivate.storage.wrapped import parts_of
 

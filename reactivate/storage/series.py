@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from typing import Generic, TypeVar
-from weakref import ref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet, WeakValueDictionary, ref
 
-from reactivate.storage.moved import Piece
+import torch
+
+from reactivate.storage.pieces import Piece
 
 P = TypeVar("P", bound=Piece)
 
@@ -15,12 +20,14 @@ class Series(Generic[P]):
     """Pieces in the order in which they were taken in.
 
     Attributes:
+        group: which series it is, for those who take in several before the first is read.
         pieces: all that are still needed, and some that are not.
         waiting: those that wait where they were.
         going: those that are on their way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
         self.pieces: list[ref[P]] = []
         self.waiting: deque[ref[P]] = deque()
         self.going: deque[ref[P]] = deque()
@@ -33,6 +40,10 @@ class Series(Generic[P]):
         self.pieces.append(ref(piece))
         self.waiting.append(ref(piece))
 
+    def last(self, count: int) -> list[P]:
+        """Return the pieces taken in last."""
+        return self.before(len(self.pieces), count)
+
     def before(self, number: int, count: int) -> list[P]:
         """Return the pieces taken in before one, the nearest first, of those that are still needed."""
         found: list[P] = []
@@ -41,3 +52,48 @@ class Series(Generic[P]):
             if piece is not None and len(found) < count:
                 found.append(piece)
         return found
+
+
+class Order(Generic[P]):
+    """All series of a storage: one for each thread that takes tensors in, device of these, and group.
+
+    A series lives as long as one of its pieces.
+    """
+
+    def __init__(self) -> None:
+        self._all: WeakSet[Series[P]] = WeakSet()
+        self._mine = _Mine()
+
+    def series(self, device: torch.device) -> Series[P]:
+        """Return the series of this thread for tensors of a device, in the group of the context around."""
+        key = device, self._mine.group
+        found = self._mine.series.get(key)
+        if found is None:
+            found = self._mine.series[key] = Series(self._mine.group)
+            self._all.add(found)
+        return found
+
+    def of_this_thread(self) -> list[Series[P]]:
+        """Return the series that this thread takes tensors into."""
+        return list(self._mine.series.values())
+
+    def of_group(self, key: Any) -> list[Series[P]]:
+        """Return the series of a group, of all threads and devices."""
+        return [series for series in list(self._all) if series.group == key]
+
+    @contextmanager
+    def group(self, key: Any) -> Iterator[None]:
+        """Let this thread take tensors into the series of a group."""
+        before, self._mine.group = self._mine.group, key
+        try:
+            yield
+        finally:
+            self._mine.group = before
+
+
+class _Mine(threading.local):
+    """The part of an `Order` that each thread has."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.series: WeakValueDictionary[Any, Series[Any]] = WeakValueDictionary()

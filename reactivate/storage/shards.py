@@ -23,8 +23,8 @@ from reactivate._bits import checksum
 from reactivate._torch.fake import FakeTensor
 from reactivate._types import DEVICE, Storage
 from reactivate.storage.agreement import Notice, agree, start_gathering, waited
-from reactivate.storage.fake import FakePiece
-from reactivate.storage.moved import Moved, Mover, Piece
+from reactivate.storage.moved import Moved, Mover
+from reactivate.storage.pieces import Piece
 from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.series import Series
 from reactivate.storage.streams import is_capturing
@@ -78,10 +78,7 @@ class ShardPiece(Piece):
             self.start_back()
         self._shards.gather_next(notices)
         gathered = self.read()
-        if run is not None:
-            return run
-        self.has_loaded(gathered)
-        return gathered
+        return self.note_loaded(gathered) if run is None else run
 
     def start_back(self) -> None:
         """Start to gather the bytes of all ranks: a collective."""
@@ -112,6 +109,8 @@ class Shards(Mover):
     Attributes:
         name, form: of the tensor that is being taken in.
     """
+
+    rests_in_memory = False
 
     def __init__(self, group: Any, storage: Storage, least_bytes: int) -> None:
         super().__init__(least_bytes)
@@ -151,8 +150,6 @@ class Shards(Mover):
         return reason
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
-        if isinstance(run, FakeTensor):
-            return FakePiece(memory, extent, run)
         piece = ShardPiece(memory, extent, run, self._taken_in, self)
         self._taken_in += 1
         if not self._has_gathered:

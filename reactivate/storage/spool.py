@@ -8,24 +8,25 @@ in the middle of modifying it. In the backward, reading a tensor starts to read 
 from __future__ import annotations
 
 import os
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import RLock
-from weakref import WeakSet, WeakValueDictionary, ref
+from typing import Any
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 
-from reactivate._text.warnings import warn
 from reactivate._torch.fake import FakeTensor
 from reactivate.errors import StorageError
 from reactivate.storage.areas import Area
 from reactivate.storage.disk_file import DiskFile
-from reactivate.storage.fake import FakePiece
-from reactivate.storage.moved import WRITTEN, Mover, Piece
+from reactivate.storage.moved import Mover
+from reactivate.storage.pieces import WRITTEN, Piece
 from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.series import Series
 from reactivate.storage.streams import is_capturing
+
+Reading = tuple[Tensor, Future[None]]
+"""A run that is being read, and the future of its end."""
 
 _THREADS = 2
 WRITING = 2  # tensors that are being written, at most: a disk that is slower than the model must not fill the memory
@@ -85,7 +86,7 @@ class DiskPiece(Piece):
         self._write: Write | None = None
         self._area: Area | None = None
         self._file: DiskFile | None = None
-        self._coming: tuple[Tensor, Future[None]] | None = None
+        self._coming: Reading | None = None
         self._is_written = False
 
     def start(self) -> bool:
@@ -112,7 +113,7 @@ class DiskPiece(Piece):
             return
         write.done.result()
         if write.error is not None:
-            self._spool.warn_once(f"a tensor could not be written ({write.error})")
+            self._spool.warn_of_no_room(f"a tensor could not be written ({write.error})")
             return
         if self._run is not None:
             self._look_for_write(self._run)
@@ -124,23 +125,31 @@ class DiskPiece(Piece):
         return self._is_written
 
     def start_back(self) -> None:
-        """Start to read the elements, if they are in the file and nowhere else."""
         if self._area is not None and self._file is not None and self._coming is None and not self._file.is_lost:
             elements, dtype = self._size
             self._coming = self._spool.read(self._file, self._area, torch.empty(elements, dtype=dtype, device="cpu"))
 
-    def read(self) -> Tensor:
+    def load(self) -> Tensor:
+        with self._spool.lock:
+            run = self.loaded()
+            if run is None:
+                run = self._in_memory()
+            coming = self._start() if run is None else None
+            for other in self._series.before(self.number, self._spool.ahead):
+                other.start_back()
+            if run is not None:
+                return self.note_loaded(run)
+        assert coming is not None
+        return self._arrived(*coming)
+
+    def _in_memory(self) -> Tensor | None:
         if self._run is not None:
             self._look_for_write(self._run)
         if self._is_written:
             raise RuntimeError(WRITTEN)
-        if self._run is not None:
-            return self._run
-        if self._copy is not None:
-            return self._copy.to(self._device)
-        return self._spool.count(self._from_file()).to(self._device)
+        return self._run if self._copy is None else self._copy.to(self._device)
 
-    def _from_file(self) -> Tensor:
+    def _start(self) -> Reading:
         assert self._file is not None
         if self._file.is_lost:
             raise StorageError(
@@ -149,22 +158,23 @@ class DiskPiece(Piece):
             )
         self.start_back()
         assert self._coming is not None
-        run, coming = self._coming
-        self._coming = None
-        error = coming.exception()
-        if error is not None:
-            raise StorageError(
-                f"A tensor of {run.numel() * run.element_size():,} bytes could not be read from {self._file.directory}: "
-                f"{error}. Files of reactivate.storage.Disk must stay as they are until the training ends."
-            ) from error
-        return run
+        return self._coming
 
-    def load(self) -> Tensor:
+    def _arrived(self, run: Tensor, coming: Future[None]) -> Tensor:
+        """Wait for a read, while other threads start theirs."""
+        assert self._file is not None
+        error = coming.exception()
+        there = None if error else run.to(self._device)
         with self._spool.lock:
-            run = super().load()
-            for other in self._series.before(self.number, self._spool.ahead):
-                other.start_back()
-            return run
+            if self._coming is not None and self._coming[0] is run:
+                self._coming = None
+                self._spool.traffic.loaded_bytes += run.numel() * run.element_size()
+            if there is not None:
+                return self.note_loaded(there)
+        raise StorageError(
+            f"A tensor of {run.numel() * run.element_size():,} bytes could not be read from {self._file.directory}: "
+            f"{error}. Files of reactivate.storage.Disk must stay as they are until the training ends."
+        ) from error
 
     def __del__(self) -> None:
         if self._write is not None:
@@ -182,26 +192,22 @@ class Spool(Mover):
         ahead: how many are read before they are needed.
     """
 
+    rests_in_memory = False
+
     def __init__(self, path: str, limit: int | None, least_bytes: int, last: int, ahead: int) -> None:
-        super().__init__(least_bytes)
-        self.ahead = ahead
         self.file: DiskFile | None = None
+        self.name = f"reactivate.storage.Disk({path!r})"
         self._path = path
         self._limit = limit
-        self._last = last
-        self._has_warned = False
-        self.begin()
+        super().__init__(least_bytes, last, ahead)
         _SPOOLS.add(self)
 
     def begin(self) -> None:
-        """Begin in a process: with nothing under way, and no file."""
-        self.lock = RLock()
+        super().begin()  # what the parent has in memory is not this process's to count on
         if self.file is not None:
             self.file.leave_to_parent()
         self.file = None
         self._threads: ThreadPoolExecutor | None = None
-        self._mine = threading.local()
-        self._pieces = WeakValueDictionary()  # a run that the parent has in memory is not this process's to count on
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         device = tensor.device
@@ -212,35 +218,35 @@ class Spool(Mover):
         return super().reason_to_stay(tensor)
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
-        with self.lock:
-            if isinstance(run, FakeTensor):
-                return FakePiece(memory, extent, run)
-            series = self._series()
-            piece = DiskPiece(memory, extent, run, series, self)
-            series.add(piece)
-            while len(series.waiting) > self._last:
-                self._send(series, series.waiting.popleft()())
-            return piece
-
-    def _series(self) -> Series[DiskPiece]:
-        """Return the series of this thread."""
-        series: Series[DiskPiece] | None = getattr(self._mine, "series", None)
-        if series is None:
-            series = self._mine.series = Series()
-        return series
+        series = self.order.series(run.device)
+        piece = DiskPiece(memory, extent, run, series, self)
+        series.add(piece)
+        while len(series.waiting) > self.last:
+            self._send(series, series.waiting.popleft()())
+        return piece
 
     def _send(self, series: Series[DiskPiece], piece: DiskPiece | None) -> None:
         if piece is None:
             return
         if piece.start():
             series.going.append(ref(piece))
-        while series.going:
-            first = series.going[0]()
-            if first is not None:
-                if len(series.going) <= WRITING and first.is_writing():
-                    break
-                first.settle()
-            series.going.popleft()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let go of what is written, of all that this thread took in, and wait for the first if too many are not."""
+        for series in self.order.of_this_thread():
+            while series.going:
+                first = series.going[0]()
+                if first is not None:
+                    if first.is_writing() and len(series.going) <= WRITING:
+                        break
+                    first.settle()
+                series.going.popleft()
+
+    def prefetch_last(self, key: Any) -> None:
+        with self.lock:
+            self._settle()
+            super().prefetch_last(key)
 
     def write(self, run: Tensor) -> tuple[Write, Tensor] | None:
         """Start to write a run to the file: that, and the run on the host; None if there is no room for it."""
@@ -250,17 +256,17 @@ class Spool(Mover):
                 self.file = DiskFile(self._path, self._limit, os.getpid())
             area = self.file.take(nbytes)
         except OSError as error:
-            self.warn_once(f"there is no file of {nbytes:,} bytes more ({error})")
+            self.warn_of_no_room(f"there is no file of {nbytes:,} bytes more ({error})")
             return None
         if area is None:
-            self.warn_once(f"the limit of {self._limit:,} bytes is reached")
+            self.warn_of_no_room(f"the limit of {self._limit:,} bytes is reached")
             return None
         on_host = run.to("cpu")
         write = Write(self.file, area, on_host)
         write.done = self._pool().submit(write)
         return write, on_host
 
-    def read(self, file: DiskFile, area: Area, run: Tensor) -> tuple[Tensor, Future[None]]:
+    def read(self, file: DiskFile, area: Area, run: Tensor) -> Reading:
         """Start to read a run from the file: the run, and the future of its end."""
         return run, self._pool().submit(file.read, area, run)
 
@@ -269,19 +275,9 @@ class Spool(Mover):
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="reactivate-disk")
         return self._threads
 
-    def count(self, run: Tensor) -> Tensor:
-        """Count a run that was read."""
-        self.traffic.loaded_bytes += run.numel() * run.element_size()
-        return run
-
-    def warn_once(self, reason: str) -> None:
-        """Warn that tensors stay in memory, if that was not said before."""
-        if not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"reactivate.storage.Disk({self._path!r}): {reason}, and tensors stay in memory. Give it a path with more "
-                "room, or raise its limit."
-            )
+    def warn_of_no_room(self, reason: str) -> None:
+        """Warn that tensors stay in memory, once."""
+        self.warn_once(f"{reason}, and tensors stay in memory. Give it a path with more room, or raise its limit.")
 
 
 _SPOOLS: WeakSet[Spool] = WeakSet()

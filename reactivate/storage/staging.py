@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from threading import RLock
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 
-from reactivate._text.warnings import warn
 from reactivate._torch.fake import FakeTensor
-from reactivate.storage.moved import WRITTEN, Mover, Piece
+from reactivate.storage.moved import Mover
+from reactivate.storage.pieces import WRITTEN, Piece
 from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.series import Series
 from reactivate.storage.slabs import Slab, Slabs, half_of_memory
@@ -128,7 +127,7 @@ class HostPiece(Piece):
 
 
 class PlainPiece(Piece):
-    """A run of elements on the host, copied in order with what computes: on a device that has no streams, or no memory."""
+    """A run of elements on the host, copied in order with what computes: on a device that has no streams."""
 
     def __init__(self, memory: Memory, extent: Extent, run: Tensor) -> None:
         super().__init__(memory, extent)
@@ -152,21 +151,13 @@ class Staging(Mover):
         ahead: how many come back before they are read.
     """
 
+    name = "reactivate.storage.Host"
+
     def __init__(self, limit: int | None, least_bytes: int, last: int, ahead: int) -> None:
-        super().__init__(least_bytes)
-        self.lock = RLock()
-        self.group: Any = None
+        super().__init__(least_bytes, last, ahead)
         self.limit = half_of_memory() if limit is None else limit
-        self._last = last
-        self._ahead = ahead
         self._slabs: dict[str, Slabs] = {}
         self._streams: dict[torch.device, CopyStreams] = {}
-        self._series: dict[tuple[torch.device, Any], Series[HostPiece]] = {}
-        self._has_warned = False
-
-    @property
-    def is_full(self) -> str:  # type: ignore[override]
-        return f"the limit of {self.limit:,} locked bytes is reached"
 
     @property
     def used_bytes(self) -> int:
@@ -192,20 +183,19 @@ class Staging(Mover):
         return super().reason_to_stay(tensor)
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
-        with self.lock:
-            device = run.device
-            if isinstance(run, FakeTensor) or not has_streams(device):
-                return PlainPiece(memory, extent, run)
-            if device not in self._streams:
-                self._streams[device] = CopyStreams(device)
-            if device.type not in self._slabs:
-                self._slabs[device.type] = Slabs(device.type, self.limit)
-            series = self._series.setdefault((device, self.group), Series())
-            piece = HostPiece(memory, extent, run, series, self._streams[device], self, self._slabs[device.type])
-            series.add(piece)
-            while len(series.waiting) > self._last:
-                self._send(series, series.waiting.popleft()())
-            return piece
+        device = run.device
+        if not has_streams(device):
+            return PlainPiece(memory, extent, run)
+        if device not in self._streams:
+            self._streams[device] = CopyStreams(device)
+        if device.type not in self._slabs:
+            self._slabs[device.type] = Slabs(device.type, self.limit)
+        series = self.order.series(device)
+        piece = HostPiece(memory, extent, run, series, self._streams[device], self, self._slabs[device.type])
+        series.add(piece)
+        while len(series.waiting) > self.last:
+            self._send(series, series.waiting.popleft()())
+        return piece
 
     def _send(self, series: Series[HostPiece], piece: HostPiece | None) -> None:
         if piece is None:
@@ -214,11 +204,11 @@ class Staging(Mover):
             series.going.append(ref(piece))
             while len(series.going) > 1:
                 self._let_go(series.going.popleft()())
-        elif not self._has_warned and not piece._is_written:
-            self._has_warned = True
-            warn(
-                f"reactivate.storage.Host: the limit of {self.limit:,} locked bytes is reached, and tensors stay on the "
-                "device. Raise it with Host(limit=...), if the machine has more memory."
+        elif not piece._is_written:
+            reason = f"the limit of {self.limit:,} locked bytes is reached"
+            self.traffic.stayed[reason] += 1
+            self.warn_once(
+                f"{reason}, and tensors stay on the device. Raise it with Host(limit=...), if the machine has more memory."
             )
 
     @staticmethod
@@ -228,7 +218,7 @@ class Staging(Mover):
 
     def bring_back_before(self, piece: HostPiece, series: Series[HostPiece]) -> None:
         """Start to bring back what was taken in before `piece`."""
-        wanted = series.before(piece.number, self._ahead)
+        wanted = series.before(piece.number, self.ahead)
         for other in wanted:
             other.start_back()
         for reference in list(series.going):
@@ -236,14 +226,6 @@ class Staging(Mover):
             if gone is None or (gone not in wanted and gone is not piece):
                 series.going.remove(reference)
                 self._let_go(gone)
-
-    def prefetch_last(self, key: Any) -> None:
-        """Start to bring back what was taken in last in a group."""
-        with self.lock:
-            for (_, group), series in self._series.items():
-                if group == key:
-                    for piece in series.before(len(series.pieces), self._ahead):
-                        piece.start_back()
 
     def clear(self) -> None:
         """Unlock what is not in use."""

@@ -53,6 +53,7 @@ from reactivate._torch.autograd import (
     push_saved_tensor_hooks,
 )
 from reactivate._torch.checkpoints import close_checkpoints_within
+from reactivate._torch.classes import has_memory
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
 from reactivate._torch.transforms import current_transform, name_of_transform
 from reactivate._types import DEVICE, Save
@@ -278,7 +279,7 @@ class ForwardLog(SettledLog):
 
 def _loses_class(kind: type[Tensor]) -> bool:
     """Return whether autograd keeps a tensor of this class as a plain one: its class has only a Python name for it."""
-    return kind is not Tensor and kind is not Parameter and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return kind is not Tensor and kind is not Parameter and has_memory(kind)
 
 
 def _why_not_saved() -> str | None:

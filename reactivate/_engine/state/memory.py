@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, UninitializedBuffer, UninitializedParameter
 
+from reactivate._torch.classes import has_memory
+
 _STRIDED = torch.strided
 _is_of_xla = attrgetter("is_xla")  # of each tensor; `device.type` would cost ten times as much
 
@@ -18,7 +20,7 @@ def memory_of(tensor: Tensor) -> int | None:
     if kind is not Tensor and kind is not Parameter:
         if kind is UninitializedParameter or kind is UninitializedBuffer:
             return None
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        if not has_memory(kind):
             return None
     if tensor.layout is not _STRIDED or tensor.is_meta or _is_of_xla(tensor):
         return None
