@@ -70,7 +70,7 @@ class DeepSpeedOptions:
             return self
         if not self.partitions or self.layers is None:
             raise OptionsError(
-                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints, the number of layers "
+                "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints, a number of layers "
                 f"(got {self.partitions}, {self.layers})."
             )
         raise UnsupportedError(
