@@ -61,7 +61,7 @@ class Ambient(Guard):
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
         settings = _read()
-        rest = snapshot[-1] if len(snapshot) > len(_READERS) else _Rest((), (), None, None)
+        rest = snapshot[-1] if len(snapshot) > len(_READERS) else _NO_REST
         if settings == snapshot and rest.autocast is None:
             return _LeftAsFound(settings)  # under autocast there is always something to do: see `_autocast`
         return _as_it_was(snapshot[: len(FLAGS)], rest)
@@ -114,6 +114,9 @@ class _Rest(NamedTuple):
             _read_autocast() if is_autocast else None,
             backend.read_place() if backend is not None and backend.is_initialized() else None,
         )
+
+
+_NO_REST = _Rest((), (), None, None)
 
 
 @contextmanager

@@ -49,6 +49,8 @@ class Gradients:
 
     def look(self) -> None:
         """Find what has moved by now, as long as the forward runs: a backward inside may need a recomputation."""
+        if not self._leaves:
+            return
         now = list(map(_GRADIENT, self._leaves))
         versions = [None if item is None else item._version for item in now]
         if not all(map(is_, now, self._before)) or versions != self._versions:
