@@ -70,9 +70,7 @@ class RewoundTensors:
                 self._small.keep_memory(state.small)
                 state.small.put(Bytes(state.small.tensors, state.small.places) if self._is_rewound else self._small)
             self._mark_memory(set(map(id, written)))
-            noted = state.noted_versions() if state.written else state.versions
-            if self._is_rewound or self._versions != noted:
-                self._set_versions(noted)
+            self._set_versions(state.noted_versions() if state.written else state.versions)
         except BaseException:
             self.__exit__()
             raise

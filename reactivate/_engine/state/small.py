@@ -54,14 +54,13 @@ class Whereabouts:
         forms: (shape, dtype) of each.
         sizes: how many bytes of each there are in a copy.
         strides: None if the elements of every tensor are behind each other.
-        may_be_conjugated: whether any of them is complex.
+        is_simple: whether the elements of every tensor are behind each other, none is complex, and each has some.
     """
 
-    __slots__ = ("_pieces", "addresses", "forms", "may_be_conjugated", "sizes", "strides")
+    __slots__ = ("_pieces", "addresses", "forms", "is_simple", "sizes", "strides")
 
     def __init__(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> None:
         self.addresses, self.forms = addresses, forms
-        self.may_be_conjugated = any(kind.is_complex for _, kind in forms)
         self.sizes: list[int] = list(map(_size_of, tensors))
         self.strides: list[tuple[int, ...]] | None = None
         self._pieces: list[Any] | None = None
@@ -69,6 +68,7 @@ class Whereabouts:
             self.strides = list(map(_strides_of, tensors))
         elif all(addresses):
             self._pieces = _pieces_of(addresses, self.sizes)
+        self.is_simple = self._pieces is not None and not any(kind.is_complex for _, kind in forms)
 
     def are_of(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> bool:
         """Return whether the tensors, which begin there and have these forms, lie as these did, behind each other."""
@@ -191,11 +191,11 @@ class Bytes:
 
 
 def small_again(tensors: Sequence[Tensor], last: Whereabouts) -> Bytes | None:
-    """Return a copy of tensors that were small in these places, None if they are not there any more.
+    """Return a copy of tensors that were small in these places, which are simple; None if they are not there any more.
 
     What has an address in the memory of the CPU is still there, and of the same form it is as large.
     """
-    if last.may_be_conjugated or not _KINDS.issuperset(map(type, tensors)) or any(map(_is_negated, tensors)):
+    if not _KINDS.issuperset(map(type, tensors)) or any(map(_is_negated, tensors)):
         return None
     found = Bytes(tensors, last, is_kept=True)
     return found if found.places is last else None

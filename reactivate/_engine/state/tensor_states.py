@@ -93,7 +93,7 @@ class TensorStates:
         shadows: the current shadows of the first, when the region began.
         groups: the others, and copies of them.
         small: what the small ones held, None if there are none.
-        before: which were small, for regions to come.
+        before: which were small, for regions to come; None if that would not help them.
     """
 
     __slots__ = ("before", "groups", "shadows", "small", "tensors", "versions", "written")
@@ -107,7 +107,7 @@ class TensorStates:
             numbers = [] if fences() else [number for number, tensor in enumerate(found) if _is_few_bytes(tensor)]
             self.small = Bytes([found[number] for number in numbers], is_kept=True) if numbers else None
             before = None if self.small is None else SmallBefore(numbers, len(found), self.small.places)
-        self.before = before
+        self.before = None if before is None or not before.places.is_simple else before
         if before is not None and len(before.numbers) == before.total:
             self.shadows: Sequence[Shadow] = ()
             self.groups: Sequence[Group] = ()
