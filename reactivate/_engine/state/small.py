@@ -45,7 +45,7 @@ def is_small(tensor: Tensor) -> bool:
 
 
 class Whereabouts:
-    """Where some small tensors are, and in which form. Code that gives a tensor other memory may change all of this.
+    """The addresses and forms of some small tensors. Code that gives a tensor other memory may change all of this.
 
     Copies of the same tensors in the same places share one object.
 
