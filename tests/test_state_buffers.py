@@ -22,6 +22,8 @@ from state_programs import (
 )
 from torch import Tensor, nn
 
+import reactivate
+
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
 
@@ -627,3 +629,82 @@ def moving_average_teacher(wrap: Wrap) -> Any:
         optimizer.zero_grad()
         found.append(x.grad)
     return [found, state_of(module)]
+
+
+# -- small buffers that an earlier region has noted ---------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """Two buffers of a few bytes, one of which every call writes to."""
+
+    table: Tensor
+    mean: Tensor
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0).reshape(2, 2).to(kind) + (1j if kind.is_complex else 0))
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0))
+            self.table.mul_(1.5)
+        table = torch.view_as_real(self.table.resolve_conj()).reshape(-1)[:4] if self.table.is_complex() else self.table
+        return (x * self.mean + table.reshape(-1)).sin()
+
+
+def transposed(module: Small) -> None:
+    module.table.data = module.table.data.t()
+
+
+def of_other_shape(module: Small) -> None:
+    module.table.data = module.table.data.reshape(4, 1)
+
+
+def negated(module: Small) -> None:
+    module.table.data = torch._neg_view(module.table.data)
+
+
+def conjugated(module: Small) -> None:
+    module.table.data = module.table.data.conj()
+
+
+def elsewhere(module: Small) -> None:
+    module.table.data = module.table.data.clone() + 1
+
+
+def of_another_class(module: Small) -> None:
+    module._buffers["table"] = module.table.as_subclass(Marked)
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+BETWEEN = [transposed, of_other_shape, negated, conjugated, elsewhere, of_another_class]
+BEFORE = [transposed, of_other_shape, elsewhere, of_another_class]
+
+
+@pytest.mark.parametrize(
+    ("change", "is_between"), [*((item, True) for item in BETWEEN), *((item, False) for item in BEFORE)]
+)
+def test_a_small_buffer_that_changes_its_form(change: Callable[[Small], None], is_between: bool) -> None:
+    def run(wrap: Callable[[nn.Module], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        module = Small(torch.complex64 if change is conjugated else torch.float32)
+        fn = wrap(module)
+        x = torch.randn(3, 4, requires_grad=True)
+        found: list[Any] = []
+        for number in range(4):
+            if number == 2 and is_between:
+                change(module)
+            out = fn(x)
+            if number == 2 and not is_between:
+                change(module)
+            found += [out, *torch.autograd.grad(out.sum(), x), module.table.clone(), module.mean.clone()]
+        return found
+
+    expected, found = run(lambda module: module), run(reactivate.checkpoint)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+        assert (one.shape, one.stride(), type(one)) == (other.shape, other.stride(), type(other))

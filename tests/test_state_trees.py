@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._engine.inputs.capture import Capture
+from reactivate._engine.state import parts
 from reactivate._engine.state.trees import single_modules, whole_trees
 
 scale = 1.0
@@ -32,7 +35,8 @@ class Scaled(nn.Module):
         self.offsets = [0.0]
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.inner(x) * scale * self.factor + self.offsets[0]).sin() ** self.power
+        shift = getattr(self, "shift", 0.0)
+        return (self.inner(x) * scale * self.factor + self.offsets[0] + shift).sin() ** self.power
 
 
 class Counting(nn.Module):
@@ -61,6 +65,14 @@ def one_child_more(module: Scaled) -> None:
 
 def another_parameter(module: Scaled) -> None:
     module.inner.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def another_registry(module: Scaled) -> None:
+    module.inner._parameters = {**module.inner._parameters, "weight": nn.Parameter(torch.randn(4, 4))}
+
+
+def the_first_buffer(module: Scaled) -> None:
+    module.register_buffer("shift", torch.randn(4))
 
 
 def no_bias(module: Scaled) -> None:
@@ -93,6 +105,8 @@ CHANGES = (
     another_child,
     one_child_more,
     another_parameter,
+    another_registry,
+    the_first_buffer,
     no_bias,
     another_item,
     another_name,
@@ -141,19 +155,73 @@ def steps(wrap: Callable[[nn.Module], Any], change: Callable[[Scaled], None], *,
     return found
 
 
+@pytest.fixture(params=["versions of dicts", "their items"])
+def what_is_compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "their items":
+        versions = itertools.count()
+        monkeypatch.setattr(parts, "version_of_dict", lambda items: next(versions))
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("what_is_compared")
 @pytest.mark.parametrize("is_between", [True, False], ids=["between steps", "before the backward"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_changes_is_seen(
-    change: Callable[[Scaled], None], is_between: bool, walks: list[Any], request: pytest.FixtureRequest
-) -> None:
+def test_what_changes_is_seen(change: Callable[[Scaled], None], is_between: bool, walks: list[Any]) -> None:
     global scale
     expected = steps(lambda module: module, change, is_between=is_between)
     scale, Scaled.factor = 1.0, 1.0
     found = steps(reactivate.checkpoint, change, is_between=is_between)
     for one, other in zip(expected, found, strict=True):
         assert_bitwise(one, other, change.__name__)
-    is_walked_again = is_between and change is not another_parameter  # which tensor it is makes no difference
+    is_walked_again = is_between and change not in (
+        another_parameter,
+        another_registry,
+    )  # which tensor makes no difference
     assert len(walks) == 1 + is_walked_again
+
+
+def has_versions() -> bool:
+    items = {"item": 0}
+    return parts.version_of_dict(items) == parts.version_of_dict(items)
+
+
+@pytest.mark.skipif(not has_versions(), reason="without versions of dicts, items are compared")
+def test_items_are_not_compared_as_long_as_nobody_writes_to_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    x = torch.randn(4, 4, requires_grad=True)
+    fn = reactivate.checkpoint(module)
+    fn(x).sum().backward()
+    compared: list[Any] = []
+    compare = parts.Layout.parts_of
+
+    def counting(self: Any, namespaces: Any) -> Any:
+        compared.append(namespaces)
+        return compare(self, namespaces)
+
+    monkeypatch.setattr(parts.Layout, "parts_of", counting)
+    for _ in range(3):
+        fn(x).sum().backward()
+    assert not compared
+    module.train().eval()
+    fn(x).sum().backward()
+    assert compared
+
+
+def test_a_registry_in_another_order(walks: list[Any]) -> None:
+    """Of a subclass of `dict`, which can change its order without a new version."""
+    module = nn.Linear(4, 4)
+    module._parameters = OrderedDict(module._parameters)
+    fn = reactivate.checkpoint(
+        lambda x: sum(x @ item.mT if item.ndim > 1 else x * item for item in module.parameters())
+    )
+    x = torch.randn(4, 4, requires_grad=True)
+    for number in range(4):
+        out = fn(x)
+        module._parameters.move_to_end(("bias", "weight")[number % 2], last=False)
+        expected = sum(x @ item.mT if item.ndim > 1 else x * item for item in reversed(list(module.parameters())))
+        assert_bitwise(expected, out, "out")
+        torch.autograd.grad(out.sum(), x)
+        assert next(iter(module._parameters)) == ("bias", "weight")[number % 2]
 
 
 def test_a_name_that_the_first_call_makes() -> None:

@@ -49,8 +49,8 @@ class Ambient(Guard):
     _last: list[Any] | None = None
 
     def before(self, call: Call) -> Any:
-        settings = _read()
-        if settings == self._last:  # many regions share one list
+        settings = list(map(ask, _READERS))
+        if settings == self._last or _with_rest(settings) == self._last:  # many regions share one list
             return self._last
         if settings[len(_FLAG_READERS) :][:2] == _NO_MODES:  # a mode is compared as it likes, and must not be held
             self._last = settings
@@ -60,16 +60,14 @@ class Ambient(Guard):
         return None  # a function puts back what it sets
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        settings = _read()
-        rest = snapshot[-1] if len(snapshot) > len(_READERS) else _Rest((), (), None, None)
-        if settings == snapshot and rest.autocast is None:
+        settings = _with_rest(list(map(ask, _READERS)))
+        if settings == snapshot and (len(snapshot) == len(_READERS) or snapshot[-1].autocast is None):
             return _LeftAsFound(settings)  # under autocast there is always something to do: see `_autocast`
-        return _as_it_was(snapshot[: len(FLAGS)], rest)
+        return _as_it_was(snapshot[: len(FLAGS)], snapshot[-1] if len(snapshot) > len(_READERS) else _NO_REST)
 
 
-def _read() -> list[Any]:
-    """Return what all readers say, and the rest where they say that there is something."""
-    settings = list(map(ask, _READERS))
+def _with_rest(settings: list[Any]) -> list[Any]:
+    """Return what all readers say, and behind it the rest where they say that there is something."""
     rest = settings[len(_FLAG_READERS) :]
     if rest != _NOTHING_ELSE:
         settings.append(_Rest.read(*rest))
@@ -114,6 +112,9 @@ class _Rest(NamedTuple):
             _read_autocast() if is_autocast else None,
             backend.read_place() if backend is not None and backend.is_initialized() else None,
         )
+
+
+_NO_REST = _Rest((), (), None, None)
 
 
 @contextmanager

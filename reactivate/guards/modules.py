@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from reactivate._engine.state.module_changes import ModuleChanges
 from reactivate._engine.state.modules import ModuleNotes
 from reactivate._engine.state.reached import ReachedNotes
+from reactivate._engine.state.rewound_modules import RewoundModules
 from reactivate._types import Call, Guard, Unrestored
 
 
@@ -51,11 +52,14 @@ class Modules(Guard):
     def unrestored(self, token: AnyNotes | None) -> Sequence[Unrestored]:
         if token is None:
             return ()
-        found = [Unrestored(item, token.name_of(item), version) for item, version in token.written_parameters()]
-        return found + [Unrestored(item, "a gradient", version) for item, version in token.unknown_gradients()]
+        written, unknown = token.written_parameters(), token.unknown_gradients()
+        if not (written or unknown):
+            return ()
+        found = [Unrestored(item, token.name_of(item), version) for item, version in written]
+        return found + [Unrestored(item, "a gradient", version) for item, version in unknown]
 
     def recompute(self, snapshot: AnyNotes) -> AbstractContextManager[Any]:
-        return snapshot.rewound()
+        return RewoundModules(snapshot) if isinstance(snapshot, ModuleNotes) else snapshot.rewound()
 
     def skip(self, call: Call, token: AnyNotes | None) -> Callable[[], AbstractContextManager[Any] | None] | None:
         if token is None:
@@ -65,6 +69,8 @@ class Modules(Guard):
     @staticmethod
     def rewound(state: AnyNotes) -> AbstractContextManager[None]:
         """Return the context of `recompute` for a whole step: without the lock, which other threads would wait for."""
+        if isinstance(state, ModuleNotes):
+            return RewoundModules(state, takes_turns=False)
         return state.rewound(takes_turns=False)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 from torch import Tensor
 from torch.nn import Module
@@ -25,6 +24,7 @@ from reactivate._engine.state.functions import (
     NameNote,
 )
 from reactivate._engine.state.iterators import holds_iterator
+from reactivate._engine.state.known import Known
 from reactivate._engine.state.parts import Parts
 from reactivate._engine.state.reaching import tree_of
 from reactivate._engine.state.trees import single_modules, whole_trees
@@ -117,7 +117,8 @@ class ModuleWalk(FunctionWalk):
             self._code()
         self.notes, self.tensors, self._specs = outside
         if len(found) > LARGE_TREE and not (self.scripts or self.is_lazy or fences()):
-            _large_roots.update(root for root in self.roots if root._modules)
+            for root in filter(_has_children, self.roots):
+                _large_roots.note(root)
         return list(found)
 
     def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
@@ -215,12 +216,16 @@ class ModuleWalk(FunctionWalk):
 LARGE_TREE = 64
 """The number of modules up to which all of them are noted for every region."""
 
-_large_roots: WeakSet[Module] = WeakSet()
+_large_roots = Known()
 
 
 def is_large(root: Module) -> bool:
     """Return whether a walk has found more than that many modules under `root`."""
-    return root in _large_roots
+    return _large_roots.has(root)
+
+
+def _has_children(module: Module) -> bool:
+    return bool(module._modules)
 
 
 _OF_EVERY_MODULE = frozenset(Module().__dict__)

@@ -10,7 +10,7 @@ from torch import Tensor
 from reactivate._engine.state.known import Known
 from reactivate._torch.modes import copy_unseen
 
-_GRADIENT, _IS_LEAF = attrgetter("grad"), attrgetter("is_leaf")
+_GRADIENT, _IS_LEAF, _VERSION = attrgetter("grad"), attrgetter("is_leaf"), attrgetter("_version")
 _known = Known()  # leaves that some forward accumulated a gradient of
 
 
@@ -29,7 +29,7 @@ class Gradients:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._leaves = leaves = list(filter(_IS_LEAF, tensors))
         self._before: list[Tensor | None] = list(map(_GRADIENT, leaves))
-        self._versions = [None if item is None else item._version for item in self._before]
+        self._versions = _versions_of(self._before)
         self._copies: dict[int, Tensor] = {}
         if _known:
             for leaf, gradient in zip(self._leaves, self._before):
@@ -49,8 +49,10 @@ class Gradients:
 
     def look(self) -> None:
         """Find what has moved by now, as long as the forward runs: a backward inside may need a recomputation."""
+        if not self._leaves:
+            return
         now = list(map(_GRADIENT, self._leaves))
-        versions = [None if item is None else item._version for item in now]
+        versions = _versions_of(now)
         if not all(map(is_, now, self._before)) or versions != self._versions:
             self._find_moved(now, versions)
 
@@ -76,3 +78,12 @@ class Gradients:
         for leaf, gradient in self._present:
             leaf.grad = gradient
         self._present = []
+
+
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[int | None]:
+    if gradients and gradients[0] is not None and gradients[-1] is not None:  # then mostly all are there
+        try:
+            return list(map(_VERSION, gradients))
+        except AttributeError:
+            pass
+    return [None if item is None else item._version for item in gradients]

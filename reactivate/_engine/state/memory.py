@@ -22,6 +22,6 @@ def memory_of(tensor: Tensor) -> int | None:
             return None
         if not has_memory(kind):
             return None
-    if tensor.layout is not _STRIDED or tensor.is_meta or _is_of_xla(tensor):
+    if tensor.layout is not _STRIDED or not (tensor.is_cpu or not (tensor.is_meta or _is_of_xla(tensor))):
         return None
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from reactivate._engine.state.contents import ATOMS, Note
-from reactivate._engine.state.held import held_all
 from reactivate._engine.state.modules import ModuleNotes
 from reactivate._engine.state.notes import RewoundNotes
 from reactivate._engine.state.parts import Parts
@@ -36,7 +35,7 @@ class ModuleChanges:
         if not note.parts.are_current():
             self.parts = Parts(note.parts.namespaces)
             self._look_at_made(self.parts.attributes)
-            self.parts.attributes = held_all(self.parts.attributes)
+            self.parts.hold()
         self.contents = [(tensor, copy_unseen(tensor)) for tensor in note.tensors.put_aside()]
         self._counted = [tensor for tensor, _ in self.contents if not tensor.is_inference()]
         self.versions = list(map(version_of, self._counted))
@@ -50,7 +49,7 @@ class ModuleChanges:
         if new and self.note.look_into is not None:
             plain = [value for value in new if isinstance(value, Tensor) and value.grad_fn is None]
             self.made, tensors = self.note.look_into(new)
-            self.made_tensors = TensorStates({id(item): item for item in (*plain, *tensors)}.values())
+            self.made_tensors = TensorStates((*plain, *tensors))
 
     def bring(self) -> AbstractContextManager[Any] | None:
         """Make it so; what new objects hold, for as long as the context lasts."""

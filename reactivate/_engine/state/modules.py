@@ -6,7 +6,6 @@ Noting runs for every region and every module that it can reach, so it takes fla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -15,21 +14,16 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module, UninitializedBuffer, UninitializedParameter
 
-from reactivate._engine.state.contents import ATOMS, Note, put_dict
+from reactivate._engine.state.contents import ATOMS, Note
 from reactivate._engine.state.geometry import addresses_of, moved_among, note_moved
 from reactivate._engine.state.gradients import Gradients
-from reactivate._engine.state.held import are_items, held_all, held_dicts
-from reactivate._engine.state.notes import RewoundNotes
+from reactivate._engine.state.held import are_items, held_dicts
 from reactivate._engine.state.parts import Parts
-from reactivate._engine.state.rewound import RewoundTensors
 from reactivate._engine.state.shadows import written_before
 from reactivate._engine.state.steps import is_stepped_since, steps_so_far
-from reactivate._engine.state.tensor_hooks import KeptHooks
 from reactivate._engine.state.tensor_states import NO_TENSORS, TensorStates, version_of
-from reactivate._engine.state.turns import everybodys
 from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS
 
-_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
@@ -87,7 +81,7 @@ class ModuleNotes:
             scripted = [module for module in modules if isinstance(module, ScriptModule)]  # those live in C++
             own = [module for module in modules if module not in scripted] if scripted else modules
             parts = Parts([module.__dict__ for module in own])
-            parts.attributes = held_all(parts.attributes)  # held strongly, graphs would chain the steps
+            parts.hold()
             stateful: list[Any] = [module for module in own if hasattr(type(module), "recompute_state")]
             self.states += [(module, module.recompute_state()) for module in stateful]
         self.parts = parts
@@ -97,8 +91,8 @@ class ModuleNotes:
             state += module.buffers(recurse=False)
         self.parameters: list[Tensor] = members
         state += tensors
-        hooks = chain.from_iterable(map(_HOOKS, parts.namespaces))
-        self.hooks: list[Any] = [*GLOBAL_HOOKS, *hooks, *map(vars, members), *map(vars, state)]
+        hooks = *GLOBAL_HOOKS, *parts.stamp.forward_hooks, *parts.stamp.backward_hooks
+        self.hooks: list[Any] = [*hooks, *map(vars, members), *map(vars, state)]
         self.hook_copies: list[Any] | None = None
         if any(self.hooks):
             self.hooks += *GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, parts.namespaces))
@@ -109,7 +103,7 @@ class ModuleNotes:
                 self.notes = [*notes, *more]  # a list of its own: a remembered tree has the other
                 known = set(map(id, members))
                 state += [tensor for tensor in others if id(tensor) not in known]
-        if any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
+        if state and any(map(_REQUIRES_GRAD, state)):  # a product of a forward, or a parameter that is not registered
             members += [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
             state = [tensor for tensor in state if not tensor.requires_grad]
         if not UNINITIALIZED.isdisjoint(map(type, state)):  # they hold nothing yet
@@ -122,19 +116,20 @@ class ModuleNotes:
             self.parameters = members = [tensor for tensor in members if not _has_no_version(tensor)]
             self.versions = list(map(version_of, members))
         state += written_before(members)
-        self.tensors = TensorStates({id(tensor): tensor for tensor in state}.values()) if state else NO_TENSORS
+        self.tensors = TensorStates(state, parts.layout.small) if state else NO_TENSORS
+        parts.layout.small = self.tensors.before
         self.addresses = addresses_of(members)
         self.steps = steps_so_far()
         self.differentiable: list[bool] = list(map(_REQUIRES_GRAD, members))
         self.kinds: list[type] = list(map(type, modules))
         self.gradients = Gradients(members)
 
-    def written_parameters(self) -> list[tuple[Tensor, int]]:
+    def written_parameters(self) -> Sequence[tuple[Tensor, int]]:
         """Return (parameter, noted version) of those that have another version or other memory by now, and no shadow."""
         is_stepped = steps_so_far() != self.steps
         moved = moved_among(self.parameters, self.addresses)
-        if list(map(version_of, self.parameters)) == self.versions and not is_stepped and not moved:
-            return []
+        if not is_stepped and not moved and list(map(version_of, self.parameters)) == self.versions:
+            return ()
         return [
             (item, version)
             for index, (item, version) in enumerate(zip(self.parameters, self.versions))
@@ -165,14 +160,6 @@ class ModuleNotes:
         self.gradients.look()
         return self.gradients.unknown
 
-    def rewound(self, *, takes_turns: bool = True) -> AbstractContextManager[None]:
-        """Return the context in which the modules are what they were.
-
-        Args:
-            takes_turns: whether other threads have to wait where something is rewound.
-        """
-        return RewoundModules(self, takes_turns=takes_turns)
-
     def name_of(self, tensor: Tensor) -> str:
         """Return how messages call a tensor of a module."""
         for root in self.modules:  # the outermost come first
@@ -185,110 +172,3 @@ class ModuleNotes:
 
 def _has_no_version(tensor: Tensor) -> bool:
     return type(tensor) not in UNINITIALIZED and tensor.is_inference()
-
-
-class RewoundModules:
-    """Modules as they were, for as long as the context lasts."""
-
-    __slots__ = (
-        *("_are_hooks_current", "_differentiable", "_entered", "_hook_copies", "_inner", "_kinds", "_parts", "_states"),
-        *("_takes_turns", "_tensors", "_turn", "note"),
-    )
-
-    def __init__(self, note: ModuleNotes, *, takes_turns: bool = True) -> None:
-        self.note = note
-        self._takes_turns = takes_turns
-        self._tensors = RewoundTensors(note.tensors) if note.tensors.tensors else None
-        self._inner: list[AbstractContextManager[None]] = []
-        if note.notes:
-            self._inner.append(RewoundNotes(note.notes))
-        if self._tensors is not None:
-            self._inner.append(self._tensors)
-        if not note.gradients.is_quiet():
-            self._inner.append(note.gradients)
-        if note.parameters:
-            self._inner.append(KeptHooks(note.parameters))
-
-    def __enter__(self) -> None:
-        note = self.note
-        self._entered: list[Any] = []
-        self._states = [module.recompute_state() for module, _ in note.states]
-        self._hook_copies: list[Any] | None = None
-        self._differentiable: list[bool] = list(map(_REQUIRES_GRAD, note.parameters))
-        self._turn = everybodys.enter(self._differs) if self._takes_turns else None
-        if self._turn is None:
-            self._differs()
-        try:
-            _set_all(note, note.kinds, note.differentiable, self._kinds, self._differentiable)
-            if self._parts is not note.parts:
-                note.parts.put()
-            if not self._are_hooks_current:
-                self._hook_copies = list(map(dict, note.hooks))
-                _put_hooks(note.hooks, note.hook_copies)
-            for context in self._inner:
-                context.__enter__()
-                self._entered.append(context)
-            for module, state in note.states:
-                module.load_recompute_state(state)
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def _differs(self) -> bool:
-        """Return whether anything is to be set back that other threads could see, and take down what is there now."""
-        note = self.note
-        self._parts: Parts | None = note.parts if note.parts.are_current() else Parts(note.parts.namespaces)
-        self._are_hooks_current = note.are_hooks_current(note.hook_copies)
-        self._kinds: list[type] = list(map(type, note.modules))
-        are_tensors_other = self._tensors is not None and self._tensors.differs()
-        return (
-            are_tensors_other
-            or bool(note.states)
-            or self._parts is not note.parts
-            or not self._are_hooks_current
-            or self._kinds != note.kinds
-            or not all(item.is_at(item.noted) for item in note.notes)
-        )
-
-    def __exit__(self, *error: object) -> None:
-        note = self.note
-        try:
-            for (module, _), now in zip(note.states, self._states):
-                module.load_recompute_state(now)
-        finally:
-            for context in reversed(self._entered):
-                context.__exit__()
-            if self._parts is not None and not self._parts.are_current():
-                self._parts.put()
-            hooks = note.hook_copies if self._hook_copies is None else self._hook_copies
-            if not note.are_hooks_current(hooks):
-                _put_hooks(note.hooks, hooks)
-            now = list(map(type, note.modules)), list(map(_REQUIRES_GRAD, note.parameters))
-            _set_all(note, self._kinds, self._differentiable, *now)
-            self._parts = self._hook_copies = None  # a traceback may hold this context
-            self._states = []
-            if self._turn is not None:
-                everybodys.leave(self._turn)
-
-
-def _set_all(
-    note: ModuleNotes,
-    kinds: list[type],
-    differentiable: list[bool],
-    kinds_now: list[type],
-    differentiable_now: list[bool],
-) -> None:
-    """Give modules their classes, and parameters their `requires_grad`."""
-    if kinds != kinds_now:
-        for module, kind in zip(note.modules, kinds):
-            if type(module) is not kind:
-                module.__class__ = kind
-    if differentiable != differentiable_now:
-        for tensor, flag in zip(note.parameters, differentiable):
-            if tensor.is_leaf and tensor.requires_grad is not flag:
-                tensor.requires_grad = flag
-
-
-def _put_hooks(hooks: Sequence[Any], copies: Sequence[Any] | None) -> None:
-    for live, noted in zip(hooks, copies or [{}] * len(hooks)):
-        put_dict(live, noted)

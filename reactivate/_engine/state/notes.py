@@ -12,15 +12,27 @@ class RewoundNotes:
     """Objects with their noted contents, for as long as the context lasts.
 
     Afterwards every object holds what it held before the context, whatever the recomputation did to it.
+
+    Attributes:
+        are_same: whether `differs` has just seen that every object holds what was noted.
     """
 
-    __slots__ = ("_notes", "_present")
+    __slots__ = ("_notes", "_present", "are_same")
 
     def __init__(self, notes: Sequence[Note]) -> None:
         self._notes = notes
+        self.are_same = False
+
+    def differs(self) -> bool:
+        """Return whether an object holds something else by now; what was seen holds if `__enter__` is next."""
+        self.are_same = all(note.is_at(note.noted) for note in self._notes)
+        return not self.are_same
 
     def __enter__(self) -> None:
-        self._present: list[Any] = []
+        if self.are_same:
+            self._present: list[Any] = [note.noted for note in self._notes]
+            return
+        self._present = []
         try:
             for note in self._notes:
                 if note.is_at(note.noted):

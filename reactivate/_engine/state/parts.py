@@ -17,15 +17,21 @@ from torch.nn import Module
 
 from reactivate._engine.state.bounded import cached
 from reactivate._engine.state.contents import put_dict
-from reactivate._engine.state.held import are_items, given_back
+from reactivate._engine.state.held import Position, are_items, given_back, held_all
 from reactivate._modules.standin import NAME, Placed
+from reactivate._torch.dicts import version_of_dict
 from reactivate._torch.modules import is_distributed
 
 Namespace = dict[str, Any]
 
+_DICT = frozenset({dict})
+
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _OF_EVERY_MODULE = frozenset(Module().__dict__) - {"training"}
 _registries_of = itemgetter(*_REGISTRIES)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_dicts_of = itemgetter(*_REGISTRIES, *_HOOKS)
+_COUNT = len(_REGISTRIES) + len(_HOOKS)
 
 
 class Names(NamedTuple):
@@ -80,11 +86,16 @@ class Layout:
         names: of each module's attributes; `counts` says how many there are.
         sizes: how many entries each registry has.
         keys: the names of all entries.
+        small: which of the tensors that are state were small when a region began last; see `TensorStates`.
     """
 
-    __slots__ = ("_buffers", "_children", "_filled", "_parameters", "counts", "getters", "keys", "names", "sizes")
+    __slots__ = (
+        *("_buffers", "_children", "_empty", "_filled", "_full", "_parameters", "counts", "getters", "keys", "names"),
+        *("sizes", "small"),
+    )
 
     def __init__(self, namespaces: Sequence[Namespace]) -> None:
+        self.small: Any = None
         self.names = list(map(names_in, namespaces))
         self.counts = [len(names.all) for names in self.names]
         self.getters = [names.values for names in self.names]
@@ -92,6 +103,9 @@ class Layout:
         self.sizes = list(map(len, registries))
         self.keys: list[str] = list(chain.from_iterable(registries))
         self._filled = _picking([index for index, size in enumerate(self.sizes) if size])
+        places = [divmod(index, 3) for index in range(len(registries))]  # among all dicts of the modules
+        self._full = _picking([module * _COUNT + kind for (module, kind), size in zip(places, self.sizes) if size])
+        self._empty = _picking([module * _COUNT + kind for (module, kind), size in zip(places, self.sizes) if not size])
         kinds = [index % 3 for index, size in enumerate(self.sizes) for _ in range(size)]
         entries = list(chain.from_iterable(map(dict.values, registries)))
         filled = [(index, kind) for index, kind in enumerate(kinds) if entries[index] is not None]
@@ -115,6 +129,11 @@ class Layout:
             return None
         return list(chain.from_iterable(attributes)), list(chain.from_iterable(map(dict.values, filled)))
 
+    def stamp_of(self, namespaces: Sequence[Namespace]) -> Stamp:
+        """Return the stamp of modules that are laid out so."""
+        dicts = list(chain.from_iterable(map(_dicts_of, namespaces)))
+        return Stamp(namespaces, self._full(dicts), self._empty(dicts), dicts)
+
     def parameters_in(self, entries: Sequence[Any]) -> list[Any]:
         """Return those of the entries that are parameters."""
         return list(self._parameters(entries))
@@ -135,35 +154,86 @@ def _picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]
     return (lambda items: (items[indices[0]],)) if indices else (lambda items: ())
 
 
+class Stamp:
+    """The dicts of some modules, and their versions: as long as nobody writes to these, the parts are the same.
+
+    Args:
+        namespaces: the modules' `__dict__`s.
+        full: the registries that hold anything.
+        empty: the other ones.
+        dicts: all registries and dicts of hooks.
+
+    Attributes:
+        versions: of the dicts that hold anything; None if one is of a subclass, which may change its order unseen.
+        forward_hooks, backward_hooks: the dicts of hooks.
+    """
+
+    __slots__ = ("_empty", "_filled", "_full", "backward_hooks", "forward_hooks", "versions")
+
+    def __init__(
+        self, namespaces: Sequence[Namespace], full: Sequence[Any], empty: Sequence[Any], dicts: list[Any]
+    ) -> None:
+        self._full, self._empty = full, empty
+        self._filled = filled = [*namespaces, *full]
+        is_plain = _DICT.issuperset(map(type, filled)) and not any(empty)
+        self.versions: list[int] | None = list(map(version_of_dict, filled)) if is_plain else None
+        self.forward_hooks: list[dict[int, Any]] = dicts[3::_COUNT] + dicts[4::_COUNT]
+        self.backward_hooks: list[dict[int, Any]] = dicts[5::_COUNT] + dicts[6::_COUNT]
+
+    def holds(self) -> bool:
+        """Return whether nobody has written to the dicts since."""
+        return self.versions == list(map(version_of_dict, self._filled)) and not any(self._empty)
+
+    def entries(self) -> list[Any]:
+        """Return all that the registries hold."""
+        return list(chain.from_iterable(map(dict.values, self._full)))
+
+
 class Parts:
     """The parts of some modules at one moment.
 
     Args:
         namespaces: their `__dict__`s.
-        layout: where their parts are, if that is known, with the parts.
+        layout: where their parts are, if that is known, with the parts and the stamp.
 
     Attributes:
         attributes: the values of all attributes.
         entries: all parameters, buffers and children.
     """
 
-    __slots__ = ("attributes", "entries", "layout", "namespaces")
+    __slots__ = ("_goes_on", "attributes", "entries", "layout", "namespaces", "stamp")
 
     def __init__(
         self,
         namespaces: Sequence[Namespace],
         layout: Layout | None = None,
         parts: tuple[list[Any], list[Any]] | None = None,
+        stamp: Stamp | None = None,
     ) -> None:
         self.namespaces = namespaces
-        if layout is None or parts is None:
+        if layout is None or parts is None or stamp is None:
             layout = Layout(namespaces)
+            stamp = layout.stamp_of(namespaces)
             parts = layout.parts_of(namespaces) or _parts_of(layout, namespaces)
-        self.layout = layout
+        self.layout, self.stamp, self._goes_on = layout, stamp, False
         self.attributes, self.entries = parts
 
+    def hold(self) -> None:
+        """Hold the attributes as a note does: strongly held, graphs would chain the steps of a training run."""
+        self.attributes = held_all(self.attributes)
+        self._goes_on = Position in map(type, self.attributes)
+
     def are_current(self) -> bool:
-        """Return whether the modules are made of just these parts."""
+        """Return whether the modules are made of just these parts, and no iterator among them has gone on."""
+        if self.stamp.holds() and not self._goes_on:
+            return True
+        stamp = self.layout.stamp_of(self.namespaces)  # before the parts are compared
+        is_current = self._are_found()
+        if is_current:
+            self.stamp = stamp
+        return is_current
+
+    def _are_found(self) -> bool:
         parts = self.layout.parts_of(self.namespaces)
         if parts is None:
             return self.are(Parts(self.namespaces))

@@ -12,6 +12,7 @@ from torch.nn import Module
 from reactivate._engine.state.module_changes import ModuleChanges
 from reactivate._engine.state.modules import ModuleNotes
 from reactivate._engine.state.reaching import close_reaching, open_reaching
+from reactivate._engine.state.rewound_modules import RewoundModules
 from reactivate._engine.state.streams import rewound_generator, state_of_generator
 from reactivate._types import Call
 
@@ -59,7 +60,7 @@ class ReachedNotes:
     def _rewound(self, takes_turns: bool) -> Iterator[None]:
         with ExitStack() as stack:
             for part in self.parts:
-                stack.enter_context(part.rewound(takes_turns=takes_turns))
+                stack.enter_context(RewoundModules(part, takes_turns=takes_turns))
             for generator, state in self.generators:
                 stack.enter_context(rewound_generator(generator, state))
             yield

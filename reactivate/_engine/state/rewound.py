@@ -39,7 +39,7 @@ class RewoundTensors:
         """Return whether the tensors are not known to hold what they held; what was seen holds if `__enter__` is next."""
         state = self._state
         if state.small is not None:
-            self._small = Bytes(state.small.tensors)
+            self._small = Bytes(state.small.tensors, state.small.places)
             self._is_small_same = self._small.are(state.small)
             if not self._is_small_same:
                 return True
@@ -47,46 +47,44 @@ class RewoundTensors:
 
     def __enter__(self) -> None:
         state = self._state
-        self._tensors = [*state.tensors, *(item.tensor for item in state.written)]
+        self._tensors = [*state.tensors, *(item.tensor for item in state.written)] if state.written else state.tensors
         self._versions = versions_of(self._tensors)
-        self._writes: list[
-            tuple[Tensor, Tensor, Any, Any]
-        ] = []  # (tensor, what it holds outside and where, its memory)
         self._previous: list[tuple[Tensor, Shadow | None]] = []
-        self._memory: list[tuple[int, int | None]] = []
+        self._memory: list[tuple[int | None, int | None]] = []
         self._present = [run_unseen(Group, group.tensors) for group in state.groups]
         if self._small is None:
             self.differs()
-        changed: list[tuple[Tensor, Shadow]] = []
-        for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions):
-            if not shadow.is_current(tensor, version):
-                changed.append((tensor, shadow))
+        changed = [
+            (tensor, shadow)
+            for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions)
+            if not shadow.is_current(tensor, version)
+        ]
         written = [*(tensor for tensor, _ in changed), *(item.tensor for item in state.written)]
-        for tensor in written:  # all of them first: they may share memory
-            found = geometry_of(tensor)
-            self._writes.append((tensor, elements_of(tensor), found, None if found is None else tensor.detach()))
+        # (tensor, what it holds outside and where, its memory), all of them first: they may share memory
+        self._writes = list(map(_set_aside, written))
         self._is_rewound = bool(written or state.groups)
         try:
             if self._is_rewound:
                 run_unseen(self._write, changed)
             if self._small is not None and state.small is not None and not self._is_small_same:
                 self._small.keep_memory(state.small)
-                state.small.put(Bytes(state.small.tensors) if self._is_rewound else self._small)
+                state.small.put(Bytes(state.small.tensors, state.small.places) if self._is_rewound else self._small)
             self._mark_memory(set(map(id, written)))
-            self._set_versions(state.noted_versions())
+            self._set_versions(state.noted_versions() if state.written else state.versions)
         except BaseException:
             self.__exit__()
             raise
 
     def _mark_memory(self, written: set[int]) -> None:
         """Note that saved tensors in this memory are in what is rewound."""
-        count = len(self._state.shadows)
-        for index, (tensor, version) in enumerate(zip(self._tensors, self._versions)):
-            if index >= count or id(tensor) in written:
-                key = memory_of(tensor)
-                if key is not None:
-                    self._memory.append((key, rewound_memory.get(key)))
-                    rewound_memory[key] = version
+        tensors, versions, count = self._tensors, self._versions, len(self._state.shadows)
+        if count:
+            rewound = [index for index, item in enumerate(tensors) if index >= count or id(item) in written]
+            tensors, versions = [tensors[index] for index in rewound], [versions[index] for index in rewound]
+        keys = list(map(memory_of, tensors))
+        self._memory = list(zip(keys, map(rewound_memory.get, keys)))
+        rewound_memory.update(zip(keys, versions))
+        rewound_memory.pop(None, None)
 
     @torch.no_grad()
     def _write(self, changed: Sequence[tuple[Tensor, Shadow]]) -> None:
@@ -111,16 +109,16 @@ class RewoundTensors:
             set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
 
     def __exit__(self, *error: object) -> None:
-        for key, before in reversed(self._memory):
+        for key, before in self._memory:
             if before is None:
                 rewound_memory.pop(key, None)
             else:
                 rewound_memory[key] = before
         count = len(self._state.shadows)
-        if self._is_rewound or versions_of(self._state.tensors[:count]) != self._versions[:count]:
+        if self._is_rewound or (count and versions_of(self._state.tensors[:count]) != self._versions[:count]):
             run_unseen(self._put_back)
         if self._small is not None:
-            self._small.put(Bytes(self._small.tensors))
+            self._small.put(Bytes(self._small.tensors, self._small.places))
         self._set_versions(self._versions)
         self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
         self._small, self._tensors = None, []
@@ -144,3 +142,8 @@ class RewoundTensors:
             # Memory for reading only is left alone; on an accelerator to ask would be to wait.
             if not (present.tensors[0].is_cpu and Group(present.tensors).are(present)):
                 present.put()
+
+
+def _set_aside(tensor: Tensor) -> tuple[Tensor, Tensor, Any, Any]:
+    found = geometry_of(tensor)
+    return tensor, elements_of(tensor), found, None if found is None else tensor.detach()

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from reactivate._engine.state.bounded import cached
 from reactivate._engine.state.geometry import Geometry, has_geometry, has_memory, put
 from reactivate._torch.modes import run_unseen
 
 LARGEST_BYTES = 1 << 14
 """The number of bytes up to which a tensor is small."""
 
-_form_of, _raw = attrgetter("nbytes", "shape", "dtype"), attrgetter("raw")
-_address_of, _strides_of, _is_contiguous = Tensor.data_ptr, Tensor.stride, Tensor.is_contiguous
+_KINDS = frozenset({Tensor, Parameter})
+_form_of, _size_of = attrgetter("shape", "dtype"), attrgetter("nbytes")
+_address_of, _strides_of = Tensor.data_ptr, Tensor.stride
+_is_contiguous, _is_negated = Tensor.is_contiguous, Tensor.is_neg
 
 
 def has_bits(tensor: Tensor) -> bool:
@@ -34,7 +35,7 @@ def has_bits(tensor: Tensor) -> bool:
 def is_small(tensor: Tensor) -> bool:
     """Return whether a tensor is nothing but a few bytes in the memory of the CPU, one behind the other."""
     return (
-        (type(tensor) is Tensor or type(tensor) is Parameter)
+        type(tensor) in _KINDS
         and tensor.is_cpu
         and has_bits(tensor)
         and tensor.nbytes <= LARGEST_BYTES
@@ -43,44 +44,93 @@ def is_small(tensor: Tensor) -> bool:
     )
 
 
+class Whereabouts:
+    """The addresses and forms of some small tensors. Code that gives a tensor other memory may change all of this.
+
+    Copies of the same tensors in the same places share one object.
+
+    Attributes:
+        addresses: where each tensor begins.
+        forms: (shape, dtype) of each.
+        sizes: how many bytes of each there are in a copy.
+        strides: None if the elements of every tensor are behind each other.
+        is_simple: whether the elements of every tensor are behind each other, none is complex, and each has some.
+    """
+
+    __slots__ = ("_pieces", "addresses", "forms", "is_simple", "sizes", "strides")
+
+    def __init__(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> None:
+        self.addresses, self.forms = addresses, forms
+        self.sizes: list[int] = list(map(_size_of, tensors))
+        self.strides: list[tuple[int, ...]] | None = None
+        self._pieces: list[Any] | None = None
+        if not all(map(_is_contiguous, tensors)):
+            self.strides = list(map(_strides_of, tensors))
+        elif all(addresses):
+            self._pieces = _pieces_of(addresses, self.sizes)
+        self.is_simple = self._pieces is not None and not any(kind.is_complex for _, kind in forms)
+
+    def are_of(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> bool:
+        """Return whether the tensors, which begin there and have these forms, lie as these did, behind each other."""
+        return (
+            self._pieces is not None
+            and addresses == self.addresses
+            and forms == self.forms
+            and all(map(_is_contiguous, tensors))
+        )
+
+    def read(self, tensors: Sequence[Tensor]) -> bytes:
+        """Return the elements of the tensors, which are in these places, behind each other."""
+        if self._pieces is not None:
+            return b"".join(self._pieces)
+        sources = tensors if self.strides is None else run_unseen(_contiguous, tensors)
+        addresses = list(map(_address_of, sources))  # 0: its memory was given back, or it has no elements
+        self.sizes = [size if address else 0 for size, address in zip(self.sizes, addresses)]
+        return b"".join(_pieces_of(addresses, self.sizes))
+
+    def are(self, others: Whereabouts) -> bool:
+        """Return whether these are the same places."""
+        return self is others or (
+            self.addresses == others.addresses
+            and self.forms == others.forms
+            and self.sizes == others.sizes
+            and self.strides == others.strides
+        )
+
+
+def _pieces_of(addresses: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+    """Return objects for the bytes that are in memory there, which hold nothing."""
+    return [(c_char * size).from_address(address) for address, size in zip(addresses, sizes)]
+
+
 class Bytes:
     """The contents of small tensors.
 
     Args:
         tensors: the tensors.
+        last: where they were when somebody looked last, if that is known.
         is_kept: whether this is kept until the backward: then it is in a tensor, whose memory torch's profilers count.
 
     Attributes:
         kept: that tensor.
-        forms, addresses: (bytes, shape, dtype) of each tensor, and where it begins. Code that gives a tensor other memory
-            may change all of these.
-        sizes: how many bytes of each tensor there are in the contents.
-        strides: None if the elements of every tensor are behind each other.
+        places: where the tensors are.
         memory: {index: an alias} of those whose memory is to be given back to them; see `keep_memory`.
     """
 
-    __slots__ = ("_content", "addresses", "forms", "kept", "memory", "sizes", "strides", "tensors")
+    __slots__ = ("_content", "kept", "memory", "places", "tensors")
 
-    def __init__(self, tensors: Sequence[Tensor], *, is_kept: bool = False) -> None:
+    def __init__(self, tensors: Sequence[Tensor], last: Whereabouts | None = None, *, is_kept: bool = False) -> None:
         self.tensors = tensors
-        self.forms: list[tuple[int, torch.Size, torch.dtype]] = list(map(_form_of, tensors))
-        self.addresses: list[int] = list(map(_address_of, tensors))
-        self.strides: list[tuple[int, ...]] | None = None
         self.memory: dict[int, Tensor] = {}
-        sources, addresses = tensors, self.addresses
-        self.sizes: list[int] = [size for size, *_ in self.forms]
-        if not all(map(_is_contiguous, tensors)):
-            self.strides = list(map(_strides_of, tensors))
-            sources = run_unseen(_contiguous, tensors)
-            addresses = list(map(_address_of, sources))
-        if not all(addresses):  # its memory was given back, or it has no elements
-            self.sizes = [size if address else 0 for size, address in zip(self.sizes, addresses)]
-        self._content = b"".join(map(_raw, map(_memory_at, addresses, self.sizes)))
+        forms, addresses = list(map(_form_of, tensors)), list(map(_address_of, tensors))
+        if last is None or not last.are_of(tensors, addresses, forms):
+            last = Whereabouts(tensors, addresses, forms)
+        self.places = last
+        self._content = content = last.read(tensors)
         self.kept: Tensor | None = None
         if is_kept:
-            size = len(self._content)
-            self.kept = run_unseen(_memory, size)
-            memmove(self.kept.data_ptr(), self._content, size)
+            self.kept = kept = run_unseen(_memory, len(content))
+            memmove(kept.data_ptr(), content, len(content))
             self._content = b""
 
     def content(self) -> bytes:
@@ -89,13 +139,7 @@ class Bytes:
 
     def are(self, others: Bytes) -> bool:
         """Return whether this is what the same tensors hold in `others`, in the same places."""
-        return (
-            self.content() == others.content()
-            and self.addresses == others.addresses
-            and self.forms == others.forms
-            and self.sizes == others.sizes
-            and self.strides == others.strides
-        )
+        return self.content() == others.content() and self.places.are(others.places)
 
     def keep_memory(self, others: Bytes) -> None:
         """Keep the memory of tensors that are in other places in `others`, which are put next."""
@@ -106,10 +150,10 @@ class Bytes:
 
     def _moved(self, others: Bytes) -> Sequence[int]:
         """Return which tensors are in other places in `others`, or have elements that are not behind each other."""
-        has_strides = self.strides is not None or others.strides is not None
-        if not has_strides and self.forms == others.forms and self.addresses == others.addresses:
+        if self.places is others.places and self.places.strides is None:
             return ()
-        one, other = (list(zip(item.addresses, item.forms)) for item in (self, others))
+        has_strides = self.places.strides is not None or others.places.strides is not None
+        one, other = (list(zip(item.places.addresses, item.places.forms)) for item in (self, others))
         return [index for index, where in enumerate(one) if has_strides or where != other[index]]
 
     def put(self, now: Bytes) -> None:
@@ -118,10 +162,11 @@ class Bytes:
         Args:
             now: what they hold.
         """
-        if not self.are(now):
-            moved, content, content_now = self._moved(now), self.content(), now.content()
+        content, content_now = self.content(), now.content()
+        if content != content_now or not self.places.are(now.places):
+            moved = self._moved(now)
             start = start_now = 0
-            for index, (size, size_now) in enumerate(zip(self.sizes, now.sizes)):
+            for index, (size, size_now) in enumerate(zip(self.places.sizes, now.places.sizes)):
                 part = content[start : start + size]
                 if index in moved:
                     run_unseen(self._put_elsewhere, index, part)
@@ -132,22 +177,28 @@ class Bytes:
     @torch.no_grad()
     def _put_elsewhere(self, index: int, part: bytes) -> None:
         """Write the elements of one tensor, which may have other memory or another form by now."""
-        tensor, (_, shape, kind) = self.tensors[index], self.forms[index]
+        tensor, places = self.tensors[index], self.places
+        shape, kind = places.forms[index]
         content = _memory(len(part))
         memmove(content.data_ptr(), part, len(part))
         content = content.view(kind)
         if has_geometry(tensor):
             content = content.view(shape) if content.numel() == shape.numel() else content
-            strides = content.stride() if self.strides is None else self.strides[index]
-            put(tensor, Geometry(self.addresses[index], shape, strides, kind), content, self.memory.get(index))
+            strides = content.stride() if places.strides is None else places.strides[index]
+            put(tensor, Geometry(places.addresses[index], shape, strides, kind), content, self.memory.get(index))
         elif part and tensor.data_ptr():
             (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(content.view(shape))
 
 
-@cached
-def _memory_at(address: int, size: int) -> Any:
-    """Return an object for the bytes that are in memory there, which holds nothing: to make one costs more than to read."""
-    return (c_char * size).from_address(address)
+def small_again(tensors: Sequence[Tensor], last: Whereabouts) -> Bytes | None:
+    """Return a copy of tensors that were small in these places, which are simple; None if they are not there any more.
+
+    What has an address in the memory of the CPU is still there, and of the same form it is as large.
+    """
+    if not _KINDS.issuperset(map(type, tensors)) or any(map(_is_negated, tensors)):
+        return None
+    found = Bytes(tensors, last, is_kept=True)
+    return found if found.places is last else None
 
 
 def _memory(size: int) -> Tensor:

@@ -20,13 +20,18 @@ class KeptHooks:
         self._tensors = tensors
 
     def __enter__(self) -> None:
-        hooks: list[Any] = [*map(_BACKWARD, self._tensors), *map(_ACCUMULATED, self._tensors)]
-        self._before = [None if item is None else dict(item) for item in hooks] if any(hooks) else None
+        self._before = [None if item is None else dict(item) for item in self._hooks()] if self._has_hooks() else None
 
     def __exit__(self, *error: object) -> None:
-        hooks: list[Any] = [*map(_BACKWARD, self._tensors), *map(_ACCUMULATED, self._tensors)]
-        if any(hooks):
+        if self._before is not None or self._has_hooks():
+            hooks = self._hooks()
             for now, before in zip(hooks, self._before or [None] * len(hooks)):
                 if now is not None and dict(now) != (before or {}):
                     now.clear()
                     now.update(before or {})
+
+    def _has_hooks(self) -> bool:
+        return any(map(_BACKWARD, self._tensors)) or any(map(_ACCUMULATED, self._tensors))
+
+    def _hooks(self) -> list[Any]:
+        return [*map(_BACKWARD, self._tensors), *map(_ACCUMULATED, self._tensors)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from reactivate._backends import fences
 from reactivate._engine.state.groups import Group, bits_of, grouped, is_plain
 from reactivate._engine.state.shadows import Shadow, current_shadow, current_shadows, note_written
-from reactivate._engine.state.small import Bytes, is_small
+from reactivate._engine.state.small import Bytes, Whereabouts, is_small, small_again
 from reactivate._torch.modes import run_unseen
 
 version_of, _tensors_of = attrgetter("_version"), attrgetter("tensors")
@@ -58,8 +58,33 @@ class Written(NamedTuple):
         return self.left is None or self.left.is_current(self.tensor, self.tensor._version)
 
 
+class SmallBefore(NamedTuple):
+    """Which of the tensors that an earlier region noted were small, and where these were.
+
+    Attributes:
+        numbers: of the small ones.
+        total: how many there were.
+        places: where the small ones were.
+    """
+
+    numbers: Sequence[int]
+    total: int
+    places: Whereabouts
+
+    def again(self, tensors: Sequence[Tensor]) -> Bytes | None:
+        """Return a copy of the small ones, None if these are others, or somewhere else by now."""
+        if len(tensors) != self.total or fences():
+            return None
+        small = tensors if len(self.numbers) == self.total else [tensors[number] for number in self.numbers]
+        return small_again(small, self.places)
+
+
 class TensorStates:
     """The tensors that one region can read as state, as they were when it began.
+
+    Args:
+        tensors: the tensors.
+        before: which of them were small when an earlier region began: those are not sorted out again.
 
     Attributes:
         tensors: those with a version that can be relied on, then the others, then the small ones.
@@ -68,20 +93,38 @@ class TensorStates:
         shadows: the current shadows of the first, when the region began.
         groups: the others, and copies of them.
         small: what the small ones held, None if there are none.
+        before: which were small, for regions to come; None if that would not help them.
     """
 
-    __slots__ = ("groups", "shadows", "small", "tensors", "versions", "written")
+    __slots__ = ("before", "groups", "shadows", "small", "tensors", "versions", "written")
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], before: SmallBefore | None = None) -> None:
+        found = list(tensors)
+        self.written: Sequence[Written] = ()
+        self.small: Bytes | None = None if before is None else before.again(found)
+        if before is None or self.small is None:
+            found = list({id(tensor): tensor for tensor in found}.values())
+            numbers = [] if fences() else [number for number, tensor in enumerate(found) if _is_few_bytes(tensor)]
+            self.small = Bytes([found[number] for number in numbers], is_kept=True) if numbers else None
+            before = None if self.small is None else SmallBefore(numbers, len(found), self.small.places)
+        self.before = None if before is None or not before.places.is_simple else before
+        if before is not None and len(before.numbers) == before.total:
+            self.shadows: Sequence[Shadow] = ()
+            self.groups: Sequence[Group] = ()
+            self.tensors = found
+        else:
+            known = () if before is None else set(before.numbers)
+            self._sort_out([tensor for number, tensor in enumerate(found) if number not in known])
+        self.versions = versions_of(self.tensors)
+
+    def _sort_out(self, tensors: Iterable[Tensor]) -> None:
+        """Find out what tells that a tensor was written to, of those that are not small."""
         counted: list[Tensor] = []
         compared: list[Tensor] = []
         silent: list[Tensor] = []
-        small: list[Tensor] = []
         known = fences()
         for tensor in tensors:
-            if not known and is_small(tensor) and (_is_vector(tensor) or tensor.nbytes <= _FEW_BYTES):
-                small.append(tensor)
-            elif tensor.is_inference() or (known and tensor.device.type in known):
+            if tensor.is_inference() or (known and tensor.device.type in known):
                 silent.append(tensor)
             elif not _is_vector(tensor) or tensor.numel() > MOST_CHANNELS:
                 counted.append(tensor)
@@ -90,12 +133,10 @@ class TensorStates:
             else:
                 silent.append(tensor)
         self.shadows = list(map(current_shadow, counted))
-        self.groups = list(map(Group, grouped(silent))) if silent else []
-        self.groups += [Group([tensor], [_compared_shadow(tensor).content]) for tensor in compared]
-        self.small = Bytes(small, is_kept=True) if small else None
+        groups = list(map(Group, grouped(silent))) if silent else []
+        self.groups = groups + [Group([tensor], [_compared_shadow(tensor).content]) for tensor in compared]
+        small = () if self.small is None else self.small.tensors
         self.tensors = [*counted, *chain.from_iterable(map(_tensors_of, self.groups)), *small]
-        self.versions = versions_of(self.tensors)
-        self.written: Sequence[Written] = ()
 
     def note_writes(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
         """Let a recomputation write once more, without a trace, to what the forward wrote to.
@@ -146,6 +187,10 @@ class TensorStates:
             yield from group.contents
         if self.small is not None and self.small.kept is not None:
             yield self.small.kept
+
+
+def _is_few_bytes(tensor: Tensor) -> bool:
+    return is_small(tensor) and (_is_vector(tensor) or tensor.nbytes <= _FEW_BYTES)
 
 
 def _is_vector(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Sequence
 from enum import Enum
 from itertools import chain
 from logging import Logger
-from operator import is_, itemgetter
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -27,13 +27,12 @@ from reactivate._engine.state.functions import CellNote, ClassNote, FunctionNote
 from reactivate._engine.state.parts import Parts
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
-_HOOKS = itemgetter("_forward_pre_hooks", "_forward_hooks")
 _MOST_MISSES = 4  # in a row, after which it is not tried any more: attributes change with every call, or hold too much
 
 
-def _are_hooked(namespaces: Iterable[dict[str, Any]]) -> bool:
+def _are_hooked(parts: Parts) -> bool:
     """Return whether hooks run in a forward: what they close over is looked at in each."""
-    return any(chain(GLOBAL_FORWARD_HOOKS, chain.from_iterable(map(_HOOKS, namespaces))))
+    return any(parts.stamp.forward_hooks) or any(GLOBAL_FORWARD_HOOKS)
 
 
 class Walked(NamedTuple):
@@ -53,7 +52,7 @@ class Walked(NamedTuple):
 class _Tree:
     """One remembered tree."""
 
-    __slots__ = ("are_empty", "attributes", "children", "kinds", "layout", "modules", "notes")
+    __slots__ = ("are_empty", "attributes", "children", "kinds", "layout", "modules", "notes", "versions")
 
     def __init__(self, walked: Walked, forget: Any) -> None:
         modules, notes, parts = walked
@@ -64,25 +63,41 @@ class _Tree:
             map(id, parts.layout.children_in(parts.entries))
         )  # of modules: they live, or it is forgotten
         self.layout, self.attributes, self.notes = parts.layout, parts.attributes, notes
+        self.versions = parts.stamp.versions
 
     def again(self) -> Walked | None:
         """Return what a walk would find now, None if that is not known."""
         modules: list[Any] = [reference() for reference in self.modules]
+        if list(map(type, modules)) != self.kinds:
+            return None
         namespaces = [module.__dict__ for module in modules]
+        stamp = self.layout.stamp_of(namespaces)
+        if stamp.versions is not None and stamp.versions == self.versions:
+            found = self.attributes, stamp.entries()
+        else:
+            compared = self._compared(namespaces)
+            if compared is None:
+                return None
+            found, self.versions = compared, stamp.versions
+        parts = Parts(namespaces, self.layout, found, stamp)
+        if _are_hooked(parts):
+            return None
+        for note in self.notes:
+            if not note.is_at(note.noted):
+                return None
+        return Walked(modules, self.notes, parts)
+
+    def _compared(self, namespaces: Sequence[dict[str, Any]]) -> tuple[list[Any], list[Any]] | None:
+        """Return (attributes, entries) of the modules, None if they are not what they were."""
         found = self.layout.parts_of(namespaces)
-        if found is None or list(map(type, modules)) != self.kinds:
+        if found is None:
             return None
         attributes, entries = found
         if list(map(id, self.layout.children_in(entries))) != self.children:
             return None
         if [entry is None for entry in entries] != self.are_empty or not all(map(is_, attributes, self.attributes)):
             return None
-        if _are_hooked(namespaces):
-            return None
-        for note in self.notes:
-            if not note.is_at(note.noted):
-                return None
-        return Walked(modules, self.notes, Parts(namespaces, self.layout, found))
+        return found
 
 
 class Trees:
@@ -116,10 +131,11 @@ class Trees:
 
     def remember(self, root: Module, modules: Sequence[Module], notes: list[Note]) -> None:
         """Remember what a walk over the tree under `root` found, if that can be."""
-        namespaces = [module.__dict__ for module in modules]
-        if self._misses_of(root) >= _MOST_MISSES or _are_hooked(namespaces):
+        if self._misses_of(root) >= _MOST_MISSES:
             return
-        walked = Walked(modules, notes, Parts(namespaces))
+        walked = Walked(modules, notes, Parts([module.__dict__ for module in modules]))
+        if _are_hooked(walked.parts):
+            return
         if _holds_nothing_else(walked):
             key, trees = id(root), self._trees
             trees[key] = _Tree(walked, lambda _: trees.pop(key, None))
