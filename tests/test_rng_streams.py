@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def trained(make: Any, tracker: Any, wrap: Wrap, backward_in: str | None) -> lis
     torch.manual_seed(7)
     for index, name in enumerate("ab"):
         tracker.add(name, 10 + index)
-    hidden = {"down": tracker}  # where a walk over objects may not look
+    hidden = MappingProxyType({"down": tracker})  # where no walk over objects looks
     x = torch.ones(64, requires_grad=True)
     model = make(_Behind(lambda: hidden["down"]), wrap)
     losses = [model(x * scale).sum() for scale in (1, 2)]
@@ -178,7 +179,7 @@ def test_generators_of_graphs_stay_the_same_objects() -> None:
         tracker = GraphSafeTracker()
         tracker.add("a", 3)
         generator = tracker.states_["a"]
-        holder = {"down": tracker}
+        holder = MappingProxyType({"down": tracker})
         x = torch.ones(8, requires_grad=True)
         out = wrap(tracker)(lambda x: (x.sin() * holder["down"].draw("a", 8)).exp() * holder["down"].draw("a", 8))(x)
         tracker.draw("a", 3)
