@@ -558,6 +558,32 @@ def nodes_are_numbered_in_the_order_of_the_forward() -> None:
     assert -1 in Asks.seen  # the accumulation of a gradient
 
 
+@needs("nodes_since", "saved_by", "replace_saved", "Rebuild")
+def saved_tensors_of_nodes_are_replaced() -> None:
+    x = torch.randn(4, requires_grad=True)
+    middle = x * 2
+    out = middle.sin().exp()
+    nodes = list(room.nodes_since(out, middle.grad_fn))
+    names = [node.name() for node in nodes]  # beside the leaf, whose number is the highest there is
+    assert names[:3] == ["ExpBackward0", "SinBackward0", "MulBackward0"]
+    kept, asked = middle.detach().clone(), []
+
+    def rebuild() -> Tensor:
+        asked.append("rebuilt")
+        return kept
+
+    (saved,) = room.saved_by(nodes[1])
+    assert room.replace_saved(saved, lambda tensor: rebuild if torch.equal(tensor, kept) else None)
+    assert not room.replace_saved(saved, lambda tensor: rebuild)  # what hooks have packed stays
+    assert not room.replace_saved(room.saved_by(nodes[0])[0], lambda tensor: None)
+    out.sum().backward()
+    assert asked == ["rebuilt"]
+    expected = x.detach().requires_grad_()
+    (expected * 2).sin().exp().sum().backward()
+    assert x.grad is not None and expected.grad is not None
+    assert torch.equal(x.grad, expected.grad)
+
+
 @needs("data_of")
 def what_is_kept_can_be_asked_for() -> None:
     x = torch.ones(2)
