@@ -1,4 +1,4 @@
-"""What the compiler of a TPU makes of a program, on a machine without one. It needs jax[tpu], and no torch.
+"""Compile a program for a TPU, on a machine without one, and say what it takes. It needs jax[tpu], and no torch.
 
     python _tpu_compiler.py PROGRAM TOPOLOGY ...
 

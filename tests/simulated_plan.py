@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
 import simulated
 import torch
-from simulated_offload import Stack
+from residual import Block, Residual
 from torch import Tensor, nn
 
 import reactivate
@@ -28,7 +29,7 @@ def _torch_asks_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_model() -> nn.Module:
     torch.manual_seed(0)
-    return Stack()
+    return Residual(WIDTH, 5, partial(Block, factor=2))
 
 
 def planned(model: nn.Module, x: Tensor, budget: int | str, **options: Any) -> Plan:

@@ -380,7 +380,7 @@ def test_other_two_valued_tensors_come_back() -> None:
             tensor = tensor.transpose(0, -1) if tensor.dim() else tensor
             bits = Bits.of(tensor, device)
             assert bits is not None
-            bits.settle()
+            bits.settle("noise")
             oracle.assert_bitwise(tensor, bits.load(), "bits")
             assert bits.load().stride() == tensor.stride()
     for tensor in (

@@ -311,6 +311,7 @@ def test_in_a_guard(where: str, error: BaseException) -> None:
     assert_bitwise(plain.detach(), out.detach(), "output")
     assert_same_gradients(expected, ours)
     assert ran.recomputations >= 1
+    assert reactivate.current_region() is None
 
 
 def test_guards_are_told_of_the_error() -> None:

@@ -1,4 +1,4 @@
-"""What the compilers of torch's own TPU and Trainium devices read of a region, and their autoload entries.
+"""Recompute tags that the compilers of torch's own TPU and Trainium devices read, and their autoload entries.
 
 `simulated_heirs` runs regions on the devices, simulated.
 """

@@ -384,7 +384,7 @@ def test_the_parts_of_a_wrapper_are_not_held_beside_the_storage(tmp_path: Path) 
     expected = [part.clone() for part in parts]
     wrapper = Pair(*parts)
     wrapper.note = "set"  # type: ignore[attr-defined]
-    kept = stored(wrapper, storage)
+    kept = stored(wrapper, storage, "wrapper")
     del parts, wrapper
     later = arrived(storage)
     assert kept is not None and all(torch.UntypedStorage._expired(memory) for memory in memories)

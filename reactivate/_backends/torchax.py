@@ -27,6 +27,9 @@ class TorchaxBackend(Backend):
     def is_same_rng(self, first: Any, second: Any) -> bool:
         return first[0] is second[0]  # each draw puts another in its place
 
+    def synchronize(self) -> None:
+        """Wait for nothing: torch does not know what JAX runs."""
+
 
 def _environment() -> Any:
     """torchax's environment, None until somebody has asked torchax for it: it has no random numbers before."""

@@ -42,13 +42,7 @@ from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.mismatch.places import Places, SavePlace, are_known, remember
 from reactivate._engine.mismatch.proof import WriteProof
 from reactivate._engine.mismatch.stale import refuse_stale, watches
-from reactivate._engine.record import (
-    Options,
-    SharedSlot,
-    Slot,
-    observers,
-    tell,
-)
+from reactivate._engine.record import Options, SharedSlot, Slot, observers, tell
 from reactivate._engine.rounded import refuse_values
 from reactivate._engine.sites import user_frame
 from reactivate._engine.state.gradients import Gradients
@@ -124,6 +118,7 @@ class Region(BackwardSide):
             for before in options.befores:
                 tokens.append(before(capture))
         except BaseException as error:
+            leave_region(self.around)
             self._finish()
             self._leave(error)
             raise
@@ -233,8 +228,9 @@ class Region(BackwardSide):
         self._leave(error)
         note_shortage(error)
 
-    @staticmethod
-    def _pop_hooks() -> None:
+    def _pop_hooks(self) -> None:
+        leave_region(self.around)  # whatever guards do next, and if one fails
+        self.around = None
         if asks_for_users_hooks:
             forget_users_hooks()
         pop_saved_tensor_hooks()
@@ -252,8 +248,6 @@ class Region(BackwardSide):
             with ExitStack() as stack:  # the last one first, and all of them, also if one fails
                 for guard, token in zip(self.options.guards, tokens):
                     stack.callback(guard.leave, token, error)
-        leave_region(self.around)
-        self.around = None
 
     @not_a_users_hook
     def pack(self, tensor: Tensor, frame: FrameType | None = None) -> Slot:

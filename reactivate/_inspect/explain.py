@@ -294,5 +294,5 @@ class _ExplainedStep(Step):
 def _now() -> float:
     backend = accelerator()
     if backend is not None and backend.is_initialized():
-        torch.accelerator.synchronize()
+        backend.synchronize()
     return time.perf_counter()

@@ -81,11 +81,11 @@ def is_due(call: Any, determinism: str, choice: Any) -> bool:
 @contextmanager
 def uncounted() -> Iterator[None]:
     """Put the numbers of calls back afterwards: those that a tool makes meanwhile are no steps of a training."""
-    before = {key: (reference, dict(counts)) for key, (reference, counts) in _calls.items()}
+    before = {key: (reference, dict(counts)) for key, (reference, counts) in _calls.copy().items()}  # owners may die
     try:
         yield
     finally:
-        for key, (reference, counts) in list(_calls.items()):
+        for key, (reference, counts) in _calls.copy().items():
             counts.clear()
             known, number = before.get(key, (None, {}))
             if known is reference:
