@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from reactivate import dropin
 from reactivate._engine.record import observed_by
+from reactivate.dropin import _asked, transformer_engine
 from reactivate.errors import RecomputeMismatchError, UnsupportedError, UsageError
 from reactivate.guards import RngTracker
 
@@ -177,6 +179,16 @@ def test_a_manager_without_these_methods_is_refused(package: ModuleType) -> None
 # -- the other options -------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def forgets_options() -> Iterator[None]:
+    """Options are remembered with the function that returns the tracker, which would live on for the tests that follow."""
+    yield
+    transformer_engine._guards.cache_clear()
+    _asked._options.cache_clear()
+    gc.collect()
+
+
+@pytest.mark.usefixtures("forgets_options")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_the_tracker_of_named_streams(use_reentrant: bool) -> None:
     gradients = []
