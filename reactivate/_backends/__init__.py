@@ -27,6 +27,13 @@ def accelerator() -> Backend | None:
     return None if module is None else _backend(device.type, module)
 
 
+def synchronize() -> None:
+    """Wait for the accelerator, if one is in use."""
+    backend = accelerator()
+    if backend is not None and backend.is_initialized():
+        backend.synchronize()
+
+
 def backends() -> tuple[Backend, ...]:
     """The backends of all devices but the CPU: the accelerator's, and XLA's, which torch does not count as one."""
     found = accelerator()

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from reactivate._backends import accelerator
+from reactivate._backends import synchronize
 from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of, stored_inputs
 from reactivate._engine.current import is_recomputing
 from reactivate._engine.inputs.capture import Capture
@@ -292,7 +292,5 @@ class _ExplainedStep(Step):
 
 
 def _now() -> float:
-    backend = accelerator()
-    if backend is not None and backend.is_initialized():
-        backend.synchronize()
+    synchronize()
     return time.perf_counter()

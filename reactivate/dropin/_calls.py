@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from reactivate._backends import accelerator
+from reactivate._backends import synchronize
+from reactivate._engine.record import Options
 from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._options import make_options
 from reactivate._run import run_region
 from reactivate._types import Call, Guard, Storage
+from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards, TrackerGuard
 
 
@@ -23,9 +25,33 @@ def call_region(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], guards: Guards, inputs: Storage
 ) -> Any:
     """Call a function as a region."""
+    return call_with(make_options(guards, True, "first", None, inputs), function, args, kwargs)
+
+
+def call_with(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function as a region with these options; a module inside of its hooks."""
     module = module_called_by(function)
     runner, called = (run, function) if module is None else (run_module, module)
-    return run_region(runner, make_options(guards, True, "first", None, inputs), called, *args, **kwargs)
+    return run_region(runner, options, called, *args, **kwargs)
+
+
+def is_first_of(args: tuple[Any, ...], call: str) -> Callable[[torch.Tensor], bool]:
+    """Return what tells the first argument, which is to be distributed, from other tensors. It holds no tensor.
+
+    Args:
+        args: of the call.
+        call: what was written, for the message.
+
+    Raises:
+        UsageError: the first argument is no tensor.
+    """
+    if not args or not isinstance(args[0], torch.Tensor):
+        raise UsageError(
+            f"{call} distributes args[0], a tensor; got {type(args[0]).__name__ if args else 'no arguments'}. Pass False, or "
+            "the tensor first."
+        )
+    first = id(args[0])
+    return lambda tensor: id(tensor) == first
 
 
 def with_tracker(tracker: Any) -> Guards:
@@ -70,13 +96,6 @@ class Boundaries(Guard):
         begun = self._begin()
         yield
         self._end(begun, "recomputation")
-
-
-def synchronize() -> None:
-    """Wait for the accelerator, if one is in use."""
-    backend = accelerator()
-    if backend is not None and backend.is_initialized():
-        torch.get_device_module(backend.device_type).synchronize()
 
 
 SYNCHRONIZED = Boundaries(synchronize, lambda begun, kind: synchronize())

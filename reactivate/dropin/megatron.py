@@ -11,11 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from reactivate._types import DEVICE, Policy, Storage
 from reactivate.dropin import _megatron_policy
-from reactivate.dropin._calls import Chosen, call_region, with_tracker
+from reactivate.dropin._calls import Chosen, call_region, is_first_of, with_tracker
 from reactivate.dropin._installation import Installation, library
 from reactivate.dropin._megatron_state import CHECKPOINTING, open_regions, parallel, rng_tracker, tensor_parallel_group
 from reactivate.dropin._without_output import CheckpointWithoutOutput
@@ -62,13 +60,8 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     guards = with_tracker(rng_tracker()).adding(CHECKPOINTING)
     inputs: Storage = DEVICE
     if distribute_saved_activations:
-        if not args or not isinstance(args[0], Tensor):
-            raise UsageError(
-                "checkpoint(function, distribute_saved_activations=True, *args) distributes args[0], a tensor; got "
-                f"{type(args[0]).__name__ if args else 'no arguments'}. Pass False, or the tensor first."
-            )
-        first = id(args[0])
-        inputs = Chosen(Sharded(tensor_parallel_group(), least_bytes=0), lambda tensor: id(tensor) == first)
+        is_first = is_first_of(args, "checkpoint(function, distribute_saved_activations=True, *args)")
+        inputs = Chosen(Sharded(tensor_parallel_group(), least_bytes=0), is_first)
     return call_region(function, args, {}, guards, inputs)
 
 

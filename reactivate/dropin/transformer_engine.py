@@ -12,18 +12,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from reactivate._engine.run import module_called_by, run, run_module
-from reactivate._run import run_region
 from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Storage
 from reactivate.dropin._asked import Asked
 from reactivate.dropin._autocast_state import AutocastState
-from reactivate.dropin._calls import Chosen
+from reactivate.dropin._calls import Chosen, call_with, is_first_of
 from reactivate.dropin._installation import Installation, library
-from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards, TrackerGuard
 from reactivate.storage import Host, Sharded
 
@@ -76,28 +72,15 @@ def checkpoint(
     asked = Asked(context_fn=context_fn, determinism_check=determinism_check, debug=debug)
     options = asked.options(used, offload, None, None)
     if distribute_saved_activations:
-        options = options.of(None, None, None, _distributed(args, tp_group))
-    module = module_called_by(function)
-    if module is None:
-        return run_region(run, options, function, *args, **kwargs)
-    return run_region(run_module, options, module, *args, **kwargs)
+        is_first = is_first_of(args, "checkpoint(function, *args, distribute_saved_activations=True)")
+        options = options.of(None, None, None, Chosen(Sharded(tp_group, least_bytes=0), is_first))
+    return call_with(options, function, args, kwargs)
 
 
 @functools.lru_cache(maxsize=16)
 def _guards(guards: Guards, get_rng_state_tracker: Callable[[], Any] | None) -> Guards:
     guards = guards.adding(AutocastState())
     return guards if get_rng_state_tracker is None else guards.adding(TrackerGuard(get_rng_state_tracker))
-
-
-def _distributed(args: tuple[Any, ...], tp_group: Any) -> Storage:
-    """Return the storage of a region whose first argument is distributed over a group."""
-    if not args or not isinstance(args[0], torch.Tensor):
-        raise UsageError(
-            "checkpoint(function, *args, distribute_saved_activations=True) distributes args[0], a tensor; got "
-            f"{type(args[0]).__name__ if args else 'no arguments'}. Pass False, or the tensor first."
-        )
-    first = id(args[0])
-    return Chosen(Sharded(tp_group, least_bytes=0), lambda tensor: id(tensor) == first)
 
 
 @refuse_unknown
