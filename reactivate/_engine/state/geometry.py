@@ -1,4 +1,4 @@
-"""The memory that a tensor has, and how its elements lie there: shape, strides, dtype.
+"""The memory that a tensor has, and how its elements lie there and are read: shape, strides, dtype, lazy bits.
 
 `t_()`, `resize_`, `set_` and `tensor.data = other` change these in place. A recomputation needs them as they were: in the
 memory that the tensor has now if that is the old one, so that aliases see what is written, and otherwise in memory of its
@@ -27,17 +27,31 @@ class Geometry(NamedTuple):
     Attributes:
         address: of the first element; 0 if there is none, or if the memory was given back.
         shape, strides, dtype: as of the tensor.
+        is_conj, is_neg: whether whoever reads the elements gets their conjugates, or negates them.
     """
 
     address: int
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
 
     @property
     def is_given_back(self) -> bool:
         """Return whether the tensor has elements and no memory for them, as sharded ones between two uses."""
         return not self.address and self.shape.numel() > 0
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether `tensor`, which had it once, still has it."""
+        return (
+            tensor.data_ptr() == self.address
+            and tensor.shape == self.shape
+            and tensor.stride() == self.strides
+            and tensor.dtype is self.dtype
+            and tensor.is_conj() is self.is_conj
+            and tensor.is_neg() is self.is_neg
+        )
 
 
 def has_geometry(tensor: Tensor) -> bool:
@@ -93,7 +107,7 @@ def geometry_of(tensor: Tensor) -> Geometry | None:
     """Return the geometry of a tensor, None if it has none that can be put back."""
     if not has_geometry(tensor):
         return None
-    return Geometry(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return Geometry(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -125,6 +139,7 @@ def put(tensor: Tensor, geometry: Geometry, content: Tensor, memory: Tensor | No
             memory = _view_in(tensor, geometry)
         if memory is None:
             memory = torch.empty_strided(geometry.shape, geometry.strides, dtype=geometry.dtype, device=content.device)
+            memory = memory.conj() if geometry.is_conj else memory
         with torch.inference_mode(tensor.is_inference()):
             tensor.data = memory
     if not geometry.is_given_back:
@@ -133,17 +148,18 @@ def put(tensor: Tensor, geometry: Geometry, content: Tensor, memory: Tensor | No
 
 def _view_in(tensor: Tensor, geometry: Geometry) -> Tensor | None:
     """Return an alias with this geometry in the memory that `tensor` has, None if that is other memory."""
-    if tensor.dtype != geometry.dtype:
+    if tensor.dtype != geometry.dtype or tensor.is_neg() != geometry.is_neg:  # no public function flips that bit
         return None
     storage, size = tensor.untyped_storage(), tensor.element_size()
     shape, strides = geometry.shape, geometry.strides
+    alias = tensor.detach() if tensor.is_conj() == geometry.is_conj else tensor.detach().conj()
     if not shape.numel():
-        return tensor.detach().as_strided(shape, strides, 0)
+        return alias.as_strided(shape, strides, 0)
     offset, odd = divmod(geometry.address - storage.data_ptr(), size)
     last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides))
     if odd or offset < 0 or (last + 1) * size > storage.nbytes():
         return None
-    return tensor.detach().as_strided(shape, strides, offset)
+    return alias.as_strided(shape, strides, offset)
 
 
 def write(tensor: Tensor, content: Tensor) -> None:

@@ -73,11 +73,9 @@ def _geometries_of(tensors: Sequence[Tensor]) -> list[Any]:
     """Return a `Geometry`, or its items, of each tensor."""
     if len(tensors) == 1:
         return [geometry_of(tensors[0])]
-    return list(
-        zip(
-            map(Tensor.data_ptr, tensors), map(_shape_of, tensors), map(Tensor.stride, tensors), map(_dtype_of, tensors)
-        )
-    )
+    addresses, shapes, strides = map(Tensor.data_ptr, tensors), map(_shape_of, tensors), map(Tensor.stride, tensors)
+    lazy = map(Tensor.is_conj, tensors), map(Tensor.is_neg, tensors)
+    return list(zip(addresses, shapes, strides, map(_dtype_of, tensors), *lazy))
 
 
 def put(tensor: Tensor, content: Tensor, noted: Any, memory: Tensor | None = None) -> None:

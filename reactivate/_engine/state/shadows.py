@@ -19,10 +19,9 @@ import functools
 from collections.abc import Iterable
 from weakref import ref
 
-import torch
 from torch import Tensor
 
-from reactivate._engine.state.geometry import elements_of, geometry_of, is_moved
+from reactivate._engine.state.geometry import elements_of, geometry_of
 from reactivate._engine.state.groups import put
 from reactivate._engine.state.known import Known
 from reactivate._engine.state.steps import last_step_of
@@ -32,35 +31,29 @@ class Shadow:
     """A copy of a tensor.
 
     Attributes:
-        version, address, step: of the tensor when it was copied; somebody may give it other memory (`tensor.data = new`), and
-            a fused optimizer steps it without a new version.
-        geometry: where its elements were; None if that cannot be put back.
+        version, step: of the tensor when it was copied; a fused optimizer steps it without a new version.
+        geometry: where its elements were, since somebody may give it other memory (`tensor.data = new`); None if that cannot
+            be put back.
         content: the copy.
     """
 
-    __slots__ = ("address", "content", "geometry", "step", "version")
+    __slots__ = ("content", "geometry", "step", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.version: int = tensor._version
         self.geometry = geometry_of(tensor)
-        self.address = _address_of(tensor)
         self.step = last_step_of(tensor)
         self.content = elements_of(tensor)
 
     def is_current(self, tensor: Tensor, version: int) -> bool:
         """Return whether `tensor`, which has this version, holds what was copied."""
-        return self.version == version and self.address == _address_of(tensor) and self.step == last_step_of(tensor)
+        if self.version != version or self.step != last_step_of(tensor):
+            return False
+        return geometry_of(tensor) is None if self.geometry is None else self.geometry.is_of(tensor)
 
     def put(self, tensor: Tensor) -> None:
         """Let `tensor` hold what was copied; gradients are off."""
         put(tensor, self.content, self.geometry)
-
-
-def _address_of(tensor: Tensor) -> int | None:
-    is_kind = type(tensor) is Tensor or is_moved(tensor)
-    if not is_kind or tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
-        return None  # as `has_geometry` says; this runs for every region
-    return tensor.data_ptr()
 
 
 current_shadows: dict[int, Shadow] = {}  # by the id of the tensor

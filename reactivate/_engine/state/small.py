@@ -21,10 +21,11 @@ from reactivate._torch.modes import run_unseen
 LARGEST_BYTES = 1 << 14
 """The number of bytes up to which a tensor is small."""
 
+_Layout = tuple[tuple[int, ...], bool, bool]
 _KINDS = frozenset({Tensor, Parameter})
 _form_of, _size_of = attrgetter("shape", "dtype"), attrgetter("nbytes")
-_address_of, _strides_of = Tensor.data_ptr, Tensor.stride
-_is_contiguous, _is_negated = Tensor.is_contiguous, Tensor.is_neg
+_address_of = Tensor.data_ptr
+_is_contiguous, _is_conj, _is_negated = Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg
 
 
 def has_bits(tensor: Tensor) -> bool:
@@ -53,19 +54,19 @@ class Whereabouts:
         addresses: where each tensor begins.
         forms: (shape, dtype) of each.
         sizes: how many bytes of each there are in a copy.
-        strides: None if the elements of every tensor are behind each other.
+        layouts: (strides, lazy bits) of each; None if every tensor is its elements, one behind the other.
         is_simple: whether the elements of every tensor are behind each other, none is complex, and each has some.
     """
 
-    __slots__ = ("_pieces", "addresses", "forms", "is_simple", "sizes", "strides")
+    __slots__ = ("_pieces", "addresses", "forms", "is_simple", "layouts", "sizes")
 
     def __init__(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> None:
         self.addresses, self.forms = addresses, forms
         self.sizes: list[int] = list(map(_size_of, tensors))
-        self.strides: list[tuple[int, ...]] | None = None
+        self.layouts: list[_Layout] | None = None
         self._pieces: list[Any] | None = None
-        if not all(map(_is_contiguous, tensors)):
-            self.strides = list(map(_strides_of, tensors))
+        if not all(map(_is_contiguous, tensors)) or any(map(_is_conj, tensors)) or any(map(_is_negated, tensors)):
+            self.layouts = [(tensor.stride(), tensor.is_conj(), tensor.is_neg()) for tensor in tensors]
         elif all(addresses):
             self._pieces = _pieces_of(addresses, self.sizes)
         self.is_simple = self._pieces is not None and not any(kind.is_complex for _, kind in forms)
@@ -77,13 +78,15 @@ class Whereabouts:
             and addresses == self.addresses
             and forms == self.forms
             and all(map(_is_contiguous, tensors))
+            and not any(map(_is_negated, tensors))
+            and (self.is_simple or not any(map(_is_conj, tensors)))
         )
 
     def read(self, tensors: Sequence[Tensor]) -> bytes:
         """Return the elements of the tensors, which are in these places, behind each other."""
         if self._pieces is not None:
             return b"".join(self._pieces)
-        sources = tensors if self.strides is None else run_unseen(_contiguous, tensors)
+        sources = tensors if self.layouts is None else run_unseen(_elements_of, tensors)
         addresses = list(map(_address_of, sources))  # 0: its memory was given back, or it has no elements
         self.sizes = [size if address else 0 for size, address in zip(self.sizes, addresses)]
         return b"".join(_pieces_of(addresses, self.sizes))
@@ -94,7 +97,7 @@ class Whereabouts:
             self.addresses == others.addresses
             and self.forms == others.forms
             and self.sizes == others.sizes
-            and self.strides == others.strides
+            and self.layouts == others.layouts
         )
 
 
@@ -150,11 +153,11 @@ class Bytes:
 
     def _moved(self, others: Bytes) -> Sequence[int]:
         """Return which tensors are in other places in `others`, or have elements that are not behind each other."""
-        if self.places is others.places and self.places.strides is None:
+        if self.places is others.places and self.places.layouts is None:
             return ()
-        has_strides = self.places.strides is not None or others.places.strides is not None
+        are_odd = self.places.layouts is not None or others.places.layouts is not None
         one, other = (list(zip(item.places.addresses, item.places.forms)) for item in (self, others))
-        return [index for index, where in enumerate(one) if has_strides or where != other[index]]
+        return [index for index, where in enumerate(one) if are_odd or where != other[index]]
 
     def put(self, now: Bytes) -> None:
         """Write to the tensors that hold something else by now, and to no other: it may be in memory for reading only.
@@ -184,8 +187,9 @@ class Bytes:
         content = content.view(kind)
         if has_geometry(tensor):
             content = content.view(shape) if content.numel() == shape.numel() else content
-            strides = content.stride() if places.strides is None else places.strides[index]
-            put(tensor, Geometry(places.addresses[index], shape, strides, kind), content, self.memory.get(index))
+            layout = (content.stride(), False, False) if places.layouts is None else places.layouts[index]
+            strides, *lazy = layout
+            put(tensor, Geometry(places.addresses[index], shape, strides, kind, *lazy), content, self.memory.get(index))
         elif part and tensor.data_ptr():
             (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(content.view(shape))
 
@@ -195,7 +199,7 @@ def small_again(tensors: Sequence[Tensor], last: Whereabouts) -> Bytes | None:
 
     What has an address in the memory of the CPU is still there, and of the same form it is as large.
     """
-    if not _KINDS.issuperset(map(type, tensors)) or any(map(_is_negated, tensors)):
+    if not _KINDS.issuperset(map(type, tensors)):
         return None
     found = Bytes(tensors, last, is_kept=True)
     return found if found.places is last else None
@@ -206,5 +210,5 @@ def _memory(size: int) -> Tensor:
 
 
 @torch.no_grad()
-def _contiguous(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.contiguous() for tensor in tensors]
+def _elements_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
