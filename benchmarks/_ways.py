@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from _bare import bare
 from torch import Tensor, nn
 from torch.utils import checkpoint as upstream
 
@@ -28,6 +29,7 @@ TORCH = "torch non-reentrant"
 REENTRANT = "torch reentrant"
 SAC = "torch SAC"
 REMAT = "torch_remat"
+BARE = "hooks alone"
 OURS = "reactivate"
 PER_CALL = "reactivate, built per call"
 INSTALLED = "reactivate, installed"
@@ -36,7 +38,7 @@ MODULE_SITES = "reactivate, module sites"
 
 ALL_OURS = (OURS, PER_CALL, INSTALLED)
 MAIN = (TORCH, REENTRANT, REMAT, OURS)
-EVERY = (TORCH, REENTRANT, REMAT, *ALL_OURS)
+EVERY = (TORCH, REENTRANT, REMAT, BARE, *ALL_OURS)
 """The ways to checkpoint a function."""
 
 OUR_BLOCKS = (OURS, FUNCTION_SITES, MODULE_SITES)
@@ -75,6 +77,7 @@ def make_subjects() -> dict[str, Wrap]:
         PLAIN: lambda fn: fn,
         TORCH: non_reentrant,
         REENTRANT: lambda fn: partial(upstream.checkpoint, fn, use_reentrant=True),
+        BARE: bare,
         OURS: reactivate.checkpoint,
         PER_CALL: lambda fn: lambda x: reactivate.checkpoint(fn)(x),
         INSTALLED: _installed(),
