@@ -131,6 +131,31 @@ def test_writes_that_no_version_counter_sees() -> None:
     assert is_right(ours(determinism="values"), written_unseen) == [RecomputeMismatchError] * 3
     assert is_right(torchs, long_statistics) == NEVER
     assert is_right(ours(), long_statistics)[0] is RecomputeMismatchError
+    assert other_memory_between(torchs) == NEVER
+    assert other_memory_between(ours()) == [RecomputeMismatchError, RecomputeMismatchError, False]
+
+
+def other_memory_between(wrap: Callable[[Fn], Fn]) -> list[Any]:
+    """Return for three calls whether the gradient is plain's, or what it raised."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    fn, weight = wrap(module), module[0].weight
+
+    def gradient(call: Fn, x: Tensor) -> Tensor:
+        out = call(x).sum()
+        before, weight.data = weight.data, weight.data * 3
+        try:
+            return torch.autograd.grad(out, x)[0]
+        finally:
+            weight.data = before
+
+    found: list[Any] = []
+    for _ in range(3):
+        x = leaf()
+        try:
+            found.append(torch.equal(gradient(fn, x), gradient(module, x)))
+        except RecomputeMismatchError as error:
+            found.append(type(error))
+    return found
 
 
 class Link:
