@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reactivate._torch.containers import flatten, unflatten
 from reactivate._torch.raw_saved import Rebuild, nodes_since, replace_saved, saved_by
 
 
@@ -31,15 +32,13 @@ class _Return(torch.autograd.Function):
 
 
 def call_and_return(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function so that what it returns can be discarded: a tensor, or a tuple with tensors in it."""
-    result = function(*args)
-    is_single = not isinstance(result, (tuple, list))
-    outputs = [result] if is_single else list(result)
+    """Call a function so that the tensors can be discarded that it returns, in containers too."""
+    outputs, structure = flatten(function(*args))
     places = [index for index, item in enumerate(outputs) if isinstance(item, Tensor) and item.requires_grad]
     if places:
         for index, tensor in zip(places, _Return.apply(*(outputs[index] for index in places))):
             outputs[index] = tensor
-    return outputs[0] if is_single else tuple(outputs)
+    return unflatten(outputs, structure)
 
 
 class Outputs:
