@@ -299,6 +299,68 @@ def test_containers_stay_what_they_are(make: Any) -> None:
     assert torch.equal(gradient, torch.autograd.grad((x.exp() * x.sin()).sum(), x)[0])
 
 
+def curvature(out: Tensor, x: Tensor) -> list[Tensor]:
+    """Return gradients of gradients: sums of several terms at the node of the output."""
+    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    return [first.detach(), second.detach(), *torch.autograd.grad(second.sum(), x)]
+
+
+def discarded(produce: Any, consume: Any, backward: Any, discards: bool) -> list[Any]:
+    seed_everything()
+    x = torch.randn(6, 8, requires_grad=True)
+    checkpoint = CheckpointWithoutOutput()
+    hidden = checkpoint.checkpoint(produce, x) if discards else produce(x)
+    out = consume(hidden, x)
+    if discards:
+        checkpoint.discard_output_and_register_recompute(out)
+    del hidden
+    return [*backward(out, x), len(x._backward_hooks or {})]
+
+
+@pytest.mark.parametrize("produce", [torch.exp, lambda x: x.sin() * x])
+def test_gradients_are_summed_in_the_order_of_the_plain_model(produce: Any) -> None:
+    ran = Watched()
+    plain = discarded(produce, lambda h, x: h * h * x, curvature, False)
+    with observed_by(ran):
+        ours = discarded(produce, lambda h, x: h * h * x, curvature, True)
+    for one, other in zip(plain, ours, strict=True):
+        assert_bitwise(one, other, "gradient")
+    assert ran.regions == 1 and ran.recomputations >= 1
+
+
+def test_two_backwards_of_which_none_keeps_the_graph() -> None:
+    """The function saves nothing that a first backward would free."""
+
+    def backwards(out: Tensor, x: Tensor) -> list[Tensor]:
+        return [torch.autograd.grad(part.sum(), x)[0] for part in parts]
+
+    parts: list[Tensor] = []
+
+    def consume(hidden: Tensor, x: Tensor) -> Tensor:
+        parts[:] = [hidden.exp(), hidden * hidden]
+        return torch.stack(parts)
+
+    found = [discarded(lambda x: x + 1, consume, backwards, discards) for discards in (False, True)]
+    for one, other in zip(*found, strict=True):
+        assert_bitwise(one, other, "gradient")
+
+
+def test_an_output_that_is_a_leaf_stays() -> None:
+    """The caller has it anyway, and no hook stays on it."""
+    found = [
+        discarded(
+            lambda x: (x, x.exp()),
+            lambda h, x: h[0] * h[1],
+            lambda out, x: torch.autograd.grad(out.sum(), x),
+            discards,
+        )
+        for discards in (False, True)
+    ]
+    for one, other in zip(*found, strict=True):
+        assert_bitwise(one, other, "gradient or hooks")
+
+
 @pytest.mark.parametrize("backward", [once, retained, partly, twice])
 def test_a_manager_discards_several_outputs_at_once(backward: Any) -> None:
     results, ran = [], Watched()

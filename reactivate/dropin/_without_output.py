@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from reactivate._engine.discarded import Outputs, call_and_return
+from reactivate._engine.discarded import Outputs, call_and_save, discard
 from reactivate._engine.record import Options
 from reactivate._engine.run import run
 from reactivate._run import run_untraced
 from reactivate._text.words import described, name_of
-from reactivate._torch.containers import flatten
 from reactivate.errors import MutationError, UsageError
 from reactivate.guards import DEFAULT, Guards
 
@@ -49,11 +48,10 @@ class WithoutOutput:
         """
         self._name = name_of(run_function)
         options = Options(tuple(self.guards()), name=self._name)
-        result = run_untraced(run, options, functools.partial(call_and_return, run_function), args, {})
-        tensors = [item for item in flatten(result)[0] if isinstance(item, Tensor) and item.requires_grad]
+        result, saved = run_untraced(run, options, functools.partial(call_and_save, run_function), args, {})
         self._registration = _Registration()
-        self._outputs = Outputs(tensors) if tensors else None  # None under `torch.no_grad()`
-        for tensor in tensors:
+        self._outputs = None if saved is None else Outputs(result, saved)  # None under `torch.no_grad()`
+        for tensor in self._outputs.tensors.values() if self._outputs is not None else ():
             tensor.register_hook(functools.partial(_refuse_unless_done, self._registration, self._name))
         if self.ckpt_manager is not None:
             self.ckpt_manager.add_checkpoint(self)
@@ -71,32 +69,36 @@ class WithoutOutput:
             MutationError: the output was modified in place.
         """
         if self.ckpt_manager is None:
-            self.discard(hook_tensor)
+            _discard([self], hook_tensor)
 
-    def discard(self, hook_tensor: Tensor) -> None:
-        """Let go of the output in all that leads to `hook_tensor`, also with a manager."""
+    def undiscarded(self, hook_tensor: Tensor) -> Outputs | None:
+        """Return the outputs, which lead to `hook_tensor`; None if there is nothing to discard."""
         if self._registration is None or self._registration.is_done:
             raise UsageError(
                 "discard_output_and_register_recompute() discards the output of a checkpoint() before it, and there is none. "
                 "Call checkpoint(run_function, *args) first, once for each call."
             )
-        outputs, self._outputs = self._outputs, None
-        if outputs is not None and hook_tensor.requires_grad:  # without a gradient nothing leads to it
-            self._discard(outputs, hook_tensor)
-        self._registration.is_done = True
-
-    def _discard(self, outputs: Outputs, hook_tensor: Tensor) -> None:
+        outputs = self._outputs
+        if outputs is None or not outputs.tensors or not hook_tensor.requires_grad:  # nothing holds an output
+            return None
         modified = outputs.modified()
         if modified is not None:
             raise MutationError(
                 f"The output of `{self._name}`, {described(modified)}, was modified in place after checkpoint() returned it, "
                 "so that a recomputation would give other values. Use the out-of-place op."
             )
-        if outputs.discard_from(hook_tensor) is None:
+        if not outputs.lead_to(hook_tensor):
             raise UsageError(
                 f"hook_tensor, {described(hook_tensor)}, does not depend on the output of `{self._name}`: its backward would "
                 "not recompute the output. Pass what the consumer of the output returns."
             )
+        return outputs
+
+    def let_go(self) -> None:
+        """Note that the outputs are discarded."""
+        assert self._registration is not None
+        self._registration.is_done = True
+        self._outputs = None
 
 
 class SeveralWithoutOutput:
@@ -115,8 +117,14 @@ class SeveralWithoutOutput:
         Raises:
             UsageError, MutationError: as `CheckpointWithoutOutput.discard_output_and_register_recompute`.
         """
-        for ckpt in self.checkpoints:
-            ckpt.discard(hook_tensor)
+        _discard(self.checkpoints, hook_tensor)
+
+
+def _discard(checkpoints: Sequence[WithoutOutput], hook_tensor: Tensor) -> None:
+    found = [checkpoint.undiscarded(hook_tensor) for checkpoint in checkpoints]
+    discard([outputs for outputs in found if outputs is not None], hook_tensor)
+    for checkpoint in checkpoints:
+        checkpoint.let_go()
 
 
 def _refuse_unless_done(registration: _Registration, name: str, gradient: Tensor) -> None:
