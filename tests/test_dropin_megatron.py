@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from types import ModuleType
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 import torch
 from framework_cases import CASES
 from journal import Journal
-from oracle import assert_bitwise
+from oracle import Watched, assert_bitwise
 from ranks import errors_of
 from torch import Tensor, nn
 from tracker_of_megatron import CpuRngStatesTracker
 
 import reactivate
+from reactivate._engine.record import observed_by
 from reactivate.dropin import megatron
 from reactivate.errors import UsageError
+from reactivate.guards import TrackerGuard
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("megatron")])
@@ -215,6 +218,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     random: Any = ModuleType("megatron.core.tensor_parallel.random")
     random.checkpoint = lambda function, distribute_saved_activations, *args: ("Megatron's", function(*args))
     random.is_checkpointing = lambda: False
+    for name in ("CheckpointWithoutOutput", "MHCBlockRecomputeManager"):
+        setattr(random, name, type(name, (), {}))
+    random.BlockLevelCheckpointManager = random.MHCBlockRecomputeManager
     tracker = CpuRngStatesTracker(notes_current=True)
     tracker.add("a", 3)
     random.get_cuda_rng_tracker = lambda: tracker
@@ -235,6 +241,42 @@ def test_install_and_remove(stand_in: Any, whole_heap: None) -> None:
             megatron.install()
     assert x.grad is not None
     assert imported[0](torch.sin, False, x)[0] == "Megatron's"
+
+
+def test_install_replaces_the_classes_of_discarded_outputs(stand_in: Any, whole_heap: None) -> None:
+    theirs = stand_in.CheckpointWithoutOutput
+    imported = {"CheckpointWithoutOutput": theirs}
+    x, linear = torch.ones(4, 8, requires_grad=True), nn.Linear(8, 8)
+    ran = Watched()
+    with megatron.install(), observed_by(ran):
+        manager = stand_in.BlockLevelCheckpointManager()
+        assert type(manager) is stand_in.MHCBlockRecomputeManager
+        ours = [imported["CheckpointWithoutOutput"](), stand_in.CheckpointWithoutOutput(ckpt_manager=manager)]
+        for checkpoint in ours:
+            out = linear(checkpoint.checkpoint(torch.exp, x))
+            checkpoint.discard_output_and_register_recompute(out)
+        manager.discard_all_outputs_and_register_unified_recompute(out)
+        out.sum().backward()
+        # The default guards do not know the tracker of the installed library.
+        assert any(isinstance(guard, TrackerGuard) for guard in ours[0].guards())
+    assert (ran.regions, ran.recomputations) == (2, 1)
+    assert imported["CheckpointWithoutOutput"] is stand_in.CheckpointWithoutOutput is theirs
+    assert stand_in.BlockLevelCheckpointManager is stand_in.MHCBlockRecomputeManager
+
+
+def test_a_tracker_goes_with_its_users() -> None:
+    tracker = CpuRngStatesTracker(notes_current=True)
+    tracker.add("a", 3)
+    x = torch.ones(32, requires_grad=True)
+    with megatron.parallel(tracker=tracker):
+        outs = [megatron.checkpoint(dropped(tracker), False, x, 2.0)[0].sum() for _ in range(2)]
+    gone = weakref.ref(tracker)
+    del tracker
+    assert gone() is not None
+    for out in outs:
+        out.backward()
+    del out, outs
+    assert gone() is None
 
 
 def test_install_without_it() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import sys
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from reactivate import dropin
 from reactivate._engine.record import observed_by
-from reactivate.dropin import _asked, transformer_engine
 from reactivate.errors import RecomputeMismatchError, UnsupportedError, UsageError
 from reactivate.guards import RngTracker
 
@@ -179,16 +178,6 @@ def test_a_manager_without_these_methods_is_refused(package: ModuleType) -> None
 # -- the other options -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def forgets_options() -> Iterator[None]:
-    """Options are remembered with the function that returns the tracker, which would live on for the tests that follow."""
-    yield
-    transformer_engine._guards.cache_clear()
-    _asked._options.cache_clear()
-    gc.collect()
-
-
-@pytest.mark.usefixtures("forgets_options")
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_the_tracker_of_named_streams(use_reentrant: bool) -> None:
     gradients = []
@@ -211,6 +200,9 @@ def test_the_tracker_of_named_streams(use_reentrant: bool) -> None:
         for out in reversed(outs):
             out.backward()
         gradients.append([x.grad, tracker.get_states()["model-parallel-rng"]["cpu"]])
+        gone = weakref.ref(tracker)
+        del tracker, fn, get, call, outs, out
+        assert gone() is None
     for one, other in zip(*gradients):
         assert torch.equal(one, other)
 

@@ -157,6 +157,38 @@ def test_a_slow_disk_holds_the_forward_up(tmp_path: Path, monkeypatch: Any) -> N
     assert max(in_memory) <= 1 + spool.WRITING
 
 
+def test_a_wait_for_the_disk_keeps_no_other_thread(tmp_path: Path, monkeypatch: Any) -> None:
+    """Another thread can read what it has in memory while this one waits for its writes."""
+    go, pwrite, waits = threading.Event(), os.pwrite, spool.DiskPiece.wait
+
+    def slow(*args: Any) -> int:
+        assert go.wait(60)
+        return pwrite(*args)
+
+    def waiting(piece: spool.DiskPiece) -> None:
+        has_begun.set()
+        waits(piece)
+
+    has_begun = threading.Event()
+    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(spool.DiskPiece, "wait", waiting)
+    storage = disk(tmp_path, last=1)
+    expected = torch.randn(4096)
+    handle = storage.save(expected.clone())
+    found: list[tuple[list[Any], list[Tensor]]] = []
+    other = threading.Thread(target=lambda: found.append(filled(storage)))
+    other.start()
+    assert has_begun.wait(60)
+    mover = storage._mover
+    assert mover.lock.acquire(blocking=False)
+    mover.lock.release()
+    assert_bitwise(expected, storage.load(handle), "in memory")
+    go.set()
+    other.join()
+    for theirs, tensor in zip(*found[0], strict=True):
+        assert_bitwise(tensor, storage.load(theirs), "of the other thread")
+
+
 def test_a_tensor_that_is_modified_before_it_is_written_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     go, pwrite = threading.Event(), os.pwrite
 

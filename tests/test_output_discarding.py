@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from fp8_linear import Fp8Linear, State, autocast
-from oracle import Watched, assert_bitwise, seed_everything
+from oracle import Watched, assert_bitwise, flatten, seed_everything
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from tracker_of_megatron import CpuRngStatesTracker
 
 import reactivate
 from reactivate import policies
 from reactivate._engine.record import observed_by
-from reactivate.dropin.megatron import CheckpointWithoutOutput
+from reactivate.dropin.megatron import CheckpointWithoutOutput, MHCBlockRecomputeManager, parallel
 from reactivate.errors import MutationError, UsageError
 
 
@@ -263,6 +265,162 @@ def test_an_output_that_was_modified_is_refused() -> None:
         hidden.mul_(2)
     with pytest.raises(MutationError, match="modified in place after checkpoint"):
         checkpoint.discard_output_and_register_recompute(out)
+
+
+def test_a_consumer_without_gradient() -> None:
+    """Nothing of it is saved, so that there is nothing to discard, and another consumer is right."""
+    norm, x = nn.LayerNorm(8), torch.randn(4, 8, requires_grad=True)
+    checkpoint = CheckpointWithoutOutput()
+    hidden = checkpoint.checkpoint(norm, x)
+    with torch.no_grad():
+        checkpoint.discard_output_and_register_recompute(hidden.exp())
+    (gradient,) = torch.autograd.grad(hidden.exp().sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad(norm(x).exp().sum(), x)[0])
+
+
+class Two(NamedTuple):
+    one: Tensor
+    other: Tensor
+
+
+@pytest.mark.parametrize("make", [Two, lambda *both: [*both], lambda *both: {"one": [both[0]], "other": both[1]}])
+def test_containers_stay_what_they_are(make: Any) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    checkpoint = CheckpointWithoutOutput()
+    outputs = checkpoint.checkpoint(lambda x: make(x.exp(), x.sin()), x)
+    assert type(outputs) is type(make(x, x))
+    one, other = flatten(outputs)
+    memory = [StorageWeakRef(item.untyped_storage()) for item in (one, other)]
+    out = one * other
+    checkpoint.discard_output_and_register_recompute(out)
+    del outputs, one, other
+    assert all(item.expired() for item in memory)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad((x.exp() * x.sin()).sum(), x)[0])
+
+
+def curvature(out: Tensor, x: Tensor) -> list[Tensor]:
+    """Return gradients of gradients: sums of several terms at the node of the output."""
+    (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    return [first.detach(), second.detach(), *torch.autograd.grad(second.sum(), x)]
+
+
+def discarded(produce: Any, consume: Any, backward: Any, discards: bool) -> list[Any]:
+    seed_everything()
+    x = torch.randn(6, 8, requires_grad=True)
+    checkpoint = CheckpointWithoutOutput()
+    hidden = checkpoint.checkpoint(produce, x) if discards else produce(x)
+    out = consume(hidden, x)
+    if discards:
+        checkpoint.discard_output_and_register_recompute(out)
+    del hidden
+    return [*backward(out, x), len(x._backward_hooks or {})]
+
+
+@pytest.mark.parametrize("produce", [torch.exp, lambda x: x.sin() * x])
+def test_gradients_are_summed_in_the_order_of_the_plain_model(produce: Any) -> None:
+    ran = Watched()
+    plain = discarded(produce, lambda h, x: h * h * x, curvature, False)
+    with observed_by(ran):
+        ours = discarded(produce, lambda h, x: h * h * x, curvature, True)
+    for one, other in zip(plain, ours, strict=True):
+        assert_bitwise(one, other, "gradient")
+    assert ran.regions == 1 and ran.recomputations >= 1
+
+
+def test_two_backwards_of_which_none_keeps_the_graph() -> None:
+    """The function saves nothing that a first backward would free."""
+
+    def backwards(out: Tensor, x: Tensor) -> list[Tensor]:
+        return [torch.autograd.grad(part.sum(), x)[0] for part in parts]
+
+    parts: list[Tensor] = []
+
+    def consume(hidden: Tensor, x: Tensor) -> Tensor:
+        parts[:] = [hidden.exp(), hidden * hidden]
+        return torch.stack(parts)
+
+    found = [discarded(lambda x: x + 1, consume, backwards, discards) for discards in (False, True)]
+    for one, other in zip(*found, strict=True):
+        assert_bitwise(one, other, "gradient")
+
+
+def test_an_output_that_is_a_leaf_stays() -> None:
+    """The caller has it anyway, and no hook stays on it."""
+    found = [
+        discarded(
+            lambda x: (x, x.exp()),
+            lambda h, x: h[0] * h[1],
+            lambda out, x: torch.autograd.grad(out.sum(), x),
+            discards,
+        )
+        for discards in (False, True)
+    ]
+    for one, other in zip(*found, strict=True):
+        assert_bitwise(one, other, "gradient or hooks")
+
+
+@pytest.mark.parametrize("backward", [once, retained, partly, twice])
+def test_a_manager_discards_several_outputs_at_once(backward: Any) -> None:
+    results, ran = [], Watched()
+    for manager in (None, MHCBlockRecomputeManager()):
+        seed_everything()
+        layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        x = torch.randn(8, 8, requires_grad=True)
+        out: Tensor = x * 1
+        memory: list[StorageWeakRef] = []
+        with observed_by(ran):
+            for layer in layers:
+                if manager is None:
+                    out = layer(nn.functional.dropout(out.exp(), 0.3)).tanh()
+                    continue
+                checkpoint = CheckpointWithoutOutput(ckpt_manager=manager)
+                hidden = checkpoint.checkpoint(lambda x: nn.functional.dropout(x.exp(), 0.3), out)
+                memory.append(StorageWeakRef(hidden.untyped_storage()))
+                out = layer(hidden).tanh()
+                checkpoint.discard_output_and_register_recompute(out)
+                assert not memory[-1].expired()
+                del hidden
+            if manager is not None:
+                manager.discard_all_outputs_and_register_unified_recompute(out)
+                assert all(item.expired() for item in memory)
+            found = backward(out, [x, *layers.parameters()])
+        results.append([out.detach(), *found, torch.get_rng_state()])
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(one, other, str(index))
+    assert ran.regions == 3 and ran.recomputations >= 3
+
+
+def test_the_streams_of_a_tracker() -> None:
+    """Nothing but its guard finds the tracker here."""
+
+    def once(discards: bool) -> list[Tensor]:
+        seed_everything()
+        tracker = CpuRngStatesTracker(notes_current=True)
+        tracker.add("a", 3)
+        hidden = MappingProxyType({"down": tracker})
+
+        def dropped(x: Tensor) -> Tensor:
+            with hidden["down"].fork("a"):
+                return nn.functional.dropout(x.sin())
+
+        x, linear = torch.ones(16, 8, requires_grad=True), nn.Linear(8, 8)
+        with parallel(tracker=tracker):
+            for _ in range(3):
+                checkpoint = CheckpointWithoutOutput()
+                inner = checkpoint.checkpoint(dropped, x) if discards else dropped(x)
+                out = linear(inner)
+                if discards:
+                    checkpoint.discard_output_and_register_recompute(out)
+                del inner
+                out.square().sum().backward()
+        assert x.grad is not None
+        with tracker.fork("a"):
+            return [x.grad, *(parameter.grad for parameter in linear.parameters()), torch.rand(4)]
+
+    for one, other in zip(once(False), once(True), strict=True):
+        assert_bitwise(one, other, "drawn")
 
 
 def test_without_a_gradient_it_is_the_plain_call() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from journal import Journal
@@ -274,6 +275,22 @@ def test_values_and_every_guard_agree_where_nothing_differs() -> None:
         return Case(lambda x: block(block(x)), (leaf(4, 8),), modules=[block])
 
     check(make, determinism="values", guards=DEFAULT.adding(ContextPair(lambda: (nullcontext(), nullcontext()))))
+
+
+def test_memory_that_is_not_written_to_yet_is_not_compared_by_values() -> None:
+    """`copy.deepcopy` of a tensor gives it memory, and then copies to that."""
+    contents = Journal()
+
+    def make() -> Case:
+        def fn(x: Tensor) -> Tensor:
+            contents.append(0)
+            memory = torch.from_numpy(numpy.full(4, len(contents), numpy.float32)).untyped_storage()
+            scratch = torch.empty(0).set_(memory, 0, (4,), (1,))
+            return (x * scratch.copy_(x.detach())).exp()
+
+        return Case(fn, (leaf(4),))
+
+    check(make, determinism="values")
 
 
 def test_a_write_past_the_version_counter_is_found_by_values() -> None:

@@ -321,6 +321,22 @@ def test_a_tracker_that_is_gone_is_not_held() -> None:
     assert len(named_streams._trackers) == before
 
 
+@pytest.mark.parametrize("forks", [True, False])
+def test_what_explain_counts(forks: bool) -> None:
+    """The states that the tracker has are there anyway; those that it had are kept by the region alone."""
+    tracker = RngTracker()
+    tracker.add("a", 3)
+    tracker.add("b", 4)
+    hidden = MappingProxyType({"down": tracker})
+
+    def fn(x: Tensor) -> Tensor:
+        with hidden["down"].fork("a") if forks else nullcontext():
+            return x.sin().exp()
+
+    explained = reactivate.explain(reactivate.checkpoint(fn), (torch.ones(64, requires_grad=True),))
+    assert explained.kept_bytes == 64 * 4 + (torch.get_rng_state().nbytes if forks else 0)
+
+
 def test_seeds_are_those_of_megatron() -> None:
     assert tensor_parallel_seeds(1, 0) == {
         "data-parallel-rng": 1,

@@ -1,94 +1,114 @@
 """Discarded outputs: nodes that saved what a region returned let go of it, and a recomputation of the region gives it back.
 
-The last op of the region saves its outputs, in slots as all that is saved in a region. So the node of that op has every
-output again when a backward asks for it, and the nodes of the consumers hold that node instead of the tensor.
+The region's last op saves its outputs, in slots as all that is saved in a region, and nobody uses what that op returns. So
+its node, which no backward runs, has every output again when it is asked for them, and the nodes of the consumers hold that
+node in the place of the tensor. The graph is what it is without: gradients are summed in the same order.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from reactivate._torch.containers import flatten
 from reactivate._torch.raw_saved import Rebuild, nodes_since, replace_saved, saved_by
 
 
-class _Return(torch.autograd.Function):
-    """Returns its arguments and saves them."""
+class _Save(torch.autograd.Function):
+    """Saves its arguments."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients
+        raise AssertionError("nobody uses the result")
 
 
-def call_and_return(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function so that what it returns can be discarded: a tensor, or a tuple with tensors in it."""
+def call_and_save(function: Callable[..., Any], *args: Any) -> tuple[Any, Tensor | None]:
+    """Call a function; return the result, and a tensor whose node has saved the tensors in it, if any has a gradient."""
     result = function(*args)
-    is_single = not isinstance(result, (tuple, list))
-    outputs = [result] if is_single else list(result)
-    places = [index for index, item in enumerate(outputs) if isinstance(item, Tensor) and item.requires_grad]
-    if places:
-        for index, tensor in zip(places, _Return.apply(*(outputs[index] for index in places))):
-            outputs[index] = tensor
-    return outputs[0] if is_single else tuple(outputs)
+    tensors = differentiable(result)
+    return result, _Save.apply(*tensors) if tensors else None
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Return the tensors in a result, in containers of any kind, that have a gradient."""
+    return [item for item in flatten(result)[0] if isinstance(item, Tensor) and item.requires_grad]
 
 
 class Outputs:
-    """The outputs of one region that `call_and_return` was the function of.
+    """The outputs of one region that `call_and_save` was the function of.
+
+    Args:
+        result: what the function returned.
+        saved: the tensor whose node has saved what is in it.
 
     Attributes:
-        node: the node of the op that returned them.
+        tensors: {their place among what the node has saved: the outputs}. Leaves, which the caller has anyway, are none.
     """
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        assert tensors
-        self.node: Any = tensors[0].grad_fn
-        self._tensors = tensors
-        self._versions = [tensor._version for tensor in tensors]
+    def __init__(self, result: Any, saved: Tensor) -> None:
+        self.tensors = {place: item for place, item in enumerate(differentiable(result)) if not item.is_leaf}
+        self._saved = saved  # which holds the node: before torch 2.12 Python's handle of a node does not
+        self._versions = {place: tensor._version for place, tensor in self.tensors.items()}
+
+    @property
+    def node(self) -> Any:
+        """The node that has saved the outputs."""
+        return self._saved.grad_fn
 
     def modified(self) -> Tensor | None:
         """Return an output that somebody has modified in place since, if there is one."""
-        found = (tensor for tensor, version in zip(self._tensors, self._versions) if tensor._version != version)
-        return next(found, None)
+        return next(
+            (tensor for place, tensor in self.tensors.items() if tensor._version != self._versions[place]), None
+        )
 
-    def discard_from(self, tensor: Tensor) -> int | None:
-        """Take the outputs from all nodes between `tensor` and the region.
+    def lead_to(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` depends on any output."""
+        edges = {get_gradient_edge(output)[:2] for output in self.tensors.values()}
+        used = {edge for node in nodes_since(tensor, self.node) for edge in node.next_functions}
+        return not edges.isdisjoint(used | {get_gradient_edge(tensor)[:2]})
 
-        Returns:
-            From how many saved tensors; None if `tensor` does not depend on any output.
-        """
-        nodes = list(nodes_since(tensor, self.node))
-        if self.node not in nodes:
-            return None
-        nodes.remove(self.node)
-        return sum(replace_saved(saved, self._rebuild_of) for node in nodes for saved in saved_by(node))
-
-    def _rebuild_of(self, saved: Tensor) -> Rebuild | None:
+    def rebuild_of(self, saved: Tensor) -> Rebuild | None:
         """Return what rebuilds a saved tensor that is an output, or a view of one."""
         if type(saved) is not Tensor or saved.layout is not torch.strided or saved.is_conj() or saved.is_neg():
             return None
-        for index, output in enumerate(self._tensors):
+        for place, output in self.tensors.items():
             if saved.dtype == output.dtype and _memory(saved) == _memory(output):
                 offset = int(saved.storage_offset() - output.storage_offset())
-                return functools.partial(_again, self.node, index, saved.shape, saved.stride(), offset)
+                return functools.partial(_again, self._saved, place, saved.shape, saved.stride(), offset)
         return None
+
+
+def discard(regions: Sequence[Outputs], tensor: Tensor) -> None:
+    """Take the outputs of regions from all nodes between these and `tensor`, in one go.
+
+    A second go over the same nodes would find nothing: before torch 2.12 each of them shows what it has saved once.
+    """
+
+    def rebuild_of(saved: Tensor) -> Rebuild | None:
+        return next(filter(None, (outputs.rebuild_of(saved) for outputs in regions)), None)
+
+    nodes = {node for outputs in regions for node in nodes_since(tensor, outputs.node)}
+    for node in nodes:
+        for saved in saved_by(node):
+            replace_saved(saved, rebuild_of)
 
 
 def _memory(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
-def _again(node: Any, index: int, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    output: Tensor = node.saved_tensors[index]
+def _again(saved: Any, place: int, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    output: Tensor = saved.grad_fn.saved_tensors[place]
     if output.shape == shape and output.stride() == stride and offset == 0:
         return output
     with torch.no_grad():

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from operator import is_
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch.utils.checkpoint import noop_context_fn
 
@@ -94,8 +95,17 @@ _USUAL = (*Asked(), None, None, DEFAULT)  # as mostly: found by identities
 _USUAL_OPTIONS = _TorchOptions(tuple(DEFAULT))
 
 
-@functools.cache
-def _options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determinism: str) -> Options:
+_made: WeakKeyDictionary[Guards, dict[Any, Options]] = WeakKeyDictionary()  # for as long as somebody has the guards
+
+
+def _options(guards: Guards, *asked: Any) -> Options:
+    made = _made.setdefault(guards, {})
+    if asked not in made:
+        made[asked] = _new_options(guards, *asked)
+    return made[asked]
+
+
+def _new_options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determinism: str) -> Options:
     if not preserve_rng_state and determinism == "first":  # other random numbers are no mistake there
         determinism = "metadata"
     if not preserve_rng_state and "rng" in guards.names():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -54,14 +54,23 @@ def is_first_of(args: tuple[Any, ...], call: str) -> Callable[[torch.Tensor], bo
     return lambda tensor: id(tensor) == first
 
 
+_trackers: WeakValueDictionary[int, TrackerGuard] = WeakValueDictionary()
+
+
+def guard_of(tracker: Any) -> TrackerGuard:
+    """Return the guard of a tracker, or of a function that returns it.
+
+    All regions that are alive have one, and so share its snapshots. The last of them takes it along, and with it the tracker.
+    """
+    guard = _trackers.get(id(tracker))
+    if guard is None:
+        guard = _trackers[id(tracker)] = TrackerGuard(tracker)
+    return guard
+
+
 def with_tracker(tracker: Any) -> Guards:
     """Return the default guards, and one for an RNG tracker that has streams."""
-    return DEFAULT if tracker is None or not tracker.get_states() else _with_tracker(tracker)
-
-
-@functools.lru_cache(maxsize=8)
-def _with_tracker(tracker: Any) -> Guards:
-    return DEFAULT.adding(TrackerGuard(tracker))
+    return DEFAULT if tracker is None or not tracker.get_states() else DEFAULT.adding(guard_of(tracker))
 
 
 class Boundaries(Guard):

@@ -1,22 +1,20 @@
-"""A checkpoint whose output is dropped after use: Megatron's `CheckpointWithoutOutput`, on this engine."""
+"""Checkpoints whose outputs are dropped after use: Megatron's `CheckpointWithoutOutput` and its manager, on this engine."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from reactivate._engine.discarded import Outputs, call_and_return
+from reactivate._engine.discarded import Outputs, call_and_save, discard
 from reactivate._engine.record import Options
 from reactivate._engine.run import run
 from reactivate._run import run_untraced
 from reactivate._text.words import described, name_of
 from reactivate.errors import MutationError, UsageError
 from reactivate.guards import DEFAULT, Guards
-
-__all__ = ["CheckpointWithoutOutput"]
 
 
 class _Registration:
@@ -25,60 +23,38 @@ class _Registration:
     is_done = False
 
 
-class CheckpointWithoutOutput:
+class WithoutOutput:
     """Recompute a function whose output goes as well, once its consumer has saved it.
 
-    `checkpoint` calls the function as a region. `discard_output_and_register_recompute` takes its output from every op
-    between it and `hook_tensor` that saved it; the backward of such an op recomputes the function. So the output is freed
-    as soon as the caller lets go of it. Nothing is resized: who still has the output can read it.
-
-    Each backward recomputes, also with `retain_graph`, `autograd.grad` and double backward. What saved-tensor hooks have
-    packed, of a region around both calls say, stays as they packed it.
-
-    Args:
-        fp8: without meaning for the results, since the state of 8-bit layers is restored in any case.
-
-    Raises:
-        UsageError: in backward, if the output was never discarded: the checkpoint would save nothing.
-
-    Source: `megatron.core.tensor_parallel.random`, Megatron Core 0.16.
-
-    Example:
-        >>> import torch
-        >>> from reactivate.dropin._without_output import CheckpointWithoutOutput
-        >>> norm, linear = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
-        >>> checkpoint = CheckpointWithoutOutput()
-        >>> hidden = checkpoint.checkpoint(norm, torch.randn(4, 8, requires_grad=True))
-        >>> out = linear(hidden)
-        >>> checkpoint.discard_output_and_register_recompute(out)
-        >>> del hidden
-        >>> out.sum().backward()
+    `dropin.megatron.CheckpointWithoutOutput` is this with Megatron's state, and says what the arguments are.
     """
 
-    guards: ClassVar[Guards] = DEFAULT
-    """The guards of every region. A subclass may have others."""
-
-    def __init__(self, fp8: bool | None = False) -> None:
+    def __init__(self, fp8: bool | None = False, ckpt_manager: Any = None) -> None:
         self.fp8 = fp8
+        self.ckpt_manager = ckpt_manager
         self._name = ""
         self._outputs: Outputs | None = None
         self._registration: _Registration | None = None
+
+    def guards(self) -> Guards:
+        """Return the guards of a region. A subclass may have others."""
+        return DEFAULT
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
         """Call `run_function(*args)` as a region.
 
         Returns:
-            What it returns: a tensor, or a tuple with tensors in it.
+            What it returns: a tensor, or containers with tensors in them.
         """
         self._name = name_of(run_function)
-        options = Options(tuple(self.guards), name=self._name)
-        result = run_untraced(run, options, functools.partial(call_and_return, run_function), args, {})
-        outputs = [result] if isinstance(result, Tensor) else result if isinstance(result, tuple) else []
-        tensors = [item for item in outputs if isinstance(item, Tensor) and item.requires_grad]
+        options = Options(tuple(self.guards()), name=self._name)
+        result, saved = run_untraced(run, options, functools.partial(call_and_save, run_function), args, {})
         self._registration = _Registration()
-        self._outputs = Outputs(tensors) if tensors else None  # None under `torch.no_grad()`
-        for tensor in tensors:
+        self._outputs = None if saved is None else Outputs(result, saved)  # None under `torch.no_grad()`
+        for tensor in self._outputs.tensors.values() if self._outputs is not None else ():
             tensor.register_hook(functools.partial(_refuse_unless_done, self._registration, self._name))
+        if self.ckpt_manager is not None:
+            self.ckpt_manager.add_checkpoint(self)
         return result
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
@@ -92,28 +68,63 @@ class CheckpointWithoutOutput:
             UsageError: nothing was checkpointed, or `hook_tensor` does not depend on the output.
             MutationError: the output was modified in place.
         """
+        if self.ckpt_manager is None:
+            _discard([self], hook_tensor)
+
+    def undiscarded(self, hook_tensor: Tensor) -> Outputs | None:
+        """Return the outputs, which lead to `hook_tensor`; None if there is nothing to discard."""
         if self._registration is None or self._registration.is_done:
             raise UsageError(
                 "discard_output_and_register_recompute() discards the output of a checkpoint() before it, and there is none. "
                 "Call checkpoint(run_function, *args) first, once for each call."
             )
-        outputs, self._outputs = self._outputs, None
-        if outputs is not None:
-            self._discard(outputs, hook_tensor)
-        self._registration.is_done = True
-
-    def _discard(self, outputs: Outputs, hook_tensor: Tensor) -> None:
+        outputs = self._outputs
+        if outputs is None or not outputs.tensors or not hook_tensor.requires_grad:  # nothing holds an output
+            return None
         modified = outputs.modified()
         if modified is not None:
             raise MutationError(
                 f"The output of `{self._name}`, {described(modified)}, was modified in place after checkpoint() returned it, "
                 "so that a recomputation would give other values. Use the out-of-place op."
             )
-        if outputs.discard_from(hook_tensor) is None:
+        if not outputs.lead_to(hook_tensor):
             raise UsageError(
                 f"hook_tensor, {described(hook_tensor)}, does not depend on the output of `{self._name}`: its backward would "
                 "not recompute the output. Pass what the consumer of the output returns."
             )
+        return outputs
+
+    def let_go(self) -> None:
+        """Note that the outputs are discarded."""
+        assert self._registration is not None
+        self._registration.is_done = True
+        self._outputs = None
+
+
+class SeveralWithoutOutput:
+    """Discards the outputs of several checkpoints at once, each of which was made with this as its `ckpt_manager`."""
+
+    def __init__(self) -> None:
+        self.checkpoints: list[WithoutOutput] = []
+
+    def add_checkpoint(self, ckpt: WithoutOutput) -> None:
+        """Add a checkpoint whose output is to be discarded."""
+        self.checkpoints.append(ckpt)
+
+    def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
+        """Let go of all outputs in all that leads to `hook_tensor`, which was computed from each of them.
+
+        Raises:
+            UsageError, MutationError: as `CheckpointWithoutOutput.discard_output_and_register_recompute`.
+        """
+        _discard(self.checkpoints, hook_tensor)
+
+
+def _discard(checkpoints: Sequence[WithoutOutput], hook_tensor: Tensor) -> None:
+    found = [checkpoint.undiscarded(hook_tensor) for checkpoint in checkpoints]
+    discard([outputs for outputs in found if outputs is not None], hook_tensor)
+    for checkpoint in checkpoints:
+        checkpoint.let_go()
 
 
 def _refuse_unless_done(registration: _Registration, name: str, gradient: Tensor) -> None:

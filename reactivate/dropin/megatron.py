@@ -13,16 +13,20 @@ from typing import Any
 
 from reactivate._types import DEVICE, Policy, Storage
 from reactivate.dropin import _megatron_policy
+from reactivate.dropin._autocast_state import AutocastState
 from reactivate.dropin._calls import Chosen, call_region, is_first_of, with_tracker
 from reactivate.dropin._installation import Installation, library
 from reactivate.dropin._megatron_state import CHECKPOINTING, open_regions, parallel, rng_tracker, tensor_parallel_group
-from reactivate.dropin._without_output import CheckpointWithoutOutput
+from reactivate.dropin._without_output import SeveralWithoutOutput, WithoutOutput
 from reactivate.errors import UsageError
+from reactivate.guards import Guards
 from reactivate.storage import Sharded
 
 __all__ = [
+    "BlockLevelCheckpointManager",
     "CheckpointFunction",
     "CheckpointWithoutOutput",
+    "MHCBlockRecomputeManager",
     "checkpoint",
     "install",
     "is_checkpointing",
@@ -30,8 +34,10 @@ __all__ = [
     "policy",
 ]
 
-_NAMES = {name: name for name in ("checkpoint", "CheckpointFunction", "is_checkpointing")}
+_NOT_MEGATRONS = ("install", "parallel", "policy")
+_NAMES = {name: name for name in __all__ if name not in _NOT_MEGATRONS}
 
+_AUTOCAST = AutocastState()
 
 replaced: dict[str, Any] = {}
 """Megatron's own functions, by name, that those of this instance are in the place of."""
@@ -57,12 +63,15 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
         >>> x = torch.ones(2, requires_grad=True)
         >>> checkpoint(lambda x: x.sin().exp(), False, x).sum().backward()
     """
-    guards = with_tracker(rng_tracker()).adding(CHECKPOINTING)
     inputs: Storage = DEVICE
     if distribute_saved_activations:
         is_first = is_first_of(args, "checkpoint(function, distribute_saved_activations=True, *args)")
         inputs = Chosen(Sharded(tensor_parallel_group(), least_bytes=0), is_first)
-    return call_region(function, args, {}, guards, inputs)
+    return call_region(function, args, {}, _guards(), inputs)
+
+
+def _guards() -> Guards:
+    return with_tracker(rng_tracker()).adding(CHECKPOINTING)
 
 
 def is_checkpointing() -> bool:
@@ -80,6 +89,56 @@ class CheckpointFunction:
     def apply(run_function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
         """`checkpoint(run_function, distribute_saved_activations, *args)`."""
         return checkpoint(run_function, distribute_saved_activations, *args)
+
+
+class CheckpointWithoutOutput(WithoutOutput):
+    """Recompute a function whose output goes as well, once its consumer has saved it.
+
+    `checkpoint` calls the function as a region. `discard_output_and_register_recompute` takes its output from every op
+    between it and `hook_tensor` that saved it; the backward of such an op recomputes the function. So the output is freed
+    as soon as the caller lets go of it. Nothing is resized: who still has the output can read it.
+
+    Each backward recomputes, also with `retain_graph`, `autograd.grad` and double backward. What saved-tensor hooks have
+    packed, of a region around both calls say, stays as they packed it.
+
+    Args:
+        fp8: without meaning for the results, since the state of 8-bit layers is restored in any case.
+        ckpt_manager: a `MHCBlockRecomputeManager`, which then discards the output in the place of
+            `discard_output_and_register_recompute`.
+
+    Raises:
+        UsageError: in backward, if the output was never discarded: the checkpoint would save nothing.
+
+    Source: `megatron.core.tensor_parallel.random`, Megatron Core 0.16; `ckpt_manager` in later ones.
+
+    Example:
+        >>> import torch
+        >>> from reactivate.dropin.megatron import CheckpointWithoutOutput
+        >>> norm, linear = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+        >>> checkpoint = CheckpointWithoutOutput()
+        >>> hidden = checkpoint.checkpoint(norm, torch.randn(4, 8, requires_grad=True))
+        >>> out = linear(hidden)
+        >>> checkpoint.discard_output_and_register_recompute(out)
+        >>> del hidden
+        >>> out.sum().backward()
+    """
+
+    def guards(self) -> Guards:
+        """Return the guards of a region: those of `checkpoint`, and TransformerEngine's autocast."""
+        return _guards().adding(_AUTOCAST)
+
+
+class MHCBlockRecomputeManager(SeveralWithoutOutput):
+    """Discard the outputs of several checkpoints at once, each of which was made with this as its `ckpt_manager`.
+
+    A checkpoint whose input is the output of another one keeps that.
+
+    Source: `megatron.core.tensor_parallel.random`, Megatron Core after 0.16.
+    """
+
+
+BlockLevelCheckpointManager = MHCBlockRecomputeManager
+"""Megatron's older name of it."""
 
 
 def policy(
@@ -135,7 +194,7 @@ def install() -> Installation:
     """Run everything that calls Megatron's `tensor_parallel.checkpoint` on this engine, without an edit.
 
     Megatron's own layers then call it as their configuration says, in chunks of `recompute_num_layers` layers too. The
-    tensor-parallel group and the RNG tracker are Megatron's. `CheckpointWithoutOutput` stays Megatron's.
+    tensor-parallel group and the RNG tracker are Megatron's.
 
     Returns:
         A handle with `remove()`; also a context manager.

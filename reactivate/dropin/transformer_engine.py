@@ -7,7 +7,6 @@ the real package, which cannot be imported without CUDA.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +17,15 @@ from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Storage
 from reactivate.dropin._asked import Asked
 from reactivate.dropin._autocast_state import AutocastState
-from reactivate.dropin._calls import Chosen, call_with, is_first_of
+from reactivate.dropin._calls import Chosen, call_with, guard_of, is_first_of
 from reactivate.dropin._installation import Installation, library
-from reactivate.guards import DEFAULT, Guards, TrackerGuard
+from reactivate.guards import DEFAULT, Guards
 from reactivate.storage import Host, Sharded
 
 __all__ = ["checkpoint", "install"]
 
 _PLACE = "transformer_engine.pytorch.distributed"
+_AUTOCAST = AutocastState()
 
 guards: Guards = DEFAULT
 """The guards of every region. `install` has an instance of this module of its own, with its own guards."""
@@ -77,10 +77,9 @@ def checkpoint(
     return call_with(options, function, args, kwargs)
 
 
-@functools.lru_cache(maxsize=16)
 def _guards(guards: Guards, get_rng_state_tracker: Callable[[], Any] | None) -> Guards:
-    guards = guards.adding(AutocastState())
-    return guards if get_rng_state_tracker is None else guards.adding(TrackerGuard(get_rng_state_tracker))
+    guards = guards.adding(_AUTOCAST)
+    return guards if get_rng_state_tracker is None else guards.adding(guard_of(get_rng_state_tracker))
 
 
 @refuse_unknown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -182,39 +181,50 @@ class NamedStreams(Guard):
     name = "rng"
 
     def before(self, call: Call) -> Any:
-        return _read_all() if _trackers else None
+        return _AllStreams() if _trackers else None
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
         now: Any = None
 
         def differs() -> bool:
             nonlocal now
-            now = _read_all()
-            return not _are_same(now, snapshot)
+            now = _AllStreams()
+            return not now.is_same(snapshot)
 
-        return undisturbed(Rewound(_read_all, _write_all, snapshot), differs)
+        return undisturbed(Rewound(_AllStreams, _AllStreams.load, snapshot), differs)
 
     def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
-        now = _read_all()
-        return None if token is not None and _are_same(now, token) else functools.partial(_write_all, now)
+        now = _AllStreams()
+        return None if token is not None and now.is_same(token) else now.load
 
 
-_Noted = list[tuple[RngTracker, StreamStates]]
+class _AllStreams:
+    """The streams of every tracker that there is, as they are now."""
 
+    __slots__ = ("_each",)
 
-def _read_all() -> _Noted:
-    found = [reference() for reference in list(_trackers)]
-    return [(tracker, tracker.recompute_state()) for tracker in found if tracker is not None]
+    def __init__(self) -> None:
+        found = [reference() for reference in list(_trackers)]
+        self._each = [(tracker, tracker.recompute_state()) for tracker in found if tracker is not None]
 
+    def load(self) -> None:
+        """Set the trackers to it."""
+        for tracker, states in self._each:
+            tracker.load_recompute_state(states)
 
-def _write_all(noted: _Noted) -> None:
-    for tracker, one in noted:
-        tracker.load_recompute_state(one)
+    def is_same(self, other: _AllStreams) -> bool:
+        """Return whether nothing was drawn in between from the streams of `other`."""
+        known = {id(tracker): states for tracker, states in self._each}
+        return all(id(tracker) in known and known[id(tracker)].is_same(states) for tracker, states in other._each)
 
-
-def _are_same(some: _Noted, others: _Noted) -> bool:
-    known = {id(tracker): one for tracker, one in some}
-    return all(id(tracker) in known and known[id(tracker)].is_same(one) for tracker, one in others)
+    def held(self) -> list[Any]:
+        """Return the states that have no other holder: those that the trackers have are there anyway."""
+        found: list[Any] = []
+        for tracker, noted in self._each:
+            now = tracker.recompute_state().states.values()
+            theirs = {id(state) for state in now}
+            found += [state for state in noted.states.values() if id(state) not in theirs]
+        return found
 
 
 def _read(seed: int) -> _State:

@@ -25,7 +25,7 @@ class Lossy:
 
     `block` numbers that lie side by side in memory share a step: their largest magnitude by 126 with 8 bits, by 6 with 4.
     Each number is rounded to the nearest multiple of it, without random numbers, and so comes back at most half a step off
-    (`bound`). Zeros, infinities and NaN come back as they were, and change nothing of the numbers beside them. With
+    (`bound`). Infinities and NaN come back as they were, zeros without their sign; none changes the numbers beside it. With
     `zero_point=True` the step is the block's range by 252 or 12, which is finer where most numbers have one sign, as after
     ReLU, GELU and softmax.
 

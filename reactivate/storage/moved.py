@@ -129,6 +129,7 @@ class Mover:
             memory = Memory(tensor)
             with self.lock:
                 piece = (self.put_fake if isinstance(run, FakeTensor) else self.put)(run, memory, extent)
+            self.settle()
             self.traffic.moved_bytes += run.numel() * run.element_size()
             self._pieces[key] = piece
         return Moved(piece, placement.moved_by(extent.start - piece.extent.start))
@@ -140,6 +141,9 @@ class Mover:
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
         """Take a run of elements away."""
         raise NotImplementedError
+
+    def settle(self) -> None:
+        """Let go of what has arrived, where that takes somebody who does it. Called without the lock."""
 
     def prefetch_last(self, key: Any) -> None:
         """Start to bring back what was taken in last in a group."""

@@ -106,12 +106,16 @@ class DiskPiece(Piece):
         """Return whether the elements are being written."""
         return self._write is not None and not self._write.done.done()
 
+    def wait(self) -> None:
+        """Wait until the elements are written."""
+        if self._write is not None and not self._write.file.is_lost:
+            self._write.done.result()
+
     def settle(self) -> None:
-        """Let go of the memory, once the elements are in the file."""
+        """Let go of the memory, now that the elements are in the file."""
         write, self._write = self._write, None
         if write is None or write.file.is_lost:
             return
-        write.done.result()
         if write.error is not None:
             self._spool.warn_of_no_room(f"a tensor could not be written ({write.error})")
             return
@@ -230,9 +234,8 @@ class Spool(Mover):
             return
         if piece.start():
             series.going.append(ref(piece))
-        self._settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Let go of what is written, of all that this thread took in, and wait for the first if too many are not."""
         for series in self.order.of_this_thread():
             while series.going:
@@ -240,13 +243,14 @@ class Spool(Mover):
                 if first is not None:
                     if first.is_writing() and len(series.going) <= WRITING:
                         break
-                    first.settle()
+                    first.wait()  # without the lock: other threads read meanwhile
+                    with self.lock:
+                        first.settle()
                 series.going.popleft()
 
     def prefetch_last(self, key: Any) -> None:
-        with self.lock:
-            self._settle()
-            super().prefetch_last(key)
+        self.settle()
+        super().prefetch_last(key)
 
     def write(self, run: Tensor) -> tuple[Write, Tensor] | None:
         """Start to write a run to the file: that, and the run on the host; None if there is no room for it."""

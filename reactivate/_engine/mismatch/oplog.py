@@ -20,9 +20,9 @@ from reactivate._engine.mismatch.stale import is_view
 from reactivate._engine.sites import Site, line_of, user_frame_inside
 from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes
 
-# Their results are whatever was in memory.
+# Their results are whatever was in memory. `copy.deepcopy` of a tensor calls `set_` before it copies.
 _UNINITIALIZED = frozenset(
-    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"}
 )
 # One of their results is a workspace, which is not written to everywhere.
 _WITH_WORKSPACE = frozenset({"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"})
