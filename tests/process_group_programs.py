@@ -286,8 +286,8 @@ WAYS: dict[str, Wrap] = {"plain": plain, "torch": torchs, "ours": ours, "saving"
 
 
 def ways_of(name: str) -> list[str]:
-    """Return the ways in which a program runs: collectives of `fully_shard` are in hooks, and no policy sees them."""
-    return [way for way in WAYS if way != "saving" or not name.startswith("fsdp")]
+    """Return the ways in which a program runs: no policy sees the collectives of `fully_shard` and of pipelines."""
+    return [way for way in WAYS if way != "saving" or not name.startswith(("fsdp", "pipeline"))]
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from oracle import Watched, assert_bitwise, random_states, seed_everything
-from process_group_programs import FAILURES, PROGRAMS, WAYS, ways_of
+from pipeline_programs import PIPELINES
+from process_group_programs import FAILURES, PROGRAMS as OTHERS, WAYS, Found, Wrap, ways_of
 from torch.utils.checkpoint import CheckpointError
 
 from reactivate._engine.record import observed_by
 
 TIMEOUT_SECONDS = 8
+PROGRAMS: dict[str, Callable[[Wrap], Found]] = {**OTHERS, **PIPELINES}
 
 
 def run_program(name: str, report: dict[str, Any]) -> None:
