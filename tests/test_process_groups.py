@@ -17,13 +17,13 @@ from typing import Any
 
 import process_group_worker
 import pytest
-from process_group_programs import FAILURES, ways_of
+from process_group_programs import FAILURES, PATCHED, ways_of
 from process_group_worker import PROGRAMS
 
 PATIENCE_SECONDS = 300.0  # after which what has no report is a failure
 PROGRAMS_OF = {
     2: [*PROGRAMS],
-    4: ["fsdp, parts", "sequence parallel", "context parallel", "experts", "pipeline, zero bubble"],
+    4: ["fsdp, parts", "sequence parallel", "context parallel", "experts", "pipeline, zero bubble", PATCHED],
 }
 GATHERS = ("allgather_base", "all_gather_into_tensor")
 
@@ -97,10 +97,12 @@ def test_no_more_collectives_than_with_torchs_checkpoint(
     if not name.startswith("pipeline"):  # of which each process has another part
         assert all(report["ours"]["collectives"] == reports[0]["ours"]["collectives"] for report in reports)
     for report in reports:
-        ours, theirs = report["ours"]["collectives"], report["torch"].get("collectives")
+        ours, theirs = report["ours"]["collectives"], report.get("torch", {}).get("collectives")
         assert sum(ours.values()) > 0
         if theirs is None:
-            assert name == "context parallel"  # where torch's checkpoint fails: it loses the choice of a kernel
+            assert name.startswith(
+                "context parallel"
+            )  # where torch's checkpoint fails: it loses the choice of a kernel
         else:
             assert {key: ours[key] for key in ours if key != "recomputed"} == theirs
             assert any(ours.get(key, 0) for key in GATHERS) or name.startswith(("experts", "pipeline"))
@@ -114,11 +116,11 @@ def test_saved_collectives_run_once(processes: int, name: str, tmp_path_factory:
         assert report["ours"]["collectives"]["recomputed"] > 0
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(("processes", "name"), [item for item in ALL if item[1].startswith("context parallel")])
 def test_the_choice_of_a_kernel_holds_in_a_recomputation(
-    processes: int, tmp_path_factory: pytest.TempPathFactory
+    processes: int, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    for report in reports_of(processes, "context parallel", tmp_path_factory.getbasetemp()):
+    for report in reports_of(processes, name, tmp_path_factory.getbasetemp()):
         assert report["ours"]["flash"] == [[False, False], [True, False]]
         assert report["plain"]["flash"] == [[False, False]]
 
