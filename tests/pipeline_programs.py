@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from journal import Journal
 from process_group_programs import WIDTH, Collectives, Found, Wrap, data, ours, plain
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -32,6 +33,9 @@ from reactivate.storage import Host
 STEPS, BATCH, MICROBATCHES = 2, 8, 4
 
 
+calls = Journal()  # of blocks
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +43,7 @@ class Block(nn.Module):
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        calls.append(reactivate.is_recomputing())
         self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         hidden = nn.functional.gelu(self.up(self.norm(x) + self.mean))
         return x + nn.functional.dropout(self.down(hidden), 0.2)
@@ -71,6 +76,7 @@ def there_and_back(rank: int, ranks: int) -> list[int]:
 
 def pipelined(wrap: Wrap, *, schedule: Any, stages_of: Callable[[int, int], list[int]], policy: Any = None) -> Found:
     """Train the stages of this process: losses, gradients, parameters and buffers."""
+    calls.clear()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     numbers = stages_of(rank, ranks)
     count = ranks * len(numbers)
@@ -111,6 +117,7 @@ def pipelined(wrap: Wrap, *, schedule: Any, stages_of: Callable[[int, int], list
                     parameter.grad = None
     found |= {name: value.detach().clone() for name, value in models.state_dict().items()}
     found["collectives"] = dict(collectives.counts)
+    found["calls"] = len(calls)
     return found
 
 

@@ -380,6 +380,22 @@ def other_shape() -> None:
     dist.barrier()
 
 
+def other_collective() -> None:
+    """One process runs another collective of the same size in its recomputation, which a group that compares them tells."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group()
+
+    def fn(x: Tensor) -> Tensor:
+        seen = x.detach().sin()
+        if reactivate.is_recomputing() and dist.get_rank() == 0:
+            dist.all_gather([torch.empty_like(seen) for _ in range(dist.get_world_size())], seen, group=group)
+        else:
+            dist.all_reduce(seen, group=group)
+        return (x * seen).sin()
+
+    reactivate.checkpoint(fn)(data(0).requires_grad_()).sum().backward()
+
+
 def patched_no_longer() -> None:
     """The backward is outside of `context_parallel`: the recomputation calls attention that is not patched any more."""
     torchs_context_parallel(ours, is_backward_inside=False)
@@ -389,5 +405,6 @@ FAILURES: dict[str, Callable[[], None]] = {
     "killed": killed,
     "other policy": other_policy,
     "other shape": other_shape,
+    "other collective": other_collective,
     "patched no longer": patched_no_longer,
 }

@@ -45,7 +45,7 @@ def run_program(name: str, report: dict[str, Any]) -> None:
             report[way] = {"error": str(error)}
             continue
         collectives = found[way].pop("collectives")
-        extra = {key: found[way].pop(key) for key in ("sharded again", "flash") if key in found[way]}
+        extra = {key: found[way].pop(key) for key in ("sharded again", "flash", "calls") if key in found[way]}
         report[way] = {
             "collectives": collectives,
             "regions": ran.regions,

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +15,13 @@ import process_group_worker
 import pytest
 from process_group_programs import FAILURES, PATCHED, ways_of
 from process_group_worker import PROGRAMS
+from process_groups import finish, start, wait_for
 
-PATIENCE_SECONDS = 300.0  # after which what has no report is a failure
 PROGRAMS_OF = {
     2: [*PROGRAMS],
     4: ["fsdp, parts", "sequence parallel", "context parallel", "experts", "pipeline, zero bubble", PATCHED],
 }
 GATHERS = ("allgather_base", "all_gather_into_tensor")
-
-
-def start(processes: int, directory: Path, names: list[str]) -> list[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    started = []
-    for rank in range(processes):
-        command = [sys.executable, process_group_worker.__file__, str(rank), str(processes), str(directory), *names]
-        with (directory / f"output-{rank}").open("w") as output:
-            started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-    return started
-
-
-def finish(started: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Wait for the end of all processes, and end those that do not come to one: their status is None."""
-    wait_for(lambda: all(process.poll() is not None for process in started))
-    statuses = [process.poll() for process in started]
-    for process in started:
-        process.kill()
-        process.wait()
-    return statuses
-
-
-def wait_for(is_over: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not is_over() and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 def reports_of(processes: int, name: str, base: Path) -> list[dict[str, Any]]:
@@ -106,6 +74,17 @@ def test_no_more_collectives_than_with_torchs_checkpoint(
         else:
             assert {key: ours[key] for key in ours if key != "recomputed"} == theirs
             assert any(ours.get(key, 0) for key in GATHERS) or name.startswith(("experts", "pipeline"))
+
+
+@pytest.mark.parametrize(("processes", "name"), [item for item in ALL if item[1].startswith("pipeline")])
+def test_blocks_of_a_pipeline_run_twice(processes: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Once forward, once for both halves of the backward; and more often with torch's checkpoint, if there are halves."""
+    for report in reports_of(processes, name, tmp_path_factory.getbasetemp()):
+        assert report["ours"]["calls"] == 2 * report["plain"]["calls"] > 0
+        if "zero bubble" in name:
+            assert report["torch"]["calls"] > 3 * report["plain"]["calls"]
+        else:
+            assert report["torch"]["calls"] == report["ours"]["calls"]
 
 
 @pytest.mark.parametrize(("processes", "name"), [item for item in ALL if "saving" in ways_of(item[1])])
