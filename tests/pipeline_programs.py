@@ -7,6 +7,7 @@ zero-bubble schedule splits share a recomputation. torch's checkpoint runs witho
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -121,6 +122,20 @@ def pipelined(wrap: Wrap, *, schedule: Any, stages_of: Callable[[int, int], list
     return found
 
 
+def killed_in_a_pipeline() -> None:
+    """The last process dies in the recomputation of a stage."""
+
+    def wrap(block: nn.Module) -> Any:
+        def fn(x: Tensor) -> Tensor:
+            if reactivate.is_recomputing() and dist.get_rank() == dist.get_world_size() - 1:
+                os._exit(3)
+            return block(x)  # type: ignore[no-any-return]
+
+        return reactivate.checkpoint(fn)
+
+    pipelined(wrap, **ZERO_BUBBLE)
+
+
 APPLIED = policies.first_match(
     policies.save_ops("linear", storage=Host()), policies.recompute_modules("blocks.*", inputs=Host())
 )
@@ -133,3 +148,4 @@ PIPELINES: dict[str, Callable[[Wrap], Found]] = {
     "pipeline, zero bubble, applied": partial(pipelined, **ZERO_BUBBLE, policy=APPLIED),
     "pipeline, zero bubble V": partial(pipelined, schedule=ScheduleZBVZeroBubble, stages_of=there_and_back),
 }
+FAILURES: dict[str, Callable[[], None]] = {"killed in a pipeline": killed_in_a_pipeline}

@@ -6,6 +6,7 @@ Each takes a way to make a region, and returns what there is to compare by name.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,6 +35,7 @@ import reactivate
 from reactivate import policies
 
 WIDTH, STEPS = 16, 2
+TIMEOUT_SECONDS = 8  # of the process groups of failures
 
 Wrap = Callable[[Any], Callable[..., Any]]
 Found = dict[str, Any]
@@ -362,6 +364,18 @@ def killed() -> None:
     dist.barrier()
 
 
+def slow() -> None:
+    """The last process comes to its recomputation's collective when the others wait no longer."""
+
+    def fn(x: Tensor) -> Tensor:
+        if reactivate.is_recomputing() and dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(1.5 * TIMEOUT_SECONDS)
+        return (x * _summed(x.detach())).sin()
+
+    reactivate.checkpoint(fn)(data(0).requires_grad_()).sum().backward()
+    dist.barrier()
+
+
 def other_policy() -> None:
     """One process keeps the result of the collective, the others run it again."""
     wrap = saving_collectives if dist.get_rank() == 0 else ours
@@ -403,6 +417,7 @@ def patched_no_longer() -> None:
 
 FAILURES: dict[str, Callable[[], None]] = {
     "killed": killed,
+    "slow": slow,
     "other policy": other_policy,
     "other shape": other_shape,
     "other collective": other_collective,

@@ -19,14 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from oracle import Watched, assert_bitwise, random_states, seed_everything
-from pipeline_programs import PIPELINES
-from process_group_programs import FAILURES, PROGRAMS as OTHERS, WAYS, Found, Wrap, ways_of
+from pipeline_programs import FAILURES as IN_PIPELINES, PIPELINES
+from process_group_programs import (
+    FAILURES as OTHER_FAILURES,
+    PROGRAMS as OTHERS,
+    TIMEOUT_SECONDS,
+    WAYS,
+    Found,
+    Wrap,
+    ways_of,
+)
 from torch.utils.checkpoint import CheckpointError
 
 from reactivate._engine.record import observed_by
 
-TIMEOUT_SECONDS = 8
 PROGRAMS: dict[str, Callable[[Wrap], Found]] = {**OTHERS, **PIPELINES}
+FAILURES: dict[str, Callable[[], None]] = {**OTHER_FAILURES, **IN_PIPELINES}
 
 
 def run_program(name: str, report: dict[str, Any]) -> None:
