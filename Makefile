@@ -18,7 +18,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU TPU_PYTHON=$(TPU)/bin/python $(XL
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-gpu bench-torches bench-xla test-upstream clean
+.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-distributed bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -121,6 +121,10 @@ bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: 
 	$(BIN)/python benchmarks/offload.py --out benchmarks/results
 	$(BIN)/python benchmarks/frontier.py --compile gpt --out benchmarks/results --page docs/planning-measured.md
 
+bench-distributed: $(VENV)/.test  ## the tables in docs/distributed.md, on processes of gloo: three minutes
+	$(TEST) $(BIN)/python benchmarks/collectives.py --out benchmarks/results
+	$(TEST) $(BIN)/python benchmarks/sharded.py --out benchmarks/results
+
 ON_GPU := --device cuda --clock wall --out benchmarks/results
 
 bench-gpu: $(VENV)/.bench $(VENV)/.models  ## the figures in docs/gpu.md, on a GPU
@@ -140,6 +144,10 @@ bench-xla: $(XLA)/.installed $(TPU)/.installed  ## the figures in docs/xla-measu
 
 test-upstream: $(VENV)/.test  ## PyTorch's own checkpoint tests on the drop-in: make test-upstream TORCH_SRC=a/checkout
 	$(BIN)/python benchmarks/upstream.py "$(TORCH_SRC)" --out benchmarks/results
+
+test-deepspeed: $(VENV)/.test  ## DeepSpeed's own checkpoint tests on the drop-in: make test-deepspeed DEEPSPEED_SRC=a/checkout
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt deepspeed
+	$(BIN)/python benchmarks/deepspeed_tests.py "$(DEEPSPEED_SRC)" --out benchmarks/results
 
 clean:
 	rm -rf $(VENV) build dist site demo

@@ -6,8 +6,10 @@ Each takes a way to make a region, and returns what there is to compare by name.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel as patched_attention
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -32,6 +35,7 @@ import reactivate
 from reactivate import policies
 
 WIDTH, STEPS = 16, 2
+TIMEOUT_SECONDS = 8  # of the process groups of failures
 
 Wrap = Callable[[Any], Callable[..., Any]]
 Found = dict[str, Any]
@@ -61,7 +65,10 @@ class Collectives(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func.__name__.strip("_")[0] != "w":  # no wait, no wrap
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # a sharded tensor runs the op on its part, and collectives around it
+        is_collective = func.namespace in ("c10d", "_c10d_functional", "_dtensor")
+        if is_collective and func.__name__.strip("_")[0] != "w":  # no wait, no wrap
             name = func.__name__.partition(".")[0].strip("_")
             self.counts[name] += 1
             if reactivate.is_recomputing():
@@ -243,6 +250,46 @@ def context_parallel(wrap: Wrap) -> Found:
     return found
 
 
+class LocalAttention(nn.Module):
+    """Attention of this process' part of a sequence, which `context_parallel` makes one to the whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, dim=-1)
+        kernels.append((reactivate.is_recomputing(), torch.backends.cuda.flash_sdp_enabled()))
+        out = nn.functional.scaled_dot_product_attention(query, key, value)
+        return x + nn.functional.dropout(out.transpose(1, 2).reshape(x.shape), 0.2)
+
+
+def torchs_context_parallel(wrap: Wrap, *, is_backward_inside: bool = True) -> Found:
+    """The choice of a kernel is around the forward alone, `context_parallel`, which patches attention, around both passes.
+
+    Of a CPU's kernels it takes the one that is made of several ops (MATH), without a mask; with another it does not end.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Stack([LocalAttention() for _ in range(2)], wrap)
+    kernels.clear()
+    contexts = ExitStack()
+
+    def forward(step: int) -> Tensor:
+        contexts.close()
+        x = data(step, same=True, shape=(2, 4 * dist.get_world_size(), WIDTH))
+        contexts.enter_context(patched_attention(mesh, buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}))
+        with sdpa_kernel([SDPBackend.MATH]):
+            loss = model(x).square().mean()
+        if not is_backward_inside:
+            contexts.close()
+        return loss  # type: ignore[no-any-return]
+
+    with contexts:
+        found = trained(model, forward)
+    found["flash"] = sorted({*kernels})
+    return found
+
+
 # -- expert parallelism ------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +320,7 @@ def experts(wrap: Wrap) -> Found:
     return trained(model, forward)
 
 
+PATCHED = "context parallel, of torch"
 PROGRAMS: dict[str, Callable[[Wrap], Found]] = {
     **{f"fsdp, {place}": partial(sharded, place=place) for place in ("inside", "block", "parts", "around")},
     **{f"fsdp, {place}, kept": partial(sharded, place=place, reshards=False) for place in ("inside", "parts")},
@@ -280,14 +328,21 @@ PROGRAMS: dict[str, Callable[[Wrap], Found]] = {
     "tensor parallel": tensor_parallel,
     "sequence parallel": sequence_parallel,
     "context parallel": context_parallel,
+    PATCHED: torchs_context_parallel,
     "experts": experts,
 }
 WAYS: dict[str, Wrap] = {"plain": plain, "torch": torchs, "ours": ours, "saving": saving_collectives}
 
 
 def ways_of(name: str) -> list[str]:
-    """Return the ways in which a program runs: collectives of `fully_shard` are in hooks, and no policy sees them."""
-    return [way for way in WAYS if way != "saving" or not name.startswith("fsdp")]
+    """Return the ways in which a program runs: no policy sees the collectives of `fully_shard` and of pipelines.
+
+    Nor those that attention on sharded tensors makes of itself; there torch's checkpoint, which loses the choice of a kernel,
+    does not end.
+    """
+    if name == PATCHED:
+        return ["plain", "ours"]
+    return [way for way in WAYS if way != "saving" or not name.startswith(("fsdp", "pipeline"))]
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -303,6 +358,18 @@ def killed() -> None:
     def fn(x: Tensor) -> Tensor:
         if reactivate.is_recomputing() and dist.get_rank() == dist.get_world_size() - 1:
             os._exit(3)
+        return (x * _summed(x.detach())).sin()
+
+    reactivate.checkpoint(fn)(data(0).requires_grad_()).sum().backward()
+    dist.barrier()
+
+
+def slow() -> None:
+    """The last process comes to its recomputation's collective when the others wait no longer."""
+
+    def fn(x: Tensor) -> Tensor:
+        if reactivate.is_recomputing() and dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(1.5 * TIMEOUT_SECONDS)
         return (x * _summed(x.detach())).sin()
 
     reactivate.checkpoint(fn)(data(0).requires_grad_()).sum().backward()
@@ -327,4 +394,32 @@ def other_shape() -> None:
     dist.barrier()
 
 
-FAILURES: dict[str, Callable[[], None]] = {"killed": killed, "other policy": other_policy, "other shape": other_shape}
+def other_collective() -> None:
+    """One process runs another collective of the same size in its recomputation, which a group that compares them tells."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group()
+
+    def fn(x: Tensor) -> Tensor:
+        seen = x.detach().sin()
+        if reactivate.is_recomputing() and dist.get_rank() == 0:
+            dist.all_gather([torch.empty_like(seen) for _ in range(dist.get_world_size())], seen, group=group)
+        else:
+            dist.all_reduce(seen, group=group)
+        return (x * seen).sin()
+
+    reactivate.checkpoint(fn)(data(0).requires_grad_()).sum().backward()
+
+
+def patched_no_longer() -> None:
+    """The backward is outside of `context_parallel`: the recomputation calls attention that is not patched any more."""
+    torchs_context_parallel(ours, is_backward_inside=False)
+
+
+FAILURES: dict[str, Callable[[], None]] = {
+    "killed": killed,
+    "slow": slow,
+    "other policy": other_policy,
+    "other shape": other_shape,
+    "other collective": other_collective,
+    "patched no longer": patched_no_longer,
+}

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from oracle import Watched, assert_bitwise, random_states, seed_everything
-from process_group_programs import FAILURES, PROGRAMS, WAYS, ways_of
+from pipeline_programs import FAILURES as IN_PIPELINES, PIPELINES
+from process_group_programs import (
+    FAILURES as OTHER_FAILURES,
+    PROGRAMS as OTHERS,
+    TIMEOUT_SECONDS,
+    WAYS,
+    Found,
+    Wrap,
+    ways_of,
+)
 from torch.utils.checkpoint import CheckpointError
 
 from reactivate._engine.record import observed_by
 
-TIMEOUT_SECONDS = 8
+PROGRAMS: dict[str, Callable[[Wrap], Found]] = {**OTHERS, **PIPELINES}
+FAILURES: dict[str, Callable[[], None]] = {**OTHER_FAILURES, **IN_PIPELINES}
 
 
 def run_program(name: str, report: dict[str, Any]) -> None:
@@ -42,7 +53,7 @@ def run_program(name: str, report: dict[str, Any]) -> None:
             report[way] = {"error": str(error)}
             continue
         collectives = found[way].pop("collectives")
-        extra = {key: found[way].pop(key) for key in ("sharded again", "flash") if key in found[way]}
+        extra = {key: found[way].pop(key) for key in ("sharded again", "flash", "calls") if key in found[way]}
         report[way] = {
             "collectives": collectives,
             "regions": ran.regions,

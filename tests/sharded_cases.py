@@ -26,7 +26,7 @@ from reactivate import policies
 from reactivate._engine.record import observed_by
 from reactivate.dropin.transformer_engine import checkpoint
 from reactivate.errors import StorageError
-from reactivate.storage import Disk, Sharded, contract
+from reactivate.storage import Disk, Sharded, agreement, contract
 
 CASES: Cases = {}
 WIDTH, ROWS, BLOCKS = 12, 5, 4
@@ -369,6 +369,21 @@ def other_orders_are_refused() -> None:
         storage.load(handles[dist.get_rank()])
     for handle, value in zip(handles, (0.0, 1.0)):
         assert_bitwise(storage.load(handle), torch.full((4,), value), "afterwards")
+
+
+@case(CASES, 2, timeout=SHORT)
+def another_collective_of_the_same_size() -> None:
+    """The rank that gathers tells; the other one has the bytes that it asked for, and finds out at its next collective."""
+    storage = Sharded(least_bytes=0)
+    handle = storage.save(torch.ones(4))
+    if dist.get_rank() == 0:
+        with refused("rank 1 ran another collective of the same size", "gathers tensor 0"):
+            storage.load(handle)
+    else:
+        mine = torch.zeros(agreement._SIZE, dtype=torch.uint8)
+        agreement._all_gather(torch.empty(2 * len(mine), dtype=torch.uint8), mine)
+        with refused("did not come to this call"):
+            storage.load(handle)
 
 
 @case(CASES, 2, timeout=SHORT)

@@ -1,55 +1,26 @@
 """Rule 21 on 2 and 4 processes: units of `fully_shard` around and inside of regions, tensor, sequence, context and expert
-parallelism, bitwise; collectives counted beside torch's checkpoint; and processes that fail or disagree.
+parallelism, and pipelines, bitwise; collectives counted beside torch's checkpoint; and processes that fail or disagree.
 
-`process_group_programs` says what runs; each set of processes runs all its programs, once.
+`process_group_programs` and `pipeline_programs` say what runs; each set of processes runs all its programs, once.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import process_group_worker
 import pytest
-from process_group_programs import FAILURES, PROGRAMS, ways_of
+from process_group_programs import PATCHED, TIMEOUT_SECONDS, ways_of
+from process_group_worker import FAILURES, PROGRAMS
+from process_groups import finish, start, wait_for
 
-PATIENCE_SECONDS = 300.0  # after which what has no report is a failure
-PROGRAMS_OF = {2: [*PROGRAMS], 4: ["fsdp, parts", "sequence parallel", "context parallel", "experts"]}
+PROGRAMS_OF = {
+    2: [*PROGRAMS],
+    4: ["fsdp, parts", "sequence parallel", "context parallel", "experts", "pipeline, zero bubble", PATCHED],
+}
 GATHERS = ("allgather_base", "all_gather_into_tensor")
-
-
-def start(processes: int, directory: Path, names: list[str]) -> list[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    started = []
-    for rank in range(processes):
-        command = [sys.executable, process_group_worker.__file__, str(rank), str(processes), str(directory), *names]
-        with (directory / f"output-{rank}").open("w") as output:
-            started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-    return started
-
-
-def finish(started: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Wait for the end of all processes, and end those that do not come to one: their status is None."""
-    wait_for(lambda: all(process.poll() is not None for process in started))
-    statuses = [process.poll() for process in started]
-    for process in started:
-        process.kill()
-        process.wait()
-    return statuses
-
-
-def wait_for(is_over: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not is_over() and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 def reports_of(processes: int, name: str, base: Path) -> list[dict[str, Any]]:
@@ -90,14 +61,29 @@ def test_no_more_collectives_than_with_torchs_checkpoint(
     processes: int, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     reports = reports_of(processes, name, tmp_path_factory.getbasetemp())
-    assert all(report["ours"]["collectives"] == reports[0]["ours"]["collectives"] for report in reports)
-    ours, theirs = reports[0]["ours"]["collectives"], reports[0]["torch"].get("collectives")
-    assert sum(ours.values()) > 0
-    if theirs is None:
-        assert name == "context parallel"  # where torch's checkpoint fails: it loses the choice of a kernel
-    else:
-        assert {key: ours[key] for key in ours if key != "recomputed"} == theirs
-        assert any(ours.get(key, 0) for key in GATHERS) or name == "experts"
+    if not name.startswith("pipeline"):  # of which each process has another part
+        assert all(report["ours"]["collectives"] == reports[0]["ours"]["collectives"] for report in reports)
+    for report in reports:
+        ours, theirs = report["ours"]["collectives"], report.get("torch", {}).get("collectives")
+        assert sum(ours.values()) > 0
+        if theirs is None:
+            assert name.startswith(
+                "context parallel"
+            )  # where torch's checkpoint fails: it loses the choice of a kernel
+        else:
+            assert {key: ours[key] for key in ours if key != "recomputed"} == theirs
+            assert any(ours.get(key, 0) for key in GATHERS) or name.startswith(("experts", "pipeline"))
+
+
+@pytest.mark.parametrize(("processes", "name"), [item for item in ALL if item[1].startswith("pipeline")])
+def test_blocks_of_a_pipeline_run_twice(processes: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Once forward, once for both halves of the backward; and more often with torch's checkpoint, if there are halves."""
+    for report in reports_of(processes, name, tmp_path_factory.getbasetemp()):
+        assert report["ours"]["calls"] == 2 * report["plain"]["calls"] > 0
+        if "zero bubble" in name:
+            assert report["torch"]["calls"] > 3 * report["plain"]["calls"]
+        else:
+            assert report["torch"]["calls"] == report["ours"]["calls"]
 
 
 @pytest.mark.parametrize(("processes", "name"), [item for item in ALL if "saving" in ways_of(item[1])])
@@ -108,11 +94,11 @@ def test_saved_collectives_run_once(processes: int, name: str, tmp_path_factory:
         assert report["ours"]["collectives"]["recomputed"] > 0
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(("processes", "name"), [item for item in ALL if item[1].startswith("context parallel")])
 def test_the_choice_of_a_kernel_holds_in_a_recomputation(
-    processes: int, tmp_path_factory: pytest.TempPathFactory
+    processes: int, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    for report in reports_of(processes, "context parallel", tmp_path_factory.getbasetemp()):
+    for report in reports_of(processes, name, tmp_path_factory.getbasetemp()):
         assert report["ours"]["flash"] == [[False, False], [True, False]]
         assert report["plain"]["flash"] == [[False, False]]
 
@@ -127,6 +113,6 @@ def test_every_process_ends_with_an_error(name: str, tmp_path: Path) -> None:
         if status == 0:
             report = json.loads((tmp_path / f"report-{rank}-0").read_text())
             assert report["error"] is not None, f"process {rank} has noticed nothing"
-            assert report["seconds"] < 6 * process_group_worker.TIMEOUT_SECONDS
-    if name == "killed":
+            assert report["seconds"] < 6 * TIMEOUT_SECONDS
+    if name.startswith("killed"):
         assert statuses[1] == 3

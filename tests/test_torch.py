@@ -195,6 +195,24 @@ def a_custom_function_is_known_while_it_runs() -> None:
     assert room.current_node() is None
 
 
+@needs("is_left_for_another_backward")
+def a_backward_takes_the_edges_to_what_is_asked_for() -> None:
+    seen: list[bool] = []
+
+    def read(tensor: Tensor) -> Tensor:
+        seen.append(room.is_left_for_another_backward())
+        return tensor
+
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, read):
+        y = torch.where(x > 0, x.exp(), weight)  # saves one tensor for both, and `exp` one that has one edge
+    for inputs in ([x], [weight], [x, weight]):
+        torch.autograd.grad(y.sum(), inputs, retain_graph=True)
+    y.sum().backward()
+    assert seen == [True, False, True, False, False, False, False]
+    assert not room.is_left_for_another_backward()
+
+
 @needs("registered_containers", "leaves_with_paths")
 def containers_of_libraries_are_flattened() -> None:
     node = room.registered_containers[dict]

@@ -21,7 +21,7 @@ from reactivate._engine.record import (
     tell,
 )
 from reactivate._engine.requests import idle as idle_storages, refuse_silence
-from reactivate._engine.sharing import current_group, groups
+from reactivate._engine.sharing import current_group, groups, is_read_by_another
 from reactivate._torch.autograd import (
     current_backward,
     on_backward_end,
@@ -51,7 +51,7 @@ class BackwardSide(Record):
                 self._limit_lifetime()
         if value._version != slot.version:
             raise self.options.exception(refusals.written_after_saved(self, slot))
-        if not slot.is_read_again:
+        if not slot.is_read_again and not (groups and is_read_by_another()):
             slot.value = None
         return value
 
@@ -91,11 +91,11 @@ class BackwardSide(Record):
 
     def _limit_lifetime(self) -> None:
         """See to it that what was recomputed goes, also if the graph and its slots are retained."""
-        if len(self.saved) == 1 and self.fence is None:  # it has been taken already
-            return
         group = current_group() if groups else None
         if group is not None:
             group.keep(self)
+        elif len(self.saved) == 1 and self.fence is None:  # it has been taken already
+            return
         elif current_backward() == -1:
             self.forget()  # somebody looks at `grad_fn._saved_...`
         else:

@@ -7,6 +7,7 @@ import weakref
 from types import TracebackType
 
 from reactivate._engine.record import Record
+from reactivate._torch.edges import is_left_for_another_backward
 from reactivate.errors import UsageError
 
 _here = threading.local()
@@ -17,7 +18,8 @@ class shared_recompute:  # noqa: N801 - a context manager, named as one
     """Let the backward calls inside of this context share one recomputation of each region.
 
     For pipelines that split a backward in two (first the inputs' gradients, then the weights'): without it each call
-    recomputations, with it the tensors that the first call did not need are kept for the next one, until the context ends.
+    recomputes, with it the tensors that a later call may read are kept for it. Each goes when autograd frees the graph that
+    holds it, at the latest when the context ends. Two calls that compute the same gradients of a node recompute twice.
 
     Raises:
         UsageError: when entered inside of itself.
@@ -68,6 +70,15 @@ def current_group() -> shared_recompute | None:
     if group is None and groups and not _is_of_python():
         return groups[-1]
     return group
+
+
+def is_read_by_another() -> bool:
+    """Return whether another backward inside of the context may read what the running node reads now.
+
+    A node that passes on all of its gradients in one backward has no more to do in another one, and what it reads can go.
+    Otherwise it stays until the graph lets go of it, or the context ends.
+    """
+    return current_group() is not None and is_left_for_another_backward()
 
 
 def _is_of_python() -> bool:

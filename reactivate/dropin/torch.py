@@ -236,7 +236,8 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
 class GraphExecGroup(shared_recompute):
     """`torch.utils.checkpoint.GraphExecGroup`: backward calls inside of it share one recomputation of each region.
 
-    Two of them may need the same saved tensor; torch refuses that, here the region is recomputed once more.
+    Two of them may need the same saved tensor, as a norm does for the gradients of its input and of its weights. torch
+    refuses that; here the tensor is kept for both.
     """
 
     @classmethod

@@ -18,9 +18,10 @@ from reactivate.errors import StorageError
 
 # torch 2.13 has another name for it, and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_MARK = b"reactivate agrees"  # what another collective sends does not begin with it
 _NUMBERS = struct.Struct("<3q?")
 _KIND, _FORM, _NAME = 8, 64, 176  # bytes of the texts
-_SIZE = 280
+_SIZE = 296
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class Notice:
     def packed(self) -> torch.Tensor:
         """Return it as bytes."""
         texts = [_text(self.kind, _KIND), _text(self.form, _FORM), _text(self.name, _NAME)]
-        found = _NUMBERS.pack(self.serial, self.checksum, self.next, self.is_there) + b"".join(texts)
+        found = _MARK + _NUMBERS.pack(self.serial, self.checksum, self.next, self.is_there) + b"".join(texts)
         return torch.frombuffer(bytearray(found.ljust(_SIZE, b"\0")), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, found: bytes) -> Notice:
         """Return what some bytes say."""
-        serial, checksum, following, is_there = _NUMBERS.unpack_from(found)
-        texts, start = [], _NUMBERS.size
+        serial, checksum, following, is_there = _NUMBERS.unpack_from(found, len(_MARK))
+        texts, start = [], len(_MARK) + _NUMBERS.size
         for length in (_KIND, _FORM, _NAME):
             texts.append(found[start : start + length].rstrip(b"\0").decode(errors="replace"))
             start += length
@@ -90,7 +91,15 @@ def agree(mine: Notice, group: Any, device: torch.device) -> list[Notice]:
     except RuntimeError as error:
         raise _silence(mine, group, error) from error
     said = bytes(found.tolist())
-    notices = [Notice.unpacked(said[start : start + _SIZE]) for start in range(0, len(said), _SIZE)]
+    parts = [said[start : start + _SIZE] for start in range(0, len(said), _SIZE)]
+    strangers = [rank for rank, part in enumerate(parts) if not part.startswith(_MARK)]
+    if strangers:
+        raise StorageError(
+            f"Rank {dist.get_rank(group)} of the {count} of reactivate.storage.Sharded {mine}, and rank "
+            f"{', '.join(map(str, strangers))} ran another collective of the same size in the same group. All ranks must run "
+            "the same regions in the same order, with the same policy. TORCH_DISTRIBUTED_DEBUG=DETAIL names both collectives."
+        )
+    notices = [Notice.unpacked(part) for part in parts]
     if len({(notice.kind, notice.serial) for notice in notices}) > 1:
         raise StorageError(
             f"The {count} ranks of reactivate.storage.Sharded are at different calls: {_by_rank(notices)}. All ranks must "
