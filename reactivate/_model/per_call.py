@@ -1,8 +1,8 @@
 """A policy that is another one for each call of the model: which one holds is looked up where the model is called.
 
 The model's own `forward` asks for the policy of the call. A module that some of these policies select has a stand-in that
-does what the policy of the call says, for as long as the call runs. A recomputation may come when the model has been called
-again: a guard sets the policy of the region's own call for as long as that lasts, so regions inside of regions are what they
+does what the policy of the call says, for as long as the call runs. That policy is in a context variable: a recomputation may
+come when the model has been called again, and runs in the context of its forward, so regions inside of regions are what they
 were.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 from torch import is_grad_enabled
@@ -21,7 +20,7 @@ from torch.nn import Module
 from reactivate._engine.record import Options
 from reactivate._model.applied import FORWARD, Applied, AppliedForward, own_forward_of
 from reactivate._torch.dynamo import leave_out_of_graphs
-from reactivate._types import Call, Guard, Policy
+from reactivate._types import Policy
 from reactivate.errors import UnsupportedError
 from reactivate.policies._base import PerCall
 
@@ -37,24 +36,6 @@ def _choosing(chosen: Chosen | None) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
-
-
-class ChosenPolicy(Guard):
-    """The policy of the call that a region belongs to."""
-
-    name = "policy of the call"
-
-    def before(self, call: Call) -> tuple[Chosen | None]:
-        return (_chosen.get(),)
-
-    def recompute(self, snapshot: tuple[Chosen | None]) -> Any:
-        return None if _chosen.get() is snapshot[0] else _choosing(snapshot[0])
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is ChosenPolicy
-
-    def __hash__(self) -> int:
-        return hash(ChosenPolicy)
 
 
 class AppliedPerCall(Applied):
@@ -80,8 +61,7 @@ class AppliedPerCall(Applied):
         return self._known[id(policy)][1]
 
     def _attach_one(self, model: Module, policy: Policy) -> Chosen:
-        options = replace(self.options, guards=(*self.options.guards, ChosenPolicy()))
-        chosen = {id(forward.module()): forward for forward in Applied(policy, options).forwards_in(model)}
+        chosen = {id(forward.module()): forward for forward in Applied(policy, self.options).forwards_in(model)}
         for forward in chosen.values():
             module = forward.module()
             if not isinstance(vars(module).get(FORWARD), SwitchedForward):
