@@ -20,6 +20,7 @@ from reactivate._types import Recompute, Save, Site
 from reactivate.errors import ReactivateError
 from reactivate.planner.adaptive import AdaptivePlan
 from reactivate.planner.api import plan
+from reactivate.planner.memory_guard import guard_memory
 from reactivate.planner.plan import Plan
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "dropin",
     "errors",
     "explain",
+    "guard_memory",
     "guards",
     "integrations",
     "is_recomputing",

@@ -110,9 +110,11 @@ class Applied:
         self.unmatched = Unmatched(policy, "apply")
         self.cache_watch = CacheWatch()
         self.inputs: dict[str, Storage] = {}  # of the regions whose inputs go to a storage
+        self.root: weakref.ref[Module] | None = None  # what it was applied to; None in a copy
 
     def attach(self, model: Module) -> None:
         """Take the place of the `forward` of the regions and the saved modules of `model`."""
+        self.root = weakref.ref(model)
         for forward in self.forwards_in(model):
             forward.module().__dict__[FORWARD] = forward
 

@@ -8,6 +8,7 @@ were.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,6 +50,7 @@ class AppliedPerCall(Applied):
 
     def attach(self, model: Module) -> None:
         """Take the place of the model's own `forward`; of those of regions when a policy first selects them."""
+        self.root = weakref.ref(model)
         model.__dict__[FORWARD] = CalledForward(self, model, "", own_forward_of(model))
 
     def chosen_for(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen | None:

@@ -72,6 +72,23 @@ class AdaptivePlan(PerCall):
     _shapes: CallShapes
     _planner: PlannerOf | None
     _known: dict[CallShapes, ShapePlan] = field(default_factory=dict)
+    _recent: list[ShapePlan] = field(default_factory=list)  # one, once the model was called
+
+    @property
+    def can_plan(self) -> bool:
+        """Return whether plans for other shapes can be made: not from a file."""
+        return self._planner is not None
+
+    @property
+    def recent_bytes(self) -> int:
+        """The peak of the plan for the last call, all included."""
+        return self._recent[0].peak_bytes if self._recent else self.profiled.predicted.peak_bytes
+
+    def within(self, budget_bytes: int) -> AdaptivePlan:
+        """Return this with another budget, and of the plans so far those that hold it."""
+        profiled = replace(self.profiled, budget=f"{budget_bytes}B", budget_bytes=budget_bytes)
+        known = {shapes: found for shapes, found in self._known.items() if found.peak_bytes <= budget_bytes}
+        return AdaptivePlan(profiled, self._shapes, self._planner, known)
 
     @property
     def budget_bytes(self) -> int:
@@ -102,7 +119,9 @@ class AdaptivePlan(PerCall):
         return self.profiled.applied_to(model)
 
     def of_call(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy | None:
-        return self._found(model, args, kwargs).policy
+        found = self._found(model, args, kwargs)
+        self._recent[:] = [found]
+        return found.policy
 
     def of_batch(self, model: Module, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Plan:
         """Return the plan for one batch, as `plan` does, from the costs that were measured: nothing runs.

@@ -155,6 +155,11 @@ class Plan(Planned, ReadyMade):
             raise UsageError("This plan was loaded from a file and has no step to run. Plan again, to measure.")
         return self.runner.measure(self)
 
+    @property
+    def can_plan(self) -> bool:
+        """Return whether it can still run the step that it was made for: not from a file."""
+        return self.runner is not None
+
     def at(self, budget: int | str) -> Plan:
         """The plan for another budget, without another look at the model.
 
