@@ -27,7 +27,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class Rollback:
-    """What a step can change, as it is before the step.
+    """The state that a step can change, as it is before the step.
 
     Args:
         step, args, kwargs: the step.

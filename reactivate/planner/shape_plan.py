@@ -16,7 +16,7 @@ from reactivate.planner.treatments import KEEP, Assignment, Treatment
 
 @dataclass(frozen=True)
 class ShapePlan:
-    """What is done with the batches of one class of shapes.
+    """The plan for the batches of one class of shapes.
 
     Attributes:
         shapes: the largest ones that it was proved for.

@@ -1,4 +1,4 @@
-"""What the profile of one batch says of others."""
+"""The findings of the profile of one batch that hold for others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reactivate.planner.profile.trace import Costs
 
 @dataclass(frozen=True)
 class Profiled:
-    """What was found out by running a step, and holds for the step with arguments of other shapes.
+    """The findings of a profile that hold for the step with arguments of other shapes.
 
     Attributes:
         costs: of ops.
