@@ -73,8 +73,10 @@ class Ledger:
 def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
     """The memory of `tensor`: of several, if it is sparse or made of other tensors."""
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass that is made of other tensors
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in parts:
+            if isinstance(part, Tensor):  # since torch 2.13 a DTensor names its mesh as well
+                yield from storages_of(part)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     else:

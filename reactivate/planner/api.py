@@ -17,10 +17,11 @@ from reactivate._model.apply import paused
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
 from reactivate._types import Storage
-from reactivate.errors import UsageError
+from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import parse
 from reactivate.planner.cost.devices import DeviceSpec
+from reactivate.planner.digest import is_sharded
 from reactivate.planner.offers import storages_in
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
@@ -111,7 +112,7 @@ def plan(
     Raises:
         PlanInfeasible: there is none; says the least budget for which there is one.
         UsageError: an argument is not one of the above, or the step cannot be simulated.
-        UnsupportedError: the model is on XLA.
+        UnsupportedError: the model is on XLA, or sharded by `fully_shard` already.
 
     Example:
         >>> import torch, reactivate
@@ -128,6 +129,11 @@ def plan(
     _check_step(loss, step, optimizer)
     asked = None if budget is None else parse(budget)
     offered = storages_in(storages)
+    if is_sharded(model):
+        raise UnsupportedError(
+            "plan: the parameters of this model are sharded by fully_shard, whose collectives cannot be simulated. Plan the "
+            "model first, then shard it: the plan can be applied before or after that."
+        )
     place = place_of(model, args, kwargs, device)
     planned = TrainingStep(model, args, kwargs, loss, step)
     _check_shapes(shapes, step=step, maximize=maximize, storages=storages)
