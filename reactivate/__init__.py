@@ -18,10 +18,13 @@ from reactivate._site import site
 from reactivate._text.words import did_you_mean
 from reactivate._types import Recompute, Save, Site
 from reactivate.errors import ReactivateError
+from reactivate.planner.adaptive import AdaptivePlan
 from reactivate.planner.api import plan
+from reactivate.planner.memory_guard import guard_memory
 from reactivate.planner.plan import Plan
 
 __all__ = [
+    "AdaptivePlan",
     "Explanation",
     "Handle",
     "Plan",
@@ -36,6 +39,7 @@ __all__ = [
     "dropin",
     "errors",
     "explain",
+    "guard_memory",
     "guards",
     "integrations",
     "is_recomputing",

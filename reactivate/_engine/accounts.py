@@ -73,8 +73,10 @@ class Ledger:
 def storages_of(tensor: Tensor) -> Iterator[UntypedStorage]:
     """The memory of `tensor`: of several, if it is sparse or made of other tensors."""
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass that is made of other tensors
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for part in parts:
+            if isinstance(part, Tensor):  # since torch 2.13 a DTensor names its mesh as well
+                yield from storages_of(part)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     else:
@@ -181,11 +183,12 @@ _LINES = 12
 
 def note_shortage(error: BaseException) -> None:
     """If memory ran out, say in `error` what the regions that are alive keep. Otherwise do nothing."""
-    if _is_shortage(error) and not _is_noted(error):
-        _add_note(error, _account_of_living())
+    if is_shortage(error) and not _is_noted(error):
+        add_note(error, _account_of_living())
 
 
-def _is_shortage(error: BaseException) -> bool:
+def is_shortage(error: BaseException) -> bool:
+    """Return whether memory ran out: that of an accelerator or that of the host."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_SAYS)
@@ -267,7 +270,7 @@ def _tensors_of(saved: Any) -> Iterator[Tensor]:
     yield from held_by(saved)
 
 
-def _add_note(error: BaseException, note: str) -> None:
+def add_note(error: BaseException, note: str) -> None:
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:

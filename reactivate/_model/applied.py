@@ -110,16 +110,26 @@ class Applied:
         self.unmatched = Unmatched(policy, "apply")
         self.cache_watch = CacheWatch()
         self.inputs: dict[str, Storage] = {}  # of the regions whose inputs go to a storage
+        self.root: weakref.ref[Module] | None = None  # what it was applied to; None in a copy
 
     def attach(self, model: Module) -> None:
-        """Find the regions and the saved modules of `model`, and take the place of their `forward`."""
+        """Take the place of the `forward` of the regions and the saved modules of `model`."""
+        self.root = weakref.ref(model)
+        for forward in self.forwards_in(model):
+            forward.module().__dict__[FORWARD] = forward
+
+    def forwards_in(self, model: Module) -> list[AppliedForward]:
+        """Find the regions and the saved modules of `model`, and return what is to stand in for their `forward`."""
         chosen = Selection(model, self.policy, self.unmatched)
         self.inputs = chosen.inputs
-        for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved)):
-            for path, module in modules.items():
-                module.__dict__[FORWARD] = kind(self, module, path, vars(module).get(FORWARD))
+        found: list[AppliedForward] = [
+            kind(self, module, path, own_forward_of(module))
+            for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved))
+            for path, module in modules.items()
+        ]
         self.unmatched.regions = self.cache_watch.regions = len(chosen.regions)
         self.handle.kept = chosen.kept_beside()
+        return found
 
     def options_of(self, path: str, module: weakref.ref[Module]) -> Options:
         """The options of a region."""
@@ -249,6 +259,12 @@ class SavedForward(AppliedForward):
             if decision.is_of_interest:
                 return log.call(decision, self.original(), args, kwargs)
         return self.original()(*args, **kwargs)
+
+
+def own_forward_of(module: Module) -> Any:
+    """Return the `forward` among the attributes of a module, of the user's or of a library; None if its class has it."""
+    found = vars(module).get(FORWARD)
+    return found.hidden if isinstance(found, AppliedForward) else found
 
 
 def forwards_of(model: Module) -> Iterator[tuple[Module, AppliedForward]]:

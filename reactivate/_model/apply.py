@@ -21,6 +21,7 @@ from reactivate._model.applied import (
     forward_of,
     forwards_of,
 )
+from reactivate._model.per_call import AppliedPerCall, CalledForward, SwitchedForward
 from reactivate._model.selection import Selection
 from reactivate._options import Determinism, make_options
 from reactivate._text.keywords import refuse_unknown
@@ -28,7 +29,7 @@ from reactivate._text.words import described
 from reactivate._types import Guard, Policy
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
-from reactivate.policies._base import ReadyMade, check_policy
+from reactivate.policies._base import PerCall, ReadyMade, check_policy
 
 
 @refuse_unknown
@@ -100,7 +101,7 @@ def apply(
 
 
 def _applied(model: Module, policy: Policy, options: Options) -> Handle:
-    applied = Applied(policy, options)
+    applied = AppliedPerCall(policy, options) if isinstance(policy, PerCall) else Applied(policy, options)
     undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
     try:
         applied.attach(model)
@@ -187,10 +188,13 @@ def _placed_on(model: Module, applied: Applied) -> set[tuple[int, type, str]]:
     return {
         (id(module), type(forward), forward.path if forward.applied is applied else f"{forward.path} of another policy")
         for module, forward in forwards_of(model)
+        if type(forward) is not SwitchedForward
     }
 
 
 def _chosen_on(model: Module, policy: Policy) -> set[tuple[int, type, str]]:
+    if isinstance(policy, PerCall):  # what is below the model's own call depends on the calls that there were
+        return {(id(model), CalledForward, "")}
     chosen = Selection(model, policy, Unmatched(policy, "apply"))
     return {
         (id(module), kind, path)

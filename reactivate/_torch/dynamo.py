@@ -56,14 +56,14 @@ def _warn_of_compiled_regions() -> None:
     )
 
 
-def leave_out_of_graphs(function: Any) -> None:
+def leave_out_of_graphs(function: Any, reason: str = "a recomputation runs as its forward pass did") -> None:
     """`leave_to_eager`, also where a traced function calls this one: the graph ends before the call.
 
     Compiled autograd traces saved-tensor hooks, and a compiled recomputation saves other tensors than its forward pass.
     """
     leave_to_eager(function.__code__)
     function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "a recomputation runs as its forward pass did"
+    function._torchdynamo_disable_msg = reason
 
 
 def _prefer_nothing(is_on: bool) -> None:

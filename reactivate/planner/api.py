@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch.nn import Module
@@ -17,9 +17,11 @@ from reactivate._model.apply import paused
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
 from reactivate._types import Storage
-from reactivate.errors import UsageError
+from reactivate.errors import UnsupportedError, UsageError
+from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import parse
 from reactivate.planner.cost.devices import DeviceSpec
+from reactivate.planner.digest import is_sharded
 from reactivate.planner.offers import storages_in
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
@@ -27,6 +29,37 @@ from reactivate.planner.planner import Planner
 from reactivate.planner.progress import progress
 from reactivate.planner.solver.maximize import largest
 from reactivate.planner.step import Loss, TrainingStep
+
+
+@overload
+def plan(
+    model: Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    loss: Loss | None = None,
+    step: Callable[[], object] | None = None,
+    optimizer: Optimizer | None = None,
+    device: torch.device | str | DeviceSpec | None = None,
+    maximize: str | Mapping[str, int] | None = None,
+    storages: Storage | Iterable[Storage] | None = None,
+    shapes: None = None,
+) -> Plan: ...
+
+
+@overload
+def plan(
+    model: Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    device: torch.device | str | DeviceSpec | None = None,
+    shapes: Literal["adaptive"],
+) -> AdaptivePlan: ...
 
 
 @refuse_unknown
@@ -43,7 +76,8 @@ def plan(
     device: torch.device | str | DeviceSpec | None = None,
     maximize: str | Mapping[str, int] | None = None,
     storages: Storage | Iterable[Storage] | None = None,
-) -> Plan:
+    shapes: Literal["adaptive"] | None = None,
+) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
     On a device that is here the plain step runs four times: to warm up, under a clock for every op, and to be timed. All
@@ -68,6 +102,8 @@ def plan(
         storages: where tensors may be kept for the backward beside the memory of the device: a storage, or several of which
             the plan uses the one with which it is fastest. None is used where all fits, or where that would be slower than
             recomputation. Their speed is measured; that of a device that is not here comes from its description.
+        shapes: "adaptive": batches of other shapes have a plan each, which is made when a shape first comes, from what is
+            measured now. The result is an `AdaptivePlan`, a policy as well. A share is one of this batch.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -76,7 +112,7 @@ def plan(
     Raises:
         PlanInfeasible: there is none; says the least budget for which there is one.
         UsageError: an argument is not one of the above, or the step cannot be simulated.
-        UnsupportedError: the model is on XLA.
+        UnsupportedError: the model is on XLA, or sharded by `fully_shard` already.
 
     Example:
         >>> import torch, reactivate
@@ -93,14 +129,41 @@ def plan(
     _check_step(loss, step, optimizer)
     asked = None if budget is None else parse(budget)
     offered = storages_in(storages)
+    if is_sharded(model):
+        raise UnsupportedError(
+            "plan: the parameters of this model are sharded by fully_shard, whose collectives cannot be simulated. Plan the "
+            "model first, then shard it: the plan can be applied before or after that."
+        )
     place = place_of(model, args, kwargs, device)
     planned = TrainingStep(model, args, kwargs, loss, step)
+    _check_shapes(shapes, step=step, maximize=maximize, storages=storages)
     with paused(model), progress("plan") as tell:
-        if maximize is None:
-            found = Planner(planned, place, optimizer, tell, offered).prepare().plan(asked)
-        else:
+        if maximize is not None:
             found = largest(planned, place, optimizer, tell, asked, maximize, offered)
-    return replace(found, planning_seconds=perf_counter() - began)
+            return replace(found, planning_seconds=perf_counter() - began)
+        planner = Planner(planned, place, optimizer, tell, offered)
+        found = planner.prepare().plan(asked)
+    found = replace(found, planning_seconds=perf_counter() - began)
+    return found if shapes is None else adaptive_plan(planner, found)
+
+
+def _check_shapes(shapes: Any, **others: Any) -> None:
+    if shapes is None:
+        return
+    if shapes != "adaptive":
+        raise UsageError(
+            f'plan: shapes= takes "adaptive", or None for the shapes of this batch; got {described(shapes)}.'
+        )
+    for name, value in others.items():
+        if value is not None:
+            raise UsageError(f'plan: shapes="adaptive" is not supported with {name}=, {_WHY_NOT[name]}.')
+
+
+_WHY_NOT = {
+    "step": "whose arguments nobody sees: pass the arguments of one call, and loss=",
+    "maximize": "which looks for one shape: maximize first, then plan with a batch of that size",
+    "storages": "of which a plan has to know how long one batch leaves its tensors there: plan the longest batch",
+}
 
 
 def _check_step(loss: Any, step: Any, optimizer: Any) -> None:

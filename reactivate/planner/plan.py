@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from reactivate._engine.accounts import in_words
 from reactivate._types import Action, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.prediction import Copy, Fixed, Moment, Point, Prediction, Proof
-from reactivate.planner.digest import digest_of
+from reactivate.planner.digest import bucket_bytes, class_name_of, digest_of
 from reactivate.planner.offers import storages_in
 from reactivate.planner.plan_table import text
 from reactivate.planner.planned import Circumstances, Decision, Planned, StorageUse
@@ -114,6 +115,11 @@ class Plan(Planned, ReadyMade):
                     f"apply: this plan keeps tensors in {use.written}, a storage that no file can make again. Load the plan "
                     "with it: Plan.load(path, storages=[...])."
                 )
+        if isinstance(model, DistributedDataParallel) and self.made_for.model != class_name_of(model):
+            raise UsageError(
+                f"apply: this plan was made for {self.made_for.model}, which DistributedDataParallel has wrapped since. Its "
+                f"buckets take {in_words(bucket_bytes(model))} that the plan does not count. Plan the wrapped model."
+            )
         differences = list(self._differences(model))
         if differences:
             raise UsageError(
@@ -132,8 +138,8 @@ class Plan(Planned, ReadyMade):
             where = repr(decision.path or "the model itself")
             if module is None:
                 yield f"it has no {where}"
-            elif type(module).__name__ != decision.kind:
-                yield f"{where} is a {type(module).__name__} and was a {decision.kind}"
+            elif class_name_of(module) != decision.kind:
+                yield f"{where} is a {class_name_of(module)} and was a {decision.kind}"
             elif digest_of(module) != decision.parameters:
                 yield f"{where} has other parameters"
 
@@ -154,6 +160,11 @@ class Plan(Planned, ReadyMade):
         if self.runner is None:
             raise UsageError("This plan was loaded from a file and has no step to run. Plan again, to measure.")
         return self.runner.measure(self)
+
+    @property
+    def can_plan(self) -> bool:
+        """Return whether it can still run the step that it was made for: not from a file."""
+        return self.runner is not None
 
     def at(self, budget: int | str) -> Plan:
         """The plan for another budget, without another look at the model.

@@ -26,8 +26,10 @@ from reactivate.planner.offers import Offer, offers_of
 from reactivate.planner.place import Place, available_bytes
 from reactivate.planner.plan import Plan
 from reactivate.planner.points import Points
-from reactivate.planner.profile.costs import Measured, Modelled, measure, seconds_of
+from reactivate.planner.profile.costs import measure, seconds_of
+from reactivate.planner.profile.op_costs import Measured, Modelled
 from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
+from reactivate.planner.profile.profiled import Profiled
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
@@ -54,42 +56,44 @@ class Planner:
         optimizer: Optimizer | None,
         tell: Tell,
         storages: Mapping[str, Storage] | None = None,
+        known: Profiled | None = None,
     ) -> None:
         self.step = step
+        self._profiled = known
         self._storages = storages or {}
         self.place = place
         self._tell = tell
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._overhead = measure_overhead()
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
-        self._trials = Trials(step, place, self.units, tell)
-        self.costs: Costs = Modelled(place.spec, place.rounding)
-        self.is_predicted = not place.is_here
+        self._trials = Trials(step, place if known is None else replace(place, is_here=False), self.units, tell)
+        self.costs: Costs = Modelled(place.spec, place.rounding) if known is None else known.costs
+        self.is_predicted = not place.is_here if known is None else known.is_predicted
 
     # -- the plain step -----------------------------------------------------------------------------------------------
 
-    def _look_at_plain(self) -> None:
+    def look_at_plain(self) -> None:
         """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
         with self._watching_loss():
             plain = self._trials.first(self.costs)
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
-        state_bytes, optimizer_top = self._optimizer_memory()
-        self.fixed = fixed_of(self.step.model, self.step.args, self.step.kwargs, state_bytes)
-        if self.place.is_here:
-            plain = self._measure(plain)
-            self.fixed = replace(self.fixed, others=self._others())  # now that libraries have taken their workspaces
+        self._optimizer_needs = self._optimizer_memory()
+        self.fixed = fixed_of(self.step.model, self.step.args, self.step.kwargs, self._optimizer_needs[0])
+        if self._profiled is not None:
+            self.plain_seconds = plain.seconds * self._profiled.scale
+            self.fixed = replace(self.fixed, others=self._profiled.others_bytes)
+        elif self.place.is_here:
+            plain, step = self._measure(plain), self.step  # by now libraries have taken their workspaces
+            others = others_on(self.place.device, step.model, step.args, step.kwargs, self.optimizer)
+            self.fixed = replace(self.fixed, others=others)
         else:
             self.plain_seconds = plain.seconds
-        self.optimizer_bytes = 0 if self._optimizer is None else self.fixed.total + optimizer_top
+        self.optimizer_bytes = 0 if self.optimizer is None else self.fixed.total + self._optimizer_needs[1]
         self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
         self.plain = plain
         self.plain_reading = self._read(plain, {})
-
-    def _others(self) -> int:
-        step = self.step
-        return others_on(self.place.device, step.model, step.args, step.kwargs, self._optimizer)
 
     @contextmanager
     def _watching_loss(self) -> Iterator[None]:
@@ -109,9 +113,11 @@ class Planner:
             handle.remove()
 
     def _optimizer_memory(self) -> tuple[int, int]:
-        if self._optimizer is None:
+        if self.optimizer is None:
             return 0, 0
-        return optimizer_memory(self._optimizer, self.step.model, self.costs, self.place.device)
+        if self._profiled is not None:
+            return self._profiled.optimizer_bytes
+        return optimizer_memory(self.optimizer, self.step.model, self.costs, self.place.device)
 
     def _measure(self, simulated: Trace) -> Trace:
         available = available_bytes(self.place.device)
@@ -149,6 +155,10 @@ class Planner:
         self.costs = found[0]
         return statistics.median(seconds)
 
+    def profiled(self) -> Profiled:
+        """Return what running the step has told."""
+        return Profiled(self.costs, self._scale, self.fixed.others, self._optimizer_needs, self.is_predicted)
+
     # -- other steps --------------------------------------------------------------------------------------------------
 
     def _simulated(
@@ -184,7 +194,11 @@ class Planner:
 
     def prepare(self) -> Planner:
         """Find out what every treatment of every unit comes to."""
-        self._look_at_plain()
+        self.look_at_plain()
+        return self.tabulate()
+
+    def tabulate(self) -> Planner:
+        """Find that out, once the plain step is known."""
         self.menus = {
             path: treatments_of(unit, frozenset(self._called[path].functions)) for path, unit in self.units.items()
         }

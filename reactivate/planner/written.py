@@ -13,7 +13,7 @@ from reactivate._inspect.step import leaves_of
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.prediction import Fixed
-from reactivate.planner.digest import digest_of
+from reactivate.planner.digest import class_name_of, digest_of
 from reactivate.planner.offers import Offer
 from reactivate.planner.planned import Circumstances, Decision, StorageUse
 from reactivate.planner.spelled import spelled_of
@@ -63,7 +63,7 @@ def decisions_of(choice: ChosenStep, paths: Sequence[str], units: Mapping[str, M
         seconds[path] += entry.seconds
     return tuple(
         Decision(
-            path, type(units[path]).__name__, digest_of(units[path]), treatment, held[path], seconds[path], moved[path]
+            path, class_name_of(units[path]), digest_of(units[path]), treatment, held[path], seconds[path], moved[path]
         )
         for path, treatment in proven.treatments.items()
     )
@@ -91,4 +91,4 @@ def circumstances_of(step: TrainingStep, device: str, loss: str, units: int, *, 
     """Return the circumstances that a plan is made for."""
     leaves = leaves_of("args", step.args) | leaves_of("kwargs", dict(step.kwargs or {}))
     inputs = tuple((name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items())
-    return Circumstances(type(step.model).__name__, inputs, device, torch.__version__, loss, is_predicted, units)
+    return Circumstances(class_name_of(step.model), inputs, device, torch.__version__, loss, is_predicted, units)

@@ -116,6 +116,14 @@ class ReadyMade:
         return False
 
 
+class PerCall(ReadyMade):
+    """A policy that is another one for each call of the model."""
+
+    def of_call(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy | None:
+        """Return the policy for a call of `model`, the same object whenever it is the same; None for no policy at all."""
+        raise NotImplementedError
+
+
 def check_policy(policy: Any, asked_by: str) -> None:
     """See to it that `policy` is one.
 

@@ -17,6 +17,7 @@ from reactivate._engine.accounts import Ledger
 from reactivate._inspect.fake import faked, has_no_memory
 from reactivate._torch.containers import flatten
 from reactivate.planner.cost.prediction import Fixed
+from reactivate.planner.digest import bucket_bytes
 from reactivate.planner.profile.trace import Costs
 from reactivate.planner.profile.tracer import traced
 
@@ -25,24 +26,29 @@ def fixed_of(model: Module, args: Any, kwargs: Any, optimizer_bytes: int) -> Fix
     """Return the bytes that are there all the time, each storage once."""
     ledger = Ledger()
     parameters = ledger.enter_all([*model.parameters(), *model.buffers()])
-    gradients = sum(item.nbytes for item in model.parameters() if item.requires_grad)
+    gradients = sum(_own_bytes(item) for item in model.parameters() if item.requires_grad)
     inputs = ledger.enter_all(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
-    return Fixed(parameters, gradients, optimizer_bytes, inputs)
+    return Fixed(parameters, gradients, optimizer_bytes, inputs, bucket_bytes(model))
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor on this rank."""
+    return int(tensor.to_local().nbytes if hasattr(tensor, "to_local") else tensor.nbytes)
 
 
 def others_on(device: torch.device, model: Module, args: Any, kwargs: Any, optimizer: Optimizer | None) -> int:
     """Return the bytes on an accelerator that are none of the step's: other tensors, and workspaces of its libraries.
 
-    A CPU's memory is everybody's, and counts nothing.
+    A CPU's memory is everybody's, and nothing of it counts but buckets.
     """
     if device.type == "cpu":
-        return 0
+        return bucket_bytes(model)
     parameters = list(model.parameters())
     gradients = [item.grad for item in parameters if item.grad is not None]
     state = [] if optimizer is None else flatten(_plain(optimizer.state.values()))[0]
     leaves = [*parameters, *model.buffers(), *gradients, *state, *flatten((args, kwargs))[0]]
     own = Ledger().enter_all(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == device.type)
-    return max(int(torch.accelerator.memory_allocated(device)) - own, 0)
+    return max(int(torch.accelerator.memory_allocated(device)) - own, 0)  # buckets among it
 
 
 def optimizer_memory(optimizer: Optimizer, model: Module, costs: Costs, device: torch.device) -> tuple[int, int]:

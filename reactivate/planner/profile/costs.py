@@ -12,64 +12,20 @@ import os
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._engine.accounts import storages_of
-from reactivate._torch.containers import flatten
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
+from reactivate.planner.profile.op_costs import Key, Measured, key_of, sizes_of
 from reactivate.planner.profile.trace import Cost
-
-Key = tuple[Hashable, ...]
-
-
-class Modelled:
-    """The costs of ops as a roofline tells.
-
-    Args:
-        spec: whose.
-        rounding: of the allocator.
-    """
-
-    def __init__(self, spec: DeviceSpec, rounding: int) -> None:
-        self.rounding = rounding
-        self._spec = spec
-        self._known: dict[Key, Cost] = {}
-
-    def of(self, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
-        key = key_of(op, args, kwargs)
-        if key not in self._known:
-            self._known[key] = Cost(roofline.seconds_of(op, args, kwargs, result, self._spec))
-        return self._known[key]
-
-
-class Measured(Modelled):
-    """The costs of ops as they were measured, and those of others as a roofline tells."""
-
-    def __init__(self, spec: DeviceSpec, rounding: int, known: dict[Key, Cost]) -> None:
-        super().__init__(spec, rounding)
-        self._known = known
-
-
-def key_of(op: Any, args: Any, kwargs: Any) -> Key:
-    """Return the key of an op's cost: all that is known of the call before it runs."""
-    leaves = flatten((args, kwargs))[0]
-    return (op, *map(_facts_of, leaves))
-
-
-def _facts_of(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype
-    return leaf if isinstance(leaf, Hashable) else repr(leaf)
 
 
 def measure(step: Callable[[], object], device: torch.device, spec: DeviceSpec, rounding: int) -> Measured:
@@ -80,14 +36,14 @@ def measure(step: Callable[[], object], device: torch.device, spec: DeviceSpec, 
         device: where it runs.
         spec, rounding: of the device, for ops that do not run in `step`.
     """
-    meter = _Meter(device)
+    meter = _Meter(device, spec)
     with _watched(device) as tops, meter:
         step()
     found = tops()
     seen: defaultdict[Key, list[Cost]] = defaultdict(list)
     for number, (key, cost) in enumerate(meter.seen):
         seen[key].append(cost._replace(top_bytes=found.get(number, cost.top_bytes)))
-    return Measured(spec, rounding, {key: _of_several(costs) for key, costs in seen.items()})
+    return Measured(spec, rounding, {key: _of_several(costs) for key, costs in seen.items()}, meter.modelled)
 
 
 def _of_several(costs: list[Cost]) -> Cost:
@@ -99,9 +55,11 @@ def _of_several(costs: list[Cost]) -> Cost:
 class _Meter(TorchDispatchMode):
     """Times each op. On an accelerator the queue is emptied around it, and the allocator asked for its peak."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, spec: DeviceSpec) -> None:
         super().__init__()
         self.seen: list[tuple[Key, Cost]] = []
+        self.modelled: dict[Key, float] = {}
+        self._spec = spec
         self._is_cpu = device.type == "cpu"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +67,9 @@ class _Meter(TorchDispatchMode):
         key = key_of(func, args, kwargs)
         run = self._on_cpu if self._is_cpu else self._on_accelerator
         result, seconds, top = run(func, args, kwargs)
-        self.seen.append((key, Cost(seconds, top, tuple(_sizes_of(result)))))
+        self.seen.append((key, Cost(seconds, top, tuple(sizes_of(result)))))
+        if key not in self.modelled:
+            self.modelled[key] = roofline.seconds_of(func, args, kwargs, result, self._spec)
         return result
 
     def _on_cpu(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, int]:
@@ -126,12 +86,6 @@ class _Meter(TorchDispatchMode):
         result = func(*args, **kwargs)
         torch.accelerator.synchronize()
         return result, perf_counter() - began, torch.accelerator.max_memory_allocated() - before
-
-
-def _sizes_of(result: Any) -> Iterator[int]:
-    for leaf in flatten(result)[0]:
-        if isinstance(leaf, Tensor):
-            yield sum(int(storage.nbytes()) for storage in storages_of(leaf))
 
 
 _MARK = "reactivate::op "

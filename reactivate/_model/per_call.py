@@ -1,0 +1,115 @@
+"""A policy that is another one for each call of the model: which one holds is looked up where the model is called.
+
+The model's own `forward` asks for the policy of the call. A module that some of these policies select has a stand-in that
+does what the policy of the call says, for as long as the call runs. That policy is in a context variable: a recomputation may
+come when the model has been called again, and runs in the context of its forward, so regions inside of regions are what they
+were.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import is_grad_enabled
+from torch.compiler import is_compiling
+from torch.nn import Module
+
+from reactivate._engine.record import Options
+from reactivate._model.applied import FORWARD, Applied, AppliedForward, own_forward_of
+from reactivate._torch.dynamo import leave_out_of_graphs
+from reactivate._types import Policy
+from reactivate.errors import UnsupportedError
+from reactivate.policies._base import PerCall
+
+Chosen = dict[int, AppliedForward]  # what one policy does, by the ids of modules
+
+_chosen: ContextVar[Chosen | None] = ContextVar("chosen", default=None)
+
+
+@contextmanager
+def _choosing(chosen: Chosen | None) -> Iterator[None]:
+    token = _chosen.set(chosen)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+class AppliedPerCall(Applied):
+    """A policy that is another one for each call, on one model."""
+
+    def __init__(self, policy: Policy, options: Options) -> None:
+        assert isinstance(policy, PerCall)
+        super().__init__(policy, options)
+        self.per_call = policy
+        self._known: dict[int, tuple[Policy, Chosen]] = {}  # with the policy, whose id is the key
+
+    def attach(self, model: Module) -> None:
+        """Take the place of the model's own `forward`; of those of regions when a policy first selects them."""
+        self.root = weakref.ref(model)
+        model.__dict__[FORWARD] = CalledForward(self, model, "", own_forward_of(model))
+
+    def chosen_for(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen | None:
+        """Return what the policy of a call does."""
+        policy = self.per_call.of_call(model, args, kwargs)
+        if policy is None:
+            return None
+        if id(policy) not in self._known:
+            self._known[id(policy)] = policy, self._attach_one(model, policy)
+        return self._known[id(policy)][1]
+
+    def _attach_one(self, model: Module, policy: Policy) -> Chosen:
+        chosen = {id(forward.module()): forward for forward in Applied(policy, self.options).forwards_in(model)}
+        for forward in chosen.values():
+            module = forward.module()
+            if not isinstance(vars(module).get(FORWARD), SwitchedForward):
+                module.__dict__[FORWARD] = SwitchedForward(self, module, forward.path, forward.hidden)
+        return chosen
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPerCall:
+        return AppliedPerCall(self.policy, self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AppliedPerCall, (self.policy, self.options)
+
+
+class SwitchedForward(AppliedForward):
+    """The module does what the policy of the model's call says."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            _refuse_compilation()
+        return self._run(_chosen.get(), args, kwargs)
+
+    def _run(self, chosen: Chosen | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = None if chosen is None else chosen.get(id(self.module()))
+        return (forward or self.original())(*args, **kwargs)
+
+
+class CalledForward(SwitchedForward):
+    """The model is called: from here to the end of the call a policy holds."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            _refuse_compilation()
+        if not is_grad_enabled():
+            return self.original()(*args, **kwargs)
+        assert isinstance(self.applied, AppliedPerCall)
+        chosen = self.applied.chosen_for(self.module(), args, kwargs)
+        with _choosing(chosen):
+            return self._run(chosen, args, kwargs)
+
+
+def _refuse_compilation() -> None:
+    raise UnsupportedError(
+        "apply: a policy that is another one for each call is not supported under torch.compile, whose graphs have one "
+        "policy in them. Apply the plan of one batch, plan.of_batch(model, args), to the model that you compile; or run it "
+        "in eager mode."
+    )
+
+
+leave_out_of_graphs(_refuse_compilation, "an error that is raised in a graph would only end the graph")

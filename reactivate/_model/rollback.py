@@ -1,0 +1,163 @@
+"""The state that a training step changes, to be put back where the step fails on the way.
+
+Noted before the step: random number streams; buffers; attributes of modules, and of objects that the step can reach; and the
+gradients that there are, with copies of them in the memory of the host. Noted when an optimizer steps: its state, and whether
+anything has been written to since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from reactivate._engine.inputs.capture import Capture
+from reactivate._model.applied import FORWARD, AppliedForward
+from reactivate._torch.containers import flatten
+from reactivate.guards import all_sources
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class Rollback:
+    """The state that a step can change, as it is before the step.
+
+    Args:
+        step, args, kwargs: the step.
+        copies_optimizer: whether to copy parameters and the optimizer's state before an optimizer steps.
+
+    Attributes:
+        modules: those that the step can reach.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, copies_optimizer: bool
+    ) -> None:
+        reach = Capture(step, args, kwargs)
+        self.modules: list[Module] = list(reach.modules)
+        self._copies_optimizer = copies_optimizer
+        self._streams = [(source, source.read()) for source in all_sources(reach)]
+        self._notes = [*reach.notes, *reach.module_notes]
+        self._namespaces = [(space, dict(space)) for module in self.modules for space in _namespaces_of(module)]
+        stateful: list[Any] = [item for item in self.modules if hasattr(type(item), "recompute_state")]
+        self._states = [(item, item.recompute_state()) for item in stateful]
+        leaves: dict[int, Tensor] = {}
+        for module in self.modules:
+            leaves |= {id(item): item for item in module.parameters(recurse=False)}
+        leaves |= {id(item): item for item in reach.reached() if item.is_leaf and item.requires_grad}
+        self._leaves = [(leaf, leaf._version) for leaf in leaves.values()]
+        self._gradients = [(leaf, leaf.grad, _on_host(leaf.grad)) for leaf in leaves.values()]
+        buffers = {id(item): item for module in self.modules for item in module.buffers(recurse=False)}
+        self._buffers = [(item, item.detach().clone()) for item in buffers.values()]
+        self._others = [
+            (item, item._version) for item in reach.reached() if not item.is_inference() and id(item) not in buffers
+        ]
+        self._optimizers: dict[int, _OptimizerState] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Take note of each optimizer before its first step inside of the context."""
+
+        def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if id(optimizer) not in self._optimizers:
+                self._optimizers[id(optimizer)] = _OptimizerState(optimizer, copies=self._copies_optimizer)
+
+        def finish(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._optimizers[id(optimizer)].is_done = True
+
+        handles = register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(finish)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def cannot_undo(self) -> str:
+        """Say what was written to of which there is no copy; empty if all can be put back."""
+        optimizers = self._optimizers.values()
+        if not self._copies_optimizer and any(map(_OptimizerState.may_have_written, optimizers)):
+            return "an optimizer had begun to update parameters or its state"
+        copied = {id(item) for state in optimizers for item in state.copied}
+        versions = (*self._leaves, *self._others)
+        if any(item._version != version and id(item) not in copied for item, version in versions):
+            return "tensors that the step reads had been written to"
+        return ""
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let all be as it was before the step."""
+        for state in self._optimizers.values():
+            state.put_back()
+        for space, before in self._namespaces:
+            if FORWARD in space and isinstance(space[FORWARD], AppliedForward):  # put there by a policy, for good
+                before[FORWARD] = space[FORWARD]
+            if space.keys() != before.keys() or not all(map(is_, space.values(), map(before.get, space))):
+                space.clear()
+                space.update(before)
+        for note in self._notes:
+            if not note.is_at(note.noted):
+                note.put(note.noted)
+        for module, known in self._states:
+            module.load_recompute_state(known)
+        for tensor, content in self._buffers:
+            tensor.copy_(content)
+        for leaf, gradient, content in self._gradients:
+            leaf.grad = gradient
+            if gradient is not None:
+                gradient.copy_(content)
+        for source, value in self._streams:
+            source.write(value)
+
+
+class _OptimizerState:
+    """An optimizer before its step.
+
+    Attributes:
+        copied: the tensors of which there is a copy.
+        is_done: whether a step of it has ended.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, copies: bool) -> None:
+        self.is_done = False
+        self._optimizer = optimizer
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+        parameters = [item for group in self._groups for item in group["params"]]
+        found = [*parameters, *flatten(list(self._state.values()))[0]]
+        tensors = {id(item): item for item in found if isinstance(item, Tensor)}
+        self._versions = [(item, item._version) for item in tensors.values()]
+        self.copied = [item for item in tensors.values() if copies]
+        self._copies = list(map(_on_host, self.copied))
+
+    def may_have_written(self) -> bool:
+        """Return whether a tensor was written to, or nobody can tell: fused kernels leave versions as they are."""
+        if self.is_done or any(group.get("fused") for group in self._groups):
+            return True
+        return any(item._version != version for item, version in self._versions)
+
+    def put_back(self) -> None:
+        """Let the optimizer, its state and its parameters be as they were."""
+        for tensor, copy in zip(self.copied, self._copies):
+            tensor.copy_(copy)
+        for group, before in zip(self._optimizer.param_groups, self._groups):
+            group.clear()
+            group.update(before)
+        self._optimizer.state.clear()
+        self._optimizer.state.update({parameter: dict(entries) for parameter, entries in self._state.items()})
+
+
+def _namespaces_of(module: Module) -> Iterator[dict[str, Any]]:
+    yield module.__dict__
+    for name in _REGISTRIES:
+        yield module.__dict__[name]
+
+
+def _on_host(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.detach().to("cpu", copy=True)

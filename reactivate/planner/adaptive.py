@@ -1,0 +1,200 @@
+"""A plan for batches of varying shapes: each class of shapes has a plan of its own, made when it first comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, Literal
+
+from torch.nn import Module
+
+from reactivate._engine.accounts import in_words
+from reactivate._engine.mismatch.check import uncounted
+from reactivate._inspect.arguments import example_of
+from reactivate._model.apply import paused
+from reactivate._text.warnings import warn
+from reactivate._types import Policy
+from reactivate.errors import UsageError
+from reactivate.planner.budget import parse
+from reactivate.planner.plan import Plan
+from reactivate.planner.planner import Planner
+from reactivate.planner.shape_plan import ShapePlan, choose, table_of
+from reactivate.planner.shapes import CallShapes
+from reactivate.planner.step import TrainingStep
+from reactivate.policies._base import PerCall
+
+PlannerOf = Callable[[Module, tuple[Any, ...], dict[str, Any]], Planner]
+
+
+def adaptive_plan(planner: Planner, plan: Plan) -> AdaptivePlan:
+    """Return the plan for all shapes.
+
+    Args:
+        planner: what has planned one batch. Its arguments are not kept: they would be in memory for good.
+        plan: that plan.
+    """
+    if plan.proof.method == "real":
+        raise UsageError(
+            'plan(shapes="adaptive"): this step cannot be simulated, since it depends on values that it computes, and plans '
+            "for other shapes are made by simulation. Plan the longest batch."
+        )
+    step, place, optimizer, profiled = planner.step, planner.place, planner.optimizer, planner.profiled()
+    loss, caller = step.loss, step.caller
+
+    def planner_of(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planner:
+        return Planner(
+            TrainingStep(model, args, kwargs, loss, None, caller), place, optimizer, lambda text: None, known=profiled
+        )
+
+    shapes = CallShapes.of(step.model, step.args, step.kwargs or {})
+    found = AdaptivePlan(replace(plan, runner=None), shapes, planner_of)
+    found.enter(shapes, plan)
+    return found
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class AdaptivePlan(PerCall):
+    """A policy that fits each batch into the budget with as little recomputation as its own shapes need.
+
+    Give it to `apply`, as a `Plan`. When the model is called with shapes of a class that has no plan yet, a plan is made: on
+    fake tensors, from the costs that were measured once. A class is made of the shapes that are equal in sixteenths of each
+    dimension of the profiled batch, rounded up. A plan that was proved for shapes serves smaller ones of its class; one that
+    recomputes nothing, smaller ones of any class.
+
+    Printed, it is a table of the classes so far.
+
+    Attributes:
+        profiled: the plan for the batch that was profiled.
+    """
+
+    profiled: Plan
+    _shapes: CallShapes
+    _planner: PlannerOf | None
+    _known: dict[CallShapes, ShapePlan] = field(default_factory=dict)
+    _recent: list[ShapePlan] = field(default_factory=list)  # one, once the model was called
+
+    @property
+    def can_plan(self) -> bool:
+        """Return whether plans for other shapes can be made: not from a file."""
+        return self._planner is not None
+
+    @property
+    def recent_bytes(self) -> int:
+        """The peak of the plan for the last call, all included."""
+        return self._recent[0].peak_bytes if self._recent else self.profiled.predicted.peak_bytes
+
+    def within(self, budget_bytes: int) -> AdaptivePlan:
+        """Return this with another budget, and of the plans so far those that hold it."""
+        profiled = replace(self.profiled, budget=f"{budget_bytes}B", budget_bytes=budget_bytes)
+        known = {shapes: found for shapes, found in self._known.items() if found.peak_bytes <= budget_bytes}
+        return AdaptivePlan(profiled, self._shapes, self._planner, known)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The most that may be allocated at any moment, all included."""
+        return self.profiled.budget_bytes
+
+    @property
+    def classes(self) -> tuple[ShapePlan, ...]:
+        """The plans so far, in the order in which they were made."""
+        return tuple({id(found): found for found in self._known.values()}.values())
+
+    def determinism(self) -> Literal["metadata"]:
+        return "metadata"
+
+    def __repr__(self) -> str:
+        return f"AdaptivePlan({self.profiled.made_for.model} in {in_words(self.budget_bytes)})"
+
+    def __str__(self) -> str:
+        return f"{self!r}: {len(self.classes)} classes of shapes so far.\n\n{table_of(self.classes).text().strip()}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdaptivePlan:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AdaptivePlan, (self.profiled, self._shapes, None, self._known)  # without the step, as a plan
+
+    def applied_to(self, model: Module) -> Callable[[], None]:
+        return self.profiled.applied_to(model)
+
+    def of_call(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy | None:
+        found = self._found(model, args, kwargs)
+        self._recent[:] = [found]
+        return found.policy
+
+    def of_batch(self, model: Module, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Plan:
+        """Return the plan for one batch, as `plan` does, from the costs that were measured: nothing runs.
+
+        Args:
+            model: the model that was planned, or a copy.
+            args, kwargs: as for `plan`.
+
+        Raises:
+            PlanInfeasible: there is none.
+            UsageError: this was unpickled, so that there is no step to plan for.
+        """
+        args, kwargs = example_of("of_batch", model, args, kwargs)
+        began = perf_counter()
+        with paused(model):
+            found = self._planner_of(model, args, kwargs or {}).prepare().plan(parse(self.budget_bytes))
+        return replace(found, planning_seconds=perf_counter() - began)
+
+    def enter(self, shapes: CallShapes, plan: Plan) -> None:
+        """Take in the plan for a batch."""
+        treatments = {decision.path: decision.treatment for decision in plan.decisions}
+        seconds = plan.predicted.seconds - plan.plain.seconds
+        self._known[shapes] = ShapePlan(
+            shapes, treatments, plan.plain.peak_bytes, plan.predicted.peak_bytes, seconds, plan.planning_seconds
+        )
+
+    # -- the plans of classes -----------------------------------------------------------------------------------------
+
+    def _found(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
+        shapes = CallShapes.of(model, args, kwargs)
+        found = self._known.get(shapes)
+        if found is None:
+            found = next((one for one in self.classes if self._serves(one, shapes)), None)
+            self._known[shapes] = found = found or self._planned(shapes, model, args, kwargs)
+        return found
+
+    def _serves(self, plan: ShapePlan, shapes: CallShapes) -> bool:
+        if not plan.shapes.holds(shapes):
+            return False
+        is_kept = plan.recomputed == 0 and plan.peak_bytes <= self.budget_bytes
+        return is_kept or plan.shapes.class_in(self._shapes) == shapes.class_in(self._shapes)
+
+    def _planner_of(self, model: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Planner:
+        if self._planner is None:
+            raise UsageError(
+                "This plan was unpickled and has no step to plan for, and none of its plans is for inputs of shape "
+                f'{CallShapes.of(model, args, kwargs)}. Plan again: plan(..., shapes="adaptive").'
+            )
+        return self._planner(model, args, dict(kwargs))
+
+    @uncounted()
+    def _planned(self, shapes: CallShapes, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
+        began = perf_counter()
+        with paused(model):
+            planner = self._planner_of(model, args, kwargs)
+            self._look_at_plain(planner, shapes)
+            treatments, peak_bytes, seconds = choose(planner, self.budget_bytes)
+        plain_bytes = planner.fixed.total + planner.plain.peak_bytes
+        if peak_bytes > self.budget_bytes:
+            warn(
+                f"No plan keeps a step with inputs of shape {shapes} within the budget of {in_words(self.budget_bytes)}: the "
+                f"least takes {in_words(peak_bytes)}, and is taken."
+            )
+        return ShapePlan(shapes, treatments, plain_bytes, peak_bytes, seconds, perf_counter() - began)
+
+    @staticmethod
+    def _look_at_plain(planner: Planner, shapes: CallShapes) -> None:
+        try:
+            planner.look_at_plain()
+        except UsageError as error:
+            cause = error.__cause__ or error
+            raise UsageError(
+                f'plan(shapes="adaptive"): the step does not run with inputs of shape {shapes} on fake tensors: '
+                f"{type(cause).__name__}: {cause}. A loss that has targets of its own cannot follow the batch: write "
+                "loss= so that it makes targets of the output's shape."
+            ) from error

@@ -1,0 +1,137 @@
+"""The costs of ops: from a roofline, or as they were measured.
+
+An op is known by its name, the shapes, strides and dtypes of its tensors, and its other arguments. Of one that was measured
+in other shapes, a roofline tells how its time changes with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from reactivate._engine.accounts import storages_of
+from reactivate._torch.containers import flatten
+from reactivate.planner.cost import roofline
+from reactivate.planner.cost.devices import DeviceSpec
+from reactivate.planner.profile.trace import Cost
+
+Key = tuple[Hashable, ...]
+
+
+class _TensorFacts(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+
+
+class Modelled:
+    """The costs of ops as a roofline tells.
+
+    Args:
+        spec: whose.
+        rounding: of the allocator.
+    """
+
+    def __init__(self, spec: DeviceSpec, rounding: int) -> None:
+        self.rounding = rounding
+        self._spec = spec
+        self._known: dict[Key, Cost] = {}
+
+    def of(self, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
+        key = key_of(op, args, kwargs)
+        if key not in self._known:
+            self._known[key] = Cost(roofline.seconds_of(op, args, kwargs, result, self._spec))
+        return self._known[key]
+
+
+class Measured(Modelled):
+    """The costs of ops as they were measured; of an op in other shapes, what its nearest ones lead to.
+
+    Its time is to the roofline's as it was there. What a kernel takes for itself grows with its tensors, and is never taken
+    to be less than it was: it may not depend on shapes, or only up to a size.
+
+    Args:
+        spec, rounding: of the device.
+        known: the costs.
+        modelled: the seconds of the same ops as a roofline tells.
+    """
+
+    def __init__(
+        self, spec: DeviceSpec, rounding: int, known: dict[Key, Cost], modelled: Mapping[Key, float] | None = None
+    ) -> None:
+        super().__init__(spec, rounding)
+        self._known = dict(known)
+        self._modelled = modelled or {}
+        self._families: defaultdict[Key, list[Key]] = defaultdict(list)
+        for key in self._modelled:
+            self._families[_family_of(key)].append(key)
+        self._measured = known
+
+    def of(self, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
+        key = key_of(op, args, kwargs)
+        if key not in self._known:
+            family = self._families.get(_family_of(key))
+            cost = super().of(op, args, kwargs, result)
+            self._known[key] = (
+                cost if not family else self._like(key, min(family, key=_distance_from(key)), cost, result)
+            )
+        return self._known[key]
+
+    def _like(self, key: Key, near: Key, cost: Cost, result: Any) -> Cost:
+        """Return the cost of the op `key`, whose result is known, from that of `near` and the roofline's for `key`."""
+        measured, modelled = self._measured[near], self._modelled[near]
+        seconds = measured.seconds * cost.seconds / modelled if modelled else measured.seconds
+        own = measured.top_bytes - sum(measured.result_bytes)
+        return Cost(seconds, sum(sizes_of(result)) + math.ceil(own * _growth(near, key)) if own > 0 else 0)
+
+
+def _family_of(key: Key) -> Key:
+    """Return what ops that differ in sizes have in common."""
+    op, *leaves = key
+    kinds = [(len(leaf.shape), leaf.dtype) if isinstance(leaf, _TensorFacts) else type(leaf) for leaf in leaves]
+    return (op, *kinds)
+
+
+def _shapes_in(key: Key) -> list[tuple[int, ...]]:
+    return [leaf.shape for leaf in key if isinstance(leaf, _TensorFacts)]
+
+
+def _distance_from(key: Key) -> Callable[[Key], float]:
+    """Return what tells how far the sizes of an op of the same family are from those of `key`, in doublings."""
+    mine = [size for shape in _shapes_in(key) for size in shape]
+
+    def distance(other: Key) -> float:
+        its = [size for shape in _shapes_in(other) for size in shape]
+        return math.fsum(abs(math.log2((one + 1) / (two + 1))) for one, two in zip(mine, its, strict=True))
+
+    return distance
+
+
+def _growth(near: Key, key: Key) -> float:
+    """Return how much larger the tensor is that grew most, at least 1."""
+    pairs = zip(map(math.prod, _shapes_in(near)), map(math.prod, _shapes_in(key)), strict=True)
+    return max([1.0, *(now / before for before, now in pairs if before)])
+
+
+def key_of(op: Any, args: Any, kwargs: Any) -> Key:
+    """Return the key of an op's cost: all that is known of the call before it runs."""
+    leaves = flatten((args, kwargs))[0]
+    return (op, *map(_facts_of, leaves))
+
+
+def _facts_of(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return _TensorFacts(tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype)
+    return leaf if isinstance(leaf, Hashable) else repr(leaf)
+
+
+def sizes_of(result: Any) -> Iterator[int]:
+    """Yield the bytes of the memory behind each tensor of a result."""
+    for leaf in flatten(result)[0]:
+        if isinstance(leaf, Tensor):
+            yield sum(int(storage.nbytes()) for storage in storages_of(leaf))

@@ -1,0 +1,232 @@
+"""A step that runs out of memory runs again under a tighter plan: every bit is that of a step with enough memory."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from journal import Journal
+from oracle import assert_bitwise, random_states
+from plan_models import GPT
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import reactivate
+from reactivate import Plan, policies
+from reactivate.errors import UsageError
+
+
+class Model(GPT):
+    """With running statistics, a counter, a list, and a place where memory runs out."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+        self.statistics = nn.BatchNorm1d(32)
+        self.calls, self.seen = 0, []
+        self.fails: Callable[[str], None] = _never
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(random.random() + numpy.random.rand())
+        x = self.statistics(self.embed(tokens).transpose(1, 2)).transpose(1, 2)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 2:
+                self.fails("forward")
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.fails("backward"))
+            self.blocks[1].mlp[1].weight
+        return self.head(self.norm(x))
+
+
+def _never(place: str) -> None:
+    pass
+
+
+class Failing:
+    """Raises the error of an allocator, at one place, some times."""
+
+    def __init__(self, place: str, times: int = 1, asked: str = "64.00 KiB") -> None:
+        self.place, self.times, self.asked = place, times, asked
+        self.failed = Journal()  # which is not put back
+
+    def __call__(self, place: str) -> None:
+        if place == self.place and len(self.failed) < self.times:
+            self.failed.append(place)
+            raise torch.OutOfMemoryError(f"Out of memory. Tried to allocate {self.asked}. The device has no more.")
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(64, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.long))
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Model, Plan]:
+    model = Model()
+    return model, reactivate.plan(model, tokens(4, 64), budget="80%", loss=loss_of)
+
+
+def trained(model: Model, wrap: Callable[[Any], Any], fails: Any = _never, fused: bool = False) -> dict[str, Any]:
+    """Return all that two steps leave, each of two micro-batches; memory fails in the second one."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    optimizer.register_step_pre_hook(lambda *given: model.fails("optimizer begins"))
+
+    @wrap
+    def step(one: Tensor, two: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss_of(model(one)).backward()
+        loss = loss_of(model(two))
+        loss.backward()
+        model.fails("before the optimizer")
+        optimizer.step()
+        model.fails("after the optimizer")
+        return loss.detach()
+
+    losses = []
+    for place in (_never, fails):
+        model.fails = place
+        losses.append(step(tokens(4, 64), tokens(4, 63)))
+    found: dict[str, Any] = {f"loss {index}": loss for index, loss in enumerate(losses)}
+    found |= {f"gradient {name}": item.grad for name, item in model.named_parameters()}
+    for index, entries in enumerate(optimizer.state.values()):
+        found |= {f"state {index} {name}": value for name, value in entries.items()}
+    found |= random_states()
+    found |= model.state_dict()
+    found["python"] = torch.tensor([random.random(), model.calls, *model.seen])
+    return found
+
+
+def guarded(**options: Any) -> Callable[[Any], Any]:
+    return lambda step: reactivate.guard_memory(step, **options)
+
+
+@pytest.fixture
+def model(planned: tuple[Model, Plan]) -> Model:
+    model = copy.deepcopy(planned[0])
+    reactivate.apply(model, planned[1])
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(planned: tuple[Model, Plan]) -> dict[str, Any]:
+    return trained(copy.deepcopy(planned[0]), lambda step: step)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_bitwise(found[name], value, name)
+
+
+def policy_of(model: nn.Module) -> Any:
+    handle = reactivate.Handle.of(model)
+    assert handle is not None
+    return handle.policy
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "before the optimizer", "optimizer begins"])
+def test_every_bit_is_that_of_a_step_with_enough_memory(
+    model: Model, planned: tuple[Model, Plan], expected: dict[str, Any], place: str
+) -> None:
+    with pytest.warns(UserWarning, match=r"ran out of memory \(it asked for 64.0 KiB more\)") as told:
+        found = trained(model, guarded(), Failing(place))
+    assert len([item for item in told if "ran out of memory" in str(item.message)]) == 1
+    assert policy_of(model).predicted.peak_bytes <= planned[1].predicted.peak_bytes - 2**16
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_has_stepped_is_put_back_from_copies(
+    model: Model, planned: tuple[Model, Plan], fused: bool
+) -> None:
+    expected = trained(copy.deepcopy(planned[0]), lambda step: step, fused=fused)
+    with pytest.warns(UserWarning, match="ran out of memory"):
+        found = trained(model, guarded(undo_optimizer=True), Failing("after the optimizer"), fused)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_is_never_run_twice_without_copies(model: Model, fused: bool) -> None:
+    fails = Failing("after the optimizer")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trained(model, guarded(), fails, fused)
+    assert len(fails.failed) == 1
+    assert "undo_optimizer=True" in "".join([*getattr(caught.value, "__notes__", ()), *map(str, caught.value.args)])
+
+
+def test_a_step_that_fails_again_has_a_plan_that_is_tighter_still(
+    model: Model, planned: tuple[Model, Plan], expected: dict[str, Any]
+) -> None:
+    with pytest.warns(UserWarning, match="ran out of memory"):
+        found = trained(model, guarded(), Failing("backward", 3, "16.00 KiB"))
+    assert policy_of(model).budget_bytes <= planned[1].predicted.peak_bytes - (1 + 2 + 4) * 2**14
+    assert_same(found, expected)
+
+
+def test_where_no_plan_is_tighter_the_error_is_raised_and_all_is_put_back(model: Model) -> None:
+    @reactivate.guard_memory
+    def step() -> None:
+        loss_of(model(tokens(4, 64))).backward()
+
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before, states = copy.deepcopy(model.state_dict()), random_states()
+    model.fails = Failing("backward", 1, "7.00 GiB")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step()
+    assert "no plan takes less memory" in "".join(
+        [*getattr(caught.value, "__notes__", ()), *map(str, caught.value.args)]
+    )
+    assert all(torch.equal(item.grad, torch.ones_like(item)) for item in model.parameters() if item.grad is not None)
+    assert model.calls == len(model.seen) == 0
+    assert_same(dict(model.state_dict()) | random_states(), dict(before) | states)
+
+
+def test_other_errors_are_the_steps_own(model: Model) -> None:
+    @reactivate.guard_memory
+    def step() -> None:
+        model(tokens(4, 64))
+        raise RuntimeError("of the step")
+
+    with pytest.raises(RuntimeError, match="of the step"):
+        step()
+    assert model.calls == 1
+
+
+def test_an_adaptive_plan_is_tightened_for_all_shapes() -> None:
+    model = Model()
+    plan = reactivate.plan(model, tokens(4, 64), budget="60%", loss=loss_of, shapes="adaptive")
+    expected = trained(copy.deepcopy(model), lambda step: step)
+    reactivate.apply(model, plan)
+    with pytest.warns(UserWarning, match="ran out of memory"):
+        found = trained(model, guarded(), Failing("backward"))
+    assert policy_of(model).budget_bytes < plan.budget_bytes
+    assert all(one.peak_bytes <= policy_of(model).budget_bytes for one in policy_of(model).classes)
+    assert_same(found, expected)
+
+
+def test_what_is_refused(planned: tuple[Model, Plan], tmp_path: Path) -> None:
+    plain, batch = copy.deepcopy(planned[0]), tokens(4, 64)
+    step = reactivate.guard_memory(lambda: plain(batch))
+    with pytest.raises(UsageError, match="policies found are: none"):
+        step()
+    with reactivate.apply(plain, policies.full()), pytest.raises(UsageError, match=r"full\(\)"):
+        step()
+    planned[1].save(tmp_path / "plan.json")
+    with reactivate.apply(plain, Plan.load(tmp_path / "plan.json")), pytest.raises(UsageError, match="from a file"):
+        step()
+    with pytest.raises(UsageError, match="takes a function"):
+        reactivate.guard_memory(plain)
