@@ -63,7 +63,7 @@ class Planner:
         self._overhead = measure_overhead()
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
-        self._trials = Trials(step, place, self.units, tell)
+        self._trials = Trials(step, place, self.units, tell, needs_fakes=bool(self._storages))
         self.costs: Costs = Modelled(place.spec, place.rounding)
         self.is_predicted = not place.is_here
 

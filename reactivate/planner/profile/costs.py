@@ -24,7 +24,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.accounts import storages_of
-from reactivate._torch.containers import flatten
+from reactivate._torch.containers import leaves_at_op
+from reactivate._torch.ops import opaque_arguments
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.profile.trace import Cost
@@ -62,13 +63,16 @@ class Measured(Modelled):
 
 def key_of(op: Any, args: Any, kwargs: Any) -> Key:
     """Return the key of an op's cost: all that is known of the call before it runs."""
-    leaves = flatten((args, kwargs))[0]
-    return (op, *map(_facts_of, leaves))
+    opaque = opaque_arguments(op)
+    given = [*enumerate(args), *kwargs.items()]
+    return (op, *((name, None if name in opaque else _facts_of(value)) for name, value in given))
 
 
 def _facts_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype
+    if isinstance(leaf, (list, tuple)):
+        return tuple(map(_facts_of, leaf))
     return leaf if isinstance(leaf, Hashable) else repr(leaf)
 
 
@@ -129,7 +133,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _sizes_of(result: Any) -> Iterator[int]:
-    for leaf in flatten(result)[0]:
+    for leaf in leaves_at_op(result):
         if isinstance(leaf, Tensor):
             yield sum(int(storage.nbytes()) for storage in storages_of(leaf))
 
