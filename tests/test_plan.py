@@ -24,7 +24,7 @@ import reactivate
 from reactivate._engine.accounts import in_words
 from reactivate._torch.fake import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner import planner
+from reactivate.planner import planner, trials
 from reactivate.planner.cost.devices import find
 from reactivate.planner.place import available_bytes, memory_bytes
 from reactivate.planner.plan import Plan
@@ -97,17 +97,45 @@ def test_model_gradients_and_generators_are_as_they_were(make: Callable[[], Case
     assert not any(isinstance(item, FakeTensor) for item in case.model.state_dict().values())
 
 
-def test_the_plain_step_runs_four_times() -> None:
-    case = gpt(layers=2)
+def runs_while_planning(case: Case) -> tuple[Plan, Counter[bool]]:
+    """The plan, and how many forwards ran on fake tensors (True) and for real."""
     runs = Journal()
 
     def count(model: nn.Module, args: Any, output: Any) -> None:
         runs.append(isinstance(output, FakeTensor))
 
     case.model.register_forward_hook(count)
-    planned(case, budget="100%")
-    counts = Counter(runs)
-    assert counts[False] == 4 and counts[True] > 4
+    return planned(case, budget="50%"), Counter(runs)
+
+
+def test_a_step_that_is_quick_is_planned_from_real_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "QUICK", 1e9)
+    case = gpt(layers=2)
+    plan, counts = runs_while_planning(case)
+    assert counts[True] == 0 and counts[False] > 8
+    assert plan.proof.method == "real" and plan.proof.margin_bytes == 0
+    assert_holds(case, plan)
+
+
+@pytest.mark.parametrize("why", ["slow", "large"])
+def test_a_step_that_is_slow_or_large_is_simulated(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    case = gpt(layers=2)
+    own = sum(item.nbytes for item in case.model.parameters())
+    if why == "slow":
+        monkeypatch.setattr(trials, "seconds_of", lambda run, device: (run(), 1e9)[1])
+    else:
+        monkeypatch.setattr(trials, "available_bytes", lambda device: own + 10_000)
+    plan, counts = runs_while_planning(case)
+    assert counts[False] == {"slow": 6, "large": 4}[why] and counts[True] > 4
+    assert plan.proof.method == "simulated"
+    assert_holds(case, plan)
+
+
+def test_a_simulation_that_takes_longer_than_the_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "QUICK", 0.0)
+    monkeypatch.setattr(trials, "seconds_of", lambda run, device: (run(), 1e-9)[1])
+    plan, counts = runs_while_planning(gpt(layers=2))
+    assert counts[True] == 0 and plan.proof.method == "real"
 
 
 def test_a_plain_step_that_does_not_fit_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,8 +160,17 @@ def test_a_margin_is_left_where_sizes_depend_on_the_data() -> None:
     assert "are left free for other batches" in str(aligned)  # the lengths of its targets are numbers, too
 
     block, batch = made("a turn")
-    simulated = reactivate.plan(block.blocks[0], batch, budget="90%")
-    assert simulated.proof.margin_bytes == 0 and simulated.proof.method == "simulated"
+    assert not reactivate.plan(block.blocks[0], batch, budget="90%").proof.margin_bytes
+
+
+def test_no_margin_is_left_where_arguments_alone_decide() -> None:
+    class Masked(Deciding):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return super().forward(x) if mask.any() else self.blocks[0](x[:, mask.sum().item() :])
+
+    torch.manual_seed(0)
+    plan = reactivate.plan(Masked(), (torch.randn(4, 64, DIM), torch.zeros(3, dtype=torch.bool)), budget="100%")
+    assert not plan.proof.margin_bytes
 
 
 def test_the_model_is_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:

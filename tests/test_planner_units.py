@@ -30,6 +30,12 @@ def test_units_are_what_is_made_of_modules_where_nothing_repeats() -> None:
     assert list(units_of(UNet())) == ["down1", "down2", "middle", "up2", "up1"]
 
 
+def test_layers_without_modules_inside_are_units_where_nothing_else_is() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 8), "layers": nn.ModuleList(nn.LSTM(8, 8) for _ in range(3))})
+    assert list(units_of(model)) == ["layers.0", "layers.1", "layers.2"]
+    assert list(units_of(nn.ModuleList([nn.LSTM(8, 8), nn.GRU(8, 8)]))) == [""]
+
+
 def test_a_wrapper_is_looked_into() -> None:
     class Wrapper(nn.Module):
         def __init__(self) -> None:

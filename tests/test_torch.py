@@ -543,6 +543,13 @@ def a_fake_tensor_has_a_size_and_a_graph_and_no_memory() -> None:
     assert type(gradient) is room.FakeTensor
 
 
+@needs("device_of")
+def a_fake_tensor_says_where_it_seems_to_be() -> None:
+    with room.FakeTensorMode():
+        assert room.device_of(torch.ones(2, device="cuda:1")) == torch.device("cuda:1")
+        assert room.device_of(torch.ones(2)) == torch.device("cpu")
+
+
 @needs("unset_fake_temporarily", "DEVICE_QUERY", "unlogged")
 def a_fake_mode_can_be_put_aside() -> None:
     with room.FakeTensorMode(allow_non_fake_inputs=True):
@@ -639,6 +646,25 @@ def a_schema_says_what_is_written_to() -> None:
     assert room.written_arguments(aten.add_.Tensor) == ((0, "self", False),)
     assert room.written_arguments(aten.mm.out) == ((2, "out", True),)
     assert room.written_arguments(torch.ops.higher_order.cond) == ()
+
+
+@needs("tensor_positions")
+def schemas_say_which_arguments_are_tensors() -> None:
+    assert room.tensor_positions(torch.ops.aten.mul.Tensor) == (0, 1)
+    assert room.tensor_positions(torch.ops.aten.add.Scalar) == (0,)
+
+
+@needs("opaque_arguments")
+def workspaces_of_recurrent_layers_are_opaque() -> None:
+    assert room.opaque_arguments(torch.ops.aten.mkldnn_rnn_layer_backward.default) == {22, "workspace"}
+    assert "reserve" in room.opaque_arguments(torch.ops.aten._cudnn_rnn_backward.default)
+    assert not room.opaque_arguments(torch.ops.aten.mul.Tensor)
+
+
+@needs("leaves_at_op")
+def what_ops_take_is_listed() -> None:
+    x, y = torch.ones(2), torch.ones(3)
+    assert room.leaves_at_op(([x, None], {"out": (y, 2.0)})) == [x, y, 2.0]
 
 
 @needs("flatten", "unflatten")

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.inputs.capture import Capture
-from reactivate._torch.containers import flatten, unflatten
-from reactivate._torch.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from reactivate._torch.containers import flatten, leaves_at_op, unflatten
+from reactivate._torch.fake import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
 from reactivate._torch.ops import DEVICE_QUERY
 
 
@@ -95,8 +95,8 @@ class _Values(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is DEVICE_QUERY:
-            return func(*args, **kwargs)
+        if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
+            return device_of(args[0])
         result = self._run(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs) and _is_on_cpu(result):
             generator = kwargs.get("generator") or torch.default_generator
@@ -104,12 +104,12 @@ class _Values(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(map(has_no_memory, given)):
             return func(*args, **kwargs)
         if not given:  # a new tensor: how large it is, and where, its fake tells
             made = func(*args, **kwargs)
-            given = [leaf for leaf in flatten(made)[0] if isinstance(leaf, Tensor)]
+            given = [leaf for leaf in leaves_at_op(made) if isinstance(leaf, Tensor)]
             if not given or sum(leaf.nbytes for leaf in given) > self.limit_bytes or given[0].is_meta:
                 return made
         elif sum(leaf.nbytes for leaf in given) > self.limit_bytes:
@@ -126,4 +126,4 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_on_cpu(result: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in flatten(result)[0])
+    return any(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves_at_op(result))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from reactivate._torch.ways import find
 
@@ -12,6 +15,12 @@ FakeTensor, FakeTensorMode = find("torch._subclasses.FakeTensor"), find("torch._
 
 # What runs with no fake tensor among its arguments can run for real: the fake mode is put aside for the time.
 unset_fake_temporarily = find("torch._subclasses.fake_tensor.unset_fake_temporarily")
+
+
+def device_of(fake: Any) -> torch.device:
+    """Return the device that a fake tensor gives as its own: torch asks several times an op, through every mode."""
+    return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device  # type: ignore[no-any-return]
+
 
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 

@@ -35,6 +35,24 @@ def written_arguments(op: Any) -> tuple[tuple[int, str, bool], ...]:
 
 
 @functools.cache
+def tensor_positions(op: Any) -> tuple[int, ...]:
+    """List the positions of the arguments that `op`'s schema says are tensors: torch takes numbers there, too."""
+    arguments = op._schema.arguments if isinstance(op, OpOverload) else ()
+    return tuple(position for position, item in enumerate(arguments) if str(item.type) == "Tensor")
+
+
+@functools.cache
+def opaque_arguments(op: Any) -> frozenset[int | str]:
+    """Return the positions and names of arguments whose size kernels alone know: the workspaces of recurrent layers.
+
+    It follows from the other arguments, and a fake tensor in its place is empty.
+    """
+    arguments = op._schema.arguments if isinstance(op, OpOverload) else ()
+    found = {position: item.name for position, item in enumerate(arguments) if item.name in ("workspace", "reserve")}
+    return frozenset([*found, *found.values()])
+
+
+@functools.cache
 def returns_arguments(op: Any) -> bool:
     """Return whether `op`'s schema says that it returns an argument of its, or a view of one."""
     returns = op._schema.returns if isinstance(op, OpOverload) else ()

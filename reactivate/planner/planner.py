@@ -67,7 +67,8 @@ class Planner:
         self._overhead = measure_overhead()
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
-        self._trials = Trials(step, place if known is None else replace(place, is_here=False), self.units, tell)
+        here = place if known is None else replace(place, is_here=False)
+        self._trials = Trials(step, here, self.units, tell, needs_fakes=bool(self._storages))
         self.costs: Costs = Modelled(place.spec, place.rounding) if known is None else known.costs
         self.is_predicted = not place.is_here if known is None else known.is_predicted
 

@@ -1,17 +1,24 @@
-"""Policies that are tried: each in a simulated step, or in a real one where a simulation does not know what to do."""
+"""Policies that are tried: each in a real step, or in a simulated one.
+
+A real step knows all that its values decide. A simulated one needs neither memory nor compute: it takes the place of a real
+step that does not fit or cannot run here, and of one that takes longer.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from time import perf_counter
 
+import torch
 from torch.nn import Module
 
 from reactivate._torch.fake import unlogged
 from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.cost.prediction import Proof
-from reactivate.planner.place import Place
+from reactivate.planner.place import RESERVE, Place, available_bytes
+from reactivate.planner.profile.costs import seconds_of
 from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
@@ -22,6 +29,14 @@ from reactivate.storage.rehearsal import Rehearsal
 MARGIN = 0.05  # of its own peak, where the sizes of a step depend on its data: the loads of experts, say
 
 
+QUICK = 0.2  # seconds of a real step that no simulation is compared with
+MOST_OPS = 20_000  # of a step that is simulated only to find out whether sizes depend on the data
+
+
+class _Stopped(BaseException):
+    """A step needs more memory than is free, or more time than another way to run it: no `except Exception` takes it."""
+
+
 class Trials:
     """Steps in which policies are tried.
 
@@ -30,19 +45,23 @@ class Trials:
         place: where it runs.
         units: the model's units by their paths.
         tell: reports progress.
+        needs_fakes: whether steps are to be simulated wherever they can be: storages are rehearsed in these.
 
     Attributes:
-        with_values: whether they run for real: something in the step depends on values that it computes.
+        with_values: whether they run for real.
         margin: the part of a plan's own peak that is left free for batches with other sizes inside of the model.
     """
 
-    def __init__(self, step: TrainingStep, place: Place, units: Mapping[str, Module], tell: Tell) -> None:
+    def __init__(
+        self, step: TrainingStep, place: Place, units: Mapping[str, Module], tell: Tell, *, needs_fakes: bool
+    ) -> None:
         self.with_values = False
         self.margin = 0.0
         self._step = step
         self._place = place
         self._units = units
         self._tell = tell
+        self._needs_fakes = needs_fakes
 
     def first(self, costs: Costs) -> Trace:
         """Run the plain step, with the calls of functions counted, and find out how steps can run.
@@ -51,6 +70,68 @@ class Trials:
             UsageError: it cannot be simulated, and it cannot run for real either, since the model is elsewhere.
             Exception: whatever the step raises.
         """
+        recorded = self._recorded(costs) if self._place.is_here and not self._needs_fakes else None
+        return self._simulated(costs) if recorded is None else recorded
+
+    def _recorded(self, costs: Costs) -> Trace | None:
+        """Run the plain step for real; None where it does not fit, or where a simulation takes less time."""
+        self._tell("the plain step")
+        self.with_values = True
+        try:
+            trace, seconds = self._timed(costs, self._within_memory())
+            if seconds > QUICK:  # maybe since it was the first
+                trace, seconds = self._timed(costs, self._within_memory())
+        except (_Stopped, torch.OutOfMemoryError):
+            self.with_values = False
+            return None
+        if seconds <= QUICK and not trace.depends_on_data:
+            return trace
+        is_short = len(trace.ops) <= MOST_OPS
+        began = perf_counter()
+        simulated = self._simulated_within(costs, math.inf if trace.depends_on_data and is_short else seconds)
+        if trace.depends_on_data and (simulated is None or not is_short):
+            self.margin = MARGIN
+        if simulated is None or seconds <= max(QUICK, perf_counter() - began):
+            self.with_values = True
+            return trace
+        return simulated
+
+    def _simulated_within(self, costs: Costs, seconds: float) -> Trace | None:
+        """Simulate the plain step; None if that cannot be, or takes more time."""
+        self._tell("the plain step, simulated")
+        self.with_values = False
+        began = perf_counter()
+
+        def watch(live_bytes: int) -> None:
+            if perf_counter() - began > seconds:
+                raise _Stopped
+
+        try:
+            with unlogged():
+                return self.run({}, costs, count_functions=True, watch=watch)
+        except (_Stopped, Exception):  # whatever fake tensors raise where they need values
+            return None
+
+    def _timed(self, costs: Costs, watch: Callable[[int], None]) -> tuple[Trace, float]:
+        found: list[Trace] = []
+        seconds = seconds_of(
+            lambda: found.append(self.run({}, costs, count_functions=True, watch=watch)), self._place.device
+        )
+        return found[0], seconds
+
+    def _within_memory(self) -> Callable[[int], None]:
+        """Return what stops a step before it takes more than is free."""
+        gradients = sum(item.nbytes for item in self._step.model.parameters() if item.requires_grad)
+        free_bytes = available_bytes(self._place.device) * (1 - RESERVE) - gradients
+
+        def watch(live_bytes: int) -> None:
+            if live_bytes > free_bytes:
+                raise _Stopped
+
+        return watch
+
+    def _simulated(self, costs: Costs) -> Trace:
+        """Simulate the plain step; run it for real where that cannot be, if it can run."""
         self._tell("the plain step, simulated")
         try:
             with unlogged():
@@ -93,6 +174,7 @@ class Trials:
         rehearsal: Rehearsal | None = None,
         *,
         count_functions: bool = False,
+        watch: Callable[[int], None] | None = None,
     ) -> Trace:
         """Return the step with treatments for some units.
 
@@ -102,6 +184,7 @@ class Trials:
             storages: those that treatments use, by their names.
             rehearsal: of that storage.
             count_functions: whether to count the calls of torch's functions.
+            watch: called after each op with the bytes that are alive; it may raise.
         """
         return simulate(
             self._step,
@@ -112,6 +195,7 @@ class Trials:
             with_values=self.with_values,
             count_functions=count_functions,
             rehearsal=rehearsal,
+            watch=watch,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch.nn import Module, ModuleDict, ModuleList
@@ -14,7 +15,8 @@ _LISTS = (ModuleList, ModuleDict)  # they have children and are not called
 def units_of(model: Module) -> dict[str, Module]:
     """{path: module}, none inside of another: the blocks, and the largest modules of modules without a block inside.
 
-    A model without either is one unit, with the path "".
+    A model without either has the repeated modules of its lists as units, recurrent layers say; or is one unit itself, with
+    the path "".
 
     Example:
         >>> import torch
@@ -31,7 +33,22 @@ def units_of(model: Module) -> dict[str, Module]:
         if not inside:
             break
         found = inside
-    return found or {"": model}
+    return found or _repeated_leaves(model) or {"": model}
+
+
+def _repeated_leaves(model: Module) -> dict[str, Module]:
+    """The modules in lists that repeat and have no modules inside: recurrent layers."""
+    found: dict[str, Module] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ModuleList):
+            leaves = {f"{path}.{name}" if path else name: child for name, child in module.named_children()}
+            alike = Counter(type(child) for child in leaves.values())
+            found |= {place: child for place, child in leaves.items() if alike[type(child)] > 1 and _is_layer(child)}
+    return found
+
+
+def _is_layer(module: Module) -> bool:
+    return not any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def parts_of(unit: Module) -> dict[str, Module]:

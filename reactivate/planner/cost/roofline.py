@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._torch.containers import flatten
+from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.ops import written_arguments
 from reactivate.planner.cost.devices import DeviceSpec
 
@@ -83,7 +83,7 @@ def _grouped_product(one: Tensor, other: Tensor, *rest: Any) -> int:
 
 def _recurrent(input_: Tensor, *rest: Any) -> int:
     """Every weight meets every position once. What stands before the hidden state are the weights and biases."""
-    weights = [leaf for leaf in flatten(rest[:4])[0] if isinstance(leaf, Tensor) and leaf.ndim == 2]
+    weights = [leaf for leaf in leaves_at_op(rest[:4]) if isinstance(leaf, Tensor) and leaf.ndim == 2]
     return 2 * prod(input_.shape[:-1]) * sum(weight.numel() for weight in weights)
 
 
@@ -213,7 +213,7 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_at_op(value) if isinstance(leaf, Tensor)]
 
 
 def _is_tagged(op: Any, tag: torch.Tag) -> bool:

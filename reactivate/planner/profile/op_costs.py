@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from reactivate._engine.accounts import storages_of
-from reactivate._torch.containers import flatten
+from reactivate._torch.containers import leaves_at_op
+from reactivate._torch.ops import opaque_arguments
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.profile.trace import Cost
@@ -92,13 +93,24 @@ class Measured(Modelled):
 
 def _family_of(key: Key) -> Key:
     """Return what ops that differ in sizes have in common."""
-    op, *leaves = key
-    kinds = [(len(leaf.shape), leaf.dtype) if isinstance(leaf, _TensorFacts) else type(leaf) for leaf in leaves]
+    op, *arguments = key
+    kinds = [
+        (len(leaf.shape), leaf.dtype) if isinstance(leaf, _TensorFacts) else type(leaf)
+        for leaf in _leaves_in(arguments)
+    ]
     return (op, *kinds)
 
 
 def _shapes_in(key: Key) -> list[tuple[int, ...]]:
-    return [leaf.shape for leaf in key if isinstance(leaf, _TensorFacts)]
+    return [leaf.shape for leaf in _leaves_in(key) if isinstance(leaf, _TensorFacts)]
+
+
+def _leaves_in(facts: Iterable[Hashable]) -> Iterator[Hashable]:
+    for item in facts:
+        if isinstance(item, tuple) and not isinstance(item, _TensorFacts):
+            yield from _leaves_in(item)
+        else:
+            yield item
 
 
 def _distance_from(key: Key) -> Callable[[Key], float]:
@@ -120,18 +132,21 @@ def _growth(near: Key, key: Key) -> float:
 
 def key_of(op: Any, args: Any, kwargs: Any) -> Key:
     """Return the key of an op's cost: all that is known of the call before it runs."""
-    leaves = flatten((args, kwargs))[0]
-    return (op, *map(_facts_of, leaves))
+    opaque = opaque_arguments(op)
+    given = [*enumerate(args), *kwargs.items()]
+    return (op, *((name, None if name in opaque else _facts_of(value)) for name, value in given))
 
 
 def _facts_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return _TensorFacts(tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype)
+    if isinstance(leaf, (list, tuple)):
+        return tuple(map(_facts_of, leaf))
     return leaf if isinstance(leaf, Hashable) else repr(leaf)
 
 
 def sizes_of(result: Any) -> Iterator[int]:
     """Yield the bytes of the memory behind each tensor of a result."""
-    for leaf in flatten(result)[0]:
+    for leaf in leaves_at_op(result):
         if isinstance(leaf, Tensor):
             yield sum(int(storage.nbytes()) for storage in storages_of(leaf))

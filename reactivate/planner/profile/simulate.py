@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -26,6 +26,7 @@ def simulate(
     with_values: bool = False,
     count_functions: bool = False,
     rehearsal: Rehearsal | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> Trace:
     """Run `step` with `policy` applied to its model, on fake tensors or for real, and take down its memory.
 
@@ -38,10 +39,13 @@ def simulate(
         with_values: whether the step runs for real: with its own tensors, in their memory.
         count_functions: whether to count the calls of torch's functions.
         rehearsal: of the storage that the policy uses.
+        watch: called after each op with the bytes that are alive; it may raise.
     """
     with ExitStack() as stack:
         stack.callback(apply(step.model, policy).remove)
         run, known = stack.enter_context(step.on_values() if with_values else step.on_fakes(device))
-        trace = stack.enter_context(traced(units, known, costs, count_functions=count_functions, rehearsal=rehearsal))
+        trace = stack.enter_context(
+            traced(units, known, costs, count_functions=count_functions, rehearsal=rehearsal, watch=watch)
+        )
         run()
     return trace

@@ -26,12 +26,14 @@ from reactivate._engine.current import is_recomputing
 from reactivate._engine.kept_calls.site_log import opened
 from reactivate._engine.record import Record, observed_by
 from reactivate._torch.autograd import current_node_number, next_node_number
-from reactivate._torch.containers import flatten
-from reactivate._torch.ops import DEVICE_QUERY
+from reactivate._torch.containers import leaves_at_op
+from reactivate._torch.fake import FakeTensor, device_of
+from reactivate._torch.ops import DEVICE_QUERY, tensor_positions
 from reactivate.planner.profile.trace import Allocation, CopyEvent, Costs, Op, Trace, UnitCall
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
 
+_NUMBERS = (bool, int, float, complex)
 _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
@@ -43,6 +45,7 @@ def traced(
     *,
     count_functions: bool = False,
     rehearsal: Rehearsal | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> Iterator[Trace]:
     """Take down what runs inside of the context.
 
@@ -52,8 +55,9 @@ def traced(
         costs: what ops cost.
         count_functions: whether to count the calls of torch's functions.
         rehearsal: of the storage that is used.
+        watch: called after each op with the bytes that are alive; it may raise.
     """
-    tracer = _Tracer({id(module): path for path, module in units.items()}, costs)
+    tracer = _Tracer({id(module): path for path, module in units.items()}, costs, watch)
     for tensor in known:
         tracer.know(tensor)
     with ExitStack() as stack:
@@ -74,8 +78,9 @@ def traced(
 
 
 class _Tracer(TorchDispatchMode):
-    def __init__(self, units: Mapping[int, str], costs: Costs) -> None:
+    def __init__(self, units: Mapping[int, str], costs: Costs, watch: Callable[[int], None] | None) -> None:
         super().__init__()
+        self._watch = watch
         self.trace = Trace()
         self._units = units
         self._costs = costs
@@ -93,6 +98,14 @@ class _Tracer(TorchDispatchMode):
         for storage in storages_of(tensor):
             if not self._is_known(storage):
                 self._storages[id(storage)] = weakref.ref(storage)
+
+    def _enter_numbers(self, op: Any, args: Any) -> None:
+        """Numbers in the place of tensors become small tensors, which autograd saves: until when, no mode sees."""
+        if self._costs.rounding > 1 or not torch.is_grad_enabled():  # an accelerator's memory holds no numbers
+            return
+        numbers = [args[at] for at in tensor_positions(op) if at < len(args) and isinstance(args[at], _NUMBERS)]
+        if numbers and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args):
+            self._allocate(sum(16 if isinstance(number, complex) else 8 for number in numbers))
 
     def _is_known(self, storage: UntypedStorage) -> bool:
         known = self._storages.get(id(storage))  # torch gives a storage one Python object for life
@@ -132,16 +145,17 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is DEVICE_QUERY:  # fake tensors are asked all the time
-            return func(*args, **kwargs)
-        for leaf in flatten((args, kwargs))[0]:
+        if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
+            return device_of(args[0])
+        before = self._live_bytes
+        for leaf in leaves_at_op((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.know(leaf)
-        before = self._live_bytes
+        self._enter_numbers(func, args)
         result = func(*args, **kwargs)
         cost = self._costs.of(func, args, kwargs, result)
         sizes = iter(cost.result_bytes)
-        for leaf in flatten(result)[0]:
+        for leaf in leaves_at_op(result):
             if isinstance(leaf, Tensor):
                 self._enter(leaf, next(sizes, 0))
         is_recomputation = is_recomputing()
@@ -151,6 +165,8 @@ class _Tracer(TorchDispatchMode):
         self.trace.ops.append(op)
         if not _OF_DATA.isdisjoint(func.tags):
             self.trace.depends_on_data = True
+        if self._watch is not None:
+            self._watch(top)
         return result
 
     # -- units --------------------------------------------------------------------------------------------------------
