@@ -1,4 +1,4 @@
-"""The one dispatch of a region's call: into a graph of torch.compile, into a trace of JAX, or to the engine.
+"""The one dispatch of a region's call: into a graph of torch.compile or AOTAutograd, into a trace of JAX, or to the engine.
 
 Fake tensors, dispatch modes and transforms of `torch.func` are the engine's own affair: there is a call to run.
 """
@@ -11,10 +11,12 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
+from reactivate._compilers.aot import run_tagged
 from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.record import Options
 from reactivate._options import contexts_in_graph
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph
+from reactivate._torch.modes import is_aot_tracing
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any], Options], Any]
 
@@ -36,7 +38,9 @@ def run_region(runner: Runner, options: Options, fn: Any, /, *args: Any, **kwarg
 
 
 def run_untraced(runner: Runner, options: Options, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `fn(*args, **kwargs)` as a region that torch.compile does not trace."""
+    """Call `fn(*args, **kwargs)` as a region that dynamo does not trace."""
+    if is_aot_tracing():
+        return run_tagged(fn, args, kwargs, options, contexts_in_graph(options))
     if "torchax" in sys.modules and is_traced(fn, args, kwargs):
         return run_traced(fn, args, kwargs, options)
     return runner(fn, args, kwargs, options)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from functorch.compile import aot_function, make_boxed_func
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -528,6 +529,19 @@ def states_are_compared_under_a_fake_mode() -> None:
     with room.FakeTensorMode():
         assert room.equal_unseen(state, state)
     assert not room.equal_unseen(state, torch.zeros_like(state))
+
+
+@needs("STAND_INS", "is_aot_tracing")
+def what_aot_autograd_traces_with_is_known() -> None:
+    seen = []
+
+    def traced(x: Tensor) -> Tensor:
+        seen.append((room.is_aot_tracing(), isinstance(x, room.STAND_INS)))
+        return x.sin()
+
+    aot_function(traced, fw_compiler=lambda module, _: make_boxed_func(module))(torch.ones(2, requires_grad=True))
+    assert seen and all(item == (True, True) for item in seen)
+    assert not room.is_aot_tracing()
 
 
 @needs("FakeTensor", "FakeTensorMode")

@@ -10,11 +10,11 @@ import torch
 
 from reactivate._backends.base import Backend
 from reactivate._backends.cuda import CudaBackend
-from reactivate._backends.fence import Fence, fences, register_fence
+from reactivate._backends.fence import Fence, WatchingFence, fences, register_fence
 from reactivate._backends.tpu import TpuBackend
 from reactivate._torch.devices import accelerator_device, xla_runtime
 
-__all__ = ["Backend", "CudaBackend", "Fence", "accelerator", "backends", "fences", "register_fence"]
+__all__ = ["Backend", "CudaBackend", "Fence", "WatchingFence", "accelerator", "backends", "fences", "register_fence"]
 
 
 def accelerator() -> Backend | None:

@@ -7,8 +7,8 @@ for others, and that are there only after what stands behind the same fence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -24,6 +24,14 @@ class Fence(Protocol):
         All of them depend on all of `tensors`, so that nothing that reads one of them can run before the last of these is
         there. `tensors` themselves stay what they are.
         """
+
+
+@runtime_checkable
+class WatchingFence(Fence, Protocol):
+    """A fence whose device tells which tensors are new."""
+
+    def begin_watch(self) -> Callable[[Tensor], bool]:
+        """A function for whether a tensor was made after this call."""
 
 
 _fences: dict[str, Fence] = {}

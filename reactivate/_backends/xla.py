@@ -6,7 +6,7 @@ Imported only where torch_xla is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
@@ -33,15 +33,27 @@ _LEAST, _MOST = 0, 2**64 - 1
 _FIRST_SEED = 101  # of every device, whatever `torch.manual_seed` said before torch_xla was there
 
 
-def barrier(tensors: list[Tensor]) -> list[Tensor]:
-    """The fence of XLA: aliases behind one optimisation barrier.
+class Barrier:
+    """The fence of XLA."""
 
-    Source: OptimizationBarrier in XLA's operation semantics. It works in place, on what a tensor stands for: so not on
-    the caller's tensors, which would all become outputs of the graph, but on clones, which on XLA are handles.
-    """
-    aliases = [_plain(tensor).detach().clone() for tensor in tensors]
-    xla_runtime()._xla_optimization_barrier_(aliases)
-    return aliases
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Aliases behind one optimisation barrier.
+
+        Source: OptimizationBarrier in XLA's operation semantics. It works in place, on what a tensor stands for: so not on
+        the caller's tensors, which would all become outputs of the graph, but on clones, which on XLA are handles.
+        """
+        aliases = [_plain(tensor).detach().clone() for tensor in tensors]
+        xla_runtime()._xla_optimization_barrier_(aliases)
+        return aliases
+
+    def begin_watch(self) -> Callable[[Tensor], bool]:
+        """torch_xla numbers the tensors that it makes, a placeholder of its `scan` as well."""
+        number_of = xla_runtime()._xla_get_tensor_id
+        last = number_of(torch.empty((), device="xla"))
+        return lambda tensor: number_of(_plain(tensor)) > last
+
+
+barrier = Barrier()
 
 
 def _plain(tensor: Tensor) -> Tensor:

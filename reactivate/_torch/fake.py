@@ -13,6 +13,9 @@ from reactivate._torch.ways import find
 
 FakeTensor, FakeTensorMode = find("torch._subclasses.FakeTensor"), find("torch._subclasses.FakeTensorMode")
 
+# What AOTAutograd calls a function with, to trace it.
+STAND_INS = FakeTensor, find("torch._subclasses.functional_tensor.FunctionalTensor")
+
 # What runs with no fake tensor among its arguments can run for real: the fake mode is put aside for the time.
 unset_fake_temporarily = find("torch._subclasses.fake_tensor.unset_fake_temporarily")
 

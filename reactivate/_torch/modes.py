@@ -113,6 +113,13 @@ def is_tracing() -> bool:
     return any(map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)))
 
 
+def is_aot_tracing() -> bool:
+    """Return whether AOTAutograd calls Python to trace it, with tensors that stand for no values."""
+    if not is_dispatch_mode_active():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
 # -- looks that none of them sees -------------------------------------------------------------------------------------
 
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from reactivate._backends import Fence
+from reactivate._backends import Fence, WatchingFence
 from reactivate._engine.kept_calls.site_log import tensors_in
+from reactivate._torch.fake import STAND_INS
 from reactivate._torch.modes import (
     function_modes,
+    is_aot_tracing,
     pop_function_mode,
     push_function_mode,
     replace_function_modes,
@@ -29,7 +31,7 @@ class Aliases(TorchFunctionMode):
 
     What is made inside is known, beside the tensors: an attribute would be the user's to see, and a saved call's result
     with attributes is not kept. Anything else is looked up, and put behind the fence when it comes as a surprise: a tensor
-    in an attribute of some object, what a saved call kept.
+    in an attribute of some object, what a saved call kept. What AOTAutograd traces with is left alone: it has no values.
 
     Args:
         known: {device type: its fence}.
@@ -37,6 +39,7 @@ class Aliases(TorchFunctionMode):
 
     def __init__(self, known: Mapping[str, Fence]) -> None:
         self._fences = known
+        self._is_new = {kind: fence.begin_watch() for kind, fence in known.items() if isinstance(fence, WatchingFence)}
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the original, which has to stay alive
         self._left: set[int] = set()
         self.token: Tensor | None = None  # the gradient behind the last fence: a surprise waits for it as well
@@ -69,7 +72,8 @@ class Aliases(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _ACCESSORS and func not in _READS:
+        is_about_object = getattr(func, "__name__", "") in _ACCESSORS and func not in _READS
+        if is_about_object or is_aot_tracing():
             return func(*args, **kwargs)
         with without_function_modes():  # these looks are not the user's
             args, kwargs = self._aliased(args), self._aliased(kwargs)
@@ -93,15 +97,24 @@ class Aliases(TorchFunctionMode):
     def _is_concerned(self, tensor: Tensor) -> bool:
         made = self._made.get(id(tensor))
         is_own = made is not None and made() is tensor
-        return tensor.device.type in self._fences and not is_own and id(tensor) not in self._left
+        is_left = is_own or id(tensor) in self._left or isinstance(tensor, STAND_INS)
+        return tensor.device.type in self._fences and not is_left
 
     def _alias_of(self, tensor: Tensor) -> Tensor:
         whole = whole_of(tensor)
         if whole is not tensor:
             return view_again(tensor, self._alias_of(whole))
         if id(tensor) not in self._aliases:
+            if self._is_of_library(tensor):
+                self.own((tensor,))
+                return tensor
             self.put(tensor, self._behind_token(tensor))
         return self._aliases[id(tensor)][1]
+
+    def _is_of_library(self, tensor: Tensor) -> bool:
+        """Return whether another library's code has made it inside: no function of torch's was seen to."""
+        is_new = self._is_new.get(tensor.device.type)
+        return is_new is not None and is_new(tensor)
 
     def _behind_token(self, tensor: Tensor) -> Tensor:
         """An alias that waits for the token. The token goes on from there: of a fence, what nobody reads may be dropped."""
