@@ -141,7 +141,7 @@ def plan(
         if maximize is not None:
             found = largest(planned, place, optimizer, tell, asked, maximize, offered)
             return replace(found, planning_seconds=perf_counter() - began)
-        planner = Planner(planned, place, optimizer, tell, offered)
+        planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=shapes is not None)
         found = planner.prepare().plan(asked)
     found = replace(found, planning_seconds=perf_counter() - began)
     return found if shapes is None else adaptive_plan(planner, found)

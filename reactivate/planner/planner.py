@@ -57,6 +57,8 @@ class Planner:
         tell: Tell,
         storages: Mapping[str, Storage] | None = None,
         known: Profiled | None = None,
+        *,
+        needs_fakes: bool = False,
     ) -> None:
         self.step = step
         self._profiled = known
@@ -68,7 +70,7 @@ class Planner:
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
         here = place if known is None else replace(place, is_here=False)
-        self._trials = Trials(step, here, self.units, tell, needs_fakes=bool(self._storages))
+        self._trials = Trials(step, here, self.units, tell, needs_fakes=needs_fakes or bool(storages))
         self.costs: Costs = Modelled(place.spec, place.rounding) if known is None else known.costs
         self.is_predicted = not place.is_here if known is None else known.is_predicted
 
