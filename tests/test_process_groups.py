@@ -16,10 +16,8 @@ from process_group_programs import PATCHED, TIMEOUT_SECONDS, ways_of
 from process_group_worker import FAILURES, PROGRAMS
 from process_groups import finish, start, wait_for
 
-PROGRAMS_OF = {
-    2: [*PROGRAMS],
-    4: ["fsdp, parts", "sequence parallel", "context parallel", "experts", "pipeline, zero bubble", PATCHED],
-}
+ON_FOUR = ("fsdp, parts", "sequence parallel", "context parallel", "experts", "pipeline, zero bubble", PATCHED)
+PROGRAMS_OF = {2: [*PROGRAMS], 4: [name for name in ON_FOUR if name in PROGRAMS]}
 GATHERS = ("allgather_base", "all_gather_into_tensor")
 
 
