@@ -29,7 +29,7 @@ from reactivate.planner.points import Points
 from reactivate.planner.profile.costs import measure, seconds_of
 from reactivate.planner.profile.op_costs import Measured, Modelled
 from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
-from reactivate.planner.profile.profiled import Profiled
+from reactivate.planner.profile.step_profile import StepProfile
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
@@ -56,7 +56,7 @@ class Planner:
         optimizer: Optimizer | None,
         tell: Tell,
         storages: Mapping[str, Storage] | None = None,
-        known: Profiled | None = None,
+        known: StepProfile | None = None,
     ) -> None:
         self.step = step
         self._profiled = known
@@ -155,9 +155,9 @@ class Planner:
         self.costs = found[0]
         return statistics.median(seconds)
 
-    def profiled(self) -> Profiled:
+    def profiled(self) -> StepProfile:
         """Return what running the step has told."""
-        return Profiled(self.costs, self._scale, self.fixed.others, self._optimizer_needs, self.is_predicted)
+        return StepProfile(self.costs, self._scale, self.fixed.others, self._optimizer_needs, self.is_predicted)
 
     # -- other steps --------------------------------------------------------------------------------------------------
 
