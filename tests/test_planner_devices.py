@@ -71,8 +71,8 @@ def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
         find("H10O-SXM")
     with pytest.raises(UsageError, match=r"device='abacus' is not known. There are .*load\(path\)"):
         find("abacus")
-    with pytest.raises(UsageError, match=r"'H100' is not known. Did you mean 'H100-SXM' or 'H100-PCIe'\? There are"):
-        find("H100")
+    with pytest.raises(UsageError, match=r"'A100' is not known. Did you mean 'A100-\d0GB' or 'A100-\d0GB'\? There are"):
+        find("A100")
 
 
 def test_a_format_without_units_runs_as_float32() -> None:
@@ -96,6 +96,7 @@ def saved(path: Path, content: object) -> Path:
 
 def test_a_device_of_ones_own(tmp_path: Path) -> None:
     path = saved(tmp_path / "mine.json", MINE)
+    assert find(str(path)) == load(path)
     device = load(path)
     assert device == DeviceSpec(**MINE, source=str(path))
     assert load(saved(path, {**MINE, "source": "measured", "launch_seconds": 0})).source == "measured"
@@ -160,3 +161,9 @@ def test_better_in_one_number_is_never_slower() -> None:
     for device in better:
         seconds = [(device.seconds(*call), base.seconds(*call)) for call in calls]
         assert all(one <= other for one, other in seconds) and any(one < other for one, other in seconds)
+
+
+def test_h100_is_the_module_and_a_missing_file_is_said() -> None:
+    assert find("NVIDIA H100").name == "H100-SXM"
+    with pytest.raises(UsageError, match=r"device='none\.json': this file cannot be read: No such file"):
+        find("none.json")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from reactivate.errors import UsageError
-from reactivate.planner.cost.devices import DeviceSpec, find, load
+from reactivate.planner.cost.devices import DeviceSpec, find
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ def where_of(name: str | None, on_meta: bool) -> Where:
     """
     if name is None:
         return Where(on_meta=on_meta)
-    if name.endswith(".json"):
-        return Where(spec=_loaded(name), on_meta=True)
     device = _torch_device(name)
     if device is None:
         spec, here = find(name), _accelerator_here()
@@ -95,10 +92,3 @@ def _accelerator_here() -> tuple[torch.device, DeviceSpec] | None:
         return torch.device("cuda"), find(torch.cuda.get_device_name())
     except UsageError:
         return None
-
-
-def _loaded(path: str) -> DeviceSpec:
-    try:
-        return load(Path(path))
-    except OSError as error:
-        raise UsageError(f"--device {path}: this file cannot be read: {error.strerror}.") from None

@@ -98,7 +98,8 @@ def plan(
             `.loss`, or the sum of what is in it.
         step: runs forward and backward, in place of all that; not the optimizer.
         optimizer: counts for the budget: its state, and what its step allocates.
-        device: where it is to run; a name or a description of a device that is not here (`reactivate.planner.cost.devices`).
+        device: where it is to run; of a device that is not here the name ("H100-SXM"), a file ("mine.json") or a description
+            (`reactivate.planner.cost.devices`).
         storages: where tensors may be kept for the backward beside the memory of the device: a storage, or several of which
             the plan uses the one with which it is fastest. None is used where all fits, or where that would be slower than
             recomputation. Their speed is measured; that of a device that is not here comes from its description.

@@ -67,9 +67,9 @@ def guard_memory(step: Callable[P, R], *, undo_optimizer: bool = False) -> Calla
         >>> model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         >>> handle = reactivate.apply(model, reactivate.plan(model, torch.randn(8, 64, 32), budget="80%"))
         >>> @reactivate.guard_memory
-        ... def step(batch):
+        ... def step(model, batch):
         ...     model(batch).sum().backward()
-        >>> step(torch.randn(8, 64, 32))
+        >>> step(model, torch.randn(8, 64, 32))
     """
     if not callable(step) or isinstance(step, (type, Module)):
         raise UsageError(f"guard_memory takes a function that runs a training step; got {described(step)}.")

@@ -29,7 +29,7 @@ from reactivate.planner.points import Points
 from reactivate.planner.profile.costs import measure, seconds_of
 from reactivate.planner.profile.op_costs import Measured, Modelled
 from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
-from reactivate.planner.profile.profiled import Profiled
+from reactivate.planner.profile.step_profile import StepProfile
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
@@ -56,7 +56,7 @@ class Planner:
         optimizer: Optimizer | None,
         tell: Tell,
         storages: Mapping[str, Storage] | None = None,
-        known: Profiled | None = None,
+        known: StepProfile | None = None,
         *,
         needs_fakes: bool = False,
     ) -> None:
@@ -64,8 +64,7 @@ class Planner:
         self._profiled = known
         self._storages = storages or {}
         self.place = place
-        self._tell = tell
-        self.optimizer = optimizer
+        self._tell, self.optimizer = tell, optimizer
         self._overhead = measure_overhead()
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
@@ -158,9 +157,9 @@ class Planner:
         self.costs = found[0]
         return statistics.median(seconds)
 
-    def profiled(self) -> Profiled:
+    def profiled(self) -> StepProfile:
         """Return what running the step has told."""
-        return Profiled(self.costs, self._scale, self.fixed.others, self._optimizer_needs, self.is_predicted)
+        return StepProfile(self.costs, self._scale, self.fixed.others, self._optimizer_needs, self.is_predicted)
 
     # -- other steps --------------------------------------------------------------------------------------------------
 

@@ -124,17 +124,24 @@ class DeviceSpec:
 
 
 def find(name: str) -> DeviceSpec:
-    """The device in `DEVICES` of this name; case, spaces, hyphens and the vendor's name are of no account.
+    """The device in `DEVICES` of this name, or that a ".json" file describes.
+
+    Case, spaces, hyphens and the vendor's name are of no account. "H100" is the module, H100-SXM.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or the file cannot be read or used.
 
     Example:
         >>> from reactivate.planner.cost.devices import find
         >>> find("rtx 4090").name
         'RTX-4090'
     """
-    known = {_plain(device): device for device in DEVICES}
+    if name.endswith(".json"):
+        try:
+            return load(name)
+        except OSError as error:
+            raise UsageError(f"device={name!r}: this file cannot be read: {error.strerror}.") from None
+    known = {_plain(device): device for device in DEVICES} | {"h100": "H100-SXM"}
     if _plain(name) in known:
         return DEVICES[known[_plain(name)]]
     raise UsageError(

@@ -8,7 +8,7 @@ from reactivate.planner.profile.trace import Costs
 
 
 @dataclass(frozen=True)
-class Profiled:
+class StepProfile:
     """The findings of a profile that hold for the step with arguments of other shapes.
 
     Attributes:
