@@ -10,7 +10,7 @@ from typing import Any
 import _architectures_models as by_hand
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 TOKENS, LENGTH, BATCH = 128, 48, 4
 SIZES: dict[str, Any] = {
@@ -164,7 +164,9 @@ def _torchtune() -> Case:
         intermediate_dim=128,
     )
     tokens = torch.randint(TOKENS, (BATCH, LENGTH))
-    return Case(model.train(), (tokens,), loss=lambda out: F.cross_entropy(out.flatten(0, 1), tokens.flatten()))
+    return Case(
+        model.train(), (tokens,), loss=lambda out: functional.cross_entropy(out.flatten(0, 1), tokens.flatten())
+    )
 
 
 def _diffusion_unet() -> Case:
@@ -178,7 +180,9 @@ def _diffusion_unet() -> Case:
         norm_num_groups=8,
     )
     noisy, noise = torch.randn(BATCH, 3, 16, 16), torch.randn(BATCH, 3, 16, 16)
-    return Case(model.train(), (noisy, torch.randint(1000, (BATCH,))), loss=lambda out: F.mse_loss(out.sample, noise))
+    return Case(
+        model.train(), (noisy, torch.randint(1000, (BATCH,))), loss=lambda out: functional.mse_loss(out.sample, noise)
+    )
 
 
 def _diffusion_transformer() -> Case:
@@ -189,7 +193,7 @@ def _diffusion_transformer() -> Case:
     noisy, noise = torch.randn(BATCH, 4, 16, 16), torch.randn(BATCH, 4, 16, 16)
     times, classes = torch.randint(1000, (BATCH,)), torch.randint(10, (BATCH,))
     kwargs = {"timestep": times, "class_labels": classes}
-    return Case(model.train(), (noisy,), kwargs, lambda out: F.mse_loss(out.sample, noise))
+    return Case(model.train(), (noisy,), kwargs, lambda out: functional.mse_loss(out.sample, noise))
 
 
 def _autoencoder() -> Case:
@@ -203,7 +207,7 @@ def _autoencoder() -> Case:
         layers_per_block=2,
     )
     image = torch.randn(2, 3, 32, 32)
-    return Case(model.train(), (image,), loss=lambda out: F.mse_loss(out.sample, image))
+    return Case(model.train(), (image,), loss=lambda out: functional.mse_loss(out.sample, image))
 
 
 def _made(family: str, make: Callable[[], tuple[nn.Module, tuple[Any, ...], Callable[[Any], Tensor]]]) -> Architecture:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 Made = tuple[nn.Module, tuple[Any, ...], Callable[[Any], Tensor]]
 
@@ -34,7 +34,7 @@ class _Inverted(nn.Module):
         """Return the features of the next layer."""
         out = self.deep(self.wide(x))
         out = self.narrow(out * self.weigh(out).sigmoid())
-        return F.dropout(out, 0.1, self.training) + x if self.is_residual else out
+        return functional.dropout(out, 0.1, self.training) + x if self.is_residual else out
 
 
 def inverted_residuals() -> Made:
@@ -49,7 +49,11 @@ def inverted_residuals() -> Made:
     stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1, bias=False), *_norm_act(16))
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(40, 10))
     labels = torch.randint(10, (4,))
-    return nn.Sequential(stem, *layers, head), (torch.randn(4, 3, 64, 64),), lambda out: F.cross_entropy(out, labels)
+    return (
+        nn.Sequential(stem, *layers, head),
+        (torch.randn(4, 3, 64, 64),),
+        lambda out: functional.cross_entropy(out, labels),
+    )
 
 
 class _Twice(nn.Sequential):
@@ -72,17 +76,17 @@ class _UNet(nn.Module):
         kept = []
         for layer in self.down:
             kept.append(layer(x))
-            x = F.max_pool2d(kept[-1], 2)
+            x = functional.max_pool2d(kept[-1], 2)
         x = self.middle(x)
         for layer in self.up:
-            x = layer(torch.cat([F.interpolate(x, scale_factor=2), kept.pop()], 1))
+            x = layer(torch.cat([functional.interpolate(x, scale_factor=2), kept.pop()], 1))
         return self.last(x)
 
 
 def u_net() -> Made:
     """Return a U-Net for segmentation."""
     classes = torch.randint(4, (2, 64, 64))
-    return _UNet(), (torch.randn(2, 3, 64, 64),), lambda out: F.cross_entropy(out, classes)
+    return _UNet(), (torch.randn(2, 3, 64, 64),), lambda out: functional.cross_entropy(out, classes)
 
 
 class _Detector(nn.Module):
@@ -96,15 +100,15 @@ class _Detector(nn.Module):
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the loss."""
         for stage in self.stages:
-            x = F.max_pool2d(stage(x), 2)
+            x = functional.max_pool2d(stage(x), 2)
         classes, boxes = self.classes(x).flatten(2).mT, self.boxes(x).flatten(2).mT.sigmoid()
         far = (boxes[:, :, None, :2] - targets[:, None, :, 1:3]).square().sum(-1)
         near = far < far.quantile(0.3)
         batch, cell, target = near.nonzero(as_tuple=True)
         found = targets[batch, target]
-        loss = F.cross_entropy(classes[batch, cell], found[:, 0].long())
+        loss = functional.cross_entropy(classes[batch, cell], found[:, 0].long())
         if near.sum().item() > 0:
-            loss = loss + F.l1_loss(boxes[batch, cell], found[:, 1:])
+            loss = loss + functional.l1_loss(boxes[batch, cell], found[:, 1:])
         return loss
 
 
@@ -127,8 +131,8 @@ def matched_loss(logits: Tensor, boxes: Tensor, classes: Tensor, targets: Tensor
         for target, row in enumerate(far):
             query = min(free, key=row.__getitem__)
             free.discard(query)
-            found.append(F.cross_entropy(logits[image, query], classes[image, target]))
-            found.append(F.l1_loss(boxes[image, query], targets[image, target]))
+            found.append(functional.cross_entropy(logits[image, query], classes[image, target]))
+            found.append(functional.l1_loss(boxes[image, query], targets[image, target]))
     return torch.stack(found).mean()
 
 
@@ -164,11 +168,11 @@ class _Attention(nn.Module):
         source, target = edges[:, edges[0] != edges[1]]
         h = self.project(self.norm(x)).unflatten(-1, (self.heads, -1))
         parts = (h * self.score[:, None]).sum(-1)
-        weight = F.leaky_relu(parts[0, source] + parts[1, target], 0.2).exp()
+        weight = functional.leaky_relu(parts[0, source] + parts[1, target], 0.2).exp()
         total = torch.zeros(len(x), self.heads).index_add(0, target, weight)
-        weight = F.dropout(weight / total[target].clamp(min=1e-6), 0.1, self.training)
+        weight = functional.dropout(weight / total[target].clamp(min=1e-6), 0.1, self.training)
         gathered = torch.zeros_like(h).index_add(0, target, h[source] * weight[..., None])
-        return x + F.elu(self.out(gathered.flatten(1)))
+        return x + functional.elu(self.out(gathered.flatten(1)))
 
 
 class _Graph(nn.Module):
@@ -189,13 +193,13 @@ class _Graph(nn.Module):
 def graph_convolutions() -> Made:
     """Return a network of means over neighbours."""
     x, edges, classes = _graph()
-    return _Graph(_Convolution), (x, edges), lambda out: F.cross_entropy(out, classes)
+    return _Graph(_Convolution), (x, edges), lambda out: functional.cross_entropy(out, classes)
 
 
 def graph_attention() -> Made:
     """Return a network of attention over neighbours, whose edges depend on the data."""
     x, edges, classes = _graph()
-    return _Graph(_Attention), (x, edges), lambda out: F.cross_entropy(out, classes)
+    return _Graph(_Attention), (x, edges), lambda out: functional.cross_entropy(out, classes)
 
 
 class _Recurrent(nn.Module):
@@ -217,7 +221,11 @@ class _Recurrent(nn.Module):
 
 def _recurrent(layer: type[nn.LSTM | nn.GRU]) -> Made:
     tokens = torch.randint(64, (8, 48))
-    return _Recurrent(layer), (tokens,), lambda out: F.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return (
+        _Recurrent(layer),
+        (tokens,),
+        lambda out: functional.cross_entropy(out[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()),
+    )
 
 
 def lstm() -> Made:

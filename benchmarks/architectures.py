@@ -66,8 +66,8 @@ class Results(Record):
         counts = Counter(item.verdict for item in budgets)
         above = sum(not item.holds for item in budgets)
         return (
-            f"{right} of {len(self.rows)} architectures are right in everything. Of {len(budgets)} plans, {counts['planned']} "
-            f"are for the budget that was asked for and {counts['infeasible']} for the least that has one; {above} took more "
+            f"{right} of {len(self.rows)} architectures are right in everything. Of {len(budgets)} plans, "
+            f"{counts['planned']} are for the budget that was asked for and {counts['infeasible']} for the least that has one; {above} took more "
             f"than their budget. {self.machine['cpu']}, torch {self.machine['torch']}, one thread."
         )
 

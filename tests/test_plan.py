@@ -396,8 +396,62 @@ def test_what_cannot_be_maximized_is_refused(maximize: Any) -> None:
 
 def test_a_loss_with_targets_of_its_own_cannot_be_maximized() -> None:
     case = gpt(layers=2)
-    with pytest.raises(UsageError, match="does not run with the size"):
+    with pytest.raises(UsageError, match="does not run with another size than"):
         planned(case, "1GiB", maximize="batch")
+
+
+class Positions(nn.Module):
+    """A model whose table of positions ends at 20."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.blocks = nn.Embedding(20, 32), nn.ModuleList(Block(32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("length", [8, 15, 20])
+def test_the_end_of_a_table_of_positions_ends_the_search(length: int) -> None:
+    x = torch.randn(2, length, 32)
+    with pytest.warns(UserWarning, match="20 is the largest length with which the model runs; with .* it raises"):
+        plan = reactivate.plan(Positions(), x, budget="1GiB", maximize={"length": 1})
+    assert plan.largest == 20
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda model: None, "called no block of the Positions"),
+        (lambda model: copy.deepcopy(model)(torch.randn(2, 8, 32)).sum().backward(), "called no block"),
+        (lambda model: model(torch.randn(2, 8, 32)), "ran no backward"),
+    ],
+)
+def test_a_step_that_is_none_of_the_model_is_refused(step: Callable[[nn.Module], object], words: str) -> None:
+    model = Positions()
+    with pytest.raises(UsageError, match=words):
+        reactivate.plan(model, budget="50%", step=lambda: step(model))
+
+
+def test_a_frozen_model_has_nothing_to_plan() -> None:
+    model = Positions().requires_grad_(False)
+    for options in ({}, {"loss": lambda out: out.sum()}):
+        with pytest.raises(UsageError, match="all parameters of the Positions are frozen"):
+            reactivate.plan(model, torch.randn(2, 8, 32), budget="50%", **options)
+    assert reactivate.plan(model, torch.randn(2, 8, 32, requires_grad=True), budget="90%").decisions
+
+
+def test_another_budget_does_not_look_at_the_model_again(three_blocks: tuple[Case, Plan]) -> None:
+    case, plan = three_blocks
+    runs = Journal()
+    handle = case.model.blocks[0].register_forward_hook(lambda *_: runs.append(1))
+    with reactivate.apply(case.model, plan):
+        other = plan.at("60%")
+    handle.remove()
+    assert other.decisions == plan.decisions and not list(runs)
 
 
 # -- on devices that are not here -------------------------------------------------------------------------------------

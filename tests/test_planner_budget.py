@@ -26,6 +26,8 @@ from reactivate.planner.budget import Budget, parse
         ("2TB", 2 * 10**12),
         ("1TiB", 2**40),
         ("77B", 77),
+        ("1e9", 10**9),
+        ("1.5E+9", 1_500_000_000),
         ("1.0009 kB", 1000),  # a part of a byte is dropped
         ("0.1GiB", 2**30 // 10),  # exactly, not as a float
     ],

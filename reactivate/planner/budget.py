@@ -14,10 +14,11 @@ _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _UNITS = _DECIMAL | _BINARY
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(\S*)")
+_POWER = re.compile(r"[0-9]+(?:\.[0-9]+)?[eE]\+?[0-9]{1,2}")  # "1e9": bytes, since nobody writes another amount so
 _PERCENT = ("percent", "pct")
 _TAKES = (
-    'A budget is an int of bytes (8589934592), a text with a unit ("8GiB", "8 GB", "512MiB"), or a share ("50%") of the '
-    "activation peak of the plain step: its peak without what is allocated all the time (parameters, gradients, optimizer "
+    'A budget is an int of bytes (8589934592, "8e9"), a text with a unit ("8GiB", "8 GB", "512MiB"), or a share ("50%") of '
+    "the activation peak of the plain step: its peak without what is allocated all the time (parameters, gradients, optimizer "
     "state, inputs)."
 )
 
@@ -82,6 +83,8 @@ def parse(budget: int | str) -> Budget:
 
 
 def _parse_text(text: str) -> Budget:
+    if _POWER.fullmatch(text.strip()):
+        return Budget(text.strip(), total_bytes=_positive(text, int(Fraction(text.strip()))))
     found = _AMOUNT.fullmatch(text.strip())
     if found is None:
         raise _refusal(text, "is not an amount and a unit")

@@ -79,6 +79,7 @@ class Planner:
         """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
         with self._watching_loss():
             plain = self._trials.first(self.costs)
+        self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
         self._optimizer_needs = self._optimizer_memory()

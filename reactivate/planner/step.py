@@ -53,6 +53,25 @@ class TrainingStep:
                 else:
                     watch(lambda: self._run(self.args, dict(self.kwargs or {})))
 
+    def check_ran(self, has_called: bool, has_gone_back: bool) -> None:
+        """See to it that the user's own step is one of this model.
+
+        Args:
+            has_called: whether it has called a block of the model.
+            has_gone_back: whether it has run a backward.
+
+        Raises:
+            UsageError: it has not.
+        """
+        if self.whole is None or (has_called and has_gone_back):
+            return
+        name = type(self.model).__name__
+        found = f"called no block of the {name} that was given to plan" if not has_called else "ran no backward"
+        raise UsageError(
+            f"plan(step=...) takes a function that runs forward and backward of the model; this one {found}. Write "
+            f"step=lambda: loss_of(model(batch)).backward(), with the {name} itself and not a copy of it."
+        )
+
     @contextmanager
     def on_fakes(self, device: torch.device) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
         """The step on fake tensors: yields what runs it, and the tensors that are there before it."""
@@ -81,11 +100,20 @@ class TrainingStep:
         if self.whole is not None:
             self.whole()
             return
+        self._check_trained(args, kwargs)
         output = self.model(*args, **kwargs)  # alive during the backward, as in most training loops
         loss = default_loss(output)[1]() if self.loss is None else self.loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"plan(loss=...) takes a function whose result is a scalar to go back from; got {loss!r}.")
         loss.backward()
+
+    def _check_trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = [*leaves_of("args", args).values(), *leaves_of("kwargs", kwargs).values()]
+        if not any(item.requires_grad for item in (*self.model.parameters(), *leaves)):
+            raise UsageError(
+                f"plan: all parameters of the {type(self.model).__name__} are frozen (requires_grad is False), so a step has "
+                "no backward and keeps nothing for it. Write model.requires_grad_(), or unfreeze what is to be trained."
+            )
 
 
 def default_loss(output: Any) -> tuple[str, Callable[[], Tensor]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from reactivate._text.warnings import warn
 from reactivate._torch.containers import flatten, unflatten
 from reactivate._types import Storage
 from reactivate.errors import PlanInfeasible, UsageError
@@ -60,14 +61,17 @@ def largest(
             f"plan(maximize={name!r}) with budget={budget.text!r}: a share of the plain step grows with the {name}, so that "
             "any fits. Give the budget in bytes."
         )
-    return _search(attempt, _guess(step, place, optimizer, tell, budget, dimension, size))
+    return _search(attempt, _guess(step, place, optimizer, tell, budget, dimension, size), name, size)
 
 
-def _search(attempt: Callable[[int], Plan], guess: int) -> Plan:
-    """From a guess to the largest size that fits: up or down by ever larger steps, then halve."""
+def _search(attempt: Callable[[int], Plan], guess: int, name: str, size: int) -> Plan:
+    """From a guess to the largest size that fits: up or down by ever larger steps, then halve.
+
+    A size above the one that was given may not run at all: a table of positions has an end.
+    """
     fits: dict[int, Plan] = {}
     low, high = 0, 0  # fits, does not
-    error: PlanInfeasible | None = None
+    error: Exception | None = None
     wanted, stride = max(1, guess), 1
     while not high or high - low > 1:
         try:
@@ -77,6 +81,12 @@ def _search(attempt: Callable[[int], Plan], guess: int) -> Plan:
             error, high = found, wanted
             if wanted == 1:
                 raise
+        except UsageError:
+            raise
+        except Exception as found:
+            error, high = found, wanted
+            if wanted <= size:
+                raise
         if not high:
             wanted, stride = wanted + stride, stride * 2
         elif not low and not fits:
@@ -84,6 +94,11 @@ def _search(attempt: Callable[[int], Plan], guess: int) -> Plan:
         else:
             wanted = (low + high) // 2
     assert error is not None
+    if not isinstance(error, PlanInfeasible):
+        warn(
+            f"plan(maximize=...): {low} is the largest {name} with which the model runs; with {high} it raises "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}. The budget would allow more."
+        )
     return replace(fits[low], largest=low)
 
 
@@ -97,21 +112,26 @@ def _guess(
     size: int,
 ) -> int:
     """Return where the least peaks of two sizes, simulated, lead to, if memory grows along a line."""
-    peaks = []
-    for wanted in (size, 2 * size):
+    first = _prepared(step, place, optimizer, tell)
+    allowed = (budget or first.default_budget()).total(first.fixed.total, first.plain.peak_bytes)
+    error: Exception | None = None
+    for wanted in dict.fromkeys((2 * size, size + 1, size - 1)):  # a table of positions may end before
+        if wanted == 0:
+            continue
         try:
-            planner = _prepared(_resized(step, dimension, size, wanted), place, optimizer, tell)
+            other = _prepared(_resized(step, dimension, size, wanted), place, optimizer, tell)
         except UsageError:
             raise
-        except Exception as error:
-            raise UsageError(
-                f"plan(maximize=...): the step does not run with the size {wanted} in the place of {size} ({error}). What "
-                "else has that size, targets in the loss say, must be an argument of the model."
-            ) from error
-        peaks.append(planner.smallest_bytes())
-        allowed = (budget or planner.default_budget()).total(planner.fixed.total, planner.plain.peak_bytes)
-    slope = max(1, peaks[1] - peaks[0]) / size
-    return max(1, int(size + (allowed - peaks[0]) / slope))
+        except Exception as found:
+            error = error or found
+            continue
+        peak = first.smallest_bytes()
+        slope = max(1, (other.smallest_bytes() - peak) / (wanted - size))
+        return max(1, int(size + (allowed - peak) / slope))
+    raise UsageError(
+        f"plan(maximize=...): the step does not run with another size than {size} ({error}). What else has that size, "
+        "targets in the loss say, must be an argument of the model."
+    ) from error
 
 
 def _prepared(step: TrainingStep, place: Place, optimizer: Optimizer | None, tell: Tell) -> Planner:
