@@ -60,11 +60,10 @@ class Planner:
         *,
         needs_fakes: bool = False,
     ) -> None:
-        self.step = step
+        self.step, self.place, self.optimizer = step, place, optimizer
         self._profiled = known
         self._storages = storages or {}
-        self.place = place
-        self._tell, self.optimizer = tell, optimizer
+        self._tell = tell
         self._overhead = measure_overhead()
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
