@@ -285,7 +285,7 @@ def test_install_without_it() -> None:
 
 
 def test_a_region_breaks_the_graph_of_torch_compile() -> None:
-    """The region runs between compiled parts, with the same bits; `fullgraph=True` is torch's own error."""
+    """Run the region between compiled parts, with the same bits; with `fullgraph=True` torch raises its own error."""
 
     def once(call: Any, **options: Any) -> list[Tensor | None]:
         torch.manual_seed(0)
