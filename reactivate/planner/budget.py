@@ -18,8 +18,8 @@ _POWER = re.compile(r"[0-9]+(?:\.[0-9]+)?[eE]\+?[0-9]{1,2}")  # "1e9": bytes, si
 _PERCENT = ("percent", "pct")
 _TAKES = (
     'A budget is an int of bytes (8589934592, "8e9"), a text with a unit ("8GiB", "8 GB", "512MiB"), or a share ("50%") of '
-    "the activation peak of the plain step: its peak without what is allocated all the time (parameters, gradients, optimizer "
-    "state, inputs)."
+    "the activation peak of the plain step: its peak without what is allocated all the time (parameters, gradients, "
+    "optimizer state, inputs)."
 )
 
 
