@@ -67,8 +67,8 @@ class Results(Record):
         above = sum(not item.holds for item in budgets)
         return (
             f"{right} of {len(self.rows)} architectures are right in everything. Of {len(budgets)} plans, "
-            f"{counts['planned']} are for the budget that was asked for and {counts['infeasible']} for the least that has "
-            f"one; {above} took more than their budget. {self.machine['cpu']}, torch {self.machine['torch']}, one thread."
+            f"{counts['planned']} are for the budget that was asked for and {counts['infeasible']} for the least with one; "
+            f"{above} took more than their budget. {self.machine['cpu']}, torch {self.machine['torch']}, one thread."
         )
 
     def failures(self) -> list[str]:
