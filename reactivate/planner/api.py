@@ -80,14 +80,15 @@ def plan(
 ) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
-    On a device that is here the plain step runs four times: to warm up, under a clock for every op, and to be timed. All
-    else, every policy that is tried among it, is simulated on fake tensors, which have neither memory nor compute. A model
-    on the meta device, or a device that is only named, is simulated altogether, with the times of a roofline. Model,
-    gradients and random number generators are then as they were.
+    On a device that is here the plain step runs a few times: to warm up, under a clock for every op, and to be timed. Every
+    policy that is tried then runs in a step of its own, some twenty in all: for real where the plain step fits and takes no
+    longer than its simulation, and otherwise on fake tensors, which have neither memory nor compute. A model on the meta
+    device, or a device that is only named, is simulated altogether, with the times of a roofline. Model, gradients and
+    random number generators are then as they were.
 
     Args:
         model: a policy that is applied to it is left out while it is planned; `apply(model, plan, replace=True)` replaces
-            it. If it cannot run on fake tensors, since it depends on what it computes, each policy is tried for real.
+            it.
         args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
             argument.
         kwargs: keyword arguments.
