@@ -34,7 +34,9 @@ def fresh_state() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs CUDA")
-    config.addinivalue_line("markers", "slow: a benchmark or a search as a whole; runs with --all")
+    config.addinivalue_line(
+        "markers", "slow: a benchmark or a search as a whole, other packages, four processes; runs with --all"
+    )
     config.addinivalue_line("markers", "table: takes more samples of torch's tables with --all")
     config.addinivalue_line("markers", "fast_ways(reason): what it looks at costs more with public names of torch only")
     config.addinivalue_line("markers", "unfenced(reason): what it looks at is different behind a fence, and may be")

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,11 @@ def case(
         return run
 
     return put
+
+
+def listed(cases: Cases) -> list[Any]:
+    """Return the names of cases, as parameters of a test; those on more than two processes are slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if wanted.ranks > 2 else []) for name, wanted in cases.items()]
 
 
 def errors_of(module: str, name: str, factory: pytest.TempPathFactory) -> list[str]:

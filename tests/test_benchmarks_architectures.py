@@ -16,6 +16,8 @@ from _architectures_list import ARCHITECTURES
 from _architectures_row import measure_row
 from _model_facts import changes, facts_of
 
+pytestmark = pytest.mark.slow
+
 ROWS = ["boxes", "graph attention", "lstm", "u-net"]
 WITH_TRANSFORMERS = ["opt", "mixtral"]
 

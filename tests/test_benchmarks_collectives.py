@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import collectives
 import deepspeed_tests
 
+pytestmark = pytest.mark.slow
+
 
 def test_collectives_and_calls_are_added_up_over_the_processes() -> None:
     rows = collectives.measure(["experts", "pipeline, 1F1B"])

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import offload
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_on_a_disk(tmp_path: Path) -> None:
     found = offload.on_disk(str(tmp_path), rounds=1, layers=2)

@@ -452,6 +452,7 @@ def test_a_config_by_name(name: str, fields: dict[str, Any], more: tuple[object,
     assert len(fake.regions) == document["regions"]
 
 
+@pytest.mark.slow
 def test_a_config_is_planned_without_memory(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     more = ("--batch", 3, "--length", 8, "--dtype", "bfloat16", "--device", "H100-SXM", "--budget", "1GiB")

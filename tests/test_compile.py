@@ -101,6 +101,7 @@ def test_around_is_bitwise(backend: str) -> None:
     assert_same(expected, gradients(other, torch.compile(other, backend=backend, fullgraph=True), shapes))
 
 
+@pytest.mark.slow
 def test_around_with_inductor_is_close() -> None:
     """Not bitwise: the generated kernels fuse other ops where some are recomputed, and fused sums round differently."""
     shapes = [(4, 16)] * 2
@@ -293,7 +294,7 @@ STEPS: list[list[tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("backend", [*EXACT_BACKENDS, "inductor"])
+@pytest.mark.parametrize("backend", [*EXACT_BACKENDS, pytest.param("inductor", marks=pytest.mark.slow)])
 def test_fused_bias_gelu_with_shapes_that_vary_past_the_limit(backend: str) -> None:
     results, ran = [], Ran()
     for wrap in (plain, reactivate.checkpoint):

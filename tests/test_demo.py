@@ -152,6 +152,7 @@ def test_python_numbers_drawn_in_one_run_alone_are_noticed(
         run(tmp_path, "--json")
 
 
+@pytest.mark.slow
 def test_an_exit_for_a_difference_is_a_failure_to_the_shell(tmp_path: Path) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import byte_gpt, reactivate, functools, torch; "

@@ -15,7 +15,7 @@ import pytest
 import torch
 from framework_cases import CASES
 from oracle import assert_bitwise
-from ranks import errors_of
+from ranks import errors_of, listed
 from torch import Tensor
 
 from reactivate.dropin import deepspeed
@@ -31,7 +31,7 @@ def as_before() -> Iterator[None]:
     deepspeed.settings = before
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("deepspeed")])
+@pytest.mark.parametrize("name", [item for item in listed(CASES) if item.values[0].startswith("deepspeed")])
 def test_on_ranks(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     errors = errors_of("framework_cases", name, tmp_path_factory)
     assert not errors, "\n".join(errors)

@@ -13,7 +13,7 @@ import torch
 from framework_cases import CASES
 from journal import Journal
 from oracle import Watched, assert_bitwise
-from ranks import errors_of
+from ranks import errors_of, listed
 from torch import Tensor, nn
 from tracker_of_megatron import CpuRngStatesTracker
 
@@ -24,7 +24,7 @@ from reactivate.errors import UsageError
 from reactivate.guards import TrackerGuard
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("megatron")])
+@pytest.mark.parametrize("name", [item for item in listed(CASES) if item.values[0].startswith("megatron")])
 def test_on_ranks(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     errors = errors_of("framework_cases", name, tmp_path_factory)
     assert not errors, "\n".join(errors)

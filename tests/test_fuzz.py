@@ -231,6 +231,7 @@ def test_a_campaign_ends_at_its_count_or_time() -> None:
     assert not list(campaign(7, Limits(count=3, seconds=0)))
 
 
+@pytest.mark.slow
 def test_a_campaign_goes_on_in_another_sitting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "LEG", 3)
     record, page_path = tmp_path / "record.json", tmp_path / "page.md"
@@ -268,6 +269,7 @@ def test_the_command_prints_a_summary(capsys: pytest.CaptureFixture[str]) -> Non
     assert code == bool(summary["outcomes"].get("silent") or summary["false_refusals"] or summary["crashed"])
 
 
+@pytest.mark.slow
 def test_workers_come_to_the_verdicts_of_one_process() -> None:
     seeds = Limits(count=4)
     assert dict(campaign(1, seeds, workers=2)) == dict(campaign(1, seeds))

@@ -234,6 +234,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_optimizer_states_that_two_processes_share(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ZERO]
     tests = str(Path(__file__).parent)

@@ -48,11 +48,10 @@ def missing_of(packages: frozenset[str]) -> list[str]:
 
 
 def programs_of(page: Path) -> Iterator[Any]:
-    """The programs of a page. One is slow if each of its blocks is in another one, which can run here."""
+    """The programs of a page. Those that import more than torch are slow, and those that run on several processes."""
     sets = {packages for _, packages in blocks_of(page)}
     for packages in sorted(sets, key=sorted):
-        is_part = any(packages < other and not missing_of(other) for other in sets)
-        marks = [pytest.mark.slow] if is_part else []
+        marks = [pytest.mark.slow] if packages or LAUNCHER.search(page.read_text("utf-8")) else []
         yield pytest.param(page, packages, id="-".join([page.name, *sorted(packages)]), marks=marks)
 
 

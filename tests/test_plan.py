@@ -370,6 +370,7 @@ def test_less_memory_is_more_time_on_the_frontier() -> None:
         assert not any(policy.peak_bytes < point.peak_bytes and policy.seconds < point.seconds for point in points)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_found() -> None:
     class Labelled(GPT):
         def forward(self, tokens: Tensor) -> Tensor:
@@ -414,7 +415,7 @@ class Positions(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("length", [8, 15, 20])
+@pytest.mark.parametrize("length", [*(pytest.param(length, marks=pytest.mark.slow) for length in (8, 15)), 20])
 def test_the_end_of_a_table_of_positions_ends_the_search(length: int) -> None:
     x = torch.randn(2, length, 32)
     with pytest.warns(UserWarning, match="20 is the largest length with which the model runs; with .* it raises"):
@@ -457,6 +458,7 @@ def test_another_budget_does_not_look_at_the_model_again(three_blocks: tuple[Cas
 # -- on devices that are not here -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_without_memory_is_planned() -> None:
     with torch.device("meta"):
         model = GPT(dim=4096, layers=24, tokens=50_000).to(torch.bfloat16)

@@ -274,6 +274,7 @@ def test_what_is_no_storage_here_is_refused(storages: Any, message: str) -> None
         planned(case, 1, storages)
 
 
+@pytest.mark.slow
 def test_a_storage_without_room_or_for_larger_tensors_is_refused(tmp_path: Path) -> None:
     case = deep(2)
     with pytest.raises(UsageError, match=r"no tensor is as large as its least_bytes=1,048,576"):
@@ -308,6 +309,7 @@ def test_the_limit_of_a_storage_is_held() -> None:
     assert least_of(roomy) < least_of(limited)
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_declined_and_a_fast_one_is_not() -> None:
     """At one and the same budget, which recomputation alone can hold."""
     with torch.device("meta"):

@@ -40,10 +40,14 @@ def reports_of(processes: int, name: str, base: Path) -> list[dict[str, Any]]:
     return reports
 
 
-ALL = [(processes, name) for processes, names in PROGRAMS_OF.items() for name in names]
+MARKS = {2: [], 4: [pytest.mark.slow]}
+EACH = [
+    pytest.param(processes, name, marks=MARKS[processes]) for processes, names in PROGRAMS_OF.items() for name in names
+]
+QUICK_FAILURES = {"killed", "other shape"}
 
 
-@pytest.mark.parametrize(("processes", "name"), ALL)
+@pytest.mark.parametrize(("processes", "name"), EACH)
 def test_bitwise(processes: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Losses, gradients, parameters and random numbers over two steps, on each process."""
     for rank, report in enumerate(reports_of(processes, name, tmp_path_factory.getbasetemp())):
@@ -54,7 +58,7 @@ def test_bitwise(processes: int, name: str, tmp_path_factory: pytest.TempPathFac
             assert found.get("sharded again", True), "parameters are gathered still, after the backward"
 
 
-@pytest.mark.parametrize(("processes", "name"), ALL)
+@pytest.mark.parametrize(("processes", "name"), EACH)
 def test_no_more_collectives_than_with_torchs_checkpoint(
     processes: int, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -73,7 +77,7 @@ def test_no_more_collectives_than_with_torchs_checkpoint(
             assert any(ours.get(key, 0) for key in GATHERS) or name.startswith(("experts", "pipeline"))
 
 
-@pytest.mark.parametrize(("processes", "name"), [item for item in ALL if item[1].startswith("pipeline")])
+@pytest.mark.parametrize(("processes", "name"), [item for item in EACH if item.values[1].startswith("pipeline")])
 def test_blocks_of_a_pipeline_run_twice(processes: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Once forward, once for both halves of the backward; and more often with torch's checkpoint, if there are halves."""
     for report in reports_of(processes, name, tmp_path_factory.getbasetemp()):
@@ -84,7 +88,7 @@ def test_blocks_of_a_pipeline_run_twice(processes: int, name: str, tmp_path_fact
             assert report["torch"]["calls"] == report["ours"]["calls"]
 
 
-@pytest.mark.parametrize(("processes", "name"), [item for item in ALL if "saving" in ways_of(item[1])])
+@pytest.mark.parametrize(("processes", "name"), [item for item in EACH if "saving" in ways_of(item.values[1])])
 def test_saved_collectives_run_once(processes: int, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     for report in reports_of(processes, name, tmp_path_factory.getbasetemp()):
         assert "recomputed" not in report["saving"]["collectives"]
@@ -92,7 +96,9 @@ def test_saved_collectives_run_once(processes: int, name: str, tmp_path_factory:
         assert report["ours"]["collectives"]["recomputed"] > 0
 
 
-@pytest.mark.parametrize(("processes", "name"), [item for item in ALL if item[1].startswith("context parallel")])
+@pytest.mark.parametrize(
+    ("processes", "name"), [item for item in EACH if item.values[1].startswith("context parallel")]
+)
 def test_the_choice_of_a_kernel_holds_in_a_recomputation(
     processes: int, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -101,7 +107,9 @@ def test_the_choice_of_a_kernel_holds_in_a_recomputation(
         assert report["plain"]["flash"] == [[False, False]]
 
 
-@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK_FAILURES else [pytest.mark.slow]) for name in FAILURES]
+)
 def test_every_process_ends_with_an_error(name: str, tmp_path: Path) -> None:
     """A process that dies, and ones that disagree: nobody waits longer than the process group's timeout."""
     statuses = finish(start(2, tmp_path, [name]))

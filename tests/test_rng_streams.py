@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_bitwise
-from ranks import errors_of
+from ranks import errors_of, listed
 from streams_cases import CASES
 from torch import Tensor
 from tracker_of_megatron import CpuRngStatesTracker, GraphSafeTracker
@@ -27,7 +27,7 @@ from reactivate.guards import DEFAULT, Guards, NamedStreams, RngTracker, Tracker
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", listed(CASES))
 def test_on_ranks(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     errors = errors_of("streams_cases", name, tmp_path_factory)
     assert not errors, "\n".join(errors)

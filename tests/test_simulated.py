@@ -13,10 +13,10 @@ import torch
 FILES = [
     ("simulated_cases.py", "privateuseone"),
     ("simulated_dropin.py", "privateuseone"),
-    ("simulated_offload.py", "privateuseone"),
-    ("simulated_plan.py", "privateuseone"),
-    ("simulated_heirs.py", "tpu"),
-    ("simulated_heirs.py", "neuron"),
+    pytest.param("simulated_offload.py", "privateuseone", marks=pytest.mark.slow),
+    pytest.param("simulated_plan.py", "privateuseone", marks=pytest.mark.slow),
+    pytest.param("simulated_heirs.py", "tpu", marks=pytest.mark.slow),
+    pytest.param("simulated_heirs.py", "neuron", marks=pytest.mark.slow),
 ]
 
 GUARDS = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard")

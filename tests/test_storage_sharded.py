@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import errors_of
+from ranks import errors_of, listed
 from sharded_cases import CASES
 from torch._subclasses import FakeTensorMode
 
@@ -18,7 +18,7 @@ from reactivate.errors import UsageError
 from reactivate.storage import Sharded, contract
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", listed(CASES))
 def test_on_ranks(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     errors = errors_of("sharded_cases", name, tmp_path_factory)
     assert not errors, "\n".join(errors)

@@ -33,6 +33,7 @@ def measured(folder: Path, body: str, *more: str) -> int | str | None:
     return ended.value.code
 
 
+@pytest.mark.slow
 def test_a_row_says_what_became_of_the_tests_and_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     version = torch.__version__.partition("+")[0]

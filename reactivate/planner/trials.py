@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from time import perf_counter
 
 import torch
+import torch.distributed as dist
 from torch.nn import Module
 
 from reactivate._torch.fake import unlogged
@@ -37,6 +38,11 @@ class _Stopped(BaseException):
     """A step needs more memory than is free, or more time than another way to run it: no `except Exception` takes it."""
 
 
+def _is_alone() -> bool:
+    """Return whether no other rank waits for the collectives of a real step: how many steps run depends on measured times."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
 class Trials:
     """Steps in which policies are tried.
 
@@ -61,7 +67,7 @@ class Trials:
         self._place = place
         self._units = units
         self._tell = tell
-        self._needs_fakes = needs_fakes
+        self._needs_fakes = needs_fakes or not _is_alone()
 
     def first(self, costs: Costs) -> Trace:
         """Run the plain step, with the calls of functions counted, and find out how steps can run.
