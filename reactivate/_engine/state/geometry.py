@@ -88,6 +88,29 @@ def moved_among(tensors: Sequence[Tensor], addresses: Sequence[int]) -> list[int
     ]
 
 
+def kept_elsewhere(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Sequence[tuple[Tensor, Tensor]]:
+    """Return the parameters that have other memory than at these addresses, each with an alias that keeps it.
+
+    So do those that a sharding library has gathered since.
+    """
+    now = addresses_of(tensors)
+    if now == addresses:
+        return ()
+    return [
+        (tensor, tensor.detach())
+        for tensor, before, address in zip(tensors, addresses, now)
+        if address and address != before
+    ]
+
+
+@torch.no_grad()
+def give_back(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give parameters the memory that `kept_elsewhere` has kept, if they have lost it, and if nobody has freed that."""
+    for tensor, memory in kept:
+        if memory.data_ptr() and tensor.data_ptr() != memory.data_ptr():
+            tensor.data = memory
+
+
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return where the elements of each parameter begin; 0 where that says nothing, as of sharded, sparse and fake ones."""
     if _PLAIN.issuperset(map(type, tensors)):

@@ -8,12 +8,14 @@ from operator import attrgetter
 from typing import Any
 
 from reactivate._engine.state.contents import put_dict
+from reactivate._engine.state.geometry import give_back, kept_elsewhere
 from reactivate._engine.state.modules import ModuleNotes
 from reactivate._engine.state.notes import RewoundNotes
 from reactivate._engine.state.parts import Parts
 from reactivate._engine.state.rewound import RewoundTensors
 from reactivate._engine.state.tensor_hooks import KeptHooks
 from reactivate._engine.state.turns import everybodys
+from reactivate._torch.modes import run_unseen
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -27,8 +29,17 @@ class RewoundModules:
     """
 
     __slots__ = (
-        *("_are_hooks_current", "_differentiable", "_entered", "_hook_copies", "_inner", "_kinds", "_notes", "_parts"),
-        *("_states", "_takes_turns", "_tensors", "_turn", "note"),
+        *(
+            "_are_hooks_current",
+            "_differentiable",
+            "_elsewhere",
+            "_entered",
+            "_hook_copies",
+            "_inner",
+            "_kinds",
+            "_notes",
+        ),
+        *("_parts", "_states", "_takes_turns", "_tensors", "_turn", "note"),
     )
 
     def __init__(self, note: ModuleNotes, *, takes_turns: bool = True) -> None:
@@ -47,6 +58,7 @@ class RewoundModules:
         self._states = [module.recompute_state() for module, _ in note.states]
         self._hook_copies: list[Any] | None = None
         self._differentiable: list[bool] = list(map(_REQUIRES_GRAD, note.parameters))
+        self._elsewhere = run_unseen(kept_elsewhere, note.parameters, note.addresses)
         self._turn = everybodys.enter(self._differs) if self._takes_turns else None
         if self._turn is None:
             self._differs()
@@ -100,6 +112,9 @@ class RewoundModules:
             if not note.are_hooks_current(hooks):
                 _put_hooks(note.hooks, hooks)
             _set_all(note, self._kinds, self._differentiable)
+            if self._elsewhere:
+                run_unseen(give_back, self._elsewhere)
+                self._elsewhere = ()
             self._parts = self._hook_copies = None  # a traceback may hold this context
             self._states = []
             if self._turn is not None:
