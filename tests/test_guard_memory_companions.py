@@ -1,4 +1,4 @@
-"""What stands beside a model in a guarded step is put back too: schedulers, gradient scalers, averages of the model."""
+"""Guarded steps put back what stands beside a model too: schedulers, gradient scalers, averages of the model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def planned() -> tuple[GPT, Plan]:
 
 
 class Place:
-    """Where memory runs out, once, in the second step."""
+    """A place where memory runs out, once, in the second step."""
 
     def __init__(self, place: str) -> None:
         self.place, self.seen = place, Journal()
