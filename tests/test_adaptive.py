@@ -220,6 +220,30 @@ def test_verify_takes_it(planned: tuple[GPT, AdaptivePlan]) -> None:
     assert verdict and verdict.regions > 0
 
 
+class Calling(GPT):
+    """Calls itself with half of its batch."""
+
+    def forward(self, tokens: Tensor, depth: int = 1) -> Tensor:
+        made = super().forward(tokens)
+        return torch.cat([made, self(tokens[: len(tokens) // 2], depth - 1)]) if depth else made
+
+
+def test_a_model_that_calls_itself_has_one_plan_for_all_of_that() -> None:
+    model = Calling(layers=4)
+    plan = reactivate.plan(model, tokens(4, 64), budget="60%", loss=loss_of, shapes="adaptive")
+    plain = copy.deepcopy(model)
+    reactivate.apply(model, plan)
+    shapes = (4, 64), (4, 8), (4, 64)
+    found = []
+    for subject in (plain, model):
+        torch.manual_seed(0)
+        found.append([step_of(subject, tokens(*shape)).recomputations for shape in shapes])
+    assert found[0] == [0, 0, 0] and found[1][0] == found[1][2] > found[1][1] == 0
+    assert {one.shapes.sizes for one in plan.classes} == {((4, 64),), ((4, 8),)}  # and none of the calls inside
+    for name, parameter in plain.named_parameters():
+        assert_bitwise(model.get_parameter(name).grad, parameter.grad, name)
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

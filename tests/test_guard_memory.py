@@ -195,6 +195,23 @@ def test_where_no_plan_is_tighter_the_error_is_raised_and_all_is_put_back(model:
     assert_same(dict(model.state_dict()) | random_states(), dict(before) | states)
 
 
+@pytest.mark.parametrize("undo_optimizer", [False, True])
+def test_parameters_that_the_step_itself_writes_to_without_a_trace(model: Model, undo_optimizer: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        model.embed.weight.data.mul_(0.5)
+        loss_of(model(tokens(4, 64))).backward()
+        optimizer.step()
+        model.fails("after the optimizer" if undo_optimizer else "before the optimizer")
+
+    model.fails = Failing("after the optimizer" if undo_optimizer else "backward")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        reactivate.guard_memory(step, undo_optimizer=undo_optimizer)()
+    notes = [*getattr(caught.value, "__notes__", ()), *map(str, caught.value.args)]
+    assert "the step had changed parameters itself" in "".join(notes)
+
+
 def test_other_errors_are_the_steps_own(model: Model) -> None:
     @reactivate.guard_memory
     def step() -> None:

@@ -27,16 +27,16 @@ from reactivate.policies._base import PerCall
 
 Chosen = dict[int, AppliedForward]  # what one policy does, by the ids of modules
 
-_chosen: ContextVar[Chosen | None] = ContextVar("chosen", default=None)
+_running: ContextVar[tuple[AppliedPerCall, Chosen | None] | None] = ContextVar("running", default=None)
 
 
 @contextmanager
-def _choosing(chosen: Chosen | None) -> Iterator[None]:
-    token = _chosen.set(chosen)
+def _choosing(applied: AppliedPerCall, chosen: Chosen | None) -> Iterator[None]:
+    token = _running.set((applied, chosen))
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _running.reset(token)
 
 
 class AppliedPerCall(Applied):
@@ -83,7 +83,8 @@ class SwitchedForward(AppliedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             _refuse_compilation()
-        return self._run(_chosen.get(), args, kwargs)
+        running = _running.get()
+        return self._run(None if running is None else running[1], args, kwargs)
 
     def _run(self, chosen: Chosen | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = None if chosen is None else chosen.get(id(self.module()))
@@ -99,8 +100,13 @@ class CalledForward(SwitchedForward):
         if not is_grad_enabled():
             return self.original()(*args, **kwargs)
         assert isinstance(self.applied, AppliedPerCall)
+        running = _running.get()
+        if (
+            running is not None and running[0] is self.applied
+        ):  # the model calls itself: a part of the call that it is in
+            return self._run(running[1], args, kwargs)
         chosen = self.applied.chosen_for(self.module(), args, kwargs)
-        with _choosing(chosen):
+        with _choosing(self.applied, chosen):
             return self._run(chosen, args, kwargs)
 
 

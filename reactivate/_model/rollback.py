@@ -1,8 +1,8 @@
 """The state that a training step changes, to be put back where the step fails on the way.
 
-Noted before the step: random number streams; buffers; attributes of modules, and of objects that the step can reach; and the
-gradients that there are, with copies of them in the memory of the host. Noted when an optimizer steps: its state, and whether
-anything has been written to since.
+Noted before the step: random number streams; buffers; attributes of modules, and of objects that the step can reach;
+learning rates, schedulers and gradient scalers; and the gradients that there are, with copies of them in the memory of the
+host. Noted when an optimizer steps: its state, and whether anything has been written to since.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from reactivate._bits import checksum
 from reactivate._engine.inputs.capture import Capture
 from reactivate._model.applied import FORWARD, AppliedForward
+from reactivate._model.companions import KINDS as COMPANIONS, Companions
 from reactivate._torch.containers import flatten
 from reactivate.guards import all_sources
 
@@ -53,6 +55,7 @@ class Rollback:
             leaves |= {id(item): item for item in module.parameters(recurse=False)}
         leaves |= {id(item): item for item in reach.reached() if item.is_leaf and item.requires_grad}
         self._leaves = [(leaf, leaf._version) for leaf in leaves.values()]
+        self._sums = [(leaf, checksum(_flat(leaf))) for leaf in leaves.values() if _has_sum(leaf)]
         self._gradients = [(leaf, leaf.grad, _on_host(leaf.grad)) for leaf in leaves.values()]
         buffers = {id(item): item for module in self.modules for item in module.buffers(recurse=False)}
         self._buffers = [(item, item.detach().clone()) for item in buffers.values()]
@@ -60,6 +63,9 @@ class Rollback:
             (item, item._version) for item in reach.reached() if not item.is_inference() and id(item) not in buffers
         ]
         self._optimizers: dict[int, _OptimizerState] = {}
+        self._companions = Companions(reach.found(COMPANIONS))
+        optimizers = {id(item): item for item in (*reach.found(Optimizer), *self._companions.optimizers)}
+        self._groups = list(map(_Groups, optimizers.values()))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -90,11 +96,20 @@ class Rollback:
             return "tensors that the step reads had been written to"
         return ""
 
+    def not_put_back(self) -> str:
+        """Say what has other bits than before the step, once all was put back: `.data` is written to without a trace."""
+        if all(torch.equal(checksum(_flat(leaf)), known) for leaf, known in self._sums):
+            return ""
+        return "the step had changed parameters itself"
+
     @torch.no_grad()
     def put_back(self) -> None:
         """Let all be as it was before the step."""
         for state in self._optimizers.values():
             state.put_back()
+        for groups in self._groups:
+            groups.put_back()
+        self._companions.put_back()
         for space, before in self._namespaces:
             if FORWARD in space and isinstance(space[FORWARD], AppliedForward):  # put there by a policy, for good
                 before[FORWARD] = space[FORWARD]
@@ -127,9 +142,9 @@ class _OptimizerState:
     def __init__(self, optimizer: Optimizer, *, copies: bool) -> None:
         self.is_done = False
         self._optimizer = optimizer
-        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._groups = _Groups(optimizer)
         self._state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
-        parameters = [item for group in self._groups for item in group["params"]]
+        parameters = [item for group in optimizer.param_groups for item in group["params"]]
         found = [*parameters, *flatten(list(self._state.values()))[0]]
         tensors = {id(item): item for item in found if isinstance(item, Tensor)}
         self._versions = [(item, item._version) for item in tensors.values()]
@@ -138,7 +153,7 @@ class _OptimizerState:
 
     def may_have_written(self) -> bool:
         """Return whether a tensor was written to, or nobody can tell: fused kernels leave versions as they are."""
-        if self.is_done or any(group.get("fused") for group in self._groups):
+        if self.is_done or any(group.get("fused") for group in self._optimizer.param_groups):
             return True
         return any(item._version != version for item, version in self._versions)
 
@@ -146,11 +161,36 @@ class _OptimizerState:
         """Let the optimizer, its state and its parameters be as they were."""
         for tensor, copy in zip(self.copied, self._copies):
             tensor.copy_(copy)
-        for group, before in zip(self._optimizer.param_groups, self._groups):
-            group.clear()
-            group.update(before)
+        self._groups.put_back()
         self._optimizer.state.clear()
         self._optimizer.state.update({parameter: dict(entries) for parameter, entries in self._state.items()})
+
+
+class _Groups:
+    """The options of an optimizer's groups of parameters: a scheduler writes learning rates there."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._noted = [(group, dict(group)) for group in optimizer.param_groups]
+        options = [value for group, _ in self._noted for value in group.values() if isinstance(value, Tensor)]
+        self._copies = [(value, value.detach().clone()) for value in options]
+
+    def put_back(self) -> None:
+        """Let them be as they were."""
+        for group, before in self._noted:
+            group.clear()
+            group.update(before)
+        for value, content in self._copies:
+            value.copy_(content)
+
+
+def _has_sum(leaf: Tensor) -> bool:
+    return (
+        type(leaf) in (Tensor, Parameter) and leaf.layout is torch.strided and not (leaf.is_meta or leaf.is_complex())
+    )
+
+
+def _flat(leaf: Tensor) -> Tensor:
+    return leaf.detach().reshape(-1)
 
 
 def _namespaces_of(module: Module) -> Iterator[dict[str, Any]]:

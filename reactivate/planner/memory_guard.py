@@ -37,13 +37,13 @@ _UNSAID = 0.05  # of the plan's peak: by how much it is tightened where the erro
 def guard_memory(step: Callable[P, R], *, undo_optimizer: bool = False) -> Callable[P, R]:
     """Wrap a training step so that it runs again, under a tighter plan, if it runs out of memory.
 
-    Gradients, buffers, attributes of modules and of objects that the step can reach, optimizers and random number generators
-    are put back to what they were before the step. The plan that is applied to the step's model is tightened by what was
-    missing, by twice that if the step fails again, and stays so. One warning tells. The result is bitwise that of a step with
-    enough memory.
+    Gradients, buffers, attributes of modules and of objects that the step can reach, optimizers, schedulers, gradient scalers
+    and random number generators are put back to what they were before the step. The plan that is applied to the step's model
+    is tightened by what was missing, by twice that if the step fails again, and stays so. One warning tells. The result is
+    bitwise that of a step with enough memory.
 
-    All else that the step does is done twice: taking a batch from an iterator, writing to a file, a step of a scheduler. Pass
-    the batch as an argument, and leave the rest out of the step. Each call copies the gradients that there are to the host:
+    All else that the step does is done twice: taking a batch from an iterator, writing to a file. Pass the batch as an
+    argument, and leave the rest out of the step. Each call copies the gradients that there are to the host:
     set them to None before, or accumulate inside of the step.
 
     Args:
@@ -101,6 +101,7 @@ def _after(error: Exception, before: Rollback, applied: Applied, factor: int) ->
     """
     reason = before.cannot_undo()
     before.put_back()
+    reason = reason or before.not_put_back()
     if reason:
         remedy = "; guard_memory(step, undo_optimizer=True) keeps copies of those" if "optimizer" in reason else ""
         add_note(error, f"guard_memory did not run the step again: {reason}{remedy}.")
@@ -167,7 +168,8 @@ def _applied_in(modules: Iterable[Module]) -> Applied:
     """
     stand_ins = [vars(module).get(FORWARD) for module in modules]
     every = {id(item.applied): item.applied for item in stand_ins if isinstance(item, AppliedForward)}
-    found = list(every.values())
+    own = [item for item in every.values() if item.root is not None and item.root() is not None]
+    found = own or list(every.values())  # copies of the model, for averages say, have copies of the plan
     if len(found) != 1 or not isinstance(found[0].policy, (Plan, AdaptivePlan)):
         policies = ", ".join(repr(applied.policy) for applied in found) or "none"
         raise UsageError(

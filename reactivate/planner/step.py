@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from reactivate._inspect.fake import faked
 from reactivate._inspect.step import Step, leaves_of
 from reactivate._model.cache_watch import Caller, called
+from reactivate._torch.containers import flatten, unflatten
 from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]
@@ -46,7 +47,7 @@ class TrainingStep:
             times: how often.
             watch: called in place of the step, with the step.
         """
-        with self._put_back(self.args, dict(self.kwargs or {})), _with_gradients(self.model, torch.zeros_like):
+        with self._put_back(self.args, dict(self.kwargs or {})), _with_gradients(self._trained(), torch.zeros_like):
             for _ in range(times):
                 if watch is None:
                     self._run(self.args, dict(self.kwargs or {}))
@@ -79,7 +80,7 @@ class TrainingStep:
         with ExitStack() as stack:
             stack.enter_context(self._put_back(self.args, kwargs))
             args, kwargs = stack.enter_context(faked(self.model, self.args, kwargs, device))
-            stack.enter_context(_with_gradients(self.model, torch.empty_like))
+            stack.enter_context(_with_gradients(self._trained(), torch.empty_like))
             known = [*_state_of(self.model), *leaves_of("args", (args, kwargs)).values()]
             yield lambda: self._run(args, kwargs), known
 
@@ -87,25 +88,52 @@ class TrainingStep:
     def on_values(self) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
         """As `on_fakes`, with the tensors themselves: what the step computes decides what it does."""
         kwargs = dict(self.kwargs or {})
-        with self._put_back(self.args, kwargs), _with_gradients(self.model, torch.zeros_like):
+        with self._put_back(self.args, kwargs), _with_gradients(self._trained(), torch.zeros_like):
             known = [*_state_of(self.model), *leaves_of("args", (self.args, kwargs)).values()]
             yield lambda: self._run(self.args, kwargs), known
 
     @contextmanager
     def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        with Step(self.model, args, kwargs).held(), _refusing_optimizers(), called(self.caller):
+        states = [Step(self.model, args, kwargs)]
+        users = self.loss if self.whole is None else self.whole
+        if users is not None:  # it may count its calls, and have modules of its own
+            states.append(Step(users, (), {}))
+        own = set(map(id, self.model.parameters()))
+        leaves = [item for state in states for item in state.inputs.values() if item.is_leaf and id(item) not in own]
+        with ExitStack() as stack:
+            for state in states:
+                stack.enter_context(state.held())
+            stack.enter_context(_with_gradients(leaves, lambda leaf: None))
+            stack.enter_context(_refusing_optimizers())
+            stack.enter_context(called(self.caller))
             yield
+
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.whole is not None:
             self.whole()
             return
         self._check_trained(args, kwargs)
+        args, kwargs = self._cut_off(args, kwargs)
         output = self.model(*args, **kwargs)  # alive during the backward, as in most training loops
         loss = default_loss(output)[1]() if self.loss is None else self.loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UsageError(f"plan(loss=...) takes a function whose result is a scalar to go back from; got {loss!r}.")
         loss.backward()
+
+    def _cut_off(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments as leaves: the graph of what they were computed from is not the model's, and runs once."""
+        leaves, structure = flatten((args, kwargs))
+        own = set(map(id, self.model.parameters()))
+        cut = [
+            leaf.detach().requires_grad_()
+            if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in own
+            else leaf
+            for leaf in leaves
+        ]
+        return unflatten(cut, structure)  # type: ignore[no-any-return]
 
     def _check_trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = [*leaves_of("args", args).values(), *leaves_of("kwargs", kwargs).values()]
@@ -140,17 +168,16 @@ def _sum_of(output: Any) -> Tensor:
 
 
 @contextmanager
-def _with_gradients(model: Module, make: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Every parameter has a gradient, as in the middle of training; afterwards the one that it had."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    before = [parameter.grad for parameter in parameters]
+def _with_gradients(leaves: Sequence[Tensor], make: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Give every leaf a gradient, as in the middle of training, or none; afterwards the one that it had."""
+    before = [leaf.grad for leaf in leaves]
     try:
-        for parameter in parameters:
-            parameter.grad = make(parameter)
+        for leaf in leaves:
+            leaf.grad = make(leaf)
         yield
     finally:
-        for parameter, gradient in zip(parameters, before):
-            parameter.grad = gradient
+        for leaf, gradient in zip(leaves, before):
+            leaf.grad = gradient
 
 
 def _state_of(model: Module) -> Iterable[Tensor]:

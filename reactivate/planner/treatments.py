@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from torch import nn
 from torch.nn import Module
@@ -134,6 +135,9 @@ class Assignment(ReadyMade):
 
     def __hash__(self) -> int:
         return hash(tuple(self.treatments.items()))
+
+    def determinism(self) -> Literal["metadata"]:
+        return "metadata"  # as a plan: in its trials and measurements no checksums take memory and time
 
     def __repr__(self) -> str:
         return written("Assignment", dict(self.treatments))

@@ -101,6 +101,10 @@ class Walk:
         inputs = (item.tensor.get() if isinstance(item.tensor, WeakTensor) else item.tensor for item in self.inputs)
         return [*(tensor for tensor, *_ in self.saved), *inputs, *self.tensors]
 
+    def found(self, kinds: type | tuple[type, ...]) -> list[Any]:
+        """Return every object of some classes that the walk came to, whether or not it looked into it."""
+        return [item for item in self._specs.values() if isinstance(item, kinds)]
+
     def _look_at_attributes(self, tensors: Sequence[Tensor]) -> None:
         """Look at what the Python attributes of tensors lead to, and those of the tensors that are found there."""
         seen = set(map(id, tensors))
