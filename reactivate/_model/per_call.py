@@ -101,9 +101,7 @@ class CalledForward(SwitchedForward):
             return self.original()(*args, **kwargs)
         assert isinstance(self.applied, AppliedPerCall)
         running = _running.get()
-        if (
-            running is not None and running[0] is self.applied
-        ):  # the model calls itself: a part of the call that it is in
+        if running is not None and running[0] is self.applied:  # the model calls itself, inside of one call
             return self._run(running[1], args, kwargs)
         chosen = self.applied.chosen_for(self.module(), args, kwargs)
         with _choosing(self.applied, chosen):
