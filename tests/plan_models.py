@@ -181,3 +181,14 @@ MODELS: dict[str, Callable[[], Case]] = {
     "t5": t5,
     "vit": vit,
 }
+
+
+# -- batches of GPT ----------------------------------------------------------------------------------------------------
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(64, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.long))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from memory import allocated_by
 from oracle import assert_bitwise, random_states
-from plan_models import GPT
+from plan_models import GPT, loss_of, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,14 +26,6 @@ from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.policies._base import PerCall
 
 SHAPES = [(4, 128), (4, 16), (2, 96), (4, 128), (1, 40), (3, 100)]
-
-
-def loss_of(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.long))
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randint(64, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 class Counted:

@@ -13,9 +13,8 @@ import pytest
 import torch
 from journal import Journal
 from oracle import assert_bitwise, random_states
-from plan_models import GPT
+from plan_models import GPT, loss_of, tokens
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import reactivate
 from reactivate import Plan, policies
@@ -60,14 +59,6 @@ class Failing:
         if place == self.place and len(self.failed) < self.times:
             self.failed.append(place)
             raise torch.OutOfMemoryError(f"Out of memory. Tried to allocate {self.asked}. The device has no more.")
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randint(64, shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def loss_of(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.long))
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,8 @@ import pytest
 import torch
 from journal import Journal
 from oracle import assert_bitwise
-from plan_models import GPT
+from plan_models import GPT, loss_of, tokens
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
@@ -28,14 +27,6 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "function": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=9.0),
 }
-
-
-def tokens(*shape: int) -> Tensor:
-    return torch.randint(64, shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def loss_of(logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), torch.zeros(logits.shape[:2].numel(), dtype=torch.long))
 
 
 @pytest.fixture(scope="module")

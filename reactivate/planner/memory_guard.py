@@ -22,6 +22,7 @@ from reactivate._text.words import described
 from reactivate.errors import PlanInfeasible, UnsupportedError, UsageError
 from reactivate.planner.adaptive import AdaptivePlan
 from reactivate.planner.budget import parse
+from reactivate.planner.place import is_alone
 from reactivate.planner.plan import Plan
 
 P = ParamSpec("P")
@@ -185,8 +186,7 @@ def _applied_in(modules: Iterable[Module]) -> Applied:
 
 
 def _refuse_ranks() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if not is_alone():
         raise UnsupportedError(
             "guard_memory is not supported in a process group of several ranks: one that runs its step again would wait "
             'alone in its collectives. Use plan(..., shapes="adaptive") with a budget that leaves room.'

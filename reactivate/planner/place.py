@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import Module
 
 from reactivate._inspect.fake import has_no_memory, tensors_of
@@ -138,3 +139,8 @@ def _free_and_total(device: torch.device) -> tuple[int, int] | None:
         return None
     sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return sizes["MemAvailable"] * 1024, sizes["MemTotal"] * 1024
+
+
+def is_alone() -> bool:
+    """Return whether no other rank waits for the collectives that run here."""
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)

@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 from torch.nn import Module
 
 from reactivate._torch.fake import unlogged
 from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.cost.prediction import Proof
-from reactivate.planner.place import RESERVE, Place, available_bytes
+from reactivate.planner.place import RESERVE, Place, available_bytes, is_alone
 from reactivate.planner.profile.costs import seconds_of
 from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
@@ -36,11 +35,6 @@ MOST_OPS = 20_000  # of a step that is simulated only to find out whether sizes 
 
 class _Stopped(BaseException):
     """A step needs more memory than is free, or more time than another way to run it: no `except Exception` takes it."""
-
-
-def _is_alone() -> bool:
-    """Return whether no other rank waits for the collectives of a real step: how many steps run depends on measured times."""
-    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 class Trials:
@@ -67,7 +61,8 @@ class Trials:
         self._place = place
         self._units = units
         self._tell = tell
-        self._needs_fakes = needs_fakes or not _is_alone()
+        # How many steps run depends on measured times: other ranks would wait for the collectives of a real one.
+        self._needs_fakes = needs_fakes or not is_alone()
 
     def first(self, costs: Costs) -> Trace:
         """Run the plain step, with the calls of functions counted, and find out how steps can run.
