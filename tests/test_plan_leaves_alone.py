@@ -50,7 +50,7 @@ def tokens(*shape: int) -> Tensor:
 @pytest.fixture(params=["for real", "simulated"], autouse=True)
 def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "simulated":
-        monkeypatch.setattr(trials, "_is_alone", lambda: False)
+        monkeypatch.setattr(trials, "is_alone", lambda: False)
 
 
 @pytest.mark.parametrize("as_step", [False, True])
