@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -99,6 +100,20 @@ def test_around_is_bitwise(backend: str) -> None:
     expected = gradients(one, torch.compile(one, backend=backend, fullgraph=True), shapes)
     torch._dynamo.reset()
     assert_same(expected, gradients(other, torch.compile(other, backend=backend, fullgraph=True), shapes))
+
+
+def test_in_place_ops_of_a_region_are_right() -> None:
+    """torch's log asks for regions without them. Our import leaves that log as it was."""
+
+    def once(wrap: Callable[[Any], Any]) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16), nn.Dropout(inplace=True))
+        compiled = torch.compile(lambda x: wrap(module)(x).mul_(2).tanh_(), backend="aot_eager", fullgraph=True)
+        return gradients(module, compiled, [(4, 16)] * 3)
+
+    assert_same(once(plain), once(reactivate.checkpoint))
+    assert not logging.getLogger("torch._higher_order_ops.wrap").filters
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import warnings
 from collections.abc import Callable
 from types import CodeType
@@ -167,10 +166,6 @@ def _recompute_everything_contexts() -> Any:
 
 
 _contexts_by_default.cache_hash = "reactivate: recompute everything"  # type: ignore[attr-defined]
-
-if _recompute_everything is not None:
-    # torch warns of contexts that the user passed. Here it is this package that did.
-    logging.getLogger(_WRAP).addFilter(lambda entry: "context_fn is passed" not in str(entry.msg))
 
 
 class _KeepEverything(contextlib.AbstractContextManager[None]):
