@@ -20,8 +20,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from _subjects import SMALL, make_subject
 from _timing import Key, Step, Tick
-from _training import SMALL, Call, Subject, Way, left_by, make_subject
+from _training import Call, Subject, Way, left_by
 from _ways import OURS, unequal
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config

@@ -242,7 +242,8 @@ def _decoded(kind: Any, value: Any) -> Any:
         return None
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{item.name: _decoded(hints[item.name], value[item.name]) for item in fields(kind)})
+        known = (item.name for item in fields(kind) if item.name in value)  # an older file lacks what came later
+        return kind(**{name: _decoded(hints[name], value[name]) for name in known})
     outer, inner = get_origin(kind), get_args(kind)
     if outer in (Union, UnionType):
         return _decoded(inner[0], value)

@@ -13,6 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
+from _subjects import GPT, ModelSettings
 from _timing import (
     SINGLE,
     Estimate,
@@ -28,12 +29,10 @@ from _timing import (
 )
 from _training import (
     FULL,
-    GPT,
     SAVED_OPS,
     SECOND,
     THIRD,
     Forward,
-    ModelSettings,
     Way,
     allocated_bytes,
     left_by,

@@ -1,6 +1,6 @@
 """Measure what `reactivate.plan` brings in equal memory, against other checkpointing and torch's own budgets.
 
-python benchmarks/frontier.py                         every model on the terminal, in about ten minutes
+python benchmarks/frontier.py                         every model on the terminal, in half an hour
 python benchmarks/frontier.py --models gpt            one of them
 python benchmarks/frontier.py --compile gpt           with torch.compile among the peers of this one
 python benchmarks/frontier.py --out DIRECTORY         a JSON file and a plot a model as well
@@ -23,7 +23,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler tells of releases that it saw no beginning of
 
 import torch
-from _frontier_measure import Frontier, Peer, Planned, Settings, Verdict, measure_model
+from _frontier_measure import measure_model
+from _frontier_results import Frontier, Peer, Planned, Settings, Verdict
 from _frontier_steps import BLOCKS, WHOLE
 from _presentation import (
     Series,
@@ -38,8 +39,8 @@ from _presentation import (
     with_interval,
     write,
 )
+from _subjects import FROM_TRANSFORMERS, MODELS
 from _timing import CLOCKS, SINGLE, Estimate, Track, progress, silent
-from _training import MODELS
 from _ways import OURS, PLAIN, SAC, TORCH
 
 LOOKS = {PLAIN: ("black", "X"), TORCH: ("#5c677d", "s"), SAC: ("#2e6f95", "D")}
@@ -62,6 +63,7 @@ peak*.
   inputs, which exist before it. On a CPU it is the running sum of the profiler's memory events, on an accelerator the
   allocator's own peak.
 - All steps of a model run in one process on the same parameters, interleaved, in an order that is shuffled in every round.
+  Rounds end when every verdict's interval is at most 3 % wide, or the time for them is over: the tables give each interval.
 - The model is profiled once, for the first plan. The budgets are the exact peak of every peer, shares of the plain step's
   peak (90 % to 25 %), and the smallest budget that has a plan.
 - *Holds* tells whether the peak of the real step is within the budget of its plan.
@@ -293,16 +295,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODELS",
         help="those with compiled peers: minutes for each",
     )
-    parser.add_argument("--seconds", type=float, default=Settings().seconds, help="of rounds for a model (%(default)g)")
+    most = "the most that rounds of a model take (%(default)g)"
+    parser.add_argument("--seconds", type=float, default=Settings().seconds, help=most)
     parser.add_argument("--device", default="cpu", help="where the tensors are (default: cpu)")
     parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="time of the processor (default) or of the wall")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write results and plots")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write a page about all results in DIRECTORY")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     options = parser.parse_args(arguments)
-    if "llama" in options.models and find_spec("transformers") is None:
+    if (lacking := [*filter(options.models.__contains__, FROM_TRANSFORMERS)]) and find_spec("transformers") is None:
         parser.error(
-            "llama needs transformers: pip install '.[models]' in a clone, or leave it out: --models gpt,resnet"
+            f"{', '.join(lacking)}: transformers is missing: pip install '.[models]' in a clone, or leave them out: "
+            f"--models {','.join(name for name in MODELS if name not in FROM_TRANSFORMERS)}"
         )
     if options.page and not options.out:
         parser.error("--page is about the results in a directory: give --out as well")

@@ -17,7 +17,9 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import _frontier_measure as measuring
+import _frontier_results as results
 import _frontier_steps as steps
+import _subjects as subjects
 import _training as models
 import frontier
 from _presentation import read, show
@@ -31,14 +33,13 @@ from reactivate.planner.solver.solve import solve
 
 CPU = torch.device("cpu")
 TINY = {"gpt": models.Size(4, 32, 2, 32), "llama": models.Size(4, 64, 2, 16), "resnet": models.Size(4, 8, 2, 16)}
-SETTINGS = measuring.Settings(
-    seconds=0.0, fewest=2, backend="aot_eager_decomp_partition", compiled=("gpt",), sizes=TINY
-)
+TINY |= {"moe": models.Size(4, 64, 2, 16), "vit": models.Size(4, 64, 2, 16), "unet": models.Size(5, 8, 2, 16)}
+SETTINGS = results.Settings(seconds=0.0, fewest=2, backend="aot_eager_decomp_partition", compiled=("gpt",), sizes=TINY)
 EAGER = {"none", *models.EVERY, models.SAVED_OPS}
 
 
 @pytest.fixture(scope="module")
-def found() -> measuring.Frontier:
+def found() -> results.Frontier:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "BUDGETS", (1.0, 0.0))
         (one,) = frontier.measure(["gpt"], SETTINGS, CPU)
@@ -48,9 +49,9 @@ def found() -> measuring.Frontier:
 # -- models and peers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", subjects.MODELS)
 def test_copies_share_parameters_and_nothing_else(name: str) -> None:
-    subject = models.make_subject(name, TINY[name], CPU)
+    subject = subjects.make_subject(name, TINY[name], CPU)
     copied = subject.copied()
     assert all(one is other for one, other in zip(subject.model.parameters(), copied.parameters(), strict=True))
     assert not {*map(id, subject.model.modules())} & {*map(id, copied.modules())}
@@ -59,18 +60,19 @@ def test_copies_share_parameters_and_nothing_else(name: str) -> None:
     assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", subjects.MODELS)
 def test_peers_recompute_what_they_say(name: str) -> None:
-    """4 blocks; a mark in each says how often it runs."""
-    subject = models.make_subject(name, TINY[name], CPU)
-    expected = {"none": 4, "full": 8, "every 2nd block": 6, "every 3rd block": 6, "every 4th block": 5}
+    """A mark in each block says how often it runs."""
+    subject = subjects.make_subject(name, TINY[name], CPU)
+    count = TINY[name].layers
+    expected = {"none": count} | {mode: count + len(range(0, count, k)) for mode, k in models.EVERY.items()}
     for way in models.torch_ways(subject.blocks_of, models.EVERY):
         model, runs = subject.copied(), []
         for block in subject.blocks_of(model):
             inner = next(block.children())
             inner.forward = _marked(inner.forward, runs)  # type: ignore[method-assign]
         subject.step_of(way.make(model))()
-        assert len(runs) == expected.get(way.mode, 8), way.name
+        assert len(runs) == expected.get(way.mode, 2 * count), way.name
 
 
 def _marked(fn, runs):  # type: ignore[no-untyped-def]
@@ -83,7 +85,7 @@ def _marked(fn, runs):  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize(("name", "ops"), [("gpt", ("addmm", "mm")), ("resnet", ("convolution",))])
 def test_selective_checkpointing_saves_products(name: str, ops: tuple[str, ...]) -> None:
-    subject = models.make_subject(name, TINY[name], CPU)
+    subject = subjects.make_subject(name, TINY[name], CPU)
     counted = {}
     for way in models.torch_ways(subject.blocks_of, models.EVERY):
         step = subject.step_of(way.make(subject.copied()))
@@ -96,7 +98,7 @@ def test_selective_checkpointing_saves_products(name: str, ops: tuple[str, ...])
 
 def test_compiled_peers_have_graphs_of_their_own() -> None:
     """A budget would be the other's if torch found that one's graphs; and equal blocks are compiled once."""
-    subject = models.make_subject("gpt", TINY["gpt"], CPU)
+    subject = subjects.make_subject("gpt", TINY["gpt"], CPU)
     peaks = {}
     ways = {way.name: way for way in steps.compiled_peers(subject, "aot_eager_decomp_partition")}
     for name in (f"{steps.WHOLE}: budget 1", f"{steps.BLOCKS}: budget 1", f"{steps.BLOCKS}: budget 0"):
@@ -113,7 +115,7 @@ def test_compiled_peers_have_graphs_of_their_own() -> None:
 @pytest.mark.parametrize("index", [0, 1])
 def test_compiled_plans_keep_what_the_plan_keeps(index: int) -> None:
     """In a graph as out of it: more bytes the more is kept, and products that are kept run no second time."""
-    subject = models.make_subject("gpt", TINY["gpt"], CPU)
+    subject = subjects.make_subject("gpt", TINY["gpt"], CPU)
     way = steps.compiled_plans(subject, "aot_eager_decomp_partition")[index]
     least = steps.make_plans(subject, {}, 0, lambda: None).found["least"]
     peaks = {}
@@ -123,7 +125,7 @@ def test_compiled_plans_keep_what_the_plan_keeps(index: int) -> None:
 
 
 def test_a_step_that_leaves_something_else_is_found() -> None:
-    subject = models.make_subject("resnet", TINY["resnet"], CPU)
+    subject = subjects.make_subject("resnet", TINY["resnet"], CPU)
     same = steps.ready("same", subject, lambda model: model, CPU)
     half = steps.ready("half", subject, lambda model: lambda x: model(x) / 2, CPU)
     torchs = next(way for way in models.torch_ways(subject.blocks_of, models.EVERY) if way.mode == "full")
@@ -136,7 +138,7 @@ def test_a_step_that_leaves_something_else_is_found() -> None:
 
 
 def test_plans_are_for_the_budgets_that_were_asked_for() -> None:
-    subject = models.make_subject("gpt", TINY["gpt"], CPU)
+    subject = subjects.make_subject("gpt", TINY["gpt"], CPU)
     plain = steps.ready("plain", subject, lambda model: model, CPU).peak_bytes
     made = steps.make_plans(subject, {"nothing": 10, "plain": plain + 1000}, plain, lambda: None)
     assert "nothing" not in made.found
@@ -164,11 +166,11 @@ def test_verdicts_of_made_up_times(times: tuple[int, int, int], rival: str, word
     measured = dict(zip([("a: none", 1), ("b: full", 1), ("ours", 1)], rows, strict=True))
     levels = [Estimate(time, time, time) for time in times]
     others = [
-        measuring.Peer("a", "none", False, 100, levels[0], 0.0, []),
-        measuring.Peer("b", "full", False, 50, levels[1], 0.0, []),
+        results.Peer("a", "none", False, 100, levels[0], 0.0, []),
+        results.Peer("b", "full", False, 50, levels[1], 0.0, []),
     ]
-    planned = [measuring.Planned("reactivate", "b: full", "ours", 50, 49, 1.0, 49, levels[2], True, {}, [])]
-    first, second = measuring.verdicts(others, planned, measured)
+    planned = [results.Planned("reactivate", "b: full", "ours", 50, 49, 1.0, 49, levels[2], True, {}, [])]
+    first, second = results.verdicts(others, planned, measured)
     assert (first.rival, first.words, first.ratio, first.holds) == ("a: none", "no plan fits", None, None)
     assert (second.rival, second.words, second.holds) == (rival, words, True)
     assert second.ratio is not None
@@ -177,16 +179,35 @@ def test_verdicts_of_made_up_times(times: tuple[int, int, int], rival: str, word
 
 def test_a_verdict_takes_the_fastest_step_of_a_plan_that_holds() -> None:
     measured = {(name, 1): np.full(20, time) for name, time in (("a: none", 10.0), ("eager", 9.0), ("compiled", 8.0))}
-    others = [measuring.Peer("a", "none", False, 100, Estimate(10, 10, 10), 0.0, [])]
-    eager = measuring.Planned("eagerly", "a: none", "eager", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])
+    others = [results.Peer("a", "none", False, 100, Estimate(10, 10, 10), 0.0, [])]
+    eager = results.Planned("eagerly", "a: none", "eager", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])
     compiled = replace(eager, system="compiled", step="compiled", seconds=Estimate(8, 8, 8))
     for holds, system, time in ((True, "compiled", 8), (False, "eagerly", 9)):
-        (said,) = measuring.verdicts(others, [eager, replace(compiled, holds=holds)], measured)
+        (said,) = results.verdicts(others, [eager, replace(compiled, holds=holds)], measured)
         assert (said.system, said.holds) == (system, True)
         assert said.ratio is not None
         assert said.ratio.value == pytest.approx(time / 10)
-    (said,) = measuring.verdicts(others, [replace(eager, holds=False)], measured)
+    (said,) = results.verdicts(others, [replace(eager, holds=False)], measured)
     assert said.holds is False
+
+
+def test_rounds_end_when_every_interval_is_narrow() -> None:
+    """Or when there is no more time; what later sittings measure joins what was there."""
+    others = [results.Peer("a", "none", False, 100, Estimate(10, 10, 10), 0.0, [])]
+    ours = [results.Planned("ours", "a: none", "ours", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])]
+    rng = np.random.default_rng(0)
+
+    def rounds_at(noise: float) -> int:
+        def measure(count: int) -> dict[tuple[str, int], np.ndarray]:
+            return {(name, 1): rng.normal(time, noise, count) for name, time in (("a: none", 10.0), ("ours", 9.0))}
+
+        settings = results.Settings(fewest=4, width=0.03)
+        judge = lambda times: measuring._judged(others, ours, times)  # noqa: E731
+        rounds, found = measuring.in_sittings(measure, judge, settings, 400)
+        assert found.are_narrow(0.03) or rounds == 400
+        return rounds
+
+    assert rounds_at(0.01) == 100 < rounds_at(0.6) <= 400 == rounds_at(5.0)
 
 
 def test_the_solver_is_held_against_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +237,7 @@ def test_the_solver_is_held_against_every_choice(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_every_step_is_there_and_holds(found: measuring.Frontier) -> None:
+def test_every_step_is_there_and_holds(found: results.Frontier) -> None:
     eager = [peer for peer in found.peers if not peer.is_compiled]
     assert {peer.mode for peer in eager} == EAGER
     assert len(found.peers) == len(eager) + 2 * 2
@@ -238,7 +259,7 @@ def test_every_step_is_there_and_holds(found: measuring.Frontier) -> None:
 
 
 @pytest.mark.slow
-def test_verdicts_are_at_the_peaks_of_peers(found: measuring.Frontier) -> None:
+def test_verdicts_are_at_the_peaks_of_peers(found: results.Frontier) -> None:
     everyone = {peer.name: peer for peer in found.peers}
     eager = [peer.name for peer in found.peers if not peer.is_compiled]
     assert [item.budget_of for item in found.verdicts] == eager
@@ -255,14 +276,14 @@ def test_verdicts_are_at_the_peaks_of_peers(found: measuring.Frontier) -> None:
 
 
 @pytest.mark.slow
-def test_json_is_read_as_it_was_written(found: measuring.Frontier, tmp_path: Path) -> None:
+def test_json_is_read_as_it_was_written(found: results.Frontier, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     path.write_text(found.to_json(), encoding="utf-8")
-    assert read(measuring.Frontier, path) == found
+    assert read(results.Frontier, path) == found
 
 
 @pytest.mark.slow
-def test_page_has_every_table(found: measuring.Frontier) -> None:
+def test_page_has_every_table(found: results.Frontier) -> None:
     infeasible = replace(found.verdicts[0], ratio=None, words=measuring.NO_PLAN, holds=None)
     found = replace(found, verdicts=[infeasible, *found.verdicts[1:]])
     text = frontier.to_markdown([found])
@@ -277,7 +298,7 @@ def test_page_has_every_table(found: measuring.Frontier) -> None:
 
 @pytest.mark.slow
 def test_labels_of_the_plot_cover_nothing(
-    found: measuring.Frontier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    found: results.Frontier, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.append(self))
@@ -295,7 +316,7 @@ def test_labels_of_the_plot_cover_nothing(
 
 @pytest.mark.slow
 def test_terminal_has_every_table(
-    found: measuring.Frontier, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    found: results.Frontier, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     show(frontier.on_terminal(found))
