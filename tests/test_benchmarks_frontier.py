@@ -194,7 +194,7 @@ def test_a_verdict_takes_the_fastest_step_of_a_plan_that_holds() -> None:
 def test_rounds_end_when_every_interval_is_narrow() -> None:
     """Or when there is no more time; what later sittings measure joins what was there."""
     others = [results.Peer("a", "none", False, 100, Estimate(10, 10, 10), 0.0, [])]
-    ours = [results.Planned("ours", "a: none", "ours", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])]
+    ours = [results.Planned("reactivate", "a: none", "ours", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])]
     rng = np.random.default_rng(0)
 
     def rounds_at(noise: float) -> int:
@@ -207,7 +207,7 @@ def test_rounds_end_when_every_interval_is_narrow() -> None:
         assert found.are_narrow(0.03) or rounds == 400
         return rounds
 
-    assert rounds_at(0.01) == 100 < rounds_at(0.6) <= 400 == rounds_at(5.0)
+    assert rounds_at(0.01) == 100 < rounds_at(0.8) <= 400 == rounds_at(5.0)
 
 
 def test_the_solver_is_held_against_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
