@@ -12,6 +12,7 @@ from reactivate._engine.sharing import shared_recompute
 from reactivate._inspect.explain import explain
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.verify import Verdict, verify
+from reactivate._loss.chunked import chunked_cross_entropy
 from reactivate._model.applied import Handle
 from reactivate._model.apply import apply
 from reactivate._site import site
@@ -35,6 +36,7 @@ __all__ = [
     "Verdict",
     "apply",
     "checkpoint",
+    "chunked_cross_entropy",
     "current_region",
     "dropin",
     "errors",
