@@ -122,14 +122,15 @@ class Applied:
         """Find the regions and the saved modules of `model`, and return what is to stand in for their `forward`."""
         chosen = Selection(model, self.policy, self.unmatched)
         self.inputs = chosen.inputs
-        found: list[AppliedForward] = [
-            kind(self, module, path, own_forward_of(module))
-            for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved))
-            for path, module in modules.items()
-        ]
+        found: list[AppliedForward] = [self.region_of(module, path) for path, module in chosen.regions.items()]
+        found += [SavedForward(self, module, path, own_forward_of(module)) for path, module in chosen.saved.items()]
         self.unmatched.regions = self.cache_watch.regions = len(chosen.regions)
         self.handle.kept = chosen.kept_beside()
         return found
+
+    def region_of(self, module: Module, path: str) -> RegionForward:
+        """Return what is to stand in for the `forward` of a region."""
+        return RegionForward(self, module, path, own_forward_of(module))
 
     def options_of(self, path: str, module: weakref.ref[Module]) -> Options:
         """The options of a region."""
@@ -159,6 +160,11 @@ class Applied:
 
 class AppliedForward:
     """Stand in for a module's `forward`: a part of the module, and copied with it."""
+
+    @property
+    def stands_for(self) -> type | None:
+        """Return the kind of what the policy selects the module as; None where other modules are the reason."""
+        return type(self)
 
     def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
         self.applied = applied

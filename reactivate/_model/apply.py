@@ -21,7 +21,8 @@ from reactivate._model.applied import (
     forward_of,
     forwards_of,
 )
-from reactivate._model.per_call import AppliedPerCall, CalledForward, SwitchedForward
+from reactivate._model.by_call import applied_for
+from reactivate._model.per_call import AppliedPerCall, CalledForward
 from reactivate._model.selection import Selection
 from reactivate._options import Determinism, make_options
 from reactivate._text.keywords import refuse_unknown
@@ -101,7 +102,7 @@ def apply(
 
 
 def _applied(model: Module, policy: Policy, options: Options) -> Handle:
-    applied = AppliedPerCall(policy, options) if isinstance(policy, PerCall) else Applied(policy, options)
+    applied = AppliedPerCall(policy, options) if isinstance(policy, PerCall) else applied_for(policy, options)
     undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
     try:
         applied.attach(model)
@@ -186,9 +187,9 @@ def _repeated(model: Module, found: AppliedForward, policy: Policy, options: Opt
 
 def _placed_on(model: Module, applied: Applied) -> set[tuple[int, type, str]]:
     return {
-        (id(module), type(forward), forward.path if forward.applied is applied else f"{forward.path} of another policy")
+        (id(module), kind, forward.path if forward.applied is applied else f"{forward.path} of another policy")
         for module, forward in forwards_of(model)
-        if type(forward) is not SwitchedForward
+        if (kind := forward.stands_for) is not None
     }
 
 

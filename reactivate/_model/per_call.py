@@ -20,6 +20,7 @@ from torch.nn import Module
 
 from reactivate._engine.record import Options
 from reactivate._model.applied import FORWARD, Applied, AppliedForward, own_forward_of
+from reactivate._model.by_call import applied_for
 from reactivate._torch.dynamo import leave_out_of_graphs
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError
@@ -63,7 +64,7 @@ class AppliedPerCall(Applied):
         return self._known[id(policy)][1]
 
     def _attach_one(self, model: Module, policy: Policy) -> Chosen:
-        chosen = {id(forward.module()): forward for forward in Applied(policy, self.options).forwards_in(model)}
+        chosen = {id(forward.module()): forward for forward in applied_for(policy, self.options).forwards_in(model)}
         for forward in chosen.values():
             module = forward.module()
             if not isinstance(vars(module).get(FORWARD), SwitchedForward):
@@ -80,6 +81,10 @@ class AppliedPerCall(Applied):
 class SwitchedForward(AppliedForward):
     """The module does what the policy of the model's call says."""
 
+    @property
+    def stands_for(self) -> type | None:
+        return None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             _refuse_compilation()
@@ -93,6 +98,10 @@ class SwitchedForward(AppliedForward):
 
 class CalledForward(SwitchedForward):
     """The model is called: from here to the end of the call a policy holds."""
+
+    @property
+    def stands_for(self) -> type:
+        return type(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from reactivate._engine.accounts import in_words
-from reactivate._types import Action, Site, Storage
+from reactivate._types import Action, Policy, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.prediction import Copy, Fixed, Moment, Point, Prediction, Proof
@@ -103,6 +103,9 @@ class Plan(Planned, ReadyMade):
 
     def inside(self, path: str) -> Any:
         return self.assignment.inside(path)
+
+    def by_call(self) -> Mapping[str, tuple[Policy, ...]]:
+        return self.assignment.by_call()
 
     @property
     def may_match_nothing(self) -> bool:
@@ -274,7 +277,8 @@ def _plainly(value: Any) -> Any:
 
 def _treatment_of(value: Mapping[str, Any]) -> Treatment:
     recompute, modules, ops = (tuple(value[name]) for name in ("recompute", "save_modules", "save_ops"))
-    return Treatment(value["name"], recompute, modules, ops, value.get("inputs", ""), value.get("results", ""))
+    calls = tuple(map(_treatment_of, value.get("calls", ())))
+    return Treatment(value["name"], recompute, modules, ops, value.get("inputs", ""), value.get("results", ""), calls)
 
 
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Literal
 from torch import nn
 from torch.nn import Module
 
-from reactivate._types import DEVICE, Action, Recompute, Save, Site, Storage
+from reactivate._types import DEVICE, Action, Policy, Recompute, Save, Site, Storage
 from reactivate.planner.units import parts_of
 from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies.ops import COMPUTE_INTENSIVE
@@ -32,6 +33,8 @@ class Treatment:
         save_ops: recomputations skip these ops.
         inputs: the name of the storage in which the inputs of the regions are kept; "" for where they are.
         results: the name of the storage in which the saved calls are kept.
+        calls: of a unit that a forward of the model calls several times, the treatment of each call; empty for one treatment
+            of all calls, which the other attributes are.
     """
 
     name: str
@@ -40,11 +43,12 @@ class Treatment:
     save_ops: tuple[str, ...] = ()
     inputs: str = ""
     results: str = ""
+    calls: tuple[Treatment, ...] = ()
 
     @property
     def storage(self) -> str:
         """Return the name of the storage that it uses; "" for none."""
-        return self.inputs or self.results
+        return self.inputs or self.results or next((call.storage for call in self.calls if call.storage), "")
 
 
 KEEP = Treatment("keep")
@@ -128,10 +132,15 @@ class Assignment(ReadyMade):
     storages: Mapping[str, Storage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        regions = {join(unit, part): unit for unit, item in self.treatments.items() for part in item.recompute}
-        saved = {join(unit, part): unit for unit, item in self.treatments.items() for part in item.save_modules}
+        regions = {join(unit, part): unit for unit, item in self._uncounted.items() for part in item.recompute}
+        saved = {join(unit, part): unit for unit, item in self._uncounted.items() for part in item.save_modules}
         object.__setattr__(self, "_regions", regions)
         object.__setattr__(self, "_saved", saved)
+
+    @functools.cached_property
+    def _uncounted(self) -> Mapping[str, Treatment]:
+        """What is done where nobody counts the calls of units: one that has a treatment for each call is recomputed."""
+        return {unit: FULL if item.calls else item for unit, item in self.treatments.items()}
 
     def __hash__(self) -> int:
         return hash(tuple(self.treatments.items()))
@@ -146,26 +155,33 @@ class Assignment(ReadyMade):
         if site.module is not None:
             regions, saved = self._regions, self._saved  # type: ignore[attr-defined]
             if site.path in regions:
-                return Recompute(self._named(self.treatments[regions[site.path]].inputs))
-            return Save(self._named(self.treatments[saved[site.path]].results)) if site.path in saved else None
-        unit = next((path for path in self.treatments if is_below(site.path, path)), None)
-        if unit is None or site.op not in self.treatments[unit].save_ops:
+                return Recompute(self._named(self._uncounted[regions[site.path]].inputs))
+            return Save(self._named(self._uncounted[saved[site.path]].results)) if site.path in saved else None
+        unit = next((path for path in self._uncounted if is_below(site.path, path)), None)
+        if unit is None or site.op not in self._uncounted[unit].save_ops:
             return None
-        return Save(self._named(self.treatments[unit].results))
+        return Save(self._named(self._uncounted[unit].results))
 
     def _named(self, storage: str) -> Storage:
         return self.storages[storage] if storage else DEVICE
 
     def interest(self) -> Interest:
-        ops = frozenset(op for item in self.treatments.values() for op in item.save_ops)
+        ops = frozenset(op for item in self._uncounted.values() for op in item.save_ops)
         return Interest(ops, modules=bool(self._saved), paths=bool(ops))  # type: ignore[attr-defined]
 
     def inside(self, path: str) -> ReadyMade:
         unit = self._regions.get(path)  # type: ignore[attr-defined]
         if unit is None:
             return self
-        treatment = self.treatments[unit]
+        treatment = self._uncounted[unit]
         return _InsideUnit(unit, treatment, self._named(treatment.results))
+
+    def by_call(self) -> Mapping[str, tuple[Policy, ...]]:
+        return {
+            unit: tuple(Assignment({unit: call}, self.storages) for call in item.calls)
+            for unit, item in self.treatments.items()
+            if item.calls
+        }
 
     @property
     def may_match_nothing(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch.nn import Module
 
@@ -52,12 +52,16 @@ class Reading:
         calls: what each call comes to.
         outside_bytes: for k = 0, 1, ...: the most that is alive between the calls, above what the first k hold.
         peak_bytes: the most that is alive at any moment.
+        numbers: how many calls of the unit there were before each in the forward of the model; None for calls that have none.
+        uncounted: the units of which calls with gradients have none.
     """
 
     paths: tuple[str, ...]
     calls: tuple[Figures, ...]
     outside_bytes: tuple[int, ...]
     peak_bytes: int
+    numbers: tuple[int | None, ...] = ()
+    uncounted: frozenset[str] = frozenset()
 
 
 def read(trace: Trace, scale: float, overhead: Overhead, sees_functions: Mapping[str, int]) -> Reading:
@@ -92,7 +96,8 @@ def read(trace: Trace, scale: float, overhead: Overhead, sees_functions: Mapping
             )
         )
     outside = tuple(max(found[2 * index][1] for found in same) for index in range(count + 1))
-    return Reading(paths, tuple(calls), outside, trace.peak_bytes)
+    numbers = tuple(call.number for call in trace.calls[longest])
+    return Reading(paths, tuple(calls), outside, trace.peak_bytes, numbers, trace.uncounted)
 
 
 def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float, float]]:
@@ -117,6 +122,19 @@ def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float, float
         held = starts[index + 1] - starts[index] if position % 2 else 0
         # What was alive before the first unit is no unit's, and is needed all the time.
         yield held, tops[position] - starts[index] + first, seconds[position], forward[position]
+
+
+class CallKey(NamedTuple):
+    """The calls of a unit that have one treatment: those with one number, or all."""
+
+    path: str
+    number: int | None
+
+
+def _keys_of(plain: Reading) -> Iterator[CallKey]:
+    """Return what each call of the plain step is treated with; a number of None for nothing, since it has no gradients."""
+    for path, number in zip(plain.paths, plain.numbers, strict=True):
+        yield CallKey(path, 0 if path in plain.uncounted else number)
 
 
 # -- which treatments to try where ------------------------------------------------------------------------------------
@@ -182,22 +200,24 @@ class TreatmentTable:
 
     def __init__(self, plain: Reading, units: Mapping[str, Module]) -> None:
         self.plain = plain
+        self.keys: tuple[CallKey, ...] = tuple(_keys_of(plain))
         self._classes = {path: _class_of(unit) for path, unit in units.items()}
-        self._found: dict[tuple[object, str], Figures] = {}  # of a path or a class, by the treatment's name: changes
+        # Of the call of a path or a class, by the treatment's name: changes.
+        self._found: dict[tuple[object, int | None, str], Figures] = {}
 
     def enter(self, reading: Reading, treatments: Mapping[str, Treatment]) -> None:
         """Take in a step in which units had these treatments."""
         if reading.paths != self.plain.paths:
             return
-        for path in treatments:
-            change = self._of(reading, path, self.plain)
-            for key in (path, self._classes[path]):
-                self._found.setdefault((key, treatments[path].name), change)
+        for path, number in dict.fromkeys(self.keys):
+            if path in treatments:
+                change = self._of(reading, (path, number), self.plain)
+                for key in (path, self._classes[path]):
+                    self._found.setdefault((key, number, treatments[path].name), change)
 
-    @staticmethod
-    def _of(reading: Reading, path: str, plain: Reading) -> Figures:
-        """Return what differs from the plain step; of a unit that is called several times, in all."""
-        pairs = [pair for name, *pair in zip(reading.paths, reading.calls, plain.calls) if name == path]
+    def _of(self, reading: Reading, key: CallKey, plain: Reading) -> Figures:
+        """Return what differs from the plain step; of calls that have one treatment, in all."""
+        pairs = [pair for name, *pair in zip(self.keys, reading.calls, plain.calls) if name == key]
         return Figures(
             sum(one.held_bytes - other.held_bytes for one, other in pairs),
             max(one.need_bytes - other.need_bytes for one, other in pairs),
@@ -220,23 +240,24 @@ class TreatmentTable:
             corrections: bytes to add at a position, where simulated plans showed them.
             copies: what the copies of treatments that use a storage cost.
         """
-        seen: set[str] = set()
+        seen: set[CallKey] = set()
         blocks: list[tuple[Candidate, ...]] = []
-        for index, (path, plain) in enumerate(zip(self.plain.paths, self.plain.calls)):
+        for index, (key, plain) in enumerate(zip(self.keys, self.plain.calls)):
             more = corrections.get(2 * index + 1, 0)
-            if path in seen:  # decided where it is called first, which holds for both
-                most = max(self._known(path, item).need_bytes for item in menus[path])
+            menu = menus[key.path] if key.number is not None else (KEEP,)  # without gradients there is nothing to treat
+            if key in seen:  # decided where it is called first, which holds for both
+                most = max(self._known(key, item).need_bytes for item in menu)
                 blocks.append((Candidate(KEEP.name, 0.0, plain.held_bytes, plain.need_bytes + max(most, 0) + more),))
                 continue
-            seen.add(path)
-            blocks.append(tuple(self._entry(path, plain, item, more, copies) for item in menus[path]))
+            seen.add(key)
+            blocks.append(tuple(self._entry(key, plain, item, more, copies) for item in menu))
         outside = [size + corrections.get(2 * index, 0) for index, size in enumerate(self.plain.outside_bytes)]
         if copies is None:
             return Chain(tuple(blocks), tuple(outside))
         return Chain(tuple(blocks), tuple(outside), copies.limit_bytes, copies.in_flight)
 
-    def _entry(self, path: str, plain: Figures, treatment: Treatment, more: int, copies: Copies | None) -> Candidate:
-        change = self._known(path, treatment)
+    def _entry(self, key: CallKey, plain: Figures, treatment: Treatment, more: int, copies: Copies | None) -> Candidate:
+        change = self._known(key, treatment)
         forward = max(0.0, plain.forward_seconds + change.forward_seconds)
         transfer, costs = copies.of(change.moved, change.passes) if copies and change.moved else (None, 0.0)
         return Candidate(
@@ -249,14 +270,18 @@ class TreatmentTable:
             transfer,
         )
 
-    def _known(self, path: str, treatment: Treatment) -> Figures:
-        found = self.change(path, treatment)
+    def _known(self, key: CallKey, treatment: Treatment) -> Figures:
+        found = self._change(key, treatment)
         assert found is not None
         return found
 
-    def change(self, path: str, treatment: Treatment) -> Figures | None:
-        """Return what differs from the plain step where a unit has a treatment; None if nobody has tried it."""
+    def _change(self, key: CallKey, treatment: Treatment) -> Figures | None:
         if treatment == KEEP:
             return Figures(0, 0, 0.0)
-        found = self._found.get((path, treatment.name))
-        return self._found.get((self._classes[path], treatment.name)) if found is None else found
+        found = self._found.get((key.path, key.number, treatment.name))
+        return self._found.get((self._classes[key.path], key.number, treatment.name)) if found is None else found
+
+    def changes(self, path: str, treatment: Treatment) -> list[Figures | None]:
+        """Return what differs from the plain step where a unit has a treatment, for each call; None if nobody has tried it."""
+        keys = dict.fromkeys(key for key in self.keys if key.path == path and key.number is not None)
+        return [self._change(key, treatment) for key in keys]

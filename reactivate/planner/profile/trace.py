@@ -100,6 +100,8 @@ class UnitCall:
         functions: how often it called each of torch's functions, where that was asked for.
         regions, saved_tensors, saved_calls: how many there were in it, for what the engine itself takes.
         moved: the bytes of each tensor of it that a storage took.
+        number: how many calls of the unit with gradients there were before in this forward of the model; None if it has none,
+            or runs elsewhere.
     """
 
     path: str
@@ -109,6 +111,7 @@ class UnitCall:
     saved_tensors: int = 0
     saved_calls: int = 0
     moved: list[int] = field(default_factory=list)
+    number: int | None = None
 
 
 @dataclass
@@ -122,6 +125,7 @@ class Trace:
         moves: every transfer to and from a storage, in order.
         stored_bytes: the most that the storage keeps.
         failures: why the storage could not do its part.
+        uncounted: the units of which calls with gradients were outside of forwards of the model.
         depends_on_data: whether an op ran whose result's size, or whose meaning for Python, is in the numbers it is given.
     """
 
@@ -132,6 +136,7 @@ class Trace:
     moves: list[CopyEvent] = field(default_factory=list)
     stored_bytes: int = 0
     failures: list[str] = field(default_factory=list)
+    uncounted: frozenset[str] = frozenset()
 
     def fits(self, budget_bytes: int) -> bool:
         """Return whether the step is as it should be, and within the budget."""

@@ -29,6 +29,7 @@ from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import FakeTensor, device_of
 from reactivate._torch.ops import DEVICE_QUERY, tensor_positions
+from reactivate.planner.profile.call_numbers import CallNumbers
 from reactivate.planner.profile.trace import Allocation, CopyEvent, Costs, Op, Trace, UnitCall
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
@@ -46,6 +47,7 @@ def traced(
     count_functions: bool = False,
     rehearsal: Rehearsal | None = None,
     watch: Callable[[int], None] | None = None,
+    model: Module | None = None,
 ) -> Iterator[Trace]:
     """Take down what runs inside of the context.
 
@@ -56,8 +58,9 @@ def traced(
         count_functions: whether to count the calls of torch's functions.
         rehearsal: of the storage that is used.
         watch: called after each op with the bytes that are alive; it may raise.
+        model: the model in whose forwards the calls of units are counted.
     """
-    tracer = _Tracer({id(module): path for path, module in units.items()}, costs, watch)
+    tracer = _Tracer({id(module): path for path, module in units.items()}, costs, watch, CallNumbers(model))
     for tensor in known:
         tracer.know(tensor)
     with ExitStack() as stack:
@@ -73,13 +76,17 @@ def traced(
         if rehearsal is not None:
             rehearsal.tell = tracer.moved
         yield tracer.trace
+    tracer.trace.uncounted = frozenset(tracer.numbers.uncounted)
     if rehearsal is not None:
         tracer.trace.stored_bytes, tracer.trace.failures = rehearsal.most_stored_bytes, rehearsal.failures
 
 
 class _Tracer(TorchDispatchMode):
-    def __init__(self, units: Mapping[int, str], costs: Costs, watch: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, units: Mapping[int, str], costs: Costs, watch: Callable[[int], None] | None, numbers: CallNumbers
+    ) -> None:
         super().__init__()
+        self.numbers = numbers
         self._watch = watch
         self.trace = Trace()
         self._units = units
@@ -173,19 +180,23 @@ class _Tracer(TorchDispatchMode):
 
     def unit_begins(self, module: Module, args: Any) -> None:
         """A module is called."""
+        if is_recomputing():
+            return
+        self.numbers.begins(module)
         path = self._units.get(id(module))
-        if path is not None and not is_recomputing():
-            self._place.unit_begins()
+        if path is not None and self._place.unit_begins():
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
                 self.trace.calls.append([])
-            self._call = UnitCall(path, self._live_bytes)
+            self._call = UnitCall(path, self._live_bytes, number=self.numbers.next(path))
             self.trace.calls[turn].append(self._call)
 
     def unit_ends(self, module: Module, args: Any, result: Any) -> None:
         """A module has returned, or raised."""
-        if id(module) in self._units and not is_recomputing():
-            self._place.unit_ends()
+        if is_recomputing():
+            return
+        self.numbers.ends(module)
+        if id(module) in self._units and self._place.unit_ends():
             self._call = None
 
     def function_called(self, name: str) -> None:
@@ -244,19 +255,23 @@ class _Places:
         self._depth = 0
         self._last = 0
 
-    def unit_begins(self) -> None:
+    def unit_begins(self) -> bool:
+        """Return whether it is in no other unit: in a call of itself, say."""
         self._depth += 1
-        if self._depth == 1:
-            if self._is_backward:  # the next pass
-                self._is_backward = False
-                self.turn += 1
-                self._starts, self._stops = [], []
-            self._starts.append(next_node_number())
+        if self._depth > 1:
+            return False
+        if self._is_backward:  # the next pass
+            self._is_backward = False
+            self.turn += 1
+            self._starts, self._stops = [], []
+        self._starts.append(next_node_number())
+        return True
 
-    def unit_ends(self) -> None:
+    def unit_ends(self) -> bool:
         self._depth -= 1
         if self._depth == 0:
             self._stops.append(next_node_number())
+        return self._depth == 0
 
     def now(self) -> tuple[int, int, bool]:
         """The turn, the position, and whether it is the backward."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from reactivate.planner.call_treatments import of_calls
 from reactivate.planner.profile.probe import Copies, Figures, Reading, TreatmentTable
 from reactivate.planner.profile.trace import Trace
 from reactivate.planner.solver.chain import Candidate, Chain, Solution
@@ -130,11 +131,11 @@ class Search:
         return Proven(treatments, solution, trace, reading, len(self._seen))
 
     def _treatments_of(self, entries: Sequence[Candidate]) -> dict[str, Treatment]:
-        chosen: dict[str, Treatment] = {}
-        for path, entry in zip(self._table.plain.paths, entries):
-            if path not in chosen:
-                chosen[path] = next(item for item in self._menus[path] if item.name == entry.name)
-        return chosen
+        chosen: dict[str, dict[int, Treatment]] = {path: {} for path, _ in self._table.keys}
+        for (path, number), entry in zip(self._table.keys, entries):
+            if number is not None and number not in chosen[path]:
+                chosen[path][number] = next(item for item in self._menus[path] if item.name == entry.name)
+        return {path: of_calls(list(calls.values())) for path, calls in chosen.items() if calls}
 
     def _correct(self, found: Proven) -> bool:
         """Take into the problem where the simulated step is above or below the promise."""
