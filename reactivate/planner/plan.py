@@ -18,6 +18,7 @@ from reactivate._engine.accounts import in_words
 from reactivate._types import Action, Policy, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
+from reactivate.planner.by_value.call_names import CallName
 from reactivate.planner.cost.prediction import Copy, Fixed, Moment, Point, Prediction, Proof
 from reactivate.planner.digest import bucket_bytes, class_name_of, digest_of
 from reactivate.planner.offers import storages_in
@@ -54,7 +55,7 @@ class Plan(Planned, ReadyMade):
 
     Attributes:
         budget, budget_bytes, made_for, decisions, fixed, plain, predicted, frontier, policies, proof, optimizer_bytes,
-            planning_seconds, largest, device_bytes, storages, offered: as in `Planned`.
+            planning_seconds, largest, device_bytes, storages, offered, uncertainty: as in `Planned`.
         runner: what can still run the step: `measure`, `at` and warnings about other shapes need it. A file has none.
         live: the storages themselves, by their names.
     """
@@ -233,6 +234,7 @@ class Plan(Planned, ReadyMade):
             device_bytes=value.get("device_bytes", 0),
             storages=uses,
             offered=tuple(value.get("offered", ())),
+            uncertainty=value.get("uncertainty", 0.0),
             live=live_of(uses, given),
         )
 
@@ -278,7 +280,9 @@ def _plainly(value: Any) -> Any:
 def _treatment_of(value: Mapping[str, Any]) -> Treatment:
     recompute, modules, ops = (tuple(value[name]) for name in ("recompute", "save_modules", "save_ops"))
     calls = tuple(map(_treatment_of, value.get("calls", ())))
-    return Treatment(value["name"], recompute, modules, ops, value.get("inputs", ""), value.get("results", ""), calls)
+    saved = tuple(CallName(*call) for call in value.get("save_calls", ()))
+    inputs, results = value.get("inputs", ""), value.get("results", "")
+    return Treatment(value["name"], recompute, modules, ops, inputs, results, saved, calls)
 
 
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:

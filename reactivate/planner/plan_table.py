@@ -64,11 +64,16 @@ def proof(plan: Planned) -> str:
         if plan.proof.margin_bytes
         else ""
     )
-    predicted = " Nothing ran: times are predicted." if plan.made_for.is_predicted else ""
+    predicted = " Nothing ran: times are predicted." if plan.made_for.is_predicted else _certainty(plan)
     return (
         f"Proved by a {plan.proof.method} step, of {in_words(plan.proof.peak_bytes)}: {rounds}. Planned in "
         f"{seconds_in_words(plan.planning_seconds)}, for {plan.made_for.device}.{predicted}{depends}"
     )
+
+
+def _certainty(plan: Planned) -> str:
+    """Say by how much times were others when they were measured again."""
+    return f" Measured again, times were up to {100 * plan.uncertainty:.0f} % longer." if plan.uncertainty else ""
 
 
 def memory(plan: Planned) -> str:

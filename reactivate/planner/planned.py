@@ -98,6 +98,8 @@ class Planned:
         device_bytes: the memory of the device, all of it; 0 where nobody says, and in older files.
         storages: those that it uses.
         offered: those that it might have used, as they are written.
+        uncertainty: by which part of it the time of the step was another when it was measured again; 0 where nothing ran, and
+            in older files.
     """
 
     budget: str
@@ -116,6 +118,7 @@ class Planned:
     device_bytes: int = 0
     storages: tuple[StorageUse, ...] = ()
     offered: tuple[str, ...] = ()
+    uncertainty: float = 0.0
 
     @property
     def peak_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from reactivate._model.apply import apply
 from reactivate._text.warnings import warn
 from reactivate._types import Storage
 from reactivate.planner.budget import Budget, parse
+from reactivate.planner.by_value.menus import menus_of
 from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.flow import Flow
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
@@ -26,8 +26,8 @@ from reactivate.planner.offers import Offer, offers_of
 from reactivate.planner.place import Place, available_bytes
 from reactivate.planner.plan import Plan
 from reactivate.planner.points import Points
-from reactivate.planner.profile.costs import measure, seconds_of
-from reactivate.planner.profile.op_costs import Measured, Modelled
+from reactivate.planner.profile.looks import look_at
+from reactivate.planner.profile.op_costs import Modelled
 from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
 from reactivate.planner.profile.step_profile import StepProfile
 from reactivate.planner.profile.trace import Costs, Trace
@@ -37,13 +37,11 @@ from reactivate.planner.solver.chain import Chain
 from reactivate.planner.solver.solution import Search
 from reactivate.planner.step import TrainingStep, default_loss
 from reactivate.planner.storage_search import StorageSearch
-from reactivate.planner.treatments import FULL, Assignment, Treatment, treatments_of
+from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.planner.trials import Trials
 from reactivate.planner.units import units_of
 from reactivate.planner.written import circumstances_of, decisions_of, infeasible, storages_of
 from reactivate.storage.rehearsal import Rehearsal
-
-_TIMED = 2  # plain steps that are timed, beside one to warm up and one under the clock
 
 
 class Planner:
@@ -71,6 +69,7 @@ class Planner:
         self._trials = Trials(step, here, self.units, tell, needs_fakes=needs_fakes or bool(storages))
         self.costs: Costs = Modelled(place.spec, place.rounding) if known is None else known.costs
         self.is_predicted = not place.is_here if known is None else known.is_predicted
+        self._uncertainty = 0.0 if known is None else known.uncertainty
 
     # -- the plain step -----------------------------------------------------------------------------------------------
 
@@ -134,32 +133,19 @@ class Planner:
             return simulated
         handle = apply(self.step.model, policy)
         try:
-            seconds = self._run_for_costs()
+            looked = look_at(self.step, self.place, self._tell)
         finally:
             handle.remove()
+        self.costs, self._uncertainty = looked.costs, looked.uncertainty
         plain = self._simulated({})
         same = plain if not policy.treatments else self._simulated(policy.treatments)
-        self.plain_seconds = seconds * plain.seconds / same.seconds
+        self.plain_seconds = looked.seconds * plain.seconds / same.seconds
         return plain
-
-    def _run_for_costs(self) -> float:
-        """Run the step: once to warm up, once for what ops cost, then for the time, which is returned."""
-        found: list[Measured] = []
-        place = self.place
-        device = place.device
-        self._tell("the step runs, to warm up")
-        self.step.run_for_real()
-        self._tell("the step runs, for what its ops cost")
-        self.step.run_for_real(watch=lambda run: found.append(measure(run, device, place.spec, place.rounding)))
-        self._tell("the step runs, for its time")
-        seconds: list[float] = []
-        self.step.run_for_real(_TIMED, watch=lambda run: seconds.append(seconds_of(run, device)))
-        self.costs = found[0]
-        return statistics.median(seconds)
 
     def profiled(self) -> StepProfile:
         """Return what running the step has told."""
-        return StepProfile(self.costs, self._scale, self.fixed.others, self._optimizer_needs, self.is_predicted)
+        found = self.costs, self._scale, self.fixed.others, self._optimizer_needs, self.is_predicted
+        return StepProfile(*found, self._uncertainty)
 
     # -- other steps --------------------------------------------------------------------------------------------------
 
@@ -173,7 +159,9 @@ class Planner:
 
     def _read(self, trace: Trace, treatments: Mapping[str, Treatment]) -> Reading:
         seeing = {
-            path: self._called[path].functions.total() for path, treatment in treatments.items() if treatment.save_ops
+            path: self._called[path].functions.total()
+            for path, treatment in treatments.items()
+            if treatment.sees_functions
         }
         return read(trace, self._scale, self._overhead, seeing)
 
@@ -201,10 +189,12 @@ class Planner:
 
     def tabulate(self) -> Planner:
         """Find that out, once the plain step is known."""
-        self.menus = {
-            path: treatments_of(unit, frozenset(self._called[path].functions)) for path, unit in self.units.items()
-        }
         self.table = TreatmentTable(self.plain_reading, self.units)
+        least = dict.fromkeys(self.units, FULL)  # what that needs is known exactly
+        self.table.enter(self.attempt(least)[1], least)
+        functions = {path: call.functions.keys() for path, call in self._called.items()}
+        record = functools.partial(self._trials.record, costs=self.costs)
+        self.menus = menus_of(self.units, functions, self.table, record)
         rounds = rounds_of(self.units, self.menus)
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies, simulated: {number} of {len(rounds)}")
@@ -282,6 +272,7 @@ class Planner:
             storages=storages_of(choice, [search.offer for search in self._used(choice)]),
             offered=tuple(map(repr, self._storages.values())),
             live=self._storages,
+            uncertainty=self._uncertainty,
             runner=StepRunner(self.step, self.place, self.costs, self.plan),
         )
 

@@ -57,7 +57,7 @@ class StorageSearch:
         step, offer = self._step, self.offer
         more = {path: moving(menu, offer.name) for path, menu in step.menus.items()}
         failed: set[tuple[str, Treatment]] = set()
-        rounds = [treatments for treatments in rounds_of(step.units, more, least=False) if treatments]
+        rounds = [treatments for treatments in rounds_of(step.units, more) if treatments]
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies with {offer.name}, simulated: {number} of {len(rounds)}")
             trace, reading = step.attempt(treatments, offer, at_once=True)

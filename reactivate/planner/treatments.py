@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import Module
 
 from reactivate._types import DEVICE, Action, Policy, Recompute, Save, Site, Storage
+from reactivate.planner.by_value.call_names import CallName, name_of_function_call
 from reactivate.planner.units import parts_of
 from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies.ops import COMPUTE_INTENSIVE
@@ -31,6 +32,7 @@ class Treatment:
         recompute: paths below the unit, "" for the unit itself: these modules are regions.
         save_modules: paths below the unit: recomputations skip these modules.
         save_ops: recomputations skip these ops.
+        save_calls: recomputations skip these calls of functions.
         inputs: the name of the storage in which the inputs of the regions are kept; "" for where they are.
         results: the name of the storage in which the saved calls are kept.
         calls: of a unit that a forward of the model calls several times, the treatment of each call; empty for one treatment
@@ -43,12 +45,28 @@ class Treatment:
     save_ops: tuple[str, ...] = ()
     inputs: str = ""
     results: str = ""
+    save_calls: tuple[CallName, ...] = ()
     calls: tuple[Treatment, ...] = ()
 
     @property
     def storage(self) -> str:
         """Return the name of the storage that it uses; "" for none."""
         return self.inputs or self.results or next((call.storage for call in self.calls if call.storage), "")
+
+    @property
+    def saves(self) -> bool:
+        """Return whether recomputations skip anything."""
+        return bool(self.save_modules or self.save_ops or self.save_calls)
+
+    @property
+    def sees_functions(self) -> bool:
+        """Return whether the engine has to look at functions."""
+        return bool(self.save_ops or self.save_calls)
+
+    @property
+    def seen_ops(self) -> frozenset[str]:
+        """Return the ops that it has a say in."""
+        return frozenset((*self.save_ops, *(call.op for call in self.save_calls)))
 
 
 KEEP = Treatment("keep")
@@ -84,7 +102,7 @@ def moving(treatments: Iterable[Treatment], storage: str) -> tuple[Treatment, ..
     for item in treatments:
         if "" in item.recompute or len(item.recompute) > 1:  # a single part has an input that is kept around it anyway
             found.append(replace(item, name=f"{item.name}, inputs to {storage}", inputs=storage))
-            if item.save_modules or item.save_ops:
+            if item.saves:
                 found.append(replace(item, name=f"{item.name}, saved to {storage}", results=storage))
                 found.append(replace(item, name=f"{item.name}, all to {storage}", inputs=storage, results=storage))
     return tuple(found)
@@ -158,21 +176,20 @@ class Assignment(ReadyMade):
                 return Recompute(self._named(self._uncounted[regions[site.path]].inputs))
             return Save(self._named(self._uncounted[saved[site.path]].results)) if site.path in saved else None
         unit = next((path for path in self._uncounted if is_below(site.path, path)), None)
-        if unit is None or site.op not in self._uncounted[unit].save_ops:
-            return None
-        return Save(self._named(self._uncounted[unit].results))
+        return None if unit is None else self._inside(unit)(site)
 
     def _named(self, storage: str) -> Storage:
         return self.storages[storage] if storage else DEVICE
 
     def interest(self) -> Interest:
-        ops = frozenset(op for item in self._uncounted.values() for op in item.save_ops)
+        ops = frozenset(op for item in self._uncounted.values() for op in item.seen_ops)
         return Interest(ops, modules=bool(self._saved), paths=bool(ops))  # type: ignore[attr-defined]
 
     def inside(self, path: str) -> ReadyMade:
         unit = self._regions.get(path)  # type: ignore[attr-defined]
-        if unit is None:
-            return self
+        return self if unit is None else self._inside(unit)
+
+    def _inside(self, unit: str) -> _InsideUnit:
         treatment = self._uncounted[unit]
         return _InsideUnit(unit, treatment, self._named(treatment.results))
 
@@ -203,10 +220,14 @@ class _InsideUnit(ReadyMade):
         if site.module is not None:
             saved = {join(self.unit, part) for part in self.treatment.save_modules}
             return Save(self.storage) if site.path in saved else None
-        return Save(self.storage) if site.op in self.treatment.save_ops else None
+        if site.op in self.treatment.save_ops:
+            return Save(self.storage)
+        calls = self.treatment.save_calls
+        return Save(self.storage) if calls and name_of_function_call(site, self.unit) in calls else None
 
     def interest(self) -> Interest:
-        return Interest(frozenset(self.treatment.save_ops), modules=bool(self.treatment.save_modules))
+        treatment = self.treatment
+        return Interest(treatment.seen_ops, modules=bool(treatment.save_modules), paths=bool(treatment.save_calls))
 
     @property
     def may_match_nothing(self) -> bool:

@@ -7,7 +7,7 @@ step that does not fit or cannot run here, and of one that takes longer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from time import perf_counter
 
 import torch
@@ -16,6 +16,8 @@ from torch.nn import Module
 from reactivate._torch.fake import unlogged
 from reactivate._types import Storage
 from reactivate.errors import UsageError
+from reactivate.planner.by_value.call_costs import RecordedCall
+from reactivate.planner.by_value.recorded_calls import recorded_calls
 from reactivate.planner.cost.prediction import Proof
 from reactivate.planner.place import RESERVE, Place, available_bytes, is_alone
 from reactivate.planner.profile.costs import seconds_of
@@ -151,6 +153,17 @@ class Trials:
         plain = self.run({}, costs, count_functions=True)
         self.margin = MARGIN if plain.depends_on_data else 0.0
         return plain
+
+    def record(self, functions: Mapping[str, Collection[str]], costs: Costs) -> dict[str, tuple[RecordedCall, ...]]:
+        """Return the calls of some units.
+
+        Args:
+            functions: that they call, by their paths.
+            costs: what ops cost.
+        """
+        self._tell("the calls of blocks, recorded")
+        device = self._place.device
+        return recorded_calls(self._step, self._units, functions, costs, device, with_values=self.with_values)
 
     def margin_of(self, peak_bytes: int) -> int:
         """Return the bytes that stay free beside a peak."""

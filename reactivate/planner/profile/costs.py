@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -24,32 +22,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
-from reactivate.planner.profile.op_costs import Key, Measured, key_of, sizes_of
+from reactivate.planner.profile.op_costs import Key, key_of, sizes_of
 from reactivate.planner.profile.trace import Cost
 
 
-def measure(step: Callable[[], object], device: torch.device, spec: DeviceSpec, rounding: int) -> Measured:
+class Sample(NamedTuple):
+    """The costs of the ops of one run.
+
+    Attributes:
+        seen: those of each call of an op.
+        modelled: the seconds of each op as a roofline tells.
+    """
+
+    seen: dict[Key, list[Cost]]
+    modelled: dict[Key, float]
+
+
+def measure(step: Callable[[], object], device: torch.device, spec: DeviceSpec, *, takes_memory: bool) -> Sample:
     """Run `step` once, and take down what its ops cost.
 
     Args:
         step: forward and backward, for real.
         device: where it runs.
-        spec, rounding: of the device, for ops that do not run in `step`.
+        spec: of the device, for ops that do not run in `step`.
+        takes_memory: whether to see what ops take for themselves.
     """
     meter = _Meter(device, spec)
-    with _watched(device) as tops, meter:
+    with _watched(device) if takes_memory else nullcontext(dict) as tops, meter:
         step()
     found = tops()
-    seen: defaultdict[Key, list[Cost]] = defaultdict(list)
+    seen: dict[Key, list[Cost]] = {}
     for number, (key, cost) in enumerate(meter.seen):
-        seen[key].append(cost._replace(top_bytes=found.get(number, cost.top_bytes)))
-    return Measured(spec, rounding, {key: _of_several(costs) for key, costs in seen.items()}, meter.modelled)
-
-
-def _of_several(costs: list[Cost]) -> Cost:
-    seconds = statistics.median(cost.seconds for cost in costs)
-    sizes = tuple(map(max, zip(*(cost.result_bytes for cost in costs))))
-    return Cost(seconds, max(cost.top_bytes for cost in costs), sizes)
+        seen.setdefault(key, []).append(cost._replace(top_bytes=found.get(number, cost.top_bytes)))
+    return Sample(seen, meter.modelled)
 
 
 class _Meter(TorchDispatchMode):

@@ -101,6 +101,17 @@ def _family_of(key: Key) -> Key:
     return (op, *kinds)
 
 
+def without_strides(key: Key) -> Key:
+    """Return what ops have in common whose tensors have the same shapes, and may lie in another order."""
+    return tuple(_without_strides(item) for item in key)
+
+
+def _without_strides(item: Hashable) -> Hashable:
+    if isinstance(item, _TensorFacts):
+        return item._replace(stride=None)
+    return tuple(map(_without_strides, item)) if isinstance(item, tuple) else item
+
+
 def _shapes_in(key: Key) -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in _leaves_in(key) if isinstance(leaf, _TensorFacts)]
 

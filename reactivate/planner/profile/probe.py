@@ -140,37 +140,34 @@ def _keys_of(plain: Reading) -> Iterator[CallKey]:
 # -- which treatments to try where ------------------------------------------------------------------------------------
 
 
-def rounds_of(
-    units: Mapping[str, Module], menus: Mapping[str, Sequence[Treatment]], *, least: bool = True
-) -> list[dict[str, Treatment]]:
-    """List the steps to simulate: a treatment for each unit, several times over.
+def rounds_of(units: Mapping[str, Module], menus: Mapping[str, Sequence[Treatment]]) -> list[dict[str, Treatment]]:
+    """List the steps to simulate, beside that in which every unit is recomputed: a treatment for each unit in each.
 
     Args:
         units: the units that are called.
         menus: the treatments of each; `KEEP` needs no step of its own.
-        least: whether to begin with a step in which every unit is recomputed.
     """
     classes: dict[object, list[str]] = {}
     for path, unit in units.items():
-        classes.setdefault(_class_of(unit), []).append(path)
+        classes.setdefault(class_of(unit), []).append(path)
     groups = [
         group
         for members in classes.values()
         for group in ([members] if len(members) >= REPEATED else [[member] for member in members])
     ]
-    rounds = [dict.fromkeys(units, FULL)] if units and least else []  # for the least that is needed: exactly
-    first = len(rounds)
+    rounds: list[dict[str, Treatment]] = []
     for members in groups:
         tries = [item for item in menus[members[0]] if item not in (KEEP, FULL)]
         for start in range(0, len(tries), len(members)):
-            number = first + start // len(members)
+            number = start // len(members)
             if number == len(rounds):
                 rounds.append({})
             rounds[number].update(zip(members, tries[start : start + len(members)]))
     return rounds
 
 
-def _class_of(unit: Module) -> object:
+def class_of(unit: Module) -> object:
+    """Return what equal blocks have in common: the class, and the names, shapes and dtypes of the parameters."""
     facts = tuple((name, tuple(item.shape), item.dtype, item.requires_grad) for name, item in unit.named_parameters())
     return type(unit), facts
 
@@ -201,7 +198,7 @@ class TreatmentTable:
     def __init__(self, plain: Reading, units: Mapping[str, Module]) -> None:
         self.plain = plain
         self.keys: tuple[CallKey, ...] = tuple(_keys_of(plain))
-        self._classes = {path: _class_of(unit) for path, unit in units.items()}
+        self._classes = {path: class_of(unit) for path, unit in units.items()}
         # Of the call of a path or a class, by the treatment's name: changes.
         self._found: dict[tuple[object, int | None, str], Figures] = {}
 

@@ -17,6 +17,7 @@ class StepProfile:
         others_bytes: what else is on an accelerator.
         optimizer_bytes: what the optimizer keeps, and the most that its step allocates beside that.
         is_predicted: whether nothing ran after all.
+        uncertainty: by which part of it the time of the step was another when it was measured again.
     """
 
     costs: Costs
@@ -24,3 +25,4 @@ class StepProfile:
     others_bytes: int
     optimizer_bytes: tuple[int, int]
     is_predicted: bool
+    uncertainty: float = 0.0

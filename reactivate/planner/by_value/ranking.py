@@ -1,0 +1,121 @@
+"""The calls of a unit by value: seconds of recomputation saved for each byte held. No torch.
+
+The knapsack of `torch.compile`'s `activation_memory_budget` ranks ops; this ranks calls, as the engine saves them. Choices
+grow by one call at a time, the one that saves the most for each byte beside those that are saved already (Dantzig,
+"Discrete-variable extremum problems", Operations Research 5, 1957). A few of them go into the plan: those that lie furthest
+below the line between their neighbours, since the solver mixes neighbours among the blocks of a model as a line does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from reactivate.planner.by_value.call_costs import CallCosts, RecordedCall, costs_of
+from reactivate.planner.by_value.call_names import CallName
+
+MOST_CALLS = 200  # that are ranked, the longest: others are made again
+MOST_CHOICES = 4  # of a unit, that go into the plan
+LEAST_GAIN = 0.01  # of the unit's recomputation: a choice that is nearer to the line is left out
+
+
+class CallChoice(NamedTuple):
+    """Some calls that are saved.
+
+    Attributes:
+        saved: their names.
+        costs: what that costs.
+    """
+
+    saved: frozenset[CallName]
+    costs: CallCosts
+
+
+def ranked(calls: Sequence[RecordedCall]) -> list[CallChoice]:
+    """List choices of calls to save, each with one more than the one before, from none on.
+
+    A call whose worth has become less since it was ranked is ranked again, and goes in once it is the best.
+    """
+    saved: frozenset[CallName] = frozenset()
+    now = costs_of(calls, saved)
+    found = [CallChoice(saved, now)]
+    queue = [(_rank(calls, saved, now, name), name) for name in _worthwhile(calls)]
+    heapq.heapify(queue)
+    while queue:
+        _, name = heapq.heappop(queue)
+        rank = _rank(calls, saved, now, name)
+        if queue and rank > queue[0][0]:
+            heapq.heappush(queue, (rank, name))
+            continue
+        saved |= {name}
+        now = costs_of(calls, saved)
+        found.append(CallChoice(saved, now))
+    return found
+
+
+def _worthwhile(calls: Sequence[RecordedCall]) -> list[CallName]:
+    seconds: dict[CallName, float] = {}
+    for call in calls:
+        if not call.reason and (call.saved or call.results):
+            seconds[call.name] = seconds.get(call.name, 0.0) + call.seconds
+    return sorted(seconds, key=lambda name: -seconds[name])[:MOST_CALLS]
+
+
+def _rank(calls: Sequence[RecordedCall], saved: frozenset[CallName], now: CallCosts, name: CallName) -> float:
+    """Return the seconds that a call saves for each byte, less being better."""
+    then = costs_of(calls, saved | {name})
+    return (then.seconds - now.seconds) / max(1, then.held_bytes - now.held_bytes)
+
+
+def best_choices(
+    calls: Sequence[RecordedCall], keep_bytes: int, others: Iterable[Iterable[CallName]] = ()
+) -> list[CallChoice]:
+    """Return the few choices that help the most beside those that a plan has anyway, the smallest first.
+
+    Args:
+        calls: of the unit, in order.
+        keep_bytes: what the unit holds where nothing is recomputed, above what it does where everything is.
+        others: what other treatments save.
+    """
+    path = ranked(calls)
+    whole = path[0].costs.seconds
+    line = _hull([path[0].costs, CallCosts(keep_bytes, 0.0), *(costs_of(calls, frozenset(names)) for names in others)])
+    left = [choice for choice in path[1:] if choice.costs.held_bytes < keep_bytes]
+    chosen: list[CallChoice] = []
+    while left and len(chosen) < MOST_CHOICES:
+        best = max(left, key=lambda choice: _gain(line, choice.costs))
+        if _gain(line, best.costs) <= LEAST_GAIN * whole:
+            break
+        chosen.append(best)
+        left.remove(best)
+        line = _hull([*line, best.costs])
+    return sorted(chosen, key=lambda choice: choice.costs)
+
+
+def _gain(line: Sequence[CallCosts], point: CallCosts) -> float:
+    """Return by how many seconds a point lies below a line."""
+    for one, two in pairwise(line):
+        if one.held_bytes <= point.held_bytes <= two.held_bytes:
+            share = (point.held_bytes - one.held_bytes) / max(1, two.held_bytes - one.held_bytes)
+            return one.seconds + share * (two.seconds - one.seconds) - point.seconds
+    return 0.0
+
+
+def _hull(points: Iterable[CallCosts]) -> list[CallCosts]:
+    """Return the corners of the line below all points: in more bytes less time, ever more slowly."""
+    found: list[CallCosts] = []
+    for point in sorted(points):
+        if found and point.seconds >= found[-1].seconds:
+            continue
+        while len(found) > 1 and _is_above(found[-2], found[-1], point):
+            found.pop()
+        found.append(point)
+    return found
+
+
+def _is_above(one: CallCosts, middle: CallCosts, two: CallCosts) -> bool:
+    """Return whether the middle point lies on or above the line from one to the other."""
+    fall = (one.seconds - middle.seconds) * (two.held_bytes - one.held_bytes)
+    return fall <= (one.seconds - two.seconds) * (middle.held_bytes - one.held_bytes)

@@ -1,0 +1,196 @@
+"""The calls of units, recorded: one forward pass in which each unit is a region that saves all of its calls.
+
+So the engine itself says what it keeps of a call, which masks become bits, what is derived from arguments, and which calls
+cannot be saved. The step ends where its backward begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any, Literal
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reactivate._engine.accounts import held_by, storages_of
+from reactivate._engine.kept_calls.kept import Kept, There, kept_among
+from reactivate._engine.record import Record, observed_by
+from reactivate._model.apply import apply
+from reactivate._torch.autograd import current_node_number
+from reactivate._torch.saved import SavedTensor, data_of
+from reactivate._types import Action, Recompute, Save, Site
+from reactivate.planner.by_value.call_costs import RecordedCall
+from reactivate.planner.by_value.call_names import CallName, is_torchs_leaf, name_of_function_call
+from reactivate.planner.profile.trace import Costs
+from reactivate.planner.step import TrainingStep
+from reactivate.planner.treatments import is_below, join
+from reactivate.policies._base import Interest, ReadyMade
+
+_OPENED = frozenset({"multi_head_attention_forward"})  # written in Python: the calls in it are looked at
+
+
+class _ForwardDone(BaseException):
+    """The backward has begun, and nothing is left to record: no `except Exception` takes it."""
+
+
+def recorded_calls(
+    step: TrainingStep,
+    units: Mapping[str, Module],
+    recorded: Mapping[str, Collection[str]],
+    costs: Costs,
+    device: torch.device,
+    *,
+    with_values: bool,
+) -> dict[str, tuple[RecordedCall, ...]]:
+    """Record the calls of some units; those of a unit that is called several times as its first call has them.
+
+    Args:
+        step: the step.
+        units: all units by their paths. Those that are not recorded are recomputed, so that memory is left.
+        recorded: the units to record, with the functions that they call.
+        costs: what ops cost.
+        device: where tensors on the meta device are to seem to be.
+        with_values: whether the step runs for real.
+    """
+    functions: frozenset[str] = frozenset().union(*recorded.values())
+    policy = _SaveAll({path: units[path] for path in recorded}, units.keys(), functions)
+    recorder = _Recorder(policy, recorded, costs)
+    with ExitStack() as stack:
+        stack.callback(apply(step.model, policy, early_stop=False).remove)
+        run, _ = stack.enter_context(step.on_values() if with_values else step.on_fakes(device))
+        stack.enter_context(observed_by(recorder))
+        stack.enter_context(recorder)
+        with suppress(_ForwardDone):
+            run()
+    return recorder.found
+
+
+class _SaveAll(ReadyMade):
+    """Saves every call in some units, and knows which one it was asked about last."""
+
+    def __init__(self, recorded: Mapping[str, Module], units: Collection[str], functions: frozenset[str]) -> None:
+        self.leaves = {
+            join(path, below): CallName(below)
+            for path, unit in recorded.items()
+            for below, module in unit.named_modules()
+            if below and is_torchs_leaf(module)
+        }
+        self.asked: CallName | None = None
+        self._recorded = recorded
+        self._units = units
+        self._functions = functions - _OPENED
+
+    def __repr__(self) -> str:
+        return "the calls of units, recorded"
+
+    def __call__(self, site: Site) -> Action | None:
+        if site.module is not None:
+            if site.path in self._units:
+                return Recompute()
+            return Save() if site.path in self.leaves else None
+        unit = next((path for path in self._recorded if is_below(site.path, path)), None)
+        if unit is None:
+            return None
+        self.asked = name_of_function_call(site, unit)
+        return Save()
+
+    def determinism(self) -> Literal["metadata"]:
+        return "metadata"
+
+    def interest(self) -> Interest:
+        return Interest(self._functions, modules=True, paths=True)
+
+    def inside(self, path: str) -> ReadyMade:
+        return self if path in self._recorded else _SaveNothing()
+
+    @property
+    def may_match_nothing(self) -> bool:
+        return True
+
+
+class _SaveNothing(ReadyMade):
+    """The policy inside of units that are not recorded."""
+
+    def __repr__(self) -> str:
+        return "nothing saved"
+
+    def __call__(self, site: Site) -> Action | None:
+        return None
+
+
+class _Recorder(TorchDispatchMode):
+    """Observes regions, and adds up the time of ops by calls."""
+
+    def __init__(self, policy: _SaveAll, recorded: Collection[str], costs: Costs) -> None:
+        super().__init__()
+        self.found: dict[str, tuple[RecordedCall, ...]] = {}
+        self._policy = policy
+        self._recorded = recorded
+        self._costs = costs
+        self._site: Any = None  # that was begun last
+        self._names: dict[int, CallName] = {}  # by the ids of sites, which their region has
+        self._seconds: dict[int, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if current_node_number() is not None and self.found.keys() >= set(self._recorded):
+            raise _ForwardDone
+        result = func(*args, **(kwargs or {}))
+        site = self._site
+        if site is not None and not hasattr(site, "stop"):  # which it gets when it ends
+            self._seconds[id(site)] += self._costs.of(func, args, kwargs or {}, result).seconds
+        return result
+
+    def call_begins(self, site: Any) -> None:
+        """A call begins that is saved."""
+        if site.path is not None:
+            name = self._policy.leaves[site.path]
+        else:
+            assert self._policy.asked is not None
+            name = self._policy.asked
+        self._site, self._names[id(site)], self._seconds[id(site)] = site, name, 0.0
+
+    def recomputation_done(self, record: Record) -> None:
+        """A region was recomputed."""
+
+    def forward_done(self, record: Record) -> None:
+        """A region's forward pass is over: take down what it keeps of each call."""
+        path = record.options.name
+        self._site = None
+        if path is not None and path in self._recorded and path not in self.found:
+            self.found[path] = tuple(self._calls_of(record))
+            self._names.clear()
+            self._seconds.clear()
+
+    def _calls_of(self, record: Record) -> Iterator[RecordedCall]:
+        sites = record.sites
+        for site, following in zip(sites, [*(site.start for site in sites[1:]), len(record.saved)]):
+            own = [reference() for reference, *_ in record.saved[site.start : site.stop]]
+            beside = [reference() for reference, *_ in record.saved[site.stop : following]]
+            yield RecordedCall(
+                self._names[id(site)],
+                self._seconds[id(site)],
+                _memory_of(getattr(slot, "kept", None) for slot in own),
+                _memory_of(kept_among(site.outputs or ())),
+                any(getattr(slot, "recipe", None) is not None for slot in own) or any(map(_is_needed, beside)),
+                site.reason or "",
+            )
+
+
+def _is_needed(slot: Any) -> bool:
+    return slot is not None and getattr(slot, "kept", None) is None
+
+
+def _memory_of(kept: Iterable[Any]) -> dict[int, int]:
+    """Return the bytes behind tensors that are kept, by the address of each memory; parameters are there anyway."""
+    found: dict[int, int] = {}
+    for item in kept:
+        if not isinstance(item, Kept) or isinstance(item, There):
+            continue
+        handle = data_of(item.handle) if isinstance(item.handle, SavedTensor) else item.handle
+        for tensor in held_by(handle):
+            for storage in storages_of(tensor):
+                found[StorageWeakRef(storage).cdata] = int(storage.nbytes())
+    return found

@@ -1,0 +1,266 @@
+"""Treatments that save single calls: what is known of calls, how they are ranked, and that steps stay as they are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from memory import allocated_by
+from oracle import assert_bitwise
+from plan_models import MODELS, Block, Case, gpt
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import reactivate
+from reactivate._engine.current import is_recomputing
+from reactivate.planner import planner
+from reactivate.planner.by_value.call_costs import RecordedCall, costs_of
+from reactivate.planner.by_value.call_names import CallName
+from reactivate.planner.by_value.menus import treatment_of
+from reactivate.planner.by_value.ranking import best_choices, ranked
+from reactivate.planner.cost.overhead import Overhead
+from reactivate.planner.place import place_of
+from reactivate.planner.planner import Planner
+from reactivate.planner.profile.trace import Cost
+from reactivate.planner.step import TrainingStep
+from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment
+
+
+def prepared(case: Case) -> Planner:
+    step = TrainingStep(case.model, case.args, case.kwargs, case.loss)
+    return Planner(step, place_of(case.model, case.args, case.kwargs, None), None, lambda words: None).prepare()
+
+
+def by_value(found: Planner, path: str) -> list[Treatment]:
+    return [item for item in found.menus[path] if " of " in item.name]
+
+
+# -- the choices of a plan ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "resnet", "vit", "t5", "unet"])
+def test_every_choice_leaves_the_step_as_it_is(name: str) -> None:
+    """Every bit of the gradients and buffers is there, regions ran, and more is held than where all is recomputed."""
+    torch.manual_seed(0)
+    case = MODELS[name]()
+    found = prepared(case)
+    calls = found._trials.record({path: found._called[path].functions for path in found.units}, found.costs)
+    assert calls.keys() == found.units.keys()
+    least = held_in(found, dict.fromkeys(found.units, FULL))
+    for share in (0.3, 0.6, 0.9):
+        treatments = {}
+        for path in found.units:
+            path_of_choices = ranked(calls[path])
+            treatments[path] = treatment_of(path_of_choices[round(share * (len(path_of_choices) - 1))].saved, "x")
+        verdict = reactivate.verify(case.model, case.args, case.kwargs, policy=Assignment(treatments))
+        assert verdict and verdict.regions >= len(treatments), verdict
+        assert least < held_in(found, treatments)
+
+
+def held_in(found: Planner, treatments: Mapping[str, Treatment]) -> int:
+    return sum(call.held_bytes for call in found.attempt(treatments)[1].calls)
+
+
+class _Ones:
+    """The time of an op is one second if it computes much, and nothing if not."""
+
+    rounding = 1
+    _counted = ("addmm", "mm", "gelu", "native_layer_norm", "_scaled_dot_product_flash_attention_for_cpu", "bernoulli_")
+
+    def of(self, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
+        return Cost(float(op.overloadpacket.__name__ in self._counted))
+
+
+def test_what_is_known_of_calls_is_what_a_step_shows() -> None:
+    """Bytes to the byte, with dropout's masks as bits; of the time, which calls are made again."""
+    torch.manual_seed(0)
+    planned = prepared(gpt(layers=2))
+    planned.costs = _Ones()
+    path = "blocks.0"
+    functions = planned._called[path].functions
+    calls = planned._trials.record({path: functions}, planned.costs)[path]
+    names = [call.name for call in calls if not call.reason]
+    assert {CallName("mlp.4"), CallName("attn", "scaled_dot_product_attention")} <= set(names)
+    seen = {call.name: {**call.saved, **call.results} for call in calls}
+    assert sum(seen[CallName("mlp.4")].values()) == 4 * 64 * 32 / 8  # bits
+    base = planned.attempt({path: FULL})[1].calls[0].held_bytes
+    random = torch.Generator().manual_seed(0)
+    for size in (0, 1, 2, 4, 6, len(names)):
+        saved = frozenset(names[at] for at in torch.randperm(len(names), generator=random)[:size])
+        modules = tuple(call.path for call in saved if not call.op)
+        functions = tuple(call for call in saved if call.op)
+        trace, reading = planned.attempt({path: Treatment("x", ("",), modules, save_calls=functions)})
+        found = costs_of(calls, saved)
+        again = sum(op.seconds for op in trace.ops if op.is_recomputation)
+        assert again == found.seconds, saved
+        number = 4 * (CallName("mlp.4") in saved)  # by which dropout multiplies
+        assert reading.calls[0].held_bytes - base == found.held_bytes + number, saved
+
+
+def test_plans_have_such_choices_hold_their_budgets_and_come_back_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(planner, "measure_overhead", lambda: Overhead(0.0, 0.0, 0.0, 0.0))  # as in a large model
+    case = gpt(layers=6, dim=64)
+    plan = reactivate.plan(case.model, case.args, budget="100%", loss=case.loss)
+    used = set()
+    for share in range(90, 30, -12):
+        plan = plan.at(f"{share}%")
+        used |= {item.treatment.name for item in plan.decisions}
+        measured = plan.measure()
+        assert measured.holds and abs(measured.error) < 0.01
+        plan.save(tmp_path / "plan.json")
+        assert reactivate.Plan.load(tmp_path / "plan.json").decisions == plan.decisions
+    assert any(" of " in name for name in used), used
+
+
+# -- calls and their names ----------------------------------------------------------------------------------------------
+
+
+class _Sines(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x).sin() + 1
+        x = x.sin().cos()
+        return self.two(x.exp().sin())
+
+
+class _CountedAgain(TorchDispatchMode):
+    """Counts the ops that recomputations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_recomputing():
+            self.ops.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_one_call_of_several_is_saved(number: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Sines(), _Sines(), nn.Linear(8, 1))
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    expected = [item.grad.clone() for item in model.parameters()]
+    model.zero_grad()
+    treatment = Treatment("one", ("",), save_calls=(CallName("", "sin", number),))
+    handle = reactivate.apply(model, Assignment({"0": treatment, "1": treatment}))
+    with _CountedAgain() as counted:
+        model(x).sum().backward()
+    assert len(handle.regions) == 2 and counted.ops.count("sin") == 4 and counted.ops.count("cos") == 2
+    for item, gradient in zip(model.parameters(), expected):
+        assert_bitwise(item.grad, gradient, "a gradient")
+
+
+def test_torchs_compiler_saves_such_calls() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Sines(), _Sines(), nn.Linear(8, 1))
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    expected = [item.grad.clone() for item in model.parameters()]
+    model.zero_grad()
+    treatment = Treatment("x", ("",), ("one",), save_calls=(CallName("", "sin", 2),))
+    reactivate.apply(model, Assignment({"0": treatment, "1": treatment}))
+    torch.compile(model, backend="aot_eager")(x).sum().backward()
+    for item, gradient in zip(model.parameters(), expected):
+        assert_bitwise(item.grad, gradient, "a gradient")
+
+
+def test_a_saved_call_is_held_and_no_more() -> None:
+    """Saved calls hold their results; where nothing is saved, only the input is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(32), Block(32))
+    x = torch.randn(4, 64, 32)
+
+    def held(treatment: Treatment) -> int:
+        with reactivate.apply(model, Assignment({"0": treatment, "1": KEEP})):
+            return allocated_by(lambda: model(x).sum()).peak_bytes
+
+    saved = Treatment("x", ("",), ("mlp.1",))
+    assert held(FULL) < held(saved) < held(KEEP)
+
+
+# -- the ranking --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _chains(draw: Any) -> list[RecordedCall]:
+    found = []
+    for number in range(draw(st.integers(1, 7))):
+        saved = {2 * number: size} if (size := draw(st.integers(0, 6))) else {}
+        results = {2 * number + 1: draw(st.integers(1, 9))}
+        reason = draw(st.sampled_from(["", "", "", "it writes into its arguments"]))
+        needs = draw(st.booleans())
+        found.append(RecordedCall(CallName(str(number)), float(draw(st.integers(0, 9))), saved, results, needs, reason))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(_chains())
+def test_the_ranking_is_near_the_optimum(calls: list[RecordedCall]) -> None:
+    """Between two choices of the ranking no choice lies further below than one call is worth, as of Dantzig's bound."""
+    path = ranked(calls)
+    assert path[0].saved == frozenset() and all(one.saved < two.saved for one, two in itertools.pairwise(path))
+    names = [call.name for call in calls if not call.reason]
+    most = max((call.seconds for call in calls), default=0.0) + max(0.0, *(path[0].costs.seconds - 0.0,)) * 0.5
+    for size in range(len(names) + 1):
+        for saved in itertools.combinations(names, size):
+            exact = costs_of(calls, saved)
+            best = min(choice.costs.seconds for choice in path if choice.costs.held_bytes <= exact.held_bytes)
+            assert best <= exact.seconds + most
+
+
+def test_what_follows_the_last_needed_tensor_is_worth_nothing() -> None:
+    first = RecordedCall(CallName("first"), 2.0, {}, {0: 4}, needs_arguments=True)
+    last = RecordedCall(CallName("last"), 5.0, {}, {1: 4}, needs_arguments=True)
+    assert costs_of([first, last], ()) == (0, 2.0)
+    assert costs_of([first, last], [last.name]) == (0, 2.0)  # neither made nor kept
+    assert costs_of([first, last], [first.name]) == (4, 0.0)
+    mask = RecordedCall(CallName("dropout"), 1.0, {2: 1}, {3: 4})
+    assert costs_of([first, last, mask], ()) == (0, 8.0)  # the mask is drawn last: all is made again
+    assert costs_of([first, last, mask], [mask.name]) == (1, 2.0)
+    chosen = best_choices([first, last, mask], keep_bytes=9)
+    assert chosen[0].saved == {mask.name}  # six seconds for a byte
+
+
+def test_memory_that_two_calls_keep_counts_once() -> None:
+    one = RecordedCall(CallName("one"), 1.0, {7: 4}, {8: 4}, needs_arguments=True)
+    two = RecordedCall(CallName("two"), 1.0, {8: 4}, {9: 4})
+    end = RecordedCall(CallName("end"), 1.0, {10: 1}, {})
+    assert costs_of([one, two, end], [one.name, two.name]).held_bytes == 4 + 4 + 4
+
+
+def test_choices_that_add_little_are_left_out() -> None:
+    end = RecordedCall(CallName("end"), 0.0, {9: 1})
+    even = [RecordedCall(CallName(str(number)), 1.0, {}, {number: 8}, needs_arguments=True) for number in range(6)]
+    assert best_choices([*even, end], keep_bytes=41, others=[[end.name]]) == []  # all on one line
+    dear = [RecordedCall(CallName("0"), 9.0, {}, {0: 8}, needs_arguments=True), *even[1:], end]
+    saved = frozenset({CallName("0"), end.name})
+    assert [choice.saved for choice in best_choices(dear, keep_bytes=41)] == [saved]
+    assert best_choices(dear, keep_bytes=41, others=[saved]) == []
+
+
+def test_dropout_is_what_a_block_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bits are an eighth of a byte an element, and of all that comes after the last product nothing runs."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(planner, "measure_overhead", lambda: Overhead(0.0, 0.0, 0.0, 0.0))
+    found = prepared(gpt(layers=4, dim=64))
+    first = by_value(found, "blocks.0")[0]
+    assert first.save_modules == ("mlp.4",) and not first.save_calls
+    saved, full = found.table.change("blocks.0", first), found.table.change("blocks.0", FULL)
+    assert saved is not None and full is not None
+    assert 0 < saved.held_bytes - full.held_bytes <= 4 * 64 * 64 / 8 + 8
+    trace, whole = (found.attempt({"blocks.0": item})[0] for item in (first, FULL))
+    assert sum(op.is_recomputation for op in trace.ops) < sum(op.is_recomputation for op in whole.ops)
