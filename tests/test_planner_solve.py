@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -14,7 +14,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from reactivate.errors import UsageError
 from reactivate.planner.solver import solve as planner_solve
-from reactivate.planner.solver.chain import Candidate, Chain, Solution
+from reactivate.planner.solver.chain import Candidate, Chain, Solution, Span
 from reactivate.planner.solver.solve import Infeasible, frontier, least, solve
 
 Draw = Callable[[Any], Any]
@@ -141,6 +141,67 @@ def test_a_peak_is_the_smallest_budget_that_fits(chain: Chain) -> None:
         peak_bytes = chain.solution_of(entries).peak_bytes
         assert fits(chain, entries, peak_bytes)
         assert not fits(chain, entries, peak_bytes - 1)
+
+
+# -- several blocks as one --------------------------------------------------------------------------------------------
+
+
+@st.composite
+def chains_with_spans(draw: Draw) -> Chain:
+    chain = draw(chains().filter(lambda chain: len(chain.menus) > 1))
+    count = len(chain.menus)
+    spans = []
+    for index in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, count - 2))
+        length = draw(st.integers(2, count - start))
+        name = f"span {index}"
+        entries = (Candidate(name, draw(seconds), draw(sizes), draw(sizes), span=name) for _ in range(length))
+        spans.append(Span(start, tuple(entries)))
+    return Chain(chain.menus, chain.outside, spans=tuple(spans))
+
+
+def choices_of(chain: Chain, start: int = 0) -> Iterator[Entries]:
+    """All there are: of each block by itself, or of several as one."""
+    if start == len(chain.menus):
+        yield ()
+        return
+    steps = [(entry,) for entry in chain.menus[start]]
+    for step in [*steps, *(span.entries for span in chain.spans if span.start == start)]:
+        for rest in choices_of(chain, start + len(step)):
+            yield (*step, *rest)
+
+
+@settings(max_examples=300, deadline=None)
+@given(chains_with_spans())
+def test_spans_are_chosen_as_brute_force_does(chain: Chain) -> None:
+    found = sorted((chain.solution_of(choice).peak_bytes, seconds_of(choice)) for choice in choices_of(chain))
+    expected: list[tuple[int, Fraction]] = []
+    for peak_bytes, taken in found:
+        if not expected or taken < expected[-1][1]:
+            expected.append((peak_bytes, taken))
+    for peak_bytes, taken in expected:
+        solution = solve(chain, peak_bytes)
+        assert figures(solution) == (peak_bytes, taken)
+        assert solution.entries in set(choices_of(chain)), "a span is chosen as a whole"
+    assert figures(least(chain)) == expected[0]
+    with pytest.raises(Infeasible) as caught:
+        solve(chain, expected[0][0] - 1)
+    assert caught.value.least_bytes == expected[0][0]
+
+
+def test_a_span_may_fit_where_its_blocks_do_not() -> None:
+    big = Candidate("big", 0.0, 9, 9)
+    small = Candidate("small", 2.0, 1, 3, span="both")
+    chain = Chain(((big,), (big,), (KEEP,)), (0, 0, 0, 0), spans=(Span(0, (small, small)),))
+    assert least(chain).peak_bytes == 7
+    assert [entry.name for entry in solve(chain, 7).entries] == ["small", "small", "keep"]
+    assert [entry.name for entry in solve(chain, 23).entries] == ["big", "big", "keep"]
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 1), (2, 2), (0, 0)])
+def test_a_span_outside_of_the_chain_is_refused(start: int, length: int) -> None:
+    with pytest.raises(UsageError, match="is not within a chain of 3"):
+        Chain(((KEEP,),) * 3, (0,) * 4, spans=(Span(start, (KEEP,) * length),))
 
 
 # -- long chains ------------------------------------------------------------------------------------------------------

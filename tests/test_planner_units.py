@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from plan_models import GPT, Block, UNet
@@ -30,10 +32,65 @@ def test_units_are_what_is_made_of_modules_where_nothing_repeats() -> None:
     assert list(units_of(UNet())) == ["down1", "down2", "middle", "up2", "up1"]
 
 
-def test_layers_without_modules_inside_are_units_where_nothing_else_is() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(4, 8), "layers": nn.ModuleList(nn.LSTM(8, 8) for _ in range(3))})
-    assert list(units_of(model)) == ["layers.0", "layers.1", "layers.2"]
-    assert list(units_of(nn.ModuleList([nn.LSTM(8, 8), nn.GRU(8, 8)]))) == [""]
+class Cubic(nn.Module):
+    """A layer of the user's, with parameters and ops of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight) ** 3 + x
+
+
+def in_attributes(make: Callable[[], nn.Module]) -> nn.Module:
+    model = nn.Module()
+    for number in range(1, 4):
+        model.add_module(f"layer{number}", make())
+    return model
+
+
+PLACES: dict[str, tuple[Callable[[Callable[[], nn.Module]], nn.Module], list[str]]] = {
+    "list": (lambda make: nn.ModuleList(make() for _ in range(3)), ["0", "1", "2"]),
+    "nested lists": (lambda make: nn.ModuleList(nn.ModuleList([make()]) for _ in range(2)), ["0.0", "1.0"]),
+    "dict": (lambda make: nn.ModuleDict({"down": make(), "up": make()}), ["down", "up"]),
+    "sequential": (lambda make: nn.Sequential(make(), make()), ["0", "1"]),
+    "attributes": (in_attributes, ["layer1", "layer2", "layer3"]),
+    "beside an embedding": (
+        lambda make: nn.ModuleDict({"e": nn.Embedding(4, 8), "a": make(), "b": make()}),
+        ["a", "b"],
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.LSTM(8, 8), lambda: nn.GRU(8, 8), lambda: nn.RNN(8, 8), lambda: nn.LSTMCell(8, 8), Cubic],
+    ids=["LSTM", "GRU", "RNN", "LSTMCell", "a class of the user's"],
+)
+def test_layers_without_modules_inside_are_units(place: str, make: Callable[[], nn.Module]) -> None:
+    build, expected = PLACES[place]
+    assert list(units_of(build(make))) == expected
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_siblings_that_are_made_of_modules_are_units(place: str) -> None:
+    build, expected = PLACES[place]
+    assert list(units_of(build(lambda: Block(8)))) == expected
+
+
+def test_recurrent_layers_are_units_beside_others() -> None:
+    convolutions = nn.Sequential(nn.Conv1d(8, 8, 3), nn.ReLU())
+    model = nn.ModuleDict({"front": convolutions, "lstm": nn.LSTM(8, 8), "gru": nn.GRU(8, 8), "head": nn.Linear(8, 8)})
+    assert list(units_of(model)) == ["front", "lstm", "gru"]
+    assert "recompute 1" in names(nn.Sequential(Block(8), nn.LSTM(8, 8)))
+
+
+def test_layers_that_are_one_op_are_no_units() -> None:
+    """A region around one of them would keep its input and drop nothing."""
+    for model in (nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))):
+        assert units_of(model) == {"": model}
 
 
 def test_a_wrapper_is_looked_into() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 from torch import is_grad_enabled
@@ -29,8 +30,8 @@ from reactivate.policies._base import ReadyMade
 Key = tuple[Applied, str]
 Chosen = dict[int, AppliedForward]  # what one call does, by the ids of modules
 
-_counts: ContextVar[Mapping[Applied, Mapping[str, int]]] = ContextVar("counts", default={})  # noqa: B039: never written to
-_running: ContextVar[Mapping[Key, Chosen]] = ContextVar("running calls", default={})  # noqa: B039
+_counts: ContextVar[Mapping[Applied, Mapping[str, int]]] = ContextVar("counts", default=MappingProxyType({}))
+_running: ContextVar[Mapping[Key, Chosen]] = ContextVar("running calls", default=MappingProxyType({}))
 
 
 def applied_for(policy: Policy, options: Options) -> Applied:
@@ -145,8 +146,7 @@ class CountedForward(RegionForward):
         return number if number < len(self._chosen) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedForward:
-        kind, arguments = self.__reduce__()
-        return kind(*(copy.deepcopy(item, memo) for item in arguments))
+        return type(self)(*(copy.deepcopy(item, memo) for item in self.__reduce__()[1]))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return type(self), (self.applied, self.module(), self.path, self.hidden, self._calls)
@@ -170,8 +170,7 @@ class MemberForward(AppliedForward):
         return chosen.get(id(self.module()), self.original())(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedForward:
-        kind, arguments = self.__reduce__()
-        return kind(*(copy.deepcopy(item, memo) for item in arguments))
+        return type(self)(*(copy.deepcopy(item, memo) for item in self.__reduce__()[1]))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return type(self), (self.applied, self.module(), self.path, self.hidden, self._counted)

@@ -17,6 +17,7 @@ from reactivate._types import Storage
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.by_value.menus import menus_of
 from reactivate.planner.chosen import ChosenStep
+from reactivate.planner.containers import with_containers
 from reactivate.planner.cost.flow import Flow
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
 from reactivate.planner.cost.overhead import measure_overhead
@@ -199,7 +200,8 @@ class Planner:
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies, simulated: {number} of {len(rounds)}")
             self.table.enter(self.attempt(treatments)[1], treatments)
-        self.search = Search(self.table, self.menus, self.attempt)
+        menus = with_containers(self.step.model, self.menus, self.table, self.attempt)
+        self.search = Search(self.table, menus, self.attempt)
         return self
 
     @functools.cached_property
@@ -211,8 +213,8 @@ class Planner:
                 "is made without storages."
             )
             return ()
-        searches = tuple(StorageSearch(offer, self, self._tell) for offer in offers_of(self._storages, self.place))
-        return tuple(search.prepare() for search in searches)
+        offers = offers_of(self._storages, self.place)
+        return tuple(StorageSearch(offer, self, self._tell).prepare() for offer in offers)
 
     def plan(self, asked: Budget | None) -> Plan:
         """The plan for a budget, once it is prepared."""
@@ -254,14 +256,13 @@ class Planner:
     def _written(self, choice: ChosenStep, budget: Budget, allowed: int) -> Plan:
         total, trace = self.fixed.total, choice.proven.trace
         device = self.place.spec.name if self.is_predicted else str(self.place.device)
-        paths = self.plain_reading.paths
         return Plan(
             budget=budget.text,
             budget_bytes=allowed,
             made_for=circumstances_of(
                 self.step, device, self._loss, self._units_of_model, is_predicted=self.is_predicted
             ),
-            decisions=decisions_of(choice, paths, self.units),
+            decisions=decisions_of(choice, self.plain_reading.paths, dict(self.step.model.named_modules())),
             fixed=self.fixed,
             plain=prediction_of(self.plain, total, self.plain_seconds),
             predicted=prediction_of(trace, total, choice.own_seconds, choice.flow),

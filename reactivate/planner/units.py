@@ -1,11 +1,11 @@
-"""The units of a plan: the blocks of a model, and what else of it is made of modules."""
+"""The units of a plan: the blocks of a model, what else of it is made of modules, and its recurrent layers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
-from torch.nn import Module, ModuleDict, ModuleList
+from torch.nn import Module, ModuleDict, ModuleList, RNNBase, RNNCellBase
 
 from reactivate._modules.blocks import blocks_of, is_made_of_modules
 
@@ -15,8 +15,8 @@ _LISTS = (ModuleList, ModuleDict)  # they have children and are not called
 def units_of(model: Module) -> dict[str, Module]:
     """{path: module}, none inside of another: the blocks, and the largest modules of modules without a block inside.
 
-    A model without either has the repeated modules of its lists as units, recurrent layers say; or is one unit itself, with
-    the path "".
+    Recurrent layers (LSTM, GRU, RNN and their cells) are units wherever they are. A model without any of these has as units
+    the layers of its own classes that repeat and have no modules inside; or is one unit itself, with the path "".
 
     Example:
         >>> import torch
@@ -37,22 +37,20 @@ def units_of(model: Module) -> dict[str, Module]:
 
 
 def _repeated_leaves(model: Module) -> dict[str, Module]:
-    """The modules in lists that repeat and have no modules inside: recurrent layers."""
-    found: dict[str, Module] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, ModuleList):
-            leaves = {f"{path}.{name}" if path else name: child for name, child in module.named_children()}
-            alike = Counter(type(child) for child in leaves.values())
-            found |= {place: child for place, child in leaves.items() if alike[type(child)] > 1 and _is_layer(child)}
-    return found
+    """The layers without modules inside whose class repeats, wherever they are: in lists, dicts, attributes."""
+    leaves = {path: module for path, module in model.named_modules() if path and _is_layer(module)}
+    alike = Counter(map(type, leaves.values()))
+    return {path: module for path, module in leaves.items() if alike[type(module)] > 1}
 
 
 def _is_layer(module: Module) -> bool:
-    return not any(True for _ in module.children()) and any(True for _ in module.parameters())
+    """Return whether a module has parameters, no modules inside, and more than one op: each layer of torch's own is one."""
+    is_op = type(module).__module__.startswith("torch.nn.modules.")
+    return not is_op and not any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def parts_of(unit: Module) -> dict[str, Module]:
-    """{path: module} of what a unit is made of and which is made of modules itself: attention, MLP."""
+    """{path: module} of what a unit is made of and which is made of modules itself, or recurrent: attention, MLP."""
     return dict(_collect(unit, "", set(), set()))
 
 
@@ -66,5 +64,5 @@ def _collect(module: Module, path: str, blocks: set[int], seen: set[int]) -> Ite
             yield place, child
         elif isinstance(child, _LISTS) or any(id(inner) in blocks for inner in child.modules()):
             yield from _collect(child, place, blocks, seen)
-        elif is_made_of_modules(child):
+        elif is_made_of_modules(child) or isinstance(child, (RNNBase, RNNCellBase)):
             yield place, child

@@ -50,7 +50,7 @@ def decisions_of(choice: ChosenStep, paths: Sequence[str], units: Mapping[str, M
     Args:
         choice: the plan.
         paths: the units in the order in which they are called.
-        units: by path.
+        units: by path, and the containers around them.
     """
     held: Counter[str] = Counter()
     moved: Counter[str] = Counter()
@@ -58,9 +58,10 @@ def decisions_of(choice: ChosenStep, paths: Sequence[str], units: Mapping[str, M
     # A unit may be called often.
     proven = choice.proven
     for path, entry, figures in zip(paths, proven.solution.entries, proven.reading.calls, strict=True):
-        held[path] += entry.held_bytes
-        moved[path] += sum(figures.moved)
-        seconds[path] += entry.seconds
+        unit = entry.span or path
+        held[unit] += entry.held_bytes
+        moved[unit] += sum(figures.moved)
+        seconds[unit] += entry.seconds
     return tuple(
         Decision(
             path, class_name_of(units[path]), digest_of(units[path]), treatment, held[path], seconds[path], moved[path]

@@ -3,9 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import is_grad_enabled
 from torch.nn import Module
+
+
+class CallKey(NamedTuple):
+    """The calls of a unit that have one treatment.
+
+    Attributes:
+        path: the unit.
+        number: theirs in each forward; 0 for all calls; None for those without gradients, which have no treatment.
+    """
+
+    path: str
+    number: int | None
+
+
+def keys_of(paths: Sequence[str], numbers: Sequence[int | None], uncounted: Collection[str]) -> Iterator[CallKey]:
+    """Yield what decides about each call of a step.
+
+    Args:
+        paths, numbers: of its calls, in order.
+        uncounted: the units of which some call with gradients has no number.
+    """
+    for path, number in zip(paths, numbers, strict=True):
+        yield CallKey(path, 0 if path in uncounted else number)
 
 
 class CallNumbers:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch.nn import Module
 
 from reactivate.planner.cost.overhead import Overhead
+from reactivate.planner.profile.call_numbers import CallKey, keys_of
 from reactivate.planner.profile.trace import Trace
-from reactivate.planner.solver.chain import Candidate, Chain, Transfer
+from reactivate.planner.solver.chain import Candidate, Chain, Span, Transfer
 from reactivate.planner.treatments import FULL, KEEP, Treatment
 
 REPEATED = 4  # equal blocks, of which each step tries several treatments
@@ -33,6 +34,7 @@ class Figures:
         forward_seconds: what its ops take in the forward.
         moved: the bytes of each of its tensors that a storage takes, in one pass.
         passes: how many passes over the model there are.
+        regions: how many regions there are in it, or end right after it.
     """
 
     held_bytes: int
@@ -41,6 +43,7 @@ class Figures:
     forward_seconds: float = 0.0
     moved: tuple[int, ...] = ()
     passes: int = 1
+    regions: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Reading:
         peak_bytes: the most that is alive at any moment.
         numbers: how many calls of the unit there were before each in the forward of the model; None for calls that have none.
         uncounted: the units of which calls with gradients have none.
+        starts_bytes: what is alive when each call begins, and after the last.
+        between_seconds: for k = 0, 1, ...: what the ops between the calls take, in their forward and backward.
     """
 
     paths: tuple[str, ...]
@@ -62,6 +67,8 @@ class Reading:
     peak_bytes: int
     numbers: tuple[int | None, ...] = ()
     uncounted: frozenset[str] = frozenset()
+    starts_bytes: tuple[int, ...] = ()
+    between_seconds: tuple[float, ...] = ()
 
 
 def read(trace: Trace, scale: float, overhead: Overhead, sees_functions: Mapping[str, int]) -> Reading:
@@ -93,15 +100,18 @@ def read(trace: Trace, scale: float, overhead: Overhead, sees_functions: Mapping
                 scale * sum(row[3] for row in rows),
                 tuple(call.moved),
                 len(same),
+                call.regions,
             )
         )
     outside = tuple(max(found[2 * index][1] for found in same) for index in range(count + 1))
     numbers = tuple(call.number for call in trace.calls[longest])
-    return Reading(paths, tuple(calls), outside, trace.peak_bytes, numbers, trace.uncounted)
+    starts = tuple(max(found[2 * index][4] for found in same) for index in range(count + 1))
+    between = tuple(scale * sum(found[2 * index][2] for found in same) for index in range(count + 1))
+    return Reading(paths, tuple(calls), outside, trace.peak_bytes, numbers, trace.uncounted, starts, between)
 
 
-def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float, float]]:
-    """(held, need, seconds, those of them in the forward) for each position, in order."""
+def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float, float, int]]:
+    """(held, need, seconds, those of them in the forward, alive when the next call begins) for each position, in order."""
     calls = trace.calls[turn]
     starts = [call.live_bytes for call in calls]
     ops = [op for op in trace.ops if op.turn == turn]
@@ -121,20 +131,7 @@ def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float, float
         index = position // 2
         held = starts[index + 1] - starts[index] if position % 2 else 0
         # What was alive before the first unit is no unit's, and is needed all the time.
-        yield held, tops[position] - starts[index] + first, seconds[position], forward[position]
-
-
-class CallKey(NamedTuple):
-    """The calls of a unit that have one treatment: those with one number, or all."""
-
-    path: str
-    number: int | None
-
-
-def _keys_of(plain: Reading) -> Iterator[CallKey]:
-    """Return what each call of the plain step is treated with; a number of None for nothing, since it has no gradients."""
-    for path, number in zip(plain.paths, plain.numbers, strict=True):
-        yield CallKey(path, 0 if path in plain.uncounted else number)
+        yield held, tops[position] - starts[index] + first, seconds[position], forward[position], starts[index]
 
 
 # -- which treatments to try where ------------------------------------------------------------------------------------
@@ -193,11 +190,16 @@ class TreatmentTable:
     Args:
         plain: the reading of the plain step.
         units: by path.
+
+    Attributes:
+        keys: what decides about each call.
+        spans: what may be done with several calls as one.
     """
 
     def __init__(self, plain: Reading, units: Mapping[str, Module]) -> None:
         self.plain = plain
-        self.keys: tuple[CallKey, ...] = tuple(_keys_of(plain))
+        self.keys: tuple[CallKey, ...] = tuple(keys_of(plain.paths, plain.numbers, plain.uncounted))
+        self.spans: list[Span] = []
         self._classes = {path: class_of(unit) for path, unit in units.items()}
         # Of the call of a path or a class, by the treatment's name: changes.
         self._found: dict[tuple[object, int | None, str], Figures] = {}
@@ -206,11 +208,11 @@ class TreatmentTable:
         """Take in a step in which units had these treatments."""
         if reading.paths != self.plain.paths:
             return
-        for path, number in dict.fromkeys(self.keys):
-            if path in treatments:
-                change = self._of(reading, (path, number), self.plain)
-                for key in (path, self._classes[path]):
-                    self._found.setdefault((key, number, treatments[path].name), change)
+        for call in dict.fromkeys(self.keys):
+            if call.path in treatments:
+                change = self._of(reading, call, self.plain)
+                for key in (call.path, self._classes[call.path]):
+                    self._found.setdefault((key, call.number, treatments[call.path].name), change)
 
     def _of(self, reading: Reading, key: CallKey, plain: Reading) -> Figures:
         """Return what differs from the plain step; of calls that have one treatment, in all."""
@@ -250,7 +252,7 @@ class TreatmentTable:
             blocks.append(tuple(self._entry(key, plain, item, more, copies) for item in menu))
         outside = [size + corrections.get(2 * index, 0) for index, size in enumerate(self.plain.outside_bytes)]
         if copies is None:
-            return Chain(tuple(blocks), tuple(outside))
+            return Chain(tuple(blocks), tuple(outside), spans=tuple(self.spans))
         return Chain(tuple(blocks), tuple(outside), copies.limit_bytes, copies.in_flight)
 
     def _entry(self, key: CallKey, plain: Figures, treatment: Treatment, more: int, copies: Copies | None) -> Candidate:
@@ -279,6 +281,6 @@ class TreatmentTable:
         return self._found.get((self._classes[key.path], key.number, treatment.name)) if found is None else found
 
     def changes(self, path: str, treatment: Treatment) -> list[Figures | None]:
-        """Return what differs from the plain step where a unit has a treatment, for each call; None if nobody has tried it."""
+        """Return what differs from the plain step with a treatment of a unit, for each call; None if nobody has tried it."""
         keys = dict.fromkeys(key for key in self.keys if key.path == path and key.number is not None)
         return [self._change(key, treatment) for key in keys]

@@ -96,6 +96,7 @@ class _Tracer(TorchDispatchMode):
         self._own: set[int] = set()  # those that were not there before
         self._place = _Places()
         self._call: UnitCall | None = None  # that runs
+        self._last: UnitCall | None = None  # that runs, or ran last
         self._aside: list[Allocation] = []  # by the guards of the recomputations that run
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class _Tracer(TorchDispatchMode):
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
                 self.trace.calls.append([])
-            self._call = UnitCall(path, self._live_bytes, number=self.numbers.next(path))
+            self._call = self._last = UnitCall(path, self._live_bytes, number=self.numbers.next(path))
             self.trace.calls[turn].append(self._call)
 
     def unit_ends(self, module: Module, args: Any, result: Any) -> None:
@@ -214,10 +215,10 @@ class _Tracer(TorchDispatchMode):
 
     def forward_done(self, record: Record) -> None:
         """A region's forward pass is over: what its guards keep did not come out of an op."""
-        if self._call is not None and not is_recomputing():
-            self._call.regions += 1
-            self._call.saved_tensors += len(record.saved)
-            self._call.saved_calls += sum(site.reason is None for site in record.sites)
+        if self._last is not None and not is_recomputing():  # a region around several units ends after the last of them
+            self._last.regions += 1
+            self._last.saved_tensors += len(record.saved)
+            self._last.saved_calls += sum(site.reason is None for site in record.sites)
         for tensor in (*held_by_guards(record), *copied_inputs(record)):
             self._enter(tensor)
 

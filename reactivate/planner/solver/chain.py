@@ -18,7 +18,18 @@ from typing import NamedTuple
 
 from reactivate.errors import UsageError
 
-__all__ = ["Candidate", "Chain", "Infeasible", "Queue", "Solution", "Transfer", "copies_of", "passed", "ticks_of"]
+__all__ = [
+    "Candidate",
+    "Chain",
+    "Infeasible",
+    "Queue",
+    "Solution",
+    "Span",
+    "Transfer",
+    "copies_of",
+    "passed",
+    "ticks_of",
+]
 
 _TICK_BITS = 60  # time is added up in 2**-60 of a second, as integers: a sum of floats would depend on their order
 
@@ -61,6 +72,7 @@ class Candidate:
         need_bytes: the most that is alive while its own forward or backward runs, above what the blocks before it hold.
         forward_seconds, backward_seconds: what it takes in each pass, in which copies of other blocks are hidden.
         transfer: what is moved to a storage; None for nothing.
+        span: the path of the container that is treated as one with the block in it; "" where the block is treated by itself.
     """
 
     name: str
@@ -70,6 +82,20 @@ class Candidate:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     transfer: Transfer | None = None
+    span: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One way to treat several blocks, one after the other, as one.
+
+    Attributes:
+        start: the number of the first block.
+        entries: what each of the blocks comes to then. They are chosen together.
+    """
+
+    start: int
+    entries: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
@@ -138,6 +164,7 @@ class Chain:
             the first k hold, above what these hold: the embedding has k = 0, the head and the loss have the last.
         limit_bytes: the most that the storage may keep; None for any number.
         in_flight: how many blocks' tensors may be on their way out at a time; 0: each copy is waited for.
+        spans: what may be done with several blocks as one, in place of an entry of each.
 
     Raises:
         UsageError: the parts do not fit together, or an entry has a time that is none.
@@ -154,9 +181,15 @@ class Chain:
     outside: tuple[int, ...]
     limit_bytes: int | None = None
     in_flight: int = 1
+    spans: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.menus)
+        for span in self.spans:
+            if not (0 <= span.start < span.start + len(span.entries) <= count):
+                raise UsageError(
+                    f"A span of {len(span.entries)} blocks from number {span.start} on is not within a chain of {count}."
+                )
         if len(self.outside) != count + 1:
             raise UsageError(
                 f"A chain of {count} blocks was given {len(self.outside)} numbers of bytes outside of them: give "

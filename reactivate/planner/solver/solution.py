@@ -131,21 +131,25 @@ class Search:
         return Proven(treatments, solution, trace, reading, len(self._seen))
 
     def _treatments_of(self, entries: Sequence[Candidate]) -> dict[str, Treatment]:
-        chosen: dict[str, dict[int, Treatment]] = {path: {} for path, _ in self._table.keys}
+        chosen: dict[str, dict[int, Treatment]] = {}
         for (path, number), entry in zip(self._table.keys, entries):
-            if number is not None and number not in chosen[path]:
-                chosen[path][number] = next(item for item in self._menus[path] if item.name == entry.name)
-        return {path: of_calls(list(calls.values())) for path, calls in chosen.items() if calls}
+            unit = entry.span or path
+            if number is not None and number not in chosen.setdefault(unit, {}):
+                chosen[unit][number] = next(item for item in self._menus[unit] if item.name == entry.name)
+        return {unit: of_calls(list(calls.values())) for unit, calls in chosen.items() if calls}
 
     def _correct(self, found: Proven) -> bool:
         """Take into the problem where the simulated step is above or below the promise."""
         reading = self._seen[tuple(found.treatments.values())][1]
         if reading.paths != self._table.plain.paths:
             return False
-        promised = dict(_tops_of(found.solution.entries, self._chain.outside))
+        entries = found.solution.entries
+        promised = dict(_tops_of(entries, self._chain.outside))
         changed = False
         for position, top in _tops_of(reading.calls, reading.outside_bytes):
-            if top != promised[position]:
+            # The entries of a span promise what lies around its calls, too: that may be less.
+            is_loose = any(entry.span for entry in entries[max(0, position // 2 - 1) : position // 2 + 1])
+            if top > promised[position] or (top < promised[position] and not is_loose):
                 self._corrections[position] = self._corrections.get(position, 0) + top - promised[position]
                 changed = True
         return changed

@@ -123,19 +123,21 @@ def _faster_and_faster(solutions: Iterable[Solution]) -> list[Solution]:
 
 
 class _Move(NamedTuple):
-    """An entry of a block.
+    """An entry of a block, or of several as one.
 
     Attributes:
         held: bytes.
         ticks: the time it takes.
         need: bytes, with what is outside of the blocks right before and after it.
-        entry: the entry.
+        start: the number of the block, or of the first.
+        entries: the entry of each.
     """
 
     held: int
     ticks: int
     need: int
-    entry: Candidate
+    start: int
+    entries: tuple[Candidate, ...]
 
 
 @dataclass(frozen=True)
@@ -144,47 +146,56 @@ class _Problem:
 
     Attributes:
         chain: the chain.
-        moves: for each block those that are worth a choice.
+        moves: for each block those that are worth a choice and end with it.
         least_bytes: for each block, and for the end, the smallest peak of what comes from there on, by itself.
     """
 
     chain: Chain
     moves: list[list[_Move]]
-    least_bytes: list[int]
+    least_bytes: list[float]
 
     @classmethod
     def of(cls, chain: Chain) -> _Problem:
         moves = [
-            _worthwhile(_move_of(entry, *outside) for entry in menu)
-            for menu, outside in zip(chain.menus, pairwise(chain.outside))
+            _worthwhile(_move_of(chain, number, (entry,)) for entry in menu) for number, menu in enumerate(chain.menus)
         ]
-        least_bytes = [chain.outside[-1]]
-        for row in reversed(moves):
-            least_bytes.append(min(max(move.need, move.held + least_bytes[-1]) for move in row))
-        return cls(chain, moves, least_bytes[::-1])
+        for span in chain.spans:
+            moves[span.start + len(span.entries) - 1].append(_move_of(chain, span.start, span.entries))
+        count = len(moves)
+        least_bytes: list[float] = [math.inf] * count + [chain.outside[-1]]
+        for end in range(count, 0, -1):  # all that begin at `end` are known by then
+            for move in moves[end - 1]:
+                peak = max(move.need, move.held + least_bytes[end])
+                least_bytes[move.start] = min(least_bytes[move.start], peak)
+        return cls(chain, moves, least_bytes)
 
     @property
     def smallest_bytes(self) -> int:
         """Return the smallest peak."""
-        return self.least_bytes[0]
+        return int(self.least_bytes[0])
 
     def solve(self, budget_bytes: float) -> Solution:
         if budget_bytes < self.smallest_bytes:
             raise Infeasible(self.smallest_bytes)
         rows: list[list[_Partial]] = [[(0, 0, self.chain.outside[0], 0, 0)]]
         for moves, least_after in zip(self.moves, self.least_bytes[1:]):
-            rows.append(_thinned(_undominated(_continued(rows[-1], moves, budget_bytes, least_after))))
-        entries = []
-        index = -1  # the fastest
-        for moves, row in zip(reversed(self.moves), reversed(rows)):
-            *_, index, number = row[index]
-            entries.append(moves[number].entry)
+            rows.append(_thinned(_undominated(_continued(rows, moves, budget_bytes, least_after))))
+        entries: list[Candidate] = []
+        end, index = len(self.moves), -1  # the fastest
+        while end:
+            *_, index, number = rows[end][index]
+            move = self.moves[end - 1][number]
+            entries += reversed(move.entries)
+            end = move.start
         return self.chain.solution_of(reversed(entries))
 
 
-def _move_of(entry: Candidate, outside_before: int, outside_after: int) -> _Move:
-    need = max(entry.need_bytes, outside_before, entry.held_bytes + outside_after)
-    return _Move(entry.held_bytes, ticks_of(entry.seconds), need, entry)
+def _move_of(chain: Chain, start: int, entries: tuple[Candidate, ...]) -> _Move:
+    held, need = 0, chain.outside[start]
+    for entry, outside_after in zip(entries, chain.outside[start + 1 :]):
+        need = max(need, held + entry.need_bytes, held + entry.held_bytes + outside_after)
+        held += entry.held_bytes
+    return _Move(held, sum(ticks_of(entry.seconds) for entry in entries), need, start, entries)
 
 
 def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
@@ -197,15 +208,15 @@ def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
 
 
 def _continued(
-    row: Sequence[_Partial], moves: Sequence[_Move], budget_bytes: float, least_after: int
+    rows: Sequence[Sequence[_Partial]], moves: Sequence[_Move], budget_bytes: float, least_after: float
 ) -> list[_Partial]:
-    """Continue partial choices by a block, where it fits and what comes after it still can."""
+    """Continue partial choices to the end of a block, where it fits and what comes after it still can."""
     found: list[_Partial] = []
-    for number, (more_held, more_ticks, need, _) in enumerate(moves):
+    for number, (more_held, more_ticks, need, start, _) in enumerate(moves):
         most_held = budget_bytes - max(need, more_held + least_after)
         found += [
             (held + more_held, ticks + more_ticks, max(peak, held + need), before, number)
-            for before, (held, ticks, peak, _, _) in enumerate(row)
+            for before, (held, ticks, peak, _, _) in enumerate(rows[start])
             if held <= most_held
         ]
     return found
