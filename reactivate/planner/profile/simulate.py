@@ -45,7 +45,15 @@ def simulate(
         stack.callback(apply(step.model, policy).remove)
         run, known = stack.enter_context(step.on_values() if with_values else step.on_fakes(device))
         trace = stack.enter_context(
-            traced(units, known, costs, count_functions=count_functions, rehearsal=rehearsal, watch=watch)
+            traced(
+                units,
+                known,
+                costs,
+                count_functions=count_functions,
+                rehearsal=rehearsal,
+                watch=watch,
+                model=step.model,
+            )
         )
         run()
     return trace
