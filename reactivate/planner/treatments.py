@@ -10,6 +10,7 @@ from typing import Literal
 from torch import nn
 from torch.nn import Module
 
+from reactivate._modules.paths import is_below
 from reactivate._types import DEVICE, Action, Recompute, Save, Site, Storage
 from reactivate.planner.units import parts_of
 from reactivate.policies._base import Interest, ReadyMade, written
@@ -200,8 +201,3 @@ class _InsideUnit(ReadyMade):
 def join(path: str, below: str) -> str:
     """A path below another."""
     return f"{path}.{below}" if path and below else path or below
-
-
-def is_below(path: str, above: str) -> bool:
-    """Return whether a module is, or is inside of, another."""
-    return not above or path == above or path.startswith(f"{above}.")

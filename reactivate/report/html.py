@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import os
 import re
-from base64 import b64encode
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
 from reactivate._text.table import Column, Row, Table
-from reactivate.errors import UsageError
 from reactivate.planner import plan_table
 from reactivate.planner.alive_table import alive_table, has_tensors
 from reactivate.planner.planned import Planned
 from reactivate.report import pareto, timeline
 from reactivate.report.figure import BUDGET, INK, PAPER, svg_of
 from reactivate.report.hover import Band, Dot, with_spots
+from reactivate.report.rendering import rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
 SIZE = (5.2, 3.9)  # of a picture, in inches: two are side by side on a screen, one is as wide as a phone
 
 MOST_TENSORS = 40  # rows of tensors that are alive at the peak
-
-_TEMPLATE, _SCRIPT = "plan.html.j2", "page.js"
 
 
 @dataclass(frozen=True)
@@ -77,12 +72,8 @@ def page(plan: Planned) -> str:
     Raises:
         UsageError: jinja2 or matplotlib is not installed.
     """
-    environment = _jinja2().Environment(autoescape=True, undefined=_jinja2().StrictUndefined, trim_blocks=True)
-    template = environment.from_string(_resource(_TEMPLATE))
-    script = _resource(_SCRIPT)
-    rendered: str = template.render(
-        script=script,
-        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+    return rendered(
+        "plan.html.j2",
         title=f"{plan.made_for.model} in {in_words(plan.budget_bytes)}",
         verdict=plan_table.verdict(plan),
         proof=plan_table.proof(plan),
@@ -92,7 +83,6 @@ def page(plan: Planned) -> str:
         wide=_alive(plan),
         circumstances=_circumstances(plan),
     )
-    return rendered
 
 
 def write(plan: Planned, path: str | os.PathLike[str]) -> None:
@@ -174,18 +164,3 @@ def _circumstances(plan: Planned) -> dict[str, list[str]]:
         "budget": [f"{plan.budget}: {plan.budget_bytes:,} bytes"],
         "planned in": [plan_table.seconds_in_words(plan.planning_seconds)],
     }
-
-
-def _resource(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _jinja2() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise UsageError(
-            "A page is filled in by jinja2, which is not installed: `pip install jinja2`. Without it there "
-            "is `plan.save(path)`, which writes JSON."
-        ) from error
-    return jinja2
