@@ -9,6 +9,7 @@ from reactivate import dropin, errors, guards, integrations, policies, recipe, r
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.current import current_region, is_recomputing
 from reactivate._engine.sharing import shared_recompute
+from reactivate._inspect.comparison import Comparison
 from reactivate._inspect.explain import explain
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.verify import Verdict, verify
@@ -26,6 +27,7 @@ from reactivate.planner.plan import Plan
 
 __all__ = [
     "AdaptivePlan",
+    "Comparison",
     "Explanation",
     "Handle",
     "Plan",

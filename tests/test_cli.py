@@ -297,6 +297,11 @@ def test_explain(saved: Path) -> None:
     assert fake.is_fake
     assert 0 < len(fake.regions) < 4
     assert "applied to a module" in line("explain", "test_cli:function", "--policy", "full()", code=2)
+    compared = reactivate.Comparison.from_json(
+        answer("explain", "test_cli:blocks", "--policy", "full()", "--fake", "--compare")
+    )
+    assert compared.after.kept_bytes < compared.before.kept_bytes and not compared.before.regions
+    assert "--compare needs the policy" in line("explain", "test_cli:blocks", "--compare", code=2)
 
 
 # -- policies ---------------------------------------------------------------------------------------------------------

@@ -1,50 +1,51 @@
-"""`explain`: what is kept for the backward, by whom, and what is recomputed.
-
-One forward pass runs under saved-tensor hooks, which see everything that autograd keeps and that no region takes: what
-the rest of the model saves, the inputs of regions, and what saved calls leave. An observer is told of each region, whose
-guards keep what autograd does not know of. Then a backward runs, in which the regions recompute: what is in their slots
-right after a recomputation is what it recomputed.
-
-Memory is counted in storages, in the order in which they were first kept, each once over everything.
-"""
+"""`explain`: what is kept for the backward, by whom, and what is recomputed; and how a policy changes that."""
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from sys import _getframe
-from types import CodeType, FrameType
-from typing import Any
-from weakref import ref
+from types import CodeType
+from typing import Any, overload
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module
 
-from reactivate._backends import synchronize
-from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of, stored_inputs
-from reactivate._engine.current import is_recomputing
-from reactivate._engine.inputs.capture import Capture
-from reactivate._engine.kept_calls.kept import Kept, SavedSite
 from reactivate._engine.mismatch.check import uncounted
-from reactivate._engine.mismatch.naming import name_of, saved_at
-from reactivate._engine.record import Record, observed_by
-from reactivate._engine.region import Region
+from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
-from reactivate._inspect.drafts import Draft, Holder, KeptTensor, RegionEnd, tensor_of
+from reactivate._inspect.comparison import Comparison
+from reactivate._inspect.explained_step import ExplainedStep
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.fake import faked, has_no_memory, tensors_of
-from reactivate._inspect.places import SourcePlace, SourcePlaces, codes_around, module_of, regions_around
-from reactivate._inspect.step import Step, cotangents, leaves_of
+from reactivate._inspect.places import codes_around
+from reactivate._inspect.step import Step, leaves_of
+from reactivate._inspect.under import under
 from reactivate._model.cache_watch import Caller, called
-from reactivate._modules.blocks import blocks_of
 from reactivate._text.keywords import refuse_unknown
-from reactivate._torch.containers import flatten
-from reactivate._types import Device
-from reactivate.errors import UsageError
+from reactivate._types import Policy
+from reactivate.policies._base import check_policy
+
+
+@overload
+def explain(
+    model: Callable[..., Any],
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: None = None,
+    fake: bool | None = None,
+) -> Explanation: ...
+
+
+@overload
+def explain(
+    model: Callable[..., Any],
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: Policy,
+    fake: bool | None = None,
+) -> Comparison: ...
 
 
 @refuse_unknown
@@ -54,8 +55,9 @@ def explain(
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    policy: Policy | None = None,
     fake: bool | None = None,
-) -> Explanation:
+) -> Explanation | Comparison:
     """List what a step of `model` keeps for its backward, by site and source line, and what it recomputes.
 
     A forward and a backward run, on real tensors (twice, for the times) or on fake ones, which have sizes and no memory.
@@ -66,13 +68,15 @@ def explain(
         args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
             argument.
         kwargs: keyword arguments.
+        policy: compare the plain model, without regions, with `model` under this policy or plan, which is in the place of one
+            that is applied meanwhile; of a function it says what is kept inside.
         fake: run on fake tensors; by default where arguments or parameters are fake or on the meta device.
 
     Returns:
-        A tree of sites. `print` shows a table of it.
+        A tree of sites. `print` shows a table of it. With a policy a `Comparison`: two of them, side by side.
 
     Raises:
-        UsageError: nothing that comes out requires a gradient.
+        UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
 
     Example:
         >>> import torch, reactivate
@@ -85,15 +89,25 @@ def explain(
     """
     args, kwargs = example_of("explain", model, args, kwargs)
     around = codes_around(_getframe(1))
+    with called(Caller("explain")):
+        if policy is None:
+            return _explained(model, args, kwargs, around, fake)
+        check_policy(policy, "explain(policy=...)")
+        with without_regions():
+            before = _explained(model, args, kwargs, around, fake)
+        with under(policy, model) as changed:
+            return Comparison(before, _explained(changed, args, kwargs, around, fake))
+
+
+def _explained(model: Any, args: Any, kwargs: Any, around: set[CodeType], fake: bool | None) -> Explanation:
     is_fake = any(map(has_no_memory, tensors_of(model, args, kwargs))) if fake is None else fake
     with ExitStack() as stack:
-        stack.enter_context(called(Caller("explain")))
         if is_fake:
             args, kwargs = stack.enter_context(faked(model, args, kwargs, _device_of(args, kwargs)))
         else:
             Step(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
             torch.clear_autocast_cache()  # a step of its own casts its weights itself
-        trace = _ExplainedStep(model, args, kwargs, around, is_fake)
+        trace = ExplainedStep(model, args, kwargs, around, is_fake)
         trace.run(model)
     return trace.explanation()
 
@@ -102,195 +116,3 @@ def _device_of(args: Any, kwargs: Any) -> torch.device | None:
     """Return the device of the arguments: a model without memory counts as there, too. None if they have no memory either."""
     devices = [leaf.device for leaf in leaves_of("args", (args, kwargs)).values() if not leaf.is_meta]
     return devices[0] if devices else None
-
-
-class _ExplainedStep(Step):
-    """One step of a model, and who kept what in it."""
-
-    def __init__(
-        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], around: set[CodeType], is_fake: bool
-    ) -> None:
-        super().__init__(model, args, kwargs)
-        self._is_fake = is_fake
-        roots = [model] if isinstance(model, Module) else Capture(model, args, kwargs).roots
-        self._places = SourcePlaces(roots, around)
-        self._roots = roots
-        self._ledger = Ledger()
-        self._events: list[KeptTensor | RegionEnd] = []
-        self._regions: list[Draft] = []
-        self._outside: dict[SourcePlace, Draft] = {}
-        # Of regions whose forward pass runs, by their ids: what they keep, and the sites inside.
-        self._inputs: defaultdict[int, list[KeptTensor]] = defaultdict(list)
-        self._inside: defaultdict[int, list[Draft | tuple[SavedSite, SourcePlace]]] = defaultdict(list)
-        self._results: dict[int, KeptTensor] = {}  # by the id of a `Kept`
-        self._drafts: dict[int, RegionEnd] = {}  # by the id of the record
-        # Of the recomputations that run: when they began, and what those inside took.
-        self._clocks: list[list[float]] = []
-
-    def explanation(self) -> Explanation:
-        """Return the explanation of the step that ran."""
-        outside = [draft.entry() for draft in self._outside.values() if draft.figures]
-        layers = {path: type(block).__name__ for root in self._roots for path, block in blocks_of(root).items()}
-        return Explanation(tuple(draft.entry() for draft in self._regions), tuple(outside), self._is_fake, layers)
-
-    def _run(self, model: Callable[..., Any], run: Any) -> None:
-        self._ledger = Ledger(self._known())
-        with observed_by(self):
-            with saved_tensors_hooks(self._pack, tensor_of):
-                output = model(*self.args, **self.kwargs)
-            roots = [leaf for leaf in leaves_of("output", output).values() if leaf.requires_grad]
-            if not roots or not self.inputs:
-                raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to explain.")
-            self._count_kept()
-            torch.autograd.grad(roots, list(self.inputs.values()), cotangents(roots), allow_unused=True)
-
-    def _known(self) -> Iterator[Tensor]:
-        """List what is there anyway: parameters, buffers, and leaves that the function closes over."""
-        for root in self._roots:
-            yield from root.parameters()
-            yield from root.buffers()
-        given = set(map(id, flatten((self.args, self.kwargs))[0]))
-        yield from (leaf for leaf in self.inputs.values() if id(leaf) not in given)
-
-    # -- the forward pass ---------------------------------------------------------------------------------------------
-
-    def _pack(self, tensor: Tensor) -> Holder:
-        """Autograd keeps `tensor`."""
-        holder = Holder(tensor)
-        event = KeptTensor(ref(holder), None, "result_bytes")
-        self._events.append(event)
-        frame: FrameType | None = _getframe(1)
-        here = frame
-        while frame is not None:
-            if frame.f_code is Kept.settle.__code__:
-                self._results[id(frame.f_locals["self"])] = event
-                return holder
-            if frame.f_code is Region.begin.__code__:
-                event.figure = "input_bytes"
-                self._inputs[id(frame.f_locals["self"])].append(event)
-                return holder
-            frame = frame.f_back
-        place = self._places.at(here)
-        event.draft = self._outside.setdefault(place, Draft("outside", place))
-        return holder
-
-    def call_begins(self, site: SavedSite) -> None:
-        """A call is to be saved."""
-        frame = _getframe(1)
-        if not is_recomputing():
-            region = next(regions_around(frame), None)
-            self._inside[id(region)].append((site, self._places.at(frame)))
-
-    def forward_done(self, record: Record) -> None:
-        """A region's forward pass is over."""
-        if is_recomputing():
-            return
-        frame = _getframe(1)
-        module = module_of(record)
-        name = name_of(record) if module is None else type(module).__name__
-        draft = Draft("region", self._places.of_region(record, frame), name, "recompute")
-        for event in self._inputs.pop(id(record), ()):
-            event.draft = draft
-        calls: dict[int, Draft] = {}
-        for item in self._inside.pop(id(record), ()):
-            if isinstance(item, Draft):
-                draft.inside.append(item)
-            elif item[0] in record.sites:
-                call = calls[item[0].number] = self._saved_call(record, *item)
-                draft.inside.append(call)
-        done = self._drafts[id(record)] = RegionEnd(ref(record), draft, calls)
-        self._events.append(done)
-        around = next((region for region in regions_around(frame) if region is not record), None)
-        (self._regions if around is None else self._inside[id(around)]).append(draft)
-
-    def _saved_call(self, record: Record, site: SavedSite, place: SourcePlace) -> Draft:
-        draft = Draft("saved call", place, site.label, "save")
-        if site.path is not None:
-            draft.place = site.path, place[1]
-            draft.name = site.label.removeprefix(site.path).strip(" ()")
-        if site.reason is not None:
-            draft.kind, draft.action, draft.reason = "call run again", "recompute", site.reason
-        for kept in kept_of(record, site):
-            if not isinstance(kept.storage, Device):
-                draft.put_in(kept.storage)
-            draft.is_exact = draft.is_exact and not kept.is_rounded
-            event = self._results.pop(id(kept), None)
-            if event is not None:
-                event.draft = draft
-        return draft
-
-    def _count_kept(self) -> None:
-        """The forward pass is over: count what is still kept."""
-        for event in self._events:
-            if isinstance(event, RegionEnd):
-                self._count_rest(event)
-                continue
-            holder = event.holder()
-            if holder is not None and event.draft is not None:
-                self._enter(event.draft, event.figure, holder.tensor)
-        self._events.clear()
-
-    def _count_rest(self, event: RegionEnd) -> None:
-        record = event.record()
-        if record is None:
-            return
-        for tensor in copied_inputs(record):
-            self._enter(event.draft, "input_bytes", tensor)
-        for spec in stored_inputs(record):
-            event.draft.put_in(spec.storage)
-            event.draft.is_exact = event.draft.is_exact and not spec.is_rounded
-            for tensor in held_by(spec.handle()):
-                self._enter(event.draft, "input_bytes", tensor)
-        for tensor in held_by_guards(record):
-            self._enter(event.draft, "snapshot_bytes", tensor)
-        for site in record.sites:
-            for kept in kept_of(record, site):
-                for tensor in held_by(kept.handle):  # what a storage took
-                    self._enter(event.calls[site.number], "result_bytes", tensor)
-
-    def _enter(self, draft: Draft, figure: str, tensor: Tensor) -> None:
-        size = self._ledger.enter(tensor)
-        if size:
-            draft.add(figure, size)
-            draft.add("tensors", 1)
-
-    # -- the backward -------------------------------------------------------------------------------------------------
-
-    def recomputation_begins(self, record: Record) -> None:
-        """A region is about to be recomputed."""
-        self._clocks.append([_now(), 0.0])
-
-    def recomputation_done(self, record: Record) -> None:
-        """A region was recomputed, and what the recomputation made is in its slots."""
-        began, others = self._clocks.pop()
-        seconds = _now() - began
-        if self._clocks:
-            self._clocks[-1][1] += seconds
-        event = self._drafts.get(id(record))
-        if event is None or event.record() is not record:
-            return
-        if not self._is_fake:
-            event.draft.add("seconds", seconds - others)
-        if "recomputed_bytes" not in event.draft.figures:
-            self._count_recomputed(record, event.draft)
-
-    def _count_recomputed(self, record: Record, draft: Draft) -> None:
-        draft.add("recomputed_bytes", 0)
-        lines: dict[str | None, Draft] = {}
-        for number, (reference, *_) in enumerate(record.saved):
-            slot = reference()
-            size = 0 if slot is None or slot.value is None else self._ledger.enter(slot.value)
-            if size:
-                site = saved_at(record, number)
-                source = self._places.line(site)
-                place = draft.place[0], source
-                line = lines.setdefault(source, Draft("recomputed", place, action="recompute"))
-                for item in (draft, line):
-                    item.add("recomputed_bytes", size)
-                line.add("tensors", 1)
-        draft.inside += lines.values()
-
-
-def _now() -> float:
-    synchronize()
-    return time.perf_counter()

@@ -8,8 +8,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.nn import Module
-
 from reactivate._backends import backends
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.accounts import in_words
@@ -18,7 +16,7 @@ from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.differences import first_difference, largest_difference
 from reactivate._inspect.step import Change, Outcome, Step
-from reactivate._model.apply import apply, paused
+from reactivate._inspect.under import under
 from reactivate._model.cache_watch import Caller, called
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import counted
@@ -117,7 +115,7 @@ def verify(
     """
     if policy is not None:
         check_policy(policy, "verify(policy=...)")
-    return compare(model, args, kwargs, None if policy is None else functools.partial(_under, policy))
+    return compare(model, args, kwargs, None if policy is None else functools.partial(under, policy))
 
 
 @uncounted()
@@ -149,16 +147,6 @@ def _op_by_op() -> Iterator[None]:
             if backend.is_initialized():
                 stack.enter_context(backend.op_by_op())
         yield
-
-
-@contextmanager
-def _under(policy: Policy, model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The model with the policy."""
-    if isinstance(model, Module):
-        with paused(model), apply(model, policy):
-            yield model
-    else:
-        yield checkpoint(model, policy=policy)
 
 
 def _verdict(plain: Outcome, ours: Outcome, difference: str | None, *, is_deterministic: bool) -> Verdict:

@@ -19,7 +19,7 @@ from reactivate._types import Action, Policy, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.by_value.call_names import CallName
-from reactivate.planner.cost.prediction import Copy, Fixed, Moment, Point, Prediction, Proof
+from reactivate.planner.cost.prediction import Copy, Fixed, LiveTensors, Moment, Point, Prediction, Proof
 from reactivate.planner.digest import bucket_bytes, class_name_of, digest_of
 from reactivate.planner.offers import storages_in
 from reactivate.planner.plan_table import text
@@ -288,4 +288,9 @@ def _treatment_of(value: Mapping[str, Any]) -> Treatment:
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:
     moments = tuple(Moment(*item) for item in value["moments"])
     copies = tuple(Copy(*item) for item in value.get("copies", ()))
-    return Prediction(**{**value, "moments": moments, "copies": copies})
+    alive = tuple(_live_tensors_of(item) for item in value.get("alive", ()))
+    return Prediction(**{**value, "moments": moments, "copies": copies, "alive": alive})
+
+
+def _live_tensors_of(value: Mapping[str, Any]) -> LiveTensors:
+    return LiveTensors(**{**value, "shape": tuple(value["shape"]), "held_by": tuple(value["held_by"])})

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from reactivate._engine.accounts import in_words
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
-from reactivate.planner.cost.prediction import Fixed, Moment, Point
+from reactivate.planner.alive_table import ALL_THE_TIME, alive_table, has_tensors
+from reactivate.planner.cost.prediction import Moment, Point
 from reactivate.planner.planned import Decision, Planned, StorageUse
 
 MOST_POINTS = 8  # of the frontier, in a table
-ALL_THE_TIME = tuple(item.name for item in fields(Fixed))
 KINDS = (*ALL_THE_TIME, "kept", "recomputed", "workspace")  # of memory, from below
 
 
@@ -26,8 +26,9 @@ def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str
         plain: without rich, as wide as it gets; so it is where rich is not installed.
     """
     head = "\n".join(filter(None, [verdict(plan), proof(plan), memory(plan), copies(plan)]))
-    tables = (table.text(width=width, plain=plain) for table in (block_table(plan), choice_table(plan)))
-    return "\n\n".join([head, *(table.strip("\n") for table in tables)])
+    tables = [block_table(plan), *([alive_table(plan)] if has_tensors(plan) else []), choice_table(plan)]
+    drawn = (table.text(width=width, plain=plain) for table in tables)
+    return "\n\n".join([head, *(table.strip("\n") for table in drawn)])
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
@@ -212,8 +213,8 @@ class PolicyRow:
     fits: bool
 
 
-def choice_table(plan: Planned) -> Table:
-    """Return the plan among some of the frontier and the fixed policies, the smallest peak first."""
+def choice_table(plan: Planned, most: int = MOST_POINTS) -> Table:
+    """Return the plan among `most` of the frontier and the fixed policies, the smallest peak first."""
     rows = [
         Row(
             [
@@ -225,15 +226,15 @@ def choice_table(plan: Planned) -> Table:
                 "fits" if choice.fits else "over",
             ]
         )
-        for choice in choices(plan)
+        for choice in choices(plan, most)
     ]
     return Table(_CHOICE_COLUMNS, rows)
 
 
-def choices(plan: Planned) -> list[PolicyRow]:
-    """The plan, `MOST_POINTS` of the frontier and the fixed policies, the smallest peak first; equals are one."""
+def choices(plan: Planned, most: int = MOST_POINTS) -> list[PolicyRow]:
+    """The plan, `most` of the frontier and the fixed policies, the smallest peak first; equals are one."""
     chosen = chosen_of(plan)
-    frontier = [point for point in _spread(plan.frontier) if not is_same(point, chosen)]
+    frontier = [point for point in _spread(plan.frontier, most) if not is_same(point, chosen)]
     points = together([chosen, *frontier, *plan.policies])
     points.sort(key=lambda point: (point.peak_bytes, -point.seconds))
     return [PolicyRow(point, is_same(point, chosen), point.peak_bytes <= plan.budget_bytes) for point in points]
@@ -242,6 +243,13 @@ def choices(plan: Planned) -> list[PolicyRow]:
 def chosen_of(plan: Planned) -> Point:
     """The plan as a point among others."""
     return Point("this plan", plan.predicted.peak_bytes, plan.predicted.seconds)
+
+
+def call_of(plan: Planned, point: Point) -> str:
+    """Return the call that plans for the peak of a point that was planned; empty for a fixed policy."""
+    if is_same(point, chosen_of(plan)):
+        return f'plan.at("{plan.budget}")'
+    return f'plan.at("{point.peak_bytes}B")' if any(is_same(point, other) for other in plan.frontier) else ""
 
 
 def together(points: Sequence[Point]) -> list[Point]:
@@ -261,8 +269,8 @@ def is_same(point: Point, other: Point) -> bool:
     return point.peak_bytes == other.peak_bytes and abs(point.seconds - other.seconds) <= 1e-9 * abs(other.seconds)
 
 
-def _spread(points: Sequence[Point]) -> list[Point]:
+def _spread(points: Sequence[Point], most: int) -> list[Point]:
     """Some of many, evenly, with both ends."""
-    if len(points) <= MOST_POINTS:
+    if len(points) <= most:
         return list(points)
-    return [points[index * (len(points) - 1) // (MOST_POINTS - 1)] for index in range(MOST_POINTS)]
+    return [points[index * (len(points) - 1) // (most - 1)] for index in range(most)]

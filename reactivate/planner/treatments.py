@@ -11,6 +11,7 @@ from typing import Literal
 from torch import nn
 from torch.nn import Module
 
+from reactivate._modules.paths import is_below
 from reactivate._types import DEVICE, Action, Policy, Recompute, Save, Site, Storage
 from reactivate.planner.by_value.call_names import CallName, name_of_function_call
 from reactivate.planner.units import parts_of
@@ -237,8 +238,3 @@ class _InsideUnit(ReadyMade):
 def join(path: str, below: str) -> str:
     """A path below another."""
     return f"{path}.{below}" if path and below else path or below
-
-
-def is_below(path: str, above: str) -> bool:
-    """Return whether a module is, or is inside of, another."""
-    return not above or path == above or path.startswith(f"{above}.")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from reactivate._inspect.comparison import Comparison
 from reactivate._text.table import WIDTH
 from reactivate.errors import UsageError
 from reactivate.planner import plan_table
 from reactivate.planner.planned import Planned
-from reactivate.report import figure, html, pareto, timeline
+from reactivate.report import comparison_page, figure, html, pareto, timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 
-def write(plan: Planned, path: str | os.PathLike[str]) -> None:
-    """Write the report of a plan to a file, in the form that its suffix says.
+def write(subject: Planned | Comparison, path: str | os.PathLike[str]) -> None:
+    """Write the report of a plan, or of a comparison, to a file, in the form that its suffix says.
 
     Args:
-        plan: what `reactivate.plan` returned, or `Plan.load`.
-        path: `.html`, one page with all of it, which needs nothing else; `.png` or `.svg`, the pictures: memory over time,
-            and the choice between memory and time; `.txt`, the tables. JSON, to be loaded again, is `plan.save`.
+        subject: what `reactivate.plan` returned, or `Plan.load`; or `explain(policy=...)`.
+        path: `.html`, one page with all of it, which needs nothing else; `.txt`, the tables; of a plan also `.png` or
+            `.svg`, the pictures: memory over time, and the choice between memory and time. JSON, to be loaded again, is
+            `plan.save`.
 
     Raises:
         UsageError: the suffix is none of these, or what draws it is not installed.
@@ -39,10 +41,12 @@ def write(plan: Planned, path: str | os.PathLike[str]) -> None:
             ...
         reactivate.errors.UsageError: report.write takes .html, .png, .svg, .txt; 'plan.pdf' ends in '.pdf'.
     """
-    write_as = _FORMS.get(Path(path).suffix.lower())
-    if write_as is None:
-        raise UsageError(f"report.write takes {', '.join(_FORMS)}; {os.fspath(path)!r} ends in {Path(path).suffix!r}.")
-    write_as(plan, path)
+    suffix = Path(path).suffix
+    forms: Mapping[str, Any] = _OF_COMPARISON if isinstance(subject, Comparison) else _OF_PLAN
+    if suffix.lower() not in forms:
+        of = " of a comparison" if isinstance(subject, Comparison) else ""
+        raise UsageError(f"report.write takes {', '.join(forms)}{of}; {os.fspath(path)!r} ends in {suffix!r}.")
+    forms[suffix.lower()](subject, path)
 
 
 def _write_pictures(plan: Planned, path: str | os.PathLike[str]) -> None:
@@ -55,13 +59,21 @@ def _write_pictures(plan: Planned, path: str | os.PathLike[str]) -> None:
     figure.save(figure.drawn(draw, (1.6 * width, height)), path)
 
 
-def _write_text(plan: Planned, path: str | os.PathLike[str]) -> None:
+def _write_tables(plan: Planned, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(plan_table.text(plan, width=WIDTH) + "\n", encoding="utf-8")
 
 
-_FORMS: dict[str, Callable[[Planned, str | os.PathLike[str]], None]] = {
+def _write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
+    Path(path).write_text(comparison.text(width=WIDTH) + "\n", encoding="utf-8")
+
+
+_OF_PLAN: Mapping[str, Callable[[Planned, str | os.PathLike[str]], None]] = {
     ".html": html.write,
     ".png": _write_pictures,
     ".svg": _write_pictures,
-    ".txt": _write_text,
+    ".txt": _write_tables,
+}
+_OF_COMPARISON: Mapping[str, Callable[[Comparison, str | os.PathLike[str]], None]] = {
+    ".html": comparison_page.write,
+    ".txt": _write_comparison,
 }

@@ -1,28 +1,33 @@
-"""A plan as one page that needs nothing else: no network, no script, both pictures inside."""
+"""A plan as one page that needs nothing else: no network, both pictures and one short script inside.
+
+Without the script the page says the same: it shows values sooner than a browser does by itself, and copies calls.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
 from reactivate._text.table import Column, Row, Table
-from reactivate.errors import UsageError
 from reactivate.planner import plan_table
+from reactivate.planner.alive_table import alive_table, has_tensors
 from reactivate.planner.planned import Planned
 from reactivate.report import pareto, timeline
 from reactivate.report.figure import BUDGET, INK, PAPER, svg_of
+from reactivate.report.hover import Band, Dot, with_spots
+from reactivate.report.rendering import rendered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE = (5.2, 3.9)  # of a picture, in inches: two are side by side on a screen, one is as wide as a phone
 
-_TEMPLATE = "plan.html.j2"
+MOST_TENSORS = 40  # rows of tensors that are alive at the peak
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,16 @@ class HtmlTable:
         table: what is in it.
         unfolded: for each row what is in it that it only sums up.
         marked: the number of the row that stands out, or None.
+        calls: for each row the call that a button copies; an empty text for none.
+        is_wide: whether it has many columns, and is as wide as the page.
     """
 
     heading: str
     table: Table
     unfolded: list[list[str]]
     marked: int | None = None
+    calls: tuple[str, ...] = ()
+    is_wide: bool = False
 
 
 def page(plan: Planned) -> str:
@@ -63,18 +72,17 @@ def page(plan: Planned) -> str:
     Raises:
         UsageError: jinja2 or matplotlib is not installed.
     """
-    environment = _jinja2().Environment(autoescape=True, undefined=_jinja2().StrictUndefined, trim_blocks=True)
-    template = environment.from_string(resources.files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
-    rendered: str = template.render(
+    return rendered(
+        "plan.html.j2",
         title=f"{plan.made_for.model} in {in_words(plan.budget_bytes)}",
         verdict=plan_table.verdict(plan),
         proof=plan_table.proof(plan),
         copies=plan_table.copies(plan),
         pictures=_pictures(plan),
-        tables=(_blocks(plan), _choices(plan), _memory(plan)),
+        tables=(_blocks(plan), _memory(plan), _choices(plan)),
+        wide=_alive(plan),
         circumstances=_circumstances(plan),
     )
-    return rendered
 
 
 def write(plan: Planned, path: str | os.PathLike[str]) -> None:
@@ -92,18 +100,18 @@ def write(plan: Planned, path: str | os.PathLike[str]) -> None:
 def _pictures(plan: Planned) -> tuple[Picture, ...]:
     memory, choice = timeline.figure_of(plan, SIZE), pareto.figure_of(plan, SIZE)
     return (
-        Picture("Memory of a step", _inline(memory, "timeline"), timeline.described(plan)),
-        Picture("Memory or time", _inline(choice, "pareto"), pareto.described(plan)),
+        Picture("Memory of a step", _inline(memory, "timeline", timeline.spots(plan)), timeline.described(plan)),
+        Picture("Memory or time", _inline(choice, "pareto", pareto.spots(plan)), pareto.described(plan)),
     )
 
 
-def _inline(figure: Figure, name: str) -> str:
-    """A picture as a part of a page: in its colours, with identifiers of its own."""
+def _inline(figure: Figure, name: str, spots: Iterable[Band | Dot]) -> str:
+    """A picture as a part of a page: in its colours, with identifiers of its own, and with values on hover."""
     svg = svg_of(figure, name)
     svg = svg[svg.index("<svg") :]
     for color, here in ((INK, "currentColor"), (PAPER, "none"), (BUDGET, "var(--budget)")):
         svg = svg.replace(color, here)
-    return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\1{name}-", svg)
+    return with_spots(re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\1{name}-", svg), figure, spots)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -126,9 +134,19 @@ def _memory(plan: Planned) -> HtmlTable:
 
 
 def _choices(plan: Planned) -> HtmlTable:
-    table = plan_table.choice_table(plan)
-    chosen = next(index for index, choice in enumerate(plan_table.choices(plan)) if choice.is_chosen)
-    return HtmlTable("Other choices", table, [[] for _ in table.rows], chosen)
+    """All of the frontier, each of its points with the call that plans for it."""
+    most = max(len(plan.frontier), plan_table.MOST_POINTS)
+    table, choices = plan_table.choice_table(plan, most), plan_table.choices(plan, most)
+    chosen = next(index for index, choice in enumerate(choices) if choice.is_chosen)
+    calls = tuple(plan_table.call_of(plan, choice.point) for choice in choices)
+    return HtmlTable("Other choices", table, [[] for _ in table.rows], chosen, calls)
+
+
+def _alive(plan: Planned) -> list[HtmlTable]:
+    if not has_tensors(plan):
+        return []
+    table = alive_table(plan, MOST_TENSORS)
+    return [HtmlTable("Tensors at the peak", table, [[] for _ in table.rows], is_wide=True)]
 
 
 def _share(size: int, whole: int) -> str:
@@ -146,14 +164,3 @@ def _circumstances(plan: Planned) -> dict[str, list[str]]:
         "budget": [f"{plan.budget}: {plan.budget_bytes:,} bytes"],
         "planned in": [plan_table.seconds_in_words(plan.planning_seconds)],
     }
-
-
-def _jinja2() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise UsageError(
-            "A page is filled in by jinja2, which is not installed: `pip install jinja2`. Without it there "
-            "is `plan.save(path)`, which writes JSON."
-        ) from error
-    return jinja2

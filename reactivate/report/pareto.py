@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
 from reactivate.planner.cost.prediction import Point
-from reactivate.planner.plan_table import chosen_of, seconds_in_words, slowdown, together
+from reactivate.planner.plan_table import call_of, chosen_of, seconds_in_words, slowdown, together
 from reactivate.planner.planned import Planned
 from reactivate.report.figure import (
     BUDGET,
@@ -22,6 +22,7 @@ from reactivate.report.figure import (
     second_unit,
     title,
 )
+from reactivate.report.hover import Dot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,6 +82,23 @@ def described(plan: Planned) -> str:
         f"{in_words(chosen.peak_bytes)} and {seconds_in_words(chosen.seconds)}; the budget is a line at "
         f"{in_words(plan.budget_bytes)}. Fixed policies: {policies or 'none'}."
     )
+
+
+def spots(plan: Planned) -> Iterator[Dot]:
+    """Yield every choice, to be shown on hover; a click on one that was planned copies the call that plans it."""
+    everything = [*plan.policies, *plan.frontier, chosen_of(plan)]
+    _, scale = byte_unit(max(point.peak_bytes for point in everything))
+    _, tick = second_unit(max(point.seconds for point in everything))
+    for point in everything:
+        times = [seconds_in_words(point.seconds), slowdown(plan, point.seconds)]
+        words = [point.label, in_words(point.peak_bytes), ", ".join(filter(None, times))]
+        call = call_of(plan, point)
+        yield Dot(
+            point.peak_bytes / scale,
+            point.seconds / tick,
+            "\n".join([*words, *([f"click: {call}"] if call else [])]),
+            call,
+        )
 
 
 def _draw_points(axes: Axes, plan: Planned, scale: int, tick: float) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
 from reactivate.planner.cost.prediction import Moment, Prediction
-from reactivate.planner.plan_table import KINDS, bytes_at
+from reactivate.planner.plan_table import KINDS, bytes_at, seconds_in_words
 from reactivate.planner.planned import Planned
 from reactivate.report.figure import (
     BUDGET,
@@ -22,6 +22,7 @@ from reactivate.report.figure import (
     second_unit,
     title,
 )
+from reactivate.report.hover import Band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,6 +81,24 @@ def described(plan: Planned) -> str:
         f"{in_words(plan.budget_bytes)}. The plain step, an outline behind, rises to {in_words(plan.plain.peak_bytes)}. "
         f"The forward pass takes {forward} of the step.{_copies_described(plan)}"
     )
+
+
+def spots(plan: Planned) -> Iterator[Band]:
+    """Yield the moments of the step with the planned memory, to be shown on hover."""
+    _, tick = second_unit(max(plan.predicted.seconds, plan.plain.seconds))
+    before = 0.0
+    for moment in plan.predicted.moments:
+        if moment.seconds > before:
+            yield Band(before / tick, moment.seconds / tick, _at(plan, moment))
+            before = moment.seconds
+
+
+def _at(plan: Planned, moment: Moment) -> str:
+    """Say what memory is for at one moment, the topmost of the mountain first."""
+    sizes = bytes_at(plan, moment)
+    is_forward = moment.seconds <= plan.predicted.forward_seconds
+    head = f"{in_words(sum(sizes.values()))} at {seconds_in_words(moment.seconds)}, {'forward' if is_forward else 'backward'}"
+    return "\n".join([head, *(f"{name} {in_words(sizes[name])}" for name in reversed(KINDS) if sizes[name])])
 
 
 def _copies_described(plan: Planned) -> str:

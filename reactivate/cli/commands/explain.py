@@ -23,6 +23,7 @@ from reactivate.errors import UsageError
 @POLICY
 @click.option("--device", metavar="DEVICE", help="Of torch: where it runs.")
 @click.option("--fake", "is_fake", is_flag=True, help="Without memory and without compute; no times then.")
+@click.option("--compare", is_flag=True, help="Beside the plain model: needs --plan or --policy.")
 @REPORTING
 def explain(
     target: str,
@@ -30,6 +31,7 @@ def explain(
     policy_text: str | None,
     device: str | None,
     is_fake: bool,
+    compare: bool,
     as_json: bool,
     settings: dict[str, Any],
     **sizes: Any,
@@ -40,12 +42,20 @@ def explain(
     subject = subject_of(Request(target, settings, **sizes, device=where, on_meta=is_fake and where is None))
     if isinstance(subject.model, Module) and any(item.is_meta for item in subject.model.parameters()):
         subject = subject.to(torch.device("meta"))  # the inputs too
-    explanation = _explained(subject, policy, is_fake)
+    if compare and policy is None:
+        raise UsageError("--compare needs the policy to compare the plain model with: --plan or --policy.")
+    explained = _compared if compare else _explained
+    found: reactivate.Explanation | reactivate.Comparison = explained(subject, policy, is_fake)
     if as_json:
-        print_json(explanation.to_json())
+        print_json(found.to_json())
     else:
-        click.echo(str(explanation))
+        click.echo(str(found))
     return Code.YES
+
+
+def _compared(subject: Subject, policy: Policy | None, is_fake: bool) -> reactivate.Comparison:
+    assert policy is not None
+    return reactivate.explain(subject.model, subject.args, subject.kwargs, policy=policy, fake=is_fake or None)
 
 
 def _explained(subject: Subject, policy: Policy | None, is_fake: bool) -> reactivate.Explanation:

@@ -54,6 +54,30 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class LiveTensors:
+    """Tensors that are alive at the peak: made by one op of one module, of one shape, in one or several units.
+
+    Attributes:
+        op: what made them.
+        module: the path of the module that ran it, in a unit "*" and the path below; empty where that is not known.
+        shape, dtype: of each.
+        kind: what they are for: "kept", "recomputed" or "workspace", as in `Moment`.
+        held_by: the units in whose backward, or forward, they are freed, each once; see `planner.cost.alive`.
+        count: how many there are.
+        nbytes: of all of them.
+    """
+
+    op: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    held_by: tuple[str, ...]
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Copy:
     """A tensor on its way to a storage, or back.
 
@@ -80,6 +104,7 @@ class Prediction:
         forward_seconds: when the forward pass ends.
         copies: the transfers to and from a storage.
         waited_seconds: how long the step waits for these; a part of `seconds`.
+        alive: the tensors of which the peak is made beside `Fixed`, the largest first; none in older files.
     """
 
     peak_bytes: int
@@ -88,6 +113,7 @@ class Prediction:
     moments: tuple[Moment, ...]
     copies: tuple[Copy, ...] = ()
     waited_seconds: float = 0.0
+    alive: tuple[LiveTensors, ...] = ()
 
     @property
     def peak(self) -> Moment:

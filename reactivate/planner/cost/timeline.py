@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from reactivate.planner.cost.alive import KEPT, MADE_IN_STEP, RECOMPUTED, WORKSPACE, alive_at_peak, kind_of
 from reactivate.planner.cost.flow import Flow
 from reactivate.planner.cost.prediction import Moment, Prediction, thinned
-from reactivate.planner.profile.trace import Allocation, Trace
+from reactivate.planner.profile.trace import Trace
 
 NO_COPIES = Flow()
-_KEPT, _RECOMPUTED, _WORKSPACE = range(3)
 
 
 def prediction_of(trace: Trace, fixed_bytes: int, seconds: float, flow: Flow = NO_COPIES) -> Prediction:
@@ -23,7 +23,7 @@ def prediction_of(trace: Trace, fixed_bytes: int, seconds: float, flow: Flow = N
     """
     scale = seconds / trace.seconds if trace.seconds else 0.0
     moments = []
-    live = [0, 0, 0]
+    live = dict.fromkeys(MADE_IN_STEP, 0)
     changes = _changes(trace)
     now = forward_seconds = 0.0
     waits = flow.waits or {}
@@ -34,7 +34,7 @@ def prediction_of(trace: Trace, fixed_bytes: int, seconds: float, flow: Flow = N
         if not op.is_backward:
             forward_seconds = now
         inside = op.top_bytes - op.live_bytes  # what went again while it ran
-        moments.append(Moment(now, live[_KEPT], live[_RECOMPUTED], live[_WORKSPACE] + inside))
+        moments.append(Moment(now, live[KEPT], live[RECOMPUTED], live[WORKSPACE] + inside))
     return Prediction(
         fixed_bytes + trace.peak_bytes,
         seconds + flow.waited_seconds,
@@ -42,28 +42,16 @@ def prediction_of(trace: Trace, fixed_bytes: int, seconds: float, flow: Flow = N
         thinned(moments),
         flow.copies,
         flow.waited_seconds,
+        alive_at_peak(trace),
     )
 
 
-def _changes(trace: Trace) -> dict[int, list[tuple[int, int]]]:
+def _changes(trace: Trace) -> dict[int, list[tuple[str, int]]]:
     """By the number of an op: what it adds to each kind of memory, and what has gone before or while it ran."""
-    changes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    changes: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
     for allocation in trace.allocations:
-        kind = _kind_of(allocation, trace)
+        kind = kind_of(allocation, trace)
         changes[allocation.born].append((kind, allocation.size_bytes))
         if allocation.died is not None:
             changes[allocation.died].append((kind, -allocation.size_bytes))
     return changes
-
-
-def _kind_of(allocation: Allocation, trace: Trace) -> int:
-    if allocation.born >= len(trace.ops):
-        return _WORKSPACE
-    born = trace.ops[allocation.born]
-    if born.is_recomputation:
-        return _RECOMPUTED
-    if born.is_backward:
-        return _WORKSPACE
-    died = allocation.died
-    outlives = died is None or died >= len(trace.ops) or trace.ops[died].is_backward
-    return _KEPT if outlives else _WORKSPACE

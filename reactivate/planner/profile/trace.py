@@ -53,6 +53,7 @@ class Op(NamedTuple):
         top_bytes: the most that was alive while it ran.
         live_bytes: what is alive afterwards.
         seconds: how long it takes.
+        name: the op.
     """
 
     turn: int
@@ -63,15 +64,41 @@ class Op(NamedTuple):
     top_bytes: int
     live_bytes: int
     seconds: float
+    name: str = ""
+
+
+class Origin(NamedTuple):
+    """The origin of a storage.
+
+    Attributes:
+        op: what made it.
+        module: the path of the innermost module that ran then; empty where none did.
+        shape, dtype: of the tensor that was made.
+    """
+
+    op: str
+    module: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+UNKNOWN = Origin("")
 
 
 @dataclass
 class Allocation:
-    """A storage: its size, and the numbers of the ops before which it was born and died; None while it is alive."""
+    """A storage.
+
+    Attributes:
+        size_bytes: its size.
+        born, died: the numbers of the ops before which it was made and freed; None while it is alive.
+        origin: what made it.
+    """
 
     size_bytes: int
     born: int
     died: int | None = None
+    origin: Origin = UNKNOWN
 
 
 class CopyEvent(NamedTuple):

@@ -30,9 +30,13 @@ from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import FakeTensor, device_of
 from reactivate._torch.ops import DEVICE_QUERY, tensor_positions
 from reactivate.planner.profile.call_numbers import CallNumbers
-from reactivate.planner.profile.trace import Allocation, CopyEvent, Costs, Op, Trace, UnitCall
+from reactivate.planner.profile.module_stack import ModuleStack
+from reactivate.planner.profile.trace import Allocation, CopyEvent, Costs, Op, Origin, Trace, UnitCall
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
+
+NUMBERS, STATE, ASIDE = "numbers", "state of a region", "state put aside"
+"""Origins that are no ops."""
 
 _NUMBERS = (bool, int, float, complex)
 _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
@@ -58,9 +62,11 @@ def traced(
         count_functions: whether to count the calls of torch's functions.
         rehearsal: of the storage that is used.
         watch: called after each op with the bytes that are alive; it may raise.
-        model: the model in whose forwards the calls of units are counted.
+        model: the model in whose forwards the calls of units are counted, and whose modules are named as the origin of what
+            they allocate.
     """
-    tracer = _Tracer({id(module): path for path, module in units.items()}, costs, watch, CallNumbers(model))
+    paths = {id(module): path for path, module in units.items()}
+    tracer = _Tracer(paths, costs, watch, CallNumbers(model), ModuleStack(model))
     for tensor in known:
         tracer.know(tensor)
     with ExitStack() as stack:
@@ -83,11 +89,17 @@ def traced(
 
 class _Tracer(TorchDispatchMode):
     def __init__(
-        self, units: Mapping[int, str], costs: Costs, watch: Callable[[int], None] | None, numbers: CallNumbers
+        self,
+        units: Mapping[int, str],
+        costs: Costs,
+        watch: Callable[[int], None] | None,
+        numbers: CallNumbers,
+        modules: ModuleStack,
     ) -> None:
         super().__init__()
         self.numbers = numbers
         self._watch = watch
+        self._modules = modules
         self.trace = Trace()
         self._units = units
         self._costs = costs
@@ -113,22 +125,29 @@ class _Tracer(TorchDispatchMode):
             return
         numbers = [args[at] for at in tensor_positions(op) if at < len(args) and isinstance(args[at], _NUMBERS)]
         if numbers and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args):
-            self._allocate(sum(16 if isinstance(number, complex) else 8 for number in numbers))
+            sizes = [16 if isinstance(number, complex) else 8 for number in numbers]
+            self._allocate(sum(sizes), self._origin(NUMBERS))
 
     def _is_known(self, storage: UntypedStorage) -> bool:
         known = self._storages.get(id(storage))  # torch gives a storage one Python object for life
         return known is not None and known() is not None
 
-    def _enter(self, tensor: Tensor, least_bytes: int = 0) -> None:
+    def _enter(self, tensor: Tensor, origin: str, least_bytes: int = 0) -> None:
         for storage in storages_of(tensor):
             if not self._is_known(storage):
                 key = id(storage)
-                allocation = self._allocate(self._rounded(max(int(storage.nbytes()), least_bytes)))
+                size_bytes = self._rounded(max(int(storage.nbytes()), least_bytes))
+                allocation = self._allocate(size_bytes, self._origin(origin, tensor))
                 self._storages[key] = weakref.ref(storage, self._leaver(key, allocation))
                 self._own.add(key)
 
-    def _allocate(self, size_bytes: int) -> Allocation:
-        allocation = Allocation(size_bytes, len(self.trace.ops))
+    def _origin(self, op: str, tensor: Tensor | None = None) -> Origin:
+        if tensor is None:
+            return Origin(op, self._modules.innermost)
+        return Origin(op, self._modules.innermost, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    def _allocate(self, size_bytes: int, origin: Origin) -> Allocation:
+        allocation = Allocation(size_bytes, len(self.trace.ops), origin=origin)
         self.trace.allocations.append(allocation)
         self._live_bytes += size_bytes
         return allocation
@@ -162,14 +181,15 @@ class _Tracer(TorchDispatchMode):
         self._enter_numbers(func, args)
         result = func(*args, **kwargs)
         cost = self._costs.of(func, args, kwargs, result)
+        name = name_of(func)
         sizes = iter(cost.result_bytes)
         for leaf in leaves_at_op(result):
             if isinstance(leaf, Tensor):
-                self._enter(leaf, next(sizes, 0))
+                self._enter(leaf, name, next(sizes, 0))
         is_recomputation = is_recomputing()
         turn, position, is_backward = self._place.now()
         top = max(self._live_bytes, before + cost.top_bytes)
-        op = Op(turn, position, is_backward, is_recomputation, before, top, self._live_bytes, cost.seconds)
+        op = Op(turn, position, is_backward, is_recomputation, before, top, self._live_bytes, cost.seconds, name)
         self.trace.ops.append(op)
         if not _OF_DATA.isdisjoint(func.tags):
             self.trace.depends_on_data = True
@@ -181,6 +201,7 @@ class _Tracer(TorchDispatchMode):
 
     def unit_begins(self, module: Module, args: Any) -> None:
         """A module is called."""
+        self._modules.begins(module)
         if is_recomputing():
             return
         self.numbers.begins(module)
@@ -194,6 +215,7 @@ class _Tracer(TorchDispatchMode):
 
     def unit_ends(self, module: Module, args: Any, result: Any) -> None:
         """A module has returned, or raised."""
+        self._modules.ends(module)
         if is_recomputing():
             return
         self.numbers.ends(module)
@@ -220,11 +242,12 @@ class _Tracer(TorchDispatchMode):
             self._last.saved_tensors += len(record.saved)
             self._last.saved_calls += sum(site.reason is None for site in record.sites)
         for tensor in (*held_by_guards(record), *copied_inputs(record)):
-            self._enter(tensor)
+            self._enter(tensor, STATE)
 
     def recomputation_begins(self, record: Record) -> None:
         """A region is recomputed: state as it is now is put aside, where it is other than it was."""
-        self._aside.append(self._allocate(sum(self._rounded(tensor.nbytes) for tensor in put_aside(record))))
+        size_bytes = sum(self._rounded(tensor.nbytes) for tensor in put_aside(record))
+        self._aside.append(self._allocate(size_bytes, self._origin(ASIDE)))
 
     def recomputation_done(self, record: Record) -> None:
         """A region was recomputed."""

@@ -1,0 +1,14 @@
+"""Paths of modules, as in `model.named_modules()`."""
+
+from __future__ import annotations
+
+
+def is_below(path: str, above: str) -> bool:
+    """Return whether a module is, or is inside of, another.
+
+    Example:
+        >>> from reactivate._modules.paths import is_below
+        >>> is_below("layers.1.mlp", "layers.1"), is_below("layers.10", "layers.1"), is_below("head", "")
+        (True, False, True)
+    """
+    return not above or path == above or path.startswith(f"{above}.")
