@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 
+from reactivate._backends import backends
 from reactivate._compilers.aot import run_tagged
 from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.record import Options
@@ -30,6 +31,7 @@ def run_region(runner: Runner, options: Options, fn: Any, /, *args: Any, **kwarg
         fn: a function or a module.
     """
     if is_compiling():
+        _register_devices()
         try:
             return checkpoint_in_graph(fn, args, kwargs, contexts_in_graph(options))
         except NotTraced:
@@ -44,3 +46,9 @@ def run_untraced(runner: Runner, options: Options, fn: Any, args: tuple[Any, ...
     if "torchax" in sys.modules and is_traced(fn, args, kwargs):
         return run_traced(fn, args, kwargs, options)
     return runner(fn, args, kwargs, options)
+
+
+@assume_constant_result  # dynamo calls it while it traces
+def _register_devices() -> bool:
+    """Register the modules of devices that came without one, which torch's function in the graph asks for."""
+    return bool(backends())

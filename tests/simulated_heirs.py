@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import reactivate
 from reactivate._backends import accelerator
 from reactivate._engine.record import observed_by
+from reactivate.errors import UnsupportedError
 from reactivate.guards import RngTracker
 from reactivate.integrations import register_fence
 
@@ -239,3 +240,101 @@ def test_a_policy_keeps_what_it_says_behind_the_barrier(behind_barriers: None) -
         after = trained(lambda block: reactivate.checkpoint(block, policy=policy), first, inputs, device)
     assert len(barriers) > 9
     assert_same(before, after)
+
+
+# -- what is told of a model, and where a policy keeps tensors --------------------------------------------------------------
+
+
+@pytest.fixture
+def that_synchronizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch ask the simulator: it asks its own streams, which the simulated device does not have."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", simulated.synchronize)
+
+
+@pytest.fixture
+def that_counts(monkeypatch: pytest.MonkeyPatch, that_synchronizes: None) -> None:
+    """Let torch ask the simulator for numbers of its allocator, too."""
+    for name in ("memory_allocated", "reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(simulated, name))
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", simulated.max_memory_allocated)
+
+
+BLOCKS = reactivate.policies.recompute_modules(Block)
+
+
+def saving(storage: Any) -> Any:
+    return reactivate.policies.first_match(reactivate.policies.save_ops("tanh", storage=storage), BLOCKS)
+
+
+@pytest.mark.parametrize(
+    "policy", [None, BLOCKS, saving(reactivate.storage.Device())], ids=["whole", "blocks", "saving"]
+)
+def test_verify(policy: Any) -> None:
+    first, inputs = model()
+    with simulated.accelerator() as device:
+        verdict = reactivate.verify(first.to(device), (inputs.to(device),), policy=policy)
+    assert verdict, verdict
+    assert verdict.recomputations == (1 if policy is None else 3)
+    assert verdict.kept_bytes < verdict.plain_bytes
+
+
+def test_explain_counts_as_on_the_cpu(that_synchronizes: None) -> None:
+    found = []
+    with simulated.accelerator() as device:
+        for place in ("cpu", device):
+            first, inputs = model()
+            reactivate.apply(first.to(place), saving(reactivate.storage.Device()))
+            regions = reactivate.explain(first, (inputs.to(place),)).regions
+            found.append([(entry.path, entry.action, entry.input_bytes, entry.result_bytes) for entry in regions])
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
+
+
+STORAGES: dict[str, Callable[[Any], Any]] = {
+    "host": lambda path: reactivate.storage.Host(least_bytes=1, last=0),
+    "disk": lambda path: reactivate.storage.Disk(path, least_bytes=1, last=0),
+    "lossy": lambda path: reactivate.storage.Lossy(bits=8, least_bytes=1),
+}
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_storages(name: str, tmp_path: Any) -> None:
+    first, inputs = model()
+    storage = STORAGES[name](tmp_path)
+    with simulated.accelerator() as device:
+        subject, x = first.to(device), inputs.to(device).requires_grad_()
+        verdicts = [
+            reactivate.verify(subject, (x * 1,), policy=policy)
+            for policy in (saving(storage), reactivate.policies.recompute_modules(Block, inputs=storage))
+        ]
+    assert storage.traffic.moved > 0 and not storage.traffic.stayed
+    for verdict in verdicts:
+        assert bool(verdict) == storage.exact, verdict
+        assert verdict.recomputations == 3
+        assert 0 <= verdict.largest_difference < 1
+
+
+def test_a_plan(that_counts: None) -> None:
+    first, inputs = model()
+    with simulated.accelerator() as device:
+        subject, x = first.to(device), inputs.repeat(64, 1).to(device)
+        plan = reactivate.plan(subject, (x,), budget="80%")
+        verdict = reactivate.verify(subject, (x,), policy=plan)
+    assert verdict and verdict.recomputations > 0
+
+
+def test_a_plan_is_refused_where_the_allocator_tells_no_numbers(that_synchronizes: None) -> None:
+    first, inputs = model()
+    with simulated.accelerator() as device:
+        subject, x = first.to(device), inputs.to(device)
+        with pytest.raises(UnsupportedError, match=rf"plan: the model is on {NAME}:0.*Plan a copy on the CPU"):
+            reactivate.plan(subject, (x,), budget="80%")
+
+
+def test_a_plan_of_a_copy(that_synchronizes: None) -> None:
+    first, inputs = model()
+    elsewhere = copy.deepcopy(first).to("meta"), inputs.repeat(64, 1).to("meta")
+    plan = reactivate.plan(elsewhere[0], (elsewhere[1],), budget="80%", device="H100-SXM")
+    with simulated.accelerator() as device:
+        verdict = reactivate.verify(first.to(device), (inputs.repeat(64, 1).to(device),), policy=plan)
+    assert verdict and verdict.recomputations > 0

@@ -216,6 +216,20 @@ def test_a_gradient_that_only_the_checkpointed_model_has_is_a_difference() -> No
     assert not verdict and verdict.difference == "gradient of args[1] is extra"
 
 
+def test_equal_random_states_that_lie_differently_in_memory_are_the_same() -> None:
+    """A generator that was set to a state has other bytes in unused places than one that was seeded."""
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            mask = torch.rand(x.shape)
+        return (x * mask).sin().exp()
+
+    torch.manual_seed(0)
+    verdict = reactivate.verify(forward, (torch.ones(4, requires_grad=True),))
+    assert verdict and verdict.recomputations == 1, verdict
+
+
 def test_the_sign_of_zero_is_a_difference() -> None:
     verdict = verify_changed(lambda x: x * 0, torch.ones(4, requires_grad=True), change=lambda fn: lambda x: -fn(x))
     assert not verdict and str(verdict.difference).startswith("output is different")

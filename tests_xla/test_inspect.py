@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from oracle import Watched
 from torch import Tensor, nn
 
 import reactivate
-from reactivate import policies
+from reactivate import policies, storage
 from reactivate._engine.record import observed_by
 from reactivate.errors import UnsupportedError
 
@@ -90,6 +92,45 @@ def test_explain_counts_as_on_the_cpu(name: str, x: Tensor) -> None:
             [(entry.path, entry.action, entry.input_bytes, entry.result_bytes) for entry in explanation.regions]
         )
     assert found[0] == found[1]
+
+
+STORAGES: dict[str, Callable[[Any], Any]] = {
+    "host": lambda path: storage.Host(),
+    "disk": lambda path: storage.Disk(path),
+    "lossy": lambda path: storage.Lossy(bits=8),
+}
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_storage_is_refused(name: str, x: Tensor, tmp_path: Path) -> None:
+    """It would end the program that is being recorded."""
+    kept = STORAGES[name](tmp_path)
+    saving = policies.first_match(policies.save_ops("linear", storage=kept), policies.recompute_modules(Block))
+    for policy in (saving, policies.recompute_modules(Block, inputs=kept)):
+        subject = model().to(DEVICE)
+        reactivate.apply(subject, policy)
+        with pytest.raises(UnsupportedError, match=r"shape \[32, .* on xla:0.*Leave out storage= and inputs= on XLA"):
+            subject(x.to(DEVICE).requires_grad_().exp()).sum().backward()
+
+
+def test_a_storage_of_yours(x: Tensor) -> None:
+    class Kept:
+        exact = True
+
+        def __init__(self) -> None:
+            self.saved = 0
+
+        def save(self, tensor: Tensor) -> Tensor:
+            self.saved += 1
+            return tensor.clone()
+
+        def load(self, handle: Tensor) -> Tensor:
+            return handle
+
+    kept = Kept()
+    saving = policies.first_match(policies.save_ops("linear", storage=kept), policies.recompute_modules(Block))
+    verdict = reactivate.verify(model().to(DEVICE), (x.to(DEVICE),), policy=saving)
+    assert verdict and kept.saved >= 3
 
 
 def test_plan_is_refused_and_one_of_a_copy_fits(x: Tensor) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -28,7 +31,6 @@ class Net(nn.Module):
 
 def trained(policy: Any = None) -> list[Any]:
     """The steps after two that compile: openxla draws numbers while it does."""
-    reactivate.dropin.xla.context_fn()  # the tests import reactivate first: registers the `torch.xla` that torch asks for
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Net(policy).to(DEVICE), torch.randn(8, 16).to(DEVICE)
@@ -50,6 +52,22 @@ def test_saved_dropout() -> None:
     expected, found = trained(), trained(policies.save_ops("dropout"))
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_the_order_of_imports_does_not_matter() -> None:
+    """torch's function asks for `torch.xla` while the graph is traced: the first traced region registers it."""
+    code = """
+        import reactivate
+        import torch, torch_xla
+        assert not hasattr(torch, "xla")
+        torch.manual_seed(0)
+        block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Tanh()).to("xla")
+        region = reactivate.checkpoint(block, policy=reactivate.policies.save_ops("dropout"))
+        x = torch.ones(2, 4, device="xla", requires_grad=True)
+        torch.compile(lambda x: region(x).sum(), backend="openxla", fullgraph=True)(x).backward()
+        assert x.grad.cpu().abs().sum() > 0 and hasattr(torch, "xla")
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
 
 
 def test_dropout_that_is_recomputed_is_refused_by_torch() -> None:

@@ -112,7 +112,7 @@ class Step:
             for name, buffer in module.named_buffers(recurse=False):
                 run.results[f"buffer {name} of {type(module).__name__} {number}"] = buffer.clone()
         for source in self.sources:
-            run.results[f"random state of {source.name}"] = source.read()
+            run.results[f"random state of {source.name}"] = source.told()
 
 
 def leaves_of(name: str, value: Any) -> dict[str, Tensor]:

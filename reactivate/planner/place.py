@@ -70,7 +70,7 @@ def place_of(
 
     Raises:
         UsageError: it is elsewhere, or no such device is known.
-        UnsupportedError: it is on XLA.
+        UnsupportedError: it is on XLA, or on a device whose allocator tells no numbers.
     """
     tensors = tensors_of(model, args, kwargs)
     parameter = next(iter(model.parameters()), None)
@@ -93,7 +93,20 @@ def place_of(
             f"plan(device={device!r}): the model is on {own}. Move it there first, or name a device that is not here "
             "('H100-SXM', see `reactivate devices`) to plan for it."
         )
+    if has_values and own.type != "cpu":
+        _require_counts(own)
     return Place(own, _spec_of(own), has_values, memory_bytes(own) if has_values else 0)
+
+
+def _require_counts(device: torch.device) -> None:
+    try:
+        torch.accelerator.memory_allocated(device)
+    except (RuntimeError, AttributeError) as error:
+        raise UnsupportedError(
+            f"plan: the model is on {device}, whose allocator does not tell torch how many bytes it has given out "
+            "(torch.accelerator.memory_allocated fails), so no op can be measured there. Plan a copy on the CPU or on the "
+            "meta device for a device by name (`reactivate devices`), and apply the plan to the model."
+        ) from error
 
 
 def _is_torch_device(name: str) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from reactivate._text.warnings import warn
 from reactivate._torch.fake import FakeTensor
+from reactivate.errors import UnsupportedError
 from reactivate.storage.pieces import FakePiece, Piece
 from reactivate.storage.placement import Extent, Memory, Placement, owner_of, placement_of, run_of
 from reactivate.storage.series import Order
@@ -88,11 +89,17 @@ class Mover:
         self._pieces: WeakValueDictionary[tuple[int, int, torch.dtype], Piece] = WeakValueDictionary()
 
     def save(self, tensor: Tensor) -> Any:
-        """Take `tensor` in: a handle for it, or the tensor itself if it stays."""
+        """Take `tensor` in: a handle for it, or the tensor itself if it stays.
+
+        Raises:
+            UnsupportedError: it is on XLA.
+        """
         is_leaf = tensor.requires_grad and tensor.is_leaf
         wrapped = None if is_leaf else parts_of(tensor)
         if wrapped is not None:
             return wrapped.each(self.save)
+        if not is_leaf:
+            self._refuse_lazy(tensor)
         reason = _LEAF if is_leaf else self.reason_to_stay(tensor)
         if reason is not None:
             self.traffic.stayed[reason] += 1
@@ -110,11 +117,21 @@ class Mover:
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         """Return why a tensor is not moved, None if it is."""
+        if tensor.is_meta:
+            return "meta tensors stay where they are"
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
             return "sparse, nested, quantized and inference tensors stay where they are"
         if tensor.numel() * tensor.element_size() < self.least_bytes:
             return f"smaller than {self.least_bytes:,} bytes"
         return None
+
+    def _refuse_lazy(self, tensor: Tensor) -> None:
+        if tensor.device.type == "xla":
+            raise UnsupportedError(
+                f"A policy's storage was given a tensor of shape {list(tensor.shape)} on {tensor.device}. XLA compiles a "
+                "step as one program, and to move a tensor while it is recorded would end that program there. Leave out "
+                "storage= and inputs= on XLA: what the policy saves stays on the device, and the rest is recomputed."
+            )
 
     def _moved(self, tensor: Tensor) -> Moved:
         placement, extent = placement_of(tensor)

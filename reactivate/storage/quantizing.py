@@ -78,11 +78,6 @@ class Quantizing(Mover):
     def load(self, handle: Any) -> Tensor:
         return self._inner.load(handle.handle) if isinstance(handle, KeptExactly) else super().load(handle)
 
-    def reason_to_stay(self, tensor: Tensor) -> str | None:
-        if tensor.device.type in ("meta", "xla"):
-            return f"{tensor.device.type} tensors stay where they are"
-        return super().reason_to_stay(tensor)
-
     def bound(self, tensor: Tensor) -> Tensor | None:
         """Return the most by which each element may come back as another number; None if every bit does."""
         if tensor.dtype not in DTYPES or (tensor.requires_grad and tensor.is_leaf) or self.reason_to_stay(tensor):

@@ -140,8 +140,6 @@ class Shards(Mover):
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         device = tensor.device
-        if device.type in ("meta", "xla"):
-            return f"{device.type} tensors stay where they are"
         reason = super().reason_to_stay(tensor)
         if reason is None and tensor.numel() == 0:
             return "they are empty"

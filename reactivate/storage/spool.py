@@ -215,8 +215,6 @@ class Spool(Mover):
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         device = tensor.device
-        if device.type in ("meta", "xla"):
-            return f"{device.type} tensors stay where they are"
         if device.type != "cpu" and not isinstance(tensor, FakeTensor) and is_capturing(device):
             return "a graph of the device is being captured"
         return super().reason_to_stay(tensor)

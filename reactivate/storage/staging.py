@@ -173,9 +173,7 @@ class Staging(Mover):
         device = tensor.device
         if device.type == "cpu":
             return "they are on the host already"
-        if device.type in ("meta", "xla"):
-            return f"{device.type} tensors stay where they are"
-        if not isinstance(tensor, FakeTensor):
+        if not tensor.is_meta and not isinstance(tensor, FakeTensor):
             if _shares_memory(device):
                 return "the device works in the host's memory"
             if is_capturing(device):

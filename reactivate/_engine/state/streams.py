@@ -51,17 +51,24 @@ class Stream:
         probes: functions whose results differ after a draw; they are cheap.
         read: () -> the state, which nobody changes afterwards.
         write: (state) -> None.
+        told: () -> the state for comparisons, where two reads of equal states may differ; `read` by default.
     """
 
-    __slots__ = ("_current", "name", "probes", "read", "write")
+    __slots__ = ("_current", "name", "probes", "read", "told", "write")
 
     def __init__(
-        self, name: str, probes: Sequence[Callable[[], Any]], read: Callable[[], Any], write: Callable[[Any], Any]
+        self,
+        name: str,
+        probes: Sequence[Callable[[], Any]],
+        read: Callable[[], Any],
+        write: Callable[[Any], Any],
+        told: Callable[[], Any] | None = None,
     ) -> None:
         self.name = name
         self.probes = probes
         self.read = read
         self.write = write
+        self.told = told or read
         self._current: Snapshot | None = None
 
     def snapshot(self) -> Snapshot:
@@ -94,6 +101,7 @@ def torch_stream() -> Stream:
         [_probe(*part) for part in parts],
         read,
         lambda state: ctypes.memmove(address, state, size),
+        _torch_state_bytes,  # in memory there are padding and a spare number that is used up
     )
 
 
