@@ -13,9 +13,10 @@ from typing import Any
 
 from torch.nn import Module, ModuleDict, ModuleList
 
+from reactivate._modules.paths import is_below
 from reactivate.planner.profile.probe import Reading, TreatmentTable
 from reactivate.planner.profile.spans import span_of
-from reactivate.planner.treatments import FULL, Treatment, is_below
+from reactivate.planner.treatments import FULL, Treatment
 
 Menus = Mapping[str, Sequence[Treatment]]
 

@@ -19,6 +19,7 @@ from reactivate._engine.accounts import held_by, storages_of
 from reactivate._engine.kept_calls.kept import Kept, There, kept_among
 from reactivate._engine.record import Record, observed_by
 from reactivate._model.apply import apply
+from reactivate._modules.paths import is_below
 from reactivate._torch.autograd import current_node_number
 from reactivate._torch.saved import SavedTensor, data_of
 from reactivate._types import Action, Recompute, Save, Site
@@ -26,7 +27,7 @@ from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.call_names import CallName, is_torchs_leaf, name_of_function_call
 from reactivate.planner.profile.trace import Costs
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import is_below, join
+from reactivate.planner.treatments import join
 from reactivate.policies._base import Interest, ReadyMade
 
 _OPENED = frozenset({"multi_head_attention_forward"})  # written in Python: the calls in it are looked at
