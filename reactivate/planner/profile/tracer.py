@@ -8,7 +8,6 @@ born and dies. That gives the peak of the real step to the byte, but for what ke
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,12 +24,12 @@ from reactivate._engine.accounts import copied_inputs, held_by_guards, put_aside
 from reactivate._engine.current import is_recomputing
 from reactivate._engine.kept_calls.site_log import opened
 from reactivate._engine.record import Record, observed_by
-from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import FakeTensor, device_of
 from reactivate._torch.ops import DEVICE_QUERY, tensor_positions
 from reactivate.planner.profile.call_numbers import CallNumbers
 from reactivate.planner.profile.module_stack import ModuleStack
+from reactivate.planner.profile.places import Places
 from reactivate.planner.profile.trace import Allocation, CopyEvent, Costs, Op, Origin, Trace, UnitCall
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
@@ -106,7 +105,7 @@ class _Tracer(TorchDispatchMode):
         self._live_bytes = 0
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._own: set[int] = set()  # those that were not there before
-        self._place = _Places()
+        self._place = Places()
         self._call: UnitCall | None = None  # that runs
         self._last: UnitCall | None = None  # that runs, or ran last
         self._aside: list[Allocation] = []  # by the guards of the recomputations that run
@@ -266,47 +265,3 @@ class _Functions(TorchFunctionMode):
             with self:
                 return opened(func)(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-
-class _Places:
-    """The position of the step in the model."""
-
-    def __init__(self) -> None:
-        self.turn = 0
-        self._is_backward = False
-        self._starts: list[int] = []  # of each call of a unit in this turn: the number of the first node made in it
-        self._stops: list[int] = []
-        self._depth = 0
-        self._last = 0
-
-    def unit_begins(self) -> bool:
-        """Return whether it is in no other unit: in a call of itself, say."""
-        self._depth += 1
-        if self._depth > 1:
-            return False
-        if self._is_backward:  # the next pass
-            self._is_backward = False
-            self.turn += 1
-            self._starts, self._stops = [], []
-        self._starts.append(next_node_number())
-        return True
-
-    def unit_ends(self) -> bool:
-        self._depth -= 1
-        if self._depth == 0:
-            self._stops.append(next_node_number())
-        return self._depth == 0
-
-    def now(self) -> tuple[int, int, bool]:
-        """The turn, the position, and whether it is the backward."""
-        number = current_node_number()
-        if number is None:
-            begun, ended = len(self._starts), len(self._stops)
-            position = 2 * begun - 1 if begun > ended else 2 * ended
-            return self.turn, position, False
-        self._is_backward = True
-        if number >= 0:  # an accumulation of a gradient goes with the node before
-            ended = bisect_right(self._stops, number)
-            is_inside = ended < len(self._starts) and self._starts[ended] <= number
-            self._last = 2 * ended + 1 if is_inside else 2 * ended
-        return self.turn, self._last, True
