@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ALL = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LAUNCHER = re.compile(r"^torchrun (.+) train\.py$", re.MULTILINE)  # a page that says so runs on several processes
+SEARCH = re.compile(r"\bplan\(|torch\.compile\(")
 ALWAYS_HERE = {"reactivate", "torch", *sys.stdlib_module_names}
 
 
@@ -48,10 +49,15 @@ def missing_of(packages: frozenset[str]) -> list[str]:
 
 
 def programs_of(page: Path) -> Iterator[Any]:
-    """The programs of a page. Those that import more than torch are slow, and those that run on several processes."""
+    """The programs of a page. Those that import more than torch are slow, and those that run on several processes.
+
+    So are those that plan or compile, but for the page that everybody reads first.
+    """
+    text = page.read_text("utf-8")
+    takes_long = LAUNCHER.search(text) or (SEARCH.search(text) and page.name != "README.md")
     sets = {packages for _, packages in blocks_of(page)}
     for packages in sorted(sets, key=sorted):
-        marks = [pytest.mark.slow] if packages or LAUNCHER.search(page.read_text("utf-8")) else []
+        marks = [pytest.mark.slow] if packages or takes_long else []
         yield pytest.param(page, packages, id="-".join([page.name, *sorted(packages)]), marks=marks)
 
 

@@ -47,7 +47,7 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(64, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.fixture(params=["for real", "simulated"], autouse=True)
+@pytest.fixture(params=["for real", pytest.param("simulated", marks=pytest.mark.slow)], autouse=True)
 def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "simulated":
         monkeypatch.setattr(trials, "is_alone", lambda: False)

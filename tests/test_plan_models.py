@@ -40,7 +40,11 @@ def plan_or_least(first: Plan, budget: str) -> Plan | int:
         )
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = {"gpt", "resnet"}
+EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_every_budget_is_kept_or_refused_with_the_least(name: str) -> None:
     case = MODELS[name]()
     first = reactivate.plan(case.model, case.args, case.kwargs, budget="100%", loss=case.loss)

@@ -297,6 +297,7 @@ def slow_device(**links: Link) -> Any:
     return dataclasses.replace(find("A100-80GB"), name="mine", links=links)
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_storage_is_held() -> None:
     with torch.device("meta"):
         case = Case(Deep(6, dim=512), (torch.zeros(16, 256, 512, device="cpu"),), loss=lambda out: out.sum())

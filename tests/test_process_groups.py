@@ -44,7 +44,7 @@ MARKS = {2: [], 4: [pytest.mark.slow]}
 EACH = [
     pytest.param(processes, name, marks=MARKS[processes]) for processes, names in PROGRAMS_OF.items() for name in names
 ]
-QUICK_FAILURES = {"killed", "other shape"}
+QUICK_FAILURES = {"other shape"}
 
 
 @pytest.mark.parametrize(("processes", "name"), EACH)

@@ -197,7 +197,7 @@ def made(name: str, dropout: float) -> tuple[nn.Module, Tensor]:
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_policy_is_bitwise_the_plain_model(name: str, dropout: float, autocast: bool, backwards: int) -> None:

@@ -75,6 +75,7 @@ def check(program: Program, policy: Some, **options: Any) -> None:
         assert counts.recomputations() <= len(copies.read[0]), "no more recomputations than without a policy"
 
 
+@pytest.mark.slow
 @settings(
     max_examples=int(EXAMPLES or 150),
     derandomize=EXAMPLES is None,
