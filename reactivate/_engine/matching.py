@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reactivate._engine.kept_calls.choice import Choice
 from reactivate._engine.kept_calls.kept import SavedSite, last_needed
 from reactivate._engine.kept_calls.skipped_sites import RecomputationLog
 from reactivate._engine.mismatch import refusals
 from reactivate._engine.mismatch.check import Check
 from reactivate._engine.mismatch.oplog import LoggedOp, OpLog, difference
 from reactivate._engine.mismatch.stale import refuse_stale, watches
-from reactivate._engine.record import Record, Saved
+from reactivate._engine.record import Record, Saved, metadata_of
 from reactivate._engine.rounded import RoundedReads, inexact_storages, is_anything_rounded, note_rounded
 from reactivate._engine.state.memory import memory_of
 from reactivate._engine.state.rewound import rewound_memory
@@ -76,13 +77,14 @@ class Matching:
         saved = next(self.entries, None)
         if saved is None:
             return self._save_more(tensor)
-        version = tensor._version
-        if (tensor.shape, tensor.dtype, tensor.device, version) != saved[1]:
+        metadata, has_graph = metadata_of(tensor), tensor.requires_grad
+        if metadata != saved[1]:
             self._check(saved, tensor)
         # A slot must not hold the recomputation's graph.
-        value = self.detach(tensor) if tensor.requires_grad and not tensor.is_leaf else tensor
+        value = self.detach(tensor) if has_graph and not tensor.is_leaf else tensor
         slot = saved[0]()
         if slot is not None:
+            version = metadata[3]
             if watches:
                 refuse_stale(tensor)
             if rewound_memory and (present := rewound_memory.get(memory_of(value))) is not None:
@@ -96,7 +98,7 @@ class Matching:
             self.entries = iter(())  # nothing more is expected
             if not self._may_be_filling(tensor):
                 self._stop_if_possible()
-        elif not tensor.requires_grad:
+        elif not has_graph:
             self.without_graph = next_node_number()
         return value
 
@@ -149,12 +151,9 @@ class Matching:
         copied = copy_unseen(value)
         return copied, copied._version
 
-    def follow_sites(self) -> RecomputationLog | None:
-        """Return the log that skips the calls that the policy saved, if any."""
-        record = self.record
-        if record.options.choice is None:
-            return None
-        return RecomputationLog(record, record.options.choice, record.sites, self)
+    def follow_sites(self, choice: Choice) -> RecomputationLog:
+        """Return the log that skips the calls that the policy saved."""
+        return RecomputationLog(self.record, choice, self.record.sites, self)
 
     def skip(self, site: SavedSite, arguments: list[Tensor]) -> None:
         """A saved call is not made: fill its slots from its arguments, and go on behind them."""
@@ -252,7 +251,7 @@ class Matching:
 
     def following_rounded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, with what it computes from rounded tensors left out of the comparison."""
-        if self.check is None or not (self.is_rounded or is_anything_rounded()):
+        if not (self.is_rounded or is_anything_rounded()):
             return fn
         reads = self.check.rounded = RoundedReads()
 

@@ -98,20 +98,18 @@ def _run_inside(managers: Sequence[Any], function: Callable[[], None]) -> None:
             manager.__enter__()
             entered.append(manager)
         function()
+        while entered:
+            entered.pop().__exit__(None, None, None)
     except BaseException as error:
         _leave(entered, error)
         raise
-    _leave(entered, None)
 
 
-def _leave(entered: list[Any], error: BaseException | None) -> None:
-    """Leave contexts, the last one first; all of them, also if one fails."""
+def _leave(entered: list[Any], error: BaseException) -> None:
+    """Leave the contexts that an error has left open, the last one first; all of them, also if one fails."""
     while entered:
         try:
-            if error is None:
-                entered.pop().__exit__(None, None, None)
-            else:
-                entered.pop().__exit__(type(error), error, error.__traceback__)
+            entered.pop().__exit__(type(error), error, error.__traceback__)
         except BaseException as raised:
             _leave(entered, raised)
             raise
@@ -133,16 +131,14 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
     if record.states is not None:
         managers.append(RewoundTensors(record.states))
     managers += innermost
-    if record.gradients is not None and not record.gradients.is_quiet():
+    if record.gradients is not None:
         managers.append(record.gradients)
     tensors = [item for item in (*arguments[0], *arguments[1].values()) if isinstance(item, Tensor)]
     if tensors:
         managers.append(KeptHooks(tensors))
     if proof is not None:
         managers.append(RenormsOnce(tensor for tensor, _ in proof.tensors()))
-    gradients = record.gradients
-    has_more = record.inputs or record.asked or (gradients is not None and not gradients.is_quiet())
-    stale = _stale(record) if has_more else []
+    stale = _stale(record) if record.inputs or record.asked or record.gradients is not None else []
     if stale:
         managers.append(StaleReads([tensor for tensor, _ in stale], functools.partial(_refusal, record, stale)))
     return managers
@@ -220,11 +216,13 @@ def _in_words(record: Record, error: RuntimeError) -> BaseException:
 def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
     """Run the function, and put what autograd saves into the slots, matched by order."""
     matching = Matching(record)
-    sites = matching.follow_sites()
+    choice = record.options.choice
+    sites = None if choice is None else matching.follow_sites(choice)
+    pack = matching.pack
     if record.log is not None:
         fn = matching.compare_ops_of(fn, record.log)
-    fn = matching.following_rounded(fn)
-    pack = matching.pack if matching.check is None else matching.pack_checked
+    if matching.check is not None:
+        fn, pack = matching.following_rounded(fn), matching.pack_checked
     push_saved_tensor_hooks(pack, unpack if record.tokens is None else matching.unpack_in_forward)
     if sites is not None:
         sites.open()

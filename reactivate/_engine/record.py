@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from types import CodeType
 from typing import Any, Protocol
 
@@ -99,6 +100,7 @@ class SharedSlot(Slot):
 
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device, int]  # the last is the version
+metadata_of: Callable[[Tensor], Metadata] = attrgetter("shape", "dtype", "device", "_version")
 Saved = tuple["weakref.ref[Slot]", Metadata, CodeType, int]
 
 

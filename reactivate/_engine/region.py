@@ -33,7 +33,7 @@ from reactivate._engine.current import Place, enter_region, leave_region
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.inputs.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._engine.inputs.specs import WrittenInput
-from reactivate._engine.kept_calls.kept import SHARED_CODES
+from reactivate._engine.kept_calls.kept import SETTLING_CODE
 from reactivate._engine.kept_calls.saved_sites import ForwardLog
 from reactivate._engine.kept_calls.site_log import tensors_in
 from reactivate._engine.mismatch import naming
@@ -42,13 +42,14 @@ from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.mismatch.places import Places, SavePlace, are_known, remember
 from reactivate._engine.mismatch.proof import WriteProof
 from reactivate._engine.mismatch.stale import refuse_stale, watches
-from reactivate._engine.record import Options, SharedSlot, Slot, observers, tell
+from reactivate._engine.record import Options, SharedSlot, Slot, metadata_of, observers, tell
 from reactivate._engine.rounded import refuse_values
 from reactivate._engine.sites import user_frame
 from reactivate._engine.state.gradients import Gradients
 from reactivate._engine.state.tensor_states import TensorStates
 from reactivate._engine.transforms import is_plain_under_transform, refuse_forward_mode
 from reactivate._torch.autograd import (
+    FUNCTION_APPLY_CODE,
     asks_for_users_hooks,
     beside_users_hooks,
     forget_users_hooks,
@@ -91,7 +92,6 @@ class Region(BackwardSide):
         self.saved = []
         self.lock = RLock()
         self.context = copy_context()
-        self.users_hooks = users_hooks()
         self.log = None if options.determinism != "values" else OpLog()
         if self.log is not None:
             refuse_values(options.inputs)
@@ -99,6 +99,7 @@ class Region(BackwardSide):
         self.proof = self.check = self.fence = self.places = None
         self.replaced = {}
         capture = self.capture = Capture(fn, args, kwargs, may_be_large=True, storage=options.inputs, name=options.name)
+        self.users_hooks = users_hooks() if capture.is_hooked else None
         scripts = capture.scripts
         if scripts and is_being_watched(scripts):
             return functools.partial(call_watched, scripts=scripts)
@@ -161,12 +162,13 @@ class Region(BackwardSide):
             self.snapshots = self.take_snapshots()
         finally:
             self._finish()
-            self._leave(None)
+            if self.options.has_leaving:
+                self._leave(None)
             self.tokens = None
         capture, self.capture = self.capture, None
         assert capture is not None
-        if self.gradients is not None:
-            self.gradients.finish()
+        if self.gradients is not None and not self.gradients.finish():
+            self.gradients = None
         if self.places is not None:
             remember(owner_of(self.fn), self.places)
         if self.check is not None:
@@ -259,11 +261,10 @@ class Region(BackwardSide):
                 return self.pack(tensor, frame)
         if watches:  # in the recomputation of a region around this one
             refuse_stale(tensor)
-        code = frame.f_code
-        slot = SharedSlot() if id(code) in SHARED_CODES else Slot()
+        code = frame.f_code  # a custom function may read what it saves as often as it wants
+        slot = SharedSlot() if code is FUNCTION_APPLY_CODE or code is SETTLING_CODE else Slot()
         slot.value = None
-        metadata = (tensor.shape, tensor.dtype, tensor.device, tensor._version)
-        self.saved.append((ref(slot), metadata, code, frame.f_lasti))
+        self.saved.append((ref(slot), metadata_of(tensor), code, frame.f_lasti))
         return slot
 
     @not_a_users_hook

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reactivate._engine.mismatch.counted import call_counted
 from reactivate._engine.state.memory import memory_of
 from reactivate._torch.ops import written_arguments
-from reactivate._types import Storage
+from reactivate._types import DEVICE, Storage
 from reactivate.errors import UsageError
 
 _rounded: dict[Any, StorageWeakRef] = {}  # by memory, which gets no other address as long as it is in here
@@ -53,6 +53,8 @@ def is_anything_rounded() -> bool:
 
 def inexact_storages(record: Any) -> list[Storage]:
     """Return the storages of a region from which its recomputation may get other values than the forward had."""
+    if record.options.inputs is DEVICE and not record.sites:  # as mostly
+        return []
     outputs = [getattr(item, "noise", item) for site in record.sites for item in site.outputs or ()]
     results = [item for item in outputs if getattr(item, "is_rounded", False)]
     found = [record.options.inputs, *(item.storage for item in results)]

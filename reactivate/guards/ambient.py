@@ -60,8 +60,10 @@ class Ambient(Guard):
         return None  # a function puts back what it sets
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        settings = _with_rest(list(map(ask, _READERS)))
-        if settings == snapshot and (len(snapshot) == len(_READERS) or snapshot[-1].autocast is None):
+        settings = list(map(ask, _READERS))
+        if settings == snapshot:  # as mostly; a snapshot of the same length has no rest
+            return _LeftAsFound(settings)
+        if _with_rest(settings) == snapshot and snapshot[-1].autocast is None:
             return _LeftAsFound(settings)  # under autocast there is always something to do: see `_autocast`
         return _as_it_was(snapshot[: len(FLAGS)], snapshot[-1] if len(snapshot) > len(_READERS) else _NO_REST)
 
@@ -92,7 +94,8 @@ class _LeftAsFound:
     def __exit__(self, *error: object) -> None:
         if list(map(ask, _FLAG_READERS)) != self._settings[: len(_FLAG_READERS)]:
             _write_flags(self._settings[: len(_FLAG_READERS)])
-        leave_autocast(self._nesting)
+        if autocast_nesting() != self._nesting:
+            leave_autocast(self._nesting)
 
 
 class _Rest(NamedTuple):

@@ -15,7 +15,6 @@ from reactivate._engine.record import Saved, SharedSlot
 from reactivate._engine.requests import take_in
 from reactivate._engine.rounded import is_exact, note_rounded
 from reactivate._engine.stored_form import Form
-from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate._types import DEVICE, Storage
 
@@ -104,9 +103,9 @@ class There(Kept):
         return found
 
 
-# What is read more than once is saved in frames of these codes, known by their ids: a region around this one has to have what
-# is kept for a recomputation and for the backward, and a custom function may read as often as it wants.
-SHARED_CODES = frozenset({id(Kept.settle.__code__), id(FUNCTION_APPLY_CODE)})
+# What is saved in a frame of this code is read more than once: a region around this one has to have what is kept for a
+# recomputation and for the backward.
+SETTLING_CODE = Kept.settle.__code__
 
 
 class SavedSite:

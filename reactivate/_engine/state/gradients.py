@@ -38,10 +38,11 @@ class Gradients:
         self.moved: Sequence[tuple[Tensor, Tensor | None]] = ()
         self.unknown: Sequence[tuple[Tensor, int]] = ()
 
-    def finish(self) -> None:
-        """Find what moved, and let go of the rest: the forward is over."""
+    def finish(self) -> bool:
+        """Find what moved, and let go of the rest: the forward is over. Return whether anything moved."""
         self.look()
         self._leaves, self._before, self._versions, self._copies = [], [], [], {}
+        return bool(self.moved)
 
     def is_quiet(self) -> bool:
         """Return whether the forward is over and has moved none."""

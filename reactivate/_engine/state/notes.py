@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from reactivate._engine.state.contents import LengthNote, Note
+
+_NOTED = attrgetter("noted")
 
 
 class RewoundNotes:
@@ -30,7 +33,7 @@ class RewoundNotes:
 
     def __enter__(self) -> None:
         if self.are_same:
-            self._present: list[Any] = [note.noted for note in self._notes]
+            self._present: list[Any] = list(map(_NOTED, self._notes))
             return
         self._present = []
         try:
