@@ -172,10 +172,10 @@ class Compared:
             100 * sum(getattr(row, name) - row.optimum for row in self.rows) / len(self.rows)
             for name in ("fixed", "planned")
         )
+        name = f"{self.model[0].upper()}{self.model[1:]}"
         return (
-            f"{self.model.capitalize()}, {self.ops} ops: in the mean of these budgets the fixed treatments are {before:.1f} "
-            f"points of the whole recomputation ({1000 * self.recomputed_seconds:.0f} ms) above the optimum, all treatments "
-            f"{after:.1f}."
+            f"{name}, {self.ops} ops: in the mean of these budgets the fixed treatments are {before:.1f} points of the whole "
+            f"recomputation ({1000 * self.recomputed_seconds:.0f} ms) above the optimum, all treatments {after:.1f}."
         )
 
 
@@ -230,8 +230,8 @@ def compare(name: str, small: bool = False) -> Compared:
 
 def _choices(planner: Planner, path: str, is_fixed: bool) -> list[Choice]:
     """Return the treatments of a block: what each holds, and how long it recomputes."""
-    known = treatments_of(planner.units[path], frozenset(planner.plain.calls[0][0].functions))
-    menu = [item for item in planner.menus[path] if not is_fixed or item in known]
+    functions = next(call.functions for call in planner.plain.calls[0] if call.path == path)
+    menu = treatments_of(planner.units[path], frozenset(functions)) if is_fixed else planner.menus[path]
     return undominated(_choice(planner, path, item) for item in menu)
 
 
