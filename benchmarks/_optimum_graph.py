@@ -24,7 +24,7 @@ Node = tuple[int, int]  # a memory, and how often it was written to
 
 
 class Choice(NamedTuple):
-    """What is kept and what is made again, in sum."""
+    """The bytes that are kept, and the seconds of what is made again."""
 
     held_bytes: int
     seconds: float
