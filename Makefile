@@ -119,6 +119,7 @@ bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: 
 	$(BIN)/python benchmarks/selective.py --out benchmarks/results
 	$(BIN)/python benchmarks/dropout.py --out benchmarks/results
 	$(BIN)/python benchmarks/offload.py --out benchmarks/results
+	$(BIN)/python benchmarks/optimum.py --out benchmarks/results
 	$(BIN)/python benchmarks/architectures.py --again all --out benchmarks/results
 	$(BIN)/python benchmarks/frontier.py --compile gpt --out benchmarks/results --page docs/planning-measured.md
 

@@ -28,6 +28,7 @@ from reactivate.planner import planner, trials
 from reactivate.planner.cost.devices import find
 from reactivate.planner.place import available_bytes, memory_bytes
 from reactivate.planner.plan import Plan
+from reactivate.planner.profile import looks
 
 
 def planned(case: Case, budget: int | str = "60%", **options: Any) -> Plan:
@@ -126,7 +127,8 @@ def test_a_step_that_is_slow_or_large_is_simulated(monkeypatch: pytest.MonkeyPat
     else:
         monkeypatch.setattr(trials, "available_bytes", lambda device: own + 10_000)
     plan, counts = runs_while_planning(case)
-    assert counts[False] == {"slow": 6, "large": 4}[why] and counts[True] > 4
+    least = {"slow": 2, "large": 0}[why] + 1 + looks.LEAST_LOOKS + looks.TIMED
+    assert least <= counts[False] <= least + looks.MOST_LOOKS - looks.LEAST_LOOKS and counts[True] > 4
     assert plan.proof.method == "simulated"
     assert_holds(case, plan)
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
 from reactivate._engine.current import is_recomputing
-from reactivate.planner import planner
+from reactivate.planner import planner, trials
 from reactivate.planner.by_value.call_costs import RecordedCall, costs_of
 from reactivate.planner.by_value.call_names import CallName
 from reactivate.planner.by_value.menus import treatment_of
@@ -49,7 +49,7 @@ def test_every_choice_leaves_the_step_as_it_is(name: str) -> None:
     torch.manual_seed(0)
     case = MODELS[name]()
     found = prepared(case)
-    calls = found._trials.record({path: found._called[path].functions for path in found.units}, found.costs)
+    calls = found._trials.record({path: found._called[path].functions for path in found.units}, found.costs, 0)
     assert calls.keys() == found.units.keys()
     least = held_in(found, dict.fromkeys(found.units, FULL))
     for share in (0.3, 0.6, 0.9):
@@ -83,7 +83,7 @@ def test_what_is_known_of_calls_is_what_a_step_shows() -> None:
     planned.costs = _Ones()
     path = "blocks.0"
     functions = planned._called[path].functions
-    calls = planned._trials.record({path: functions}, planned.costs)[path]
+    calls = planned._trials.record({path: functions}, planned.costs, 0)[path]
     names = [call.name for call in calls if not call.reason]
     assert {CallName("mlp.4"), CallName("attn", "scaled_dot_product_attention")} <= set(names)
     seen = {call.name: {**call.saved, **call.results} for call in calls}
@@ -118,6 +118,27 @@ def test_plans_have_such_choices_hold_their_budgets_and_come_back_from_files(
         plan.save(tmp_path / "plan.json")
         assert reactivate.Plan.load(tmp_path / "plan.json").decisions == plan.decisions
     assert any(" of " in name for name in used), used
+
+
+@pytest.mark.parametrize("can_simulate", [True, False])
+def test_where_memory_is_scarce_calls_are_recorded_without_any(
+    can_simulate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(trials, "QUICK", 1e9)
+    found = prepared(gpt(layers=2))
+    assert found._trials.with_values
+    if not can_simulate:
+        monkeypatch.setattr(TrainingStep, "on_fakes", None)  # whoever calls it gets an error
+    functions = {"blocks.0": found._called["blocks.0"].functions}
+    scarce = found._trials.record(functions, found.costs, 10**18)
+    roomy = found._trials.record(functions, found.costs, 0)["blocks.0"]
+    if can_simulate:
+        assert [call.name for call in scarce["blocks.0"]] == [call.name for call in roomy]
+        sizes = ([sum(call.results.values()) for call in calls] for calls in (scarce["blocks.0"], roomy))
+        assert next(sizes) == next(sizes)
+    else:
+        assert scarce == {}
 
 
 # -- calls and their names ----------------------------------------------------------------------------------------------

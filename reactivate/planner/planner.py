@@ -194,7 +194,7 @@ class Planner:
         least = dict.fromkeys(self.units, FULL)  # what that needs is known exactly
         self.table.enter(self.attempt(least)[1], least)
         functions = {path: call.functions.keys() for path, call in self._called.items()}
-        record = functools.partial(self._trials.record, costs=self.costs)
+        record = functools.partial(self._trials.record, costs=self.costs, plain_bytes=self.plain.peak_bytes)
         self.menus = menus_of(self.units, functions, self.table, record)
         rounds = rounds_of(self.units, self.menus)
         for number, treatments in enumerate(rounds, start=1):

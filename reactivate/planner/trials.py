@@ -6,6 +6,7 @@ step that does not fit or cannot run here, and of one that takes longer.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from time import perf_counter
@@ -32,6 +33,7 @@ MARGIN = 0.05  # of its own peak, where the sizes of a step depend on its data: 
 
 
 QUICK = 0.2  # seconds of a real step that no simulation is compared with
+SAVING_ALL = 2  # times as much memory as a plain step a step may take that saves all calls
 MOST_OPS = 20_000  # of a step that is simulated only to find out whether sizes depend on the data
 
 
@@ -154,16 +156,27 @@ class Trials:
         self.margin = MARGIN if plain.depends_on_data else 0.0
         return plain
 
-    def record(self, functions: Mapping[str, Collection[str]], costs: Costs) -> dict[str, tuple[RecordedCall, ...]]:
-        """Return the calls of some units.
+    def record(
+        self, functions: Mapping[str, Collection[str]], costs: Costs, plain_bytes: int
+    ) -> dict[str, tuple[RecordedCall, ...]]:
+        """Return the calls of some units; of none where a step that saves all calls may not fit and cannot be simulated.
 
         Args:
             functions: that they call, by their paths.
             costs: what ops cost.
+            plain_bytes: what the plain step takes.
         """
         self._tell("the calls of blocks, recorded")
         device = self._place.device
-        return recorded_calls(self._step, self._units, functions, costs, device, with_values=self.with_values)
+        record = functools.partial(recorded_calls, self._step, self._units, functions, costs, device)
+        if not self.with_values or SAVING_ALL * plain_bytes < available_bytes(device):
+            return record(with_values=self.with_values)
+        try:
+            with unlogged():
+                return record(with_values=False)
+        except Exception:  # whatever fake tensors raise where they need values
+            self._tell("the calls of blocks are not recorded: too little memory is free")
+            return {}
 
     def margin_of(self, peak_bytes: int) -> int:
         """Return the bytes that stay free beside a peak."""

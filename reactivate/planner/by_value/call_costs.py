@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from reactivate.planner.by_value.call_names import CallName
@@ -34,6 +34,18 @@ class RecordedCall:
     results: Mapping[int, int] = field(default_factory=dict)
     needs_arguments: bool = False
     reason: str = ""
+
+    def without(self, there: Collection[int]) -> RecordedCall:
+        """Return the call without what some memory keeps that is there anyway.
+
+        Args:
+            there: the numbers of that memory.
+        """
+        saved, results = (
+            {number: size if number not in there else 0 for number, size in memory.items()}
+            for memory in (self.saved, self.results)
+        )
+        return replace(self, saved=saved, results=results)
 
 
 class CallCosts(NamedTuple):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch.nn import Module
 
-from reactivate.planner.by_value.call_costs import RecordedCall
+from reactivate.planner.by_value.call_costs import CallCosts, RecordedCall, costs_of
 from reactivate.planner.by_value.call_names import CallName
 from reactivate.planner.by_value.ranking import best_choices
 from reactivate.planner.profile.probe import TreatmentTable, class_of
@@ -29,41 +30,65 @@ def menus_of(
     firsts: dict[object, str] = {}
     for path, unit in units.items():
         firsts.setdefault(class_of(unit), path)
+    fixed = {path: treatments_of(unit, frozenset(functions[path])) for path, unit in units.items()}
     calls = record({path: functions[path] for path in firsts.values()})
-    by_value: dict[object, tuple[Treatment, ...]] = {}
+    added: dict[object, _Added] = {}
     for kind, path in firsts.items():
-        fixed = treatments_of(units[path], frozenset(functions[path]))
         change = next(iter(table.changes(path, FULL)), None)  # of its first call
-        by_value[kind] = () if change is None else treatments_by_value(calls.get(path, ()), -change.held_bytes, fixed)
-    return {
-        path: (*treatments_of(unit, frozenset(functions[path])), *by_value[class_of(unit)])
-        for path, unit in units.items()
-    }
+        added[kind] = _Added.to(fixed[path], calls.get(path, ()), 0 if change is None else -change.held_bytes)
+    return {path: added[class_of(unit)].beside(fixed[path]) for path, unit in units.items()}
 
 
-def treatments_by_value(
-    calls: Sequence[RecordedCall], keep_bytes: int, others: Sequence[Treatment]
-) -> tuple[Treatment, ...]:
-    """List the treatments that recompute a unit but for the calls that are worth the most for each byte.
+@dataclass(frozen=True)
+class _Added:
+    """The treatments by value of equal units.
 
-    Args:
-        calls: of the unit, in order.
-        keep_bytes: what the unit holds where nothing is recomputed, above what it does where everything is.
-        others: the treatments that it has anyway.
+    Attributes:
+        calls: of the units, in order.
+        costs: of the treatments.
     """
-    known = [frozenset(_saved_by(item, calls)) for item in others if item.recompute == ("",)]
-    count = len({call.name for call in calls if not call.reason})
-    return tuple(
-        treatment_of(choice.saved, f"recompute but {len(choice.saved)} of {count} calls")
-        for choice in best_choices(calls, keep_bytes, known)
+
+    calls: Sequence[RecordedCall]
+    costs: Mapping[Treatment, CallCosts]
+
+    @classmethod
+    def to(cls, fixed: Iterable[Treatment], calls: Sequence[RecordedCall], keep_bytes: int) -> _Added:
+        """Find those that help the most beside fixed ones.
+
+        Args:
+            fixed: the fixed treatments.
+            calls: of the unit.
+            keep_bytes: what the unit holds where nothing is recomputed, above what it does where everything is.
+        """
+        others = [_saved_by(item, calls) for item in fixed if _saves_calls(item)]
+        count = len({call.name for call in calls if not call.reason})
+        choices = best_choices(calls, keep_bytes, others)
+        names = [f"recompute but {len(choice.saved)} of {count} calls" for choice in choices]
+        return cls(calls, {treatment_of(choice.saved, name): choice.costs for choice, name in zip(choices, names)})
+
+    def beside(self, fixed: Iterable[Treatment]) -> tuple[Treatment, ...]:
+        """Return these behind fixed ones, without those of them that are no smaller and no faster than one of these."""
+        return (*(item for item in fixed if not (_saves_calls(item) and self._beats(item))), *self.costs)
+
+    def _beats(self, item: Treatment) -> bool:
+        costs = costs_of(self.calls, _saved_by(item, self.calls))
+        return any(
+            other.held_bytes <= costs.held_bytes and other.seconds <= costs.seconds
+            for treatment, other in self.costs.items()
+            if item.sees_functions or not treatment.sees_functions
+        )
+
+
+def _saves_calls(treatment: Treatment) -> bool:
+    return treatment.recompute == ("",) and treatment.saves
+
+
+def _saved_by(treatment: Treatment, calls: Sequence[RecordedCall]) -> frozenset[CallName]:
+    return frozenset(
+        call.name
+        for call in calls
+        if (call.name.op in treatment.save_ops if call.name.op else call.name.path in treatment.save_modules)
     )
-
-
-def _saved_by(treatment: Treatment, calls: Sequence[RecordedCall]) -> Iterator[CallName]:
-    for call in calls:
-        path, op, _ = call.name
-        if op in treatment.save_ops if op else path in treatment.save_modules:
-            yield call.name
 
 
 def treatment_of(saved: Collection[CallName], name: str) -> Treatment:

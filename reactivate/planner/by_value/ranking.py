@@ -8,7 +8,8 @@ below the line between their neighbours, since the solver mixes neighbours among
 
 from __future__ import annotations
 
-import heapq
+import functools
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from typing import NamedTuple
 from reactivate.planner.by_value.call_costs import CallCosts, RecordedCall, costs_of
 from reactivate.planner.by_value.call_names import CallName
 
-MOST_CALLS = 200  # that are ranked, the longest: others are made again
-MOST_CHOICES = 4  # of a unit, that go into the plan
+MOST_WORK = 2_000_000  # looks at calls: of a unit with more of them, only the longest are ranked, and others made again
+MOST_CHOICES = 6  # of a unit, that go into the plan
 LEAST_GAIN = 0.01  # of the unit's recomputation: a choice that is nearer to the line is left out
 
 
@@ -34,21 +35,14 @@ class CallChoice(NamedTuple):
 
 
 def ranked(calls: Sequence[RecordedCall]) -> list[CallChoice]:
-    """List choices of calls to save, each with one more than the one before, from none on.
-
-    A call whose worth has become less since it was ranked is ranked again, and goes in once it is the best.
-    """
+    """List choices of calls to save, each with one more than the one before, from none on."""
     saved: frozenset[CallName] = frozenset()
     now = costs_of(calls, saved)
     found = [CallChoice(saved, now)]
-    queue = [(_rank(calls, saved, now, name), name) for name in _worthwhile(calls)]
-    heapq.heapify(queue)
-    while queue:
-        _, name = heapq.heappop(queue)
-        rank = _rank(calls, saved, now, name)
-        if queue and rank > queue[0][0]:
-            heapq.heappush(queue, (rank, name))
-            continue
+    left = _worthwhile(calls)
+    while left:  # all are ranked again, since a call may be worth more beside another: at the end of the unit
+        name = min(left, key=functools.partial(_rank, calls, saved, now))
+        left.remove(name)
         saved |= {name}
         now = costs_of(calls, saved)
         found.append(CallChoice(saved, now))
@@ -60,7 +54,8 @@ def _worthwhile(calls: Sequence[RecordedCall]) -> list[CallName]:
     for call in calls:
         if not call.reason and (call.saved or call.results):
             seconds[call.name] = seconds.get(call.name, 0.0) + call.seconds
-    return sorted(seconds, key=lambda name: -seconds[name])[:MOST_CALLS]
+    most = math.isqrt(MOST_WORK // max(1, len(calls)))
+    return sorted(seconds, key=lambda name: (-seconds[name], name))[:most]
 
 
 def _rank(calls: Sequence[RecordedCall], saved: frozenset[CallName], now: CallCosts, name: CallName) -> float:

@@ -6,11 +6,13 @@ cannot be saved. The step ends where its backward begins.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,7 @@ from reactivate._engine.record import Record, observed_by
 from reactivate._model.apply import apply
 from reactivate._modules.paths import is_below
 from reactivate._torch.autograd import current_node_number
+from reactivate._torch.containers import flatten
 from reactivate._torch.saved import SavedTensor, data_of
 from reactivate._types import Action, Recompute, Save, Site
 from reactivate.planner.by_value.call_costs import RecordedCall
@@ -62,6 +65,9 @@ def recorded_calls(
     with ExitStack() as stack:
         stack.callback(apply(step.model, policy, early_stop=False).remove)
         run, _ = stack.enter_context(step.on_values() if with_values else step.on_fakes(device))
+        for path in recorded:
+            hook = functools.partial(recorder.unit_done, path)
+            stack.callback(units[path].register_forward_hook(hook, with_kwargs=True).remove)
         stack.enter_context(observed_by(recorder))
         stack.enter_context(recorder)
         with suppress(_ForwardDone):
@@ -134,6 +140,7 @@ class _Recorder(TorchDispatchMode):
         self._site: Any = None  # that was begun last
         self._names: dict[int, CallName] = {}  # by the ids of sites, which their region has
         self._seconds: dict[int, float] = {}
+        self._calls: tuple[RecordedCall, ...] = ()  # of the region that was done last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if current_node_number() is not None and self.found.keys() >= set(self._recorded):
@@ -158,12 +165,17 @@ class _Recorder(TorchDispatchMode):
 
     def forward_done(self, record: Record) -> None:
         """A region's forward pass is over: take down what it keeps of each call."""
-        path = record.options.name
         self._site = None
-        if path is not None and path in self._recorded and path not in self.found:
-            self.found[path] = tuple(self._calls_of(record))
+        if record.options.name in self._recorded:
+            self._calls = tuple(self._calls_of(record))
             self._names.clear()
             self._seconds.clear()
+
+    def unit_done(self, path: str, module: Module, args: Any, kwargs: Any, result: Any) -> None:
+        """A unit has returned: what it was given and what it returns is there whatever is saved."""
+        if path not in self.found:
+            there = _memory_in((args, kwargs, result))
+            self.found[path] = tuple(call.without(there) for call in self._calls)
 
     def _calls_of(self, record: Record) -> Iterator[RecordedCall]:
         sites = record.sites
@@ -191,7 +203,12 @@ def _memory_of(kept: Iterable[Any]) -> dict[int, int]:
         if not isinstance(item, Kept) or isinstance(item, There):
             continue
         handle = data_of(item.handle) if isinstance(item.handle, SavedTensor) else item.handle
-        for tensor in held_by(handle):
-            for storage in storages_of(tensor):
-                found[StorageWeakRef(storage).cdata] = int(storage.nbytes())
+        found |= _memory_in(list(held_by(handle)))
     return found
+
+
+def _memory_in(values: Any) -> dict[int, int]:
+    tensors = (leaf for leaf in flatten(values)[0] if isinstance(leaf, Tensor))
+    return {
+        StorageWeakRef(storage).cdata: int(storage.nbytes()) for tensor in tensors for storage in storages_of(tensor)
+    }
