@@ -158,7 +158,7 @@ class Assignment(ReadyMade):
 
     @functools.cached_property
     def _uncounted(self) -> Mapping[str, Treatment]:
-        """What is done where nobody counts the calls of units: one that has a treatment for each call is recomputed."""
+        """The treatments where nobody counts calls: a unit that has one for each call is recomputed."""
         return {unit: FULL if item.calls else item for unit, item in self.treatments.items()}
 
     def __hash__(self) -> int:
