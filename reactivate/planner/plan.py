@@ -274,7 +274,8 @@ def _plainly(value: Any) -> Any:
 
 def _treatment_of(value: Mapping[str, Any]) -> Treatment:
     recompute, modules, ops = (tuple(value[name]) for name in ("recompute", "save_modules", "save_ops"))
-    return Treatment(value["name"], recompute, modules, ops, value.get("inputs", ""), value.get("results", ""))
+    inputs, results = value.get("inputs", ""), value.get("results", "")
+    return Treatment(value["name"], recompute, modules, ops, inputs, results, value.get("by_rows", False))
 
 
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import nn
 from torch.nn import Module
 
-from reactivate._types import DEVICE, Action, Recompute, Save, Site, Storage
+from reactivate._types import DEVICE, Action, LossByRows, Recompute, Save, Site, Storage
 from reactivate.planner.units import parts_of
 from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies.ops import COMPUTE_INTENSIVE
@@ -32,6 +32,7 @@ class Treatment:
         save_ops: recomputations skip these ops.
         inputs: the name of the storage in which the inputs of the regions are kept; "" for where they are.
         results: the name of the storage in which the saved calls are kept.
+        by_rows: whether the loss of what it returns is computed by rows.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Treatment:
     save_ops: tuple[str, ...] = ()
     inputs: str = ""
     results: str = ""
+    by_rows: bool = False
 
     @property
     def storage(self) -> str:
@@ -49,6 +51,7 @@ class Treatment:
 
 KEEP = Treatment("keep")
 FULL = Treatment("recompute", ("",))
+BY_ROWS = Treatment("loss by rows", by_rows=True)
 
 
 def treatments_of(unit: Module, ops: frozenset[str]) -> tuple[Treatment, ...]:
@@ -130,6 +133,8 @@ class Assignment(ReadyMade):
     def __post_init__(self) -> None:
         regions = {join(unit, part): unit for unit, item in self.treatments.items() for part in item.recompute}
         saved = {join(unit, part): unit for unit, item in self.treatments.items() for part in item.save_modules}
+        heads = frozenset(path for path, item in self.treatments.items() if item.by_rows)
+        object.__setattr__(self, "_heads", heads)
         object.__setattr__(self, "_regions", regions)
         object.__setattr__(self, "_saved", saved)
 
@@ -147,8 +152,12 @@ class Assignment(ReadyMade):
             regions, saved = self._regions, self._saved  # type: ignore[attr-defined]
             if site.path in regions:
                 return Recompute(self._named(self.treatments[regions[site.path]].inputs))
+            if site.path in self._heads:  # type: ignore[attr-defined]
+                return LossByRows()
             return Save(self._named(self.treatments[saved[site.path]].results)) if site.path in saved else None
-        unit = next((path for path in self.treatments if is_below(site.path, path)), None)
+        unit = next(
+            (path for path, item in self.treatments.items() if not item.by_rows and is_below(site.path, path)), None
+        )
         if unit is None or site.op not in self.treatments[unit].save_ops:
             return None
         return Save(self._named(self.treatments[unit].results))

@@ -8,6 +8,7 @@ what was found for one is taken for the others.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -193,6 +194,16 @@ class TreatmentTable:
             change = self._of(reading, path, self.plain)
             for key in (path, self._classes[path]):
                 self._found.setdefault((key, treatments[path].name), change)
+
+    def beside(self, plain: Reading) -> TreatmentTable:
+        """Return the table for another plain step, from which treatments differ by as much.
+
+        Args:
+            plain: its reading.
+        """
+        other = copy.copy(self)
+        other.plain = plain
+        return other
 
     @staticmethod
     def _of(reading: Reading, path: str, plain: Reading) -> Figures:
