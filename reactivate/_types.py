@@ -17,6 +17,7 @@ __all__ = [
     "Call",
     "Device",
     "Guard",
+    "LossByRows",
     "Policy",
     "Recompute",
     "Save",
@@ -84,7 +85,12 @@ class Save:
     storage: Storage = DEVICE
 
 
-Action = Recompute | Save
+@dataclass(frozen=True)
+class LossByRows:
+    """Compute the cross-entropy of the logits that a module returns by rows, and its log-softmax again in the backward."""
+
+
+Action = Recompute | Save | LossByRows
 
 
 @dataclass(frozen=True)

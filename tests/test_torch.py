@@ -818,6 +818,22 @@ def classes_that_only_have_a_name_are_told_from_others() -> None:
     assert not room.has_memory(Made)
 
 
+@needs("without_memory")
+def a_tensor_of_ours_has_a_shape_and_no_memory() -> None:
+    class Empty(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return torch.ones(3)
+
+    like = torch.zeros(4, 6)[:, ::2]
+    found = room.without_memory(Empty, like, torch.bfloat16)
+    assert type(found) is Empty
+    assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), torch.bfloat16)
+    with pytest.raises(RuntimeError):  # there is no memory to point to
+        found.untyped_storage().data_ptr()
+    assert torch.equal(found.exp(), torch.ones(3))
+
+
 @needs("is_any_autocast_enabled")
 def autocast_is_noticed() -> None:
     assert not room.is_any_autocast_enabled()

@@ -21,6 +21,7 @@ from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import current_log, serve
 from reactivate._engine.record import Options
 from reactivate._engine.run import run
+from reactivate._loss.logits import call_by_rows
 from reactivate._model.cache_watch import CacheWatch
 from reactivate._model.selection import Selection
 from reactivate._run import run_region, run_untraced
@@ -41,6 +42,7 @@ class Handle:
         policy: the policy.
         regions: the paths of the modules that are recomputed.
         saved: the paths of the modules that are kept inside of regions.
+        heads: the paths of the modules whose loss is computed by rows.
         kept: {path: reason} of the layers in the lists of the regions that are not recomputed.
     """
 
@@ -48,6 +50,7 @@ class Handle:
         self.policy = policy
         self.regions: tuple[str, ...] = ()
         self.saved: tuple[str, ...] = ()
+        self.heads: tuple[str, ...] = ()
         self.kept: dict[str, str] = {}
         self._kinds: dict[str, list[str]] = {}  # the paths of the regions, by the names of their classes
         self._undo: list[weakref.ref[Module]] = []
@@ -91,6 +94,9 @@ class Handle:
         ]
         if self.saved:
             lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]
+        if self.heads:
+            heads = shortened(path or "the model itself" for path in self.heads)
+            lines.append(f"Loss by rows of what these return: {heads}.")
         reasons: dict[str, list[str]] = {}
         for path, reason in self.kept.items():
             reasons.setdefault(reason, []).append(path)
@@ -124,6 +130,7 @@ class Applied:
         self.inputs = chosen.inputs
         found: list[AppliedForward] = [self.region_of(module, path) for path, module in chosen.regions.items()]
         found += [SavedForward(self, module, path, own_forward_of(module)) for path, module in chosen.saved.items()]
+        found += [HeadForward(self, module, path, own_forward_of(module)) for path, module in chosen.heads.items()]
         self.unmatched.regions = self.cache_watch.regions = len(chosen.regions)
         self.handle.kept = chosen.kept_beside()
         return found
@@ -265,6 +272,17 @@ class SavedForward(AppliedForward):
             if decision.is_of_interest:
                 return log.call(decision, self.original(), args, kwargs)
         return self.original()(*args, **kwargs)
+
+
+class HeadForward(AppliedForward):
+    """The module returns logits whose loss is computed by rows."""
+
+    def note(self, handle: Handle) -> None:
+        super().note(handle)
+        handle.heads = (*handle.heads, self.path)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return call_by_rows(self.original, self.path, args, kwargs)
 
 
 def own_forward_of(module: Module) -> Any:

@@ -16,6 +16,7 @@ from reactivate._model.applied import (
     Applied,
     AppliedForward,
     Handle,
+    HeadForward,
     RegionForward,
     SavedForward,
     forward_of,
@@ -199,6 +200,10 @@ def _chosen_on(model: Module, policy: Policy) -> set[tuple[int, type, str]]:
     chosen = Selection(model, policy, Unmatched(policy, "apply"))
     return {
         (id(module), kind, path)
-        for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved))
+        for kind, modules in (
+            (RegionForward, chosen.regions),
+            (SavedForward, chosen.saved),
+            (HeadForward, chosen.heads),
+        )
         for path, module in modules.items()
     }

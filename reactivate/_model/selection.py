@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from reactivate._engine.kept_calls.choice import Unmatched
 from reactivate._modules.blocks import blocks_of, siblings_of
-from reactivate._types import DEVICE, Action, Policy, Recompute, Save, Site
+from reactivate._types import DEVICE, Action, LossByRows, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
 from reactivate.policies._select import did_you_mean
@@ -27,6 +27,7 @@ class Selection:
         regions: {path: module} of those that are recomputed.
         inputs: {path: storage} of the regions whose inputs go to one.
         saved: {path: module} of those that are saved inside of a region.
+        heads: {path: module} of those outside of regions whose loss is computed by rows.
 
     Raises:
         UsageError: a part of the policy is for another model, or matches nothing.
@@ -51,6 +52,11 @@ class Selection:
         self.saved = {
             path: module for path, module, action in actions if isinstance(action, Save) and id(module) in self._inside
         }
+        self.heads = {
+            path: module
+            for path, module, action in actions
+            if isinstance(action, LossByRows) and id(module) not in self._inside
+        }
         self._cross_off(unmatched)
         self._refuse_unmatched(unmatched)
 
@@ -64,10 +70,11 @@ class Selection:
         return (part(site) for part in parts_of(self._policy) if isinstance(part, ReadyMade))
 
     def _cross_off(self, unmatched: Unmatched) -> None:
+        taken = self.saved.keys() | self.heads.keys()
         for _, site in self._sites:
             for part in list(unmatched.parts):
                 action = part(site)
-                if isinstance(action, Recompute) or (action is not None and site.path in self.saved):
+                if isinstance(action, Recompute) or (action is not None and site.path in taken):
                     unmatched.parts.remove(part)
 
     def _refuse_unmatched(self, unmatched: Unmatched) -> None:

@@ -22,6 +22,7 @@ from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import parse
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.digest import is_sharded
+from reactivate.planner.head_search import HEADS, Head
 from reactivate.planner.offers import storages_in
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
@@ -45,6 +46,7 @@ def plan(
     maximize: str | Mapping[str, int] | None = None,
     storages: Storage | Iterable[Storage] | None = None,
     shapes: None = None,
+    head: Head = "rows",
 ) -> Plan: ...
 
 
@@ -77,6 +79,7 @@ def plan(
     maximize: str | Mapping[str, int] | None = None,
     storages: Storage | Iterable[Storage] | None = None,
     shapes: Literal["adaptive"] | None = None,
+    head: Head = "rows",
 ) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
@@ -106,6 +109,9 @@ def plan(
             recomputation. Their speed is measured; that of a device that is not here comes from its description.
         shapes: "adaptive": batches of other shapes have a plan each, which is made when a shape first comes, from what is
             measured now. The result is an `AdaptivePlan`, a policy as well. A share is one of this batch.
+        head: "rows": the cross-entropy of the logits may be computed by rows, bitwise as torch does, so that no log-softmax
+            and no cast of them is kept. The planner finds it wherever it is called, and takes it by rows where that makes
+            the plan faster or possible. "keep": never, for a model that is compiled later. Adaptive plans keep it.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -129,6 +135,8 @@ def plan(
     check_module("plan", model)
     args, kwargs = example_of("plan", model, args, kwargs)
     _check_step(loss, step, optimizer)
+    if head not in HEADS:
+        raise UsageError(f'plan: head= takes "rows" or "keep"; got {described(head)}.')
     asked = None if budget is None else parse(budget)
     offered = storages_in(storages)
     if is_sharded(model):
@@ -141,9 +149,11 @@ def plan(
     _check_shapes(shapes, step=step, maximize=maximize, storages=storages)
     with paused(model), progress("plan") as tell:
         if maximize is not None:
-            found = largest(planned, place, optimizer, tell, asked, maximize, offered)
+            found = largest(planned, place, optimizer, tell, asked, maximize, offered, head)
             return replace(found, planning_seconds=perf_counter() - began)
-        planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=shapes is not None)
+        is_adaptive = shapes is not None
+        head = "keep" if is_adaptive else head
+        planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=is_adaptive, head=head)
         found = planner.prepare().plan(asked)
     found = replace(found, planning_seconds=perf_counter() - began)
     return found if shapes is None else adaptive_plan(planner, found)

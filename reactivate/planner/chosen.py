@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from reactivate.planner.cost.flow import Flow
 from reactivate.planner.solver.solution import Proven
+from reactivate.planner.treatments import Treatment
 
 
 @dataclass(frozen=True)
@@ -16,11 +18,15 @@ class ChosenStep:
         proven: the choice.
         own_seconds: what the step takes, without waiting for copies.
         flow: the copies.
+        heads: {path: what is done with it} of the modules whose loss is computed by rows.
+        head_seconds: how much longer the step takes by that.
     """
 
     proven: Proven
     own_seconds: float
     flow: Flow
+    heads: Mapping[str, Treatment] = field(default_factory=dict)
+    head_seconds: float = 0.0
 
     @property
     def trace_bytes(self) -> int:

@@ -282,7 +282,8 @@ def _treatment_of(value: Mapping[str, Any]) -> Treatment:
     calls = tuple(map(_treatment_of, value.get("calls", ())))
     saved = tuple(CallName(*call) for call in value.get("save_calls", ()))
     inputs, results = value.get("inputs", ""), value.get("results", "")
-    return Treatment(value["name"], recompute, modules, ops, inputs, results, saved, calls)
+    by_rows = value.get("by_rows", False)
+    return Treatment(value["name"], recompute, modules, ops, inputs, results, saved, calls, by_rows)
 
 
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -23,6 +21,7 @@ from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
 from reactivate.planner.cost.overhead import measure_overhead
 from reactivate.planner.cost.prediction import Point
 from reactivate.planner.cost.timeline import prediction_of
+from reactivate.planner.head_search import Head, HeadSearch
 from reactivate.planner.offers import Offer, offers_of
 from reactivate.planner.place import Place, available_bytes
 from reactivate.planner.plan import Plan
@@ -36,7 +35,7 @@ from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
 from reactivate.planner.solver.chain import Chain
 from reactivate.planner.solver.solution import Search
-from reactivate.planner.step import TrainingStep, default_loss
+from reactivate.planner.step import TrainingStep
 from reactivate.planner.storage_search import StorageSearch
 from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.planner.trials import Trials
@@ -58,7 +57,9 @@ class Planner:
         known: StepProfile | None = None,
         *,
         needs_fakes: bool = False,
+        head: Head = "rows",
     ) -> None:
+        self._head = head
         self.step, self.place, self.optimizer = step, place, optimizer
         self._profiled = known
         self._storages = storages or {}
@@ -76,8 +77,9 @@ class Planner:
 
     def look_at_plain(self) -> None:
         """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
-        with self._watching_loss():
+        with self.step.naming_loss() as names:
             plain = self._trials.first(self.costs)
+        self._loss = names[-1]
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
@@ -96,23 +98,6 @@ class Planner:
         self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
         self.plain = plain
         self.plain_reading = self._read(plain, {})
-
-    @contextmanager
-    def _watching_loss(self) -> Iterator[None]:
-        """Find out what the backward begins from."""
-        self._loss = "step()" if self.step.whole is not None else "loss(output)"
-        if self.step.whole is not None or self.step.loss is not None:
-            yield
-            return
-
-        def look(model: Any, args: Any, output: Any) -> None:
-            self._loss, _ = default_loss(output)
-
-        handle = self.step.model.register_forward_hook(look)
-        try:
-            yield
-        finally:
-            handle.remove()
 
     def _optimizer_memory(self) -> tuple[int, int]:
         if self.optimizer is None:
@@ -205,6 +190,15 @@ class Planner:
         return self
 
     @functools.cached_property
+    def _head_searches(self) -> tuple[HeadSearch, ...]:
+        """One, prepared when a plan needs it; none where no loss can be computed by rows, or is to be."""
+        if self._head == "keep":
+            return ()
+        self._tell("the loss by rows")
+        found = HeadSearch.of(self, self.step.model)
+        return () if found is None else (found,)
+
+    @functools.cached_property
     def _storage_searches(self) -> tuple[StorageSearch, ...]:
         """Prepared when a plan needs them: where everything fits nothing is moved."""
         if self._trials.with_values and self._storages:
@@ -224,7 +218,8 @@ class Planner:
         own_bytes = int((allowed - self.fixed.total) / (1 + self._trials.margin))
         found = None if self.optimizer_bytes > allowed else self._fastest(own_bytes)
         if found is None:
-            raise infeasible(budget.text, allowed, self.smallest_bytes(), self.fixed, self.plain.peak_bytes)
+            least, advice = self.smallest_bytes(), "".join(search.advice() for search in self._head_searches)
+            raise infeasible(budget.text, allowed, least, self.fixed, self.plain.peak_bytes, advice)
         return self._written(found, budget, allowed)
 
     def _fastest(self, budget_bytes: int) -> ChosenStep | None:
@@ -232,10 +227,8 @@ class Planner:
         found = self.search.fit(budget_bytes)
         choices = [] if found is None else [ChosenStep(found, self.plain_seconds + found.solution.seconds, Flow())]
         if found is None or found.solution.seconds > 0:
-            for search in self._storage_searches:
-                self._tell(f"the plan with {search.offer.name}, solved and proved")
-                other = search.fit(budget_bytes)
-                choices += [] if other is None else [other]
+            searches: tuple[HeadSearch | StorageSearch, ...] = (*self._head_searches, *self._storage_searches)
+            choices += [other for search in searches if (other := search.fit(budget_bytes)) is not None]
         return min(choices, key=lambda choice: choice.seconds, default=None)
 
     @property
@@ -246,7 +239,8 @@ class Planner:
     def smallest_bytes(self) -> int:
         """The least budget for which there is a plan."""
         peaks = [self.search.smallest().trace.peak_bytes]
-        peaks += [found.trace_bytes for search in self._storage_searches if (found := search.smallest()) is not None]
+        searches: tuple[HeadSearch | StorageSearch, ...] = (*self._head_searches, *self._storage_searches)
+        peaks += [found.trace_bytes for search in searches if (found := search.smallest()) is not None]
         return max(self.fixed.total + min(peaks) + self._trials.margin_of(min(peaks)), self.optimizer_bytes)
 
     def default_budget(self) -> Budget:
@@ -262,7 +256,7 @@ class Planner:
             made_for=circumstances_of(
                 self.step, device, self._loss, self._units_of_model, is_predicted=self.is_predicted
             ),
-            decisions=decisions_of(choice, self.plain_reading.paths, dict(self.step.model.named_modules())),
+            decisions=decisions_of(choice, self.plain_reading.paths, self.step.model),
             fixed=self.fixed,
             plain=prediction_of(self.plain, total, self.plain_seconds),
             predicted=prediction_of(trace, total, choice.own_seconds, choice.flow),
@@ -282,10 +276,14 @@ class Planner:
         return tuple(search for search in self._storage_searches if search.offer.name in names) if names else ()
 
     def _points_of(self, choice: ChosenStep) -> list[Point]:
-        """Return those with storages, where the plan uses one: the smallest, and the plan itself."""
-        found = [(search.offer.name, item) for search in self._used(choice) for item in (search.smallest(), choice)]
+        """Return those with what the plan has beside treatments: the loss by rows; or a storage, the smallest and itself."""
         total = self.fixed.total
-        return [Point(f"planned, {name}", total + item.trace_bytes, item.seconds) for name, item in found if item]
+        found = [point for search in self._head_searches if choice.heads for point in search.points(total)]
+        for search in self._used(choice):
+            items = [item for item in (search.smallest(), choice) if item]
+            label = f"planned, {search.offer.name}"
+            found += [Point(label, total + item.trace_bytes, item.seconds) for item in items]
+        return found
 
     @functools.cached_property
     def _points(self) -> Points:

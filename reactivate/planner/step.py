@@ -54,6 +54,19 @@ class TrainingStep:
                 else:
                     watch(lambda: self._run(self.args, dict(self.kwargs or {})))
 
+    @contextmanager
+    def naming_loss(self) -> Iterator[list[str]]:
+        """Yield a list whose last item says, once the step has run, what its backward began from."""
+        names = ["step()" if self.whole is not None else "loss(output)"]
+        if self.whole is not None or self.loss is not None:
+            yield names
+            return
+        handle = self.model.register_forward_hook(lambda model, args, output: names.append(default_loss(output)[0]))
+        try:
+            yield names
+        finally:
+            handle.remove()
+
     def check_ran(self, has_called: bool, has_gone_back: bool) -> None:
         """See to it that the user's own step is one of this model.
 

@@ -103,6 +103,7 @@ class StorageSearch:
         Args:
             budget_bytes: of what the step allocates itself.
         """
+        self._tell(f"the plan with {self.offer.name}, solved and proved")
         found = self._search.fit(budget_bytes)
         return None if found is None else self._chosen(found)
 

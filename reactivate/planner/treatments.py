@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Module
 
 from reactivate._modules.paths import is_below
-from reactivate._types import DEVICE, Action, Policy, Recompute, Save, Site, Storage
+from reactivate._types import DEVICE, Action, LossByRows, Policy, Recompute, Save, Site, Storage
 from reactivate.planner.by_value.call_names import CallName, name_of_function_call
 from reactivate.planner.units import parts_of
 from reactivate.policies._base import Interest, ReadyMade, written
@@ -38,6 +38,7 @@ class Treatment:
         results: the name of the storage in which the saved calls are kept.
         calls: of a unit that a forward of the model calls several times, the treatment of each call; empty for one treatment
             of all calls, which the other attributes are.
+        by_rows: whether the loss of what it returns is computed by rows.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Treatment:
     results: str = ""
     save_calls: tuple[CallName, ...] = ()
     calls: tuple[Treatment, ...] = ()
+    by_rows: bool = False
 
     @property
     def storage(self) -> str:
@@ -72,6 +74,7 @@ class Treatment:
 
 KEEP = Treatment("keep")
 FULL = Treatment("recompute", ("",))
+BY_ROWS = Treatment("loss by rows", by_rows=True)
 
 
 def treatments_of(unit: Module, ops: frozenset[str]) -> tuple[Treatment, ...]:
@@ -153,6 +156,8 @@ class Assignment(ReadyMade):
     def __post_init__(self) -> None:
         regions = {join(unit, part): unit for unit, item in self._uncounted.items() for part in item.recompute}
         saved = {join(unit, part): unit for unit, item in self._uncounted.items() for part in item.save_modules}
+        heads = frozenset(path for path, item in self.treatments.items() if item.by_rows)
+        object.__setattr__(self, "_heads", heads)
         object.__setattr__(self, "_regions", regions)
         object.__setattr__(self, "_saved", saved)
 
@@ -175,8 +180,12 @@ class Assignment(ReadyMade):
             regions, saved = self._regions, self._saved  # type: ignore[attr-defined]
             if site.path in regions:
                 return Recompute(self._named(self._uncounted[regions[site.path]].inputs))
+            if site.path in self._heads:  # type: ignore[attr-defined]
+                return LossByRows()
             return Save(self._named(self._uncounted[saved[site.path]].results)) if site.path in saved else None
-        unit = next((path for path in self._uncounted if is_below(site.path, path)), None)
+        unit = next(
+            (path for path, item in self._uncounted.items() if not item.by_rows and is_below(site.path, path)), None
+        )
         return None if unit is None else self._inside(unit)(site)
 
     def _named(self, storage: str) -> Storage:

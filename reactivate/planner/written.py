@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn import Module
@@ -20,7 +20,9 @@ from reactivate.planner.spelled import spelled_of
 from reactivate.planner.step import TrainingStep
 
 
-def infeasible(asked: str, allowed: int, least_bytes: int, fixed: Fixed, plain_bytes: int) -> PlanInfeasible:
+def infeasible(
+    asked: str, allowed: int, least_bytes: int, fixed: Fixed, plain_bytes: int, advice: str = ""
+) -> PlanInfeasible:
     """Return the error that says that nothing fits, and what would.
 
     Args:
@@ -29,6 +31,7 @@ def infeasible(asked: str, allowed: int, least_bytes: int, fixed: Fixed, plain_b
         least_bytes: the least that there is a plan for.
         fixed: what is there all the time.
         plain_bytes: the peak of the plain step, above that.
+        advice: what else there is to do.
     """
     share = -(-100 * (least_bytes - fixed.total) // max(plain_bytes, 1))
     others = f", others {in_words(fixed.others)}" if fixed.others else ""
@@ -38,19 +41,19 @@ def infeasible(asked: str, allowed: int, least_bytes: int, fixed: Fixed, plain_b
         f"peak. Of that, {in_words(fixed.total)} "
         f"are there all the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
         f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}{others}). Raise the budget, or make "
-        "the batch smaller.",
+        f"the batch smaller.{advice}",
         budget_bytes=allowed,
         least_bytes=least_bytes,
     )
 
 
-def decisions_of(choice: ChosenStep, paths: Sequence[str], units: Mapping[str, Module]) -> tuple[Decision, ...]:
-    """Return what is done with each unit.
+def decisions_of(choice: ChosenStep, paths: Sequence[str], model: Module) -> tuple[Decision, ...]:
+    """Return what is done with each unit, and with the heads.
 
     Args:
         choice: the plan.
         paths: the units in the order in which they are called.
-        units: by path, and the containers around them.
+        model: the model.
     """
     held: Counter[str] = Counter()
     moved: Counter[str] = Counter()
@@ -62,11 +65,11 @@ def decisions_of(choice: ChosenStep, paths: Sequence[str], units: Mapping[str, M
         held[unit] += entry.held_bytes
         moved[unit] += sum(figures.moved)
         seconds[unit] += entry.seconds
+    seconds |= dict.fromkeys(choice.heads, choice.head_seconds / max(len(choice.heads), 1))
     return tuple(
-        Decision(
-            path, class_name_of(units[path]), digest_of(units[path]), treatment, held[path], seconds[path], moved[path]
-        )
-        for path, treatment in proven.treatments.items()
+        Decision(path, class_name_of(module), digest_of(module), treatment, held[path], seconds[path], moved[path])
+        for path, treatment in (*proven.treatments.items(), *choice.heads.items())
+        for module in (model.get_submodule(path),)
     )
 
 

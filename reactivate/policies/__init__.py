@@ -6,14 +6,16 @@ A policy is any callable `Site -> Action | None`. Those here are frozen values t
 from typing import Any
 
 from reactivate._text.words import did_you_mean
-from reactivate._types import Action, Policy, Recompute, Save, Site
+from reactivate._types import Action, LossByRows, Policy, Recompute, Save, Site
 from reactivate.policies.combine import every_nth, exclude, first_match, union
+from reactivate.policies.heads import loss_by_rows
 from reactivate.policies.layers import full, none, recompute_every, recompute_modules
 from reactivate.policies.names import save_modules, save_names
 from reactivate.policies.ops import compute_intensive, save, save_ops
 
 __all__ = [
     "Action",
+    "LossByRows",
     "Policy",
     "Recompute",
     "Save",
@@ -23,6 +25,7 @@ __all__ = [
     "exclude",
     "first_match",
     "full",
+    "loss_by_rows",
     "none",
     "recompute_every",
     "recompute_modules",

@@ -8,6 +8,7 @@ what was found for one is taken for the others.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -213,6 +214,16 @@ class TreatmentTable:
                 change = self._of(reading, call, self.plain)
                 for key in (call.path, self._classes[call.path]):
                     self._found.setdefault((key, call.number, treatments[call.path].name), change)
+
+    def beside(self, plain: Reading) -> TreatmentTable:
+        """Return the table for another plain step, from which treatments differ by as much.
+
+        Args:
+            plain: its reading.
+        """
+        other = copy.copy(self)
+        other.plain = plain
+        return other
 
     def _of(self, reading: Reading, key: CallKey, plain: Reading) -> Figures:
         """Return what differs from the plain step; of calls that have one treatment, in all."""

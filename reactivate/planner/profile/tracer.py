@@ -24,6 +24,7 @@ from reactivate._engine.accounts import copied_inputs, held_by_guards, put_aside
 from reactivate._engine.current import is_recomputing
 from reactivate._engine.kept_calls.site_log import opened
 from reactivate._engine.record import Record, observed_by
+from reactivate._loss.logits import Logits
 from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import FakeTensor, device_of
 from reactivate._torch.ops import DEVICE_QUERY, tensor_positions
@@ -171,6 +172,8 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if Logits in types:  # whose numbers another op makes
+            return NotImplemented
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
         before = self._live_bytes

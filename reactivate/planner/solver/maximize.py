@@ -15,6 +15,7 @@ from reactivate._torch.containers import flatten, unflatten
 from reactivate._types import Storage
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget
+from reactivate.planner.head_search import Head
 from reactivate.planner.place import Place
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
@@ -32,13 +33,14 @@ def largest(
     budget: Budget | None,
     maximize: str | Mapping[str, int],
     storages: Mapping[str, Storage],
+    head: Head = "rows",
 ) -> Plan:
     """A plan for the largest size of a dimension with which the step fits.
 
     Args:
         step, place, optimizer, tell, budget: as for `Planner`; a share is one of the plain step as it was given.
         maximize: "batch", or {name: dimension}: that of every tensor argument in which it has the size of the first.
-        storages: as for `Planner`.
+        storages, head: as for `Planner`.
 
     Raises:
         UsageError: there is no such dimension, or the step does not run with another size.
@@ -53,7 +55,7 @@ def largest(
 
     def attempt(wanted: int) -> Plan:
         tell(f"{name} {wanted}")
-        planner = Planner(_resized(step, dimension, size, wanted), place, optimizer, tell, storages)
+        planner = Planner(_resized(step, dimension, size, wanted), place, optimizer, tell, storages, head=head)
         return planner.prepare().plan(budget)
 
     if budget is not None and budget.share is not None:
