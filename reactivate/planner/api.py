@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, Literal, overload
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -17,16 +18,17 @@ from reactivate._model.apply import paused
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
 from reactivate._types import Storage
-from reactivate.errors import UnsupportedError, UsageError
+from reactivate.errors import UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import parse
 from reactivate.planner.cost.devices import DeviceSpec
-from reactivate.planner.digest import is_sharded
 from reactivate.planner.offers import storages_in
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.progress import progress
+from reactivate.planner.ranks import Ranks
+from reactivate.planner.sharding import begin_sharded, check_group
 from reactivate.planner.solver.maximize import largest
 from reactivate.planner.step import Loss, TrainingStep
 
@@ -45,6 +47,7 @@ def plan(
     maximize: str | Mapping[str, int] | None = None,
     storages: Storage | Iterable[Storage] | None = None,
     shapes: None = None,
+    group: ProcessGroup | None = None,
 ) -> Plan: ...
 
 
@@ -77,6 +80,7 @@ def plan(
     maximize: str | Mapping[str, int] | None = None,
     storages: Storage | Iterable[Storage] | None = None,
     shapes: Literal["adaptive"] | None = None,
+    group: ProcessGroup | None = None,
 ) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
@@ -106,6 +110,10 @@ def plan(
             recomputation. Their speed is measured; that of a device that is not here comes from its description.
         shapes: "adaptive": batches of other shapes have a plan each, which is made when a shape first comes, from what is
             measured now. The result is an `AdaptivePlan`, a policy as well. A share is one of this batch.
+        group: the ranks that run this step together and make this call, each with its own batch: they agree about one policy,
+            that of the rank with the least room, and each has its own promise beside it. Needed where a recomputation may
+            have collectives in it, so for models that are sharded by `fully_shard`. A budget is one of each rank, and they
+            may differ. Costs a few exchanges of kilobytes; every rank waits for the slowest one, as does `Plan.at`.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -113,8 +121,10 @@ def plan(
 
     Raises:
         PlanInfeasible: there is none; says the least budget for which there is one.
-        UsageError: an argument is not one of the above, or the step cannot be simulated.
-        UnsupportedError: the model is on XLA, or sharded by `fully_shard` already.
+        UsageError: an argument is not one of the above, the step cannot be simulated, the ranks of the group have not the
+            same model, or one of them has raised.
+        UnsupportedError: the model is on XLA; or its step cannot be simulated, and it is sharded by `fully_shard` already or
+            planned by a group.
 
     Example:
         >>> import torch, reactivate
@@ -131,19 +141,17 @@ def plan(
     _check_step(loss, step, optimizer)
     asked = None if budget is None else parse(budget)
     offered = storages_in(storages)
-    if is_sharded(model):
-        raise UnsupportedError(
-            "plan: the parameters of this model are sharded by fully_shard, whose collectives cannot be simulated. Plan the "
-            "model first, then shard it: the plan can be applied before or after that."
-        )
-    place = place_of(model, args, kwargs, device)
-    planned = TrainingStep(model, args, kwargs, loss, step)
-    _check_shapes(shapes, step=step, maximize=maximize, storages=storages)
-    with paused(model), progress("plan") as tell:
+    _check_shapes(shapes, step=step, maximize=maximize, storages=storages, group=group)
+    check_group(model, group, maximize=maximize, storages=storages)
+    ranks = Ranks(group)
+    with paused(model), progress("plan") as tell, ranks.together():
+        begin_sharded(model)
+        place = place_of(model, args, kwargs, device)
+        planned = TrainingStep(model, args, kwargs, loss, step)
         if maximize is not None:
             found = largest(planned, place, optimizer, tell, asked, maximize, offered)
             return replace(found, planning_seconds=perf_counter() - began)
-        planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=shapes is not None)
+        planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=shapes is not None, ranks=ranks)
         found = planner.prepare().plan(asked)
     found = replace(found, planning_seconds=perf_counter() - began)
     return found if shapes is None else adaptive_plan(planner, found)
@@ -164,6 +172,7 @@ def _check_shapes(shapes: Any, **others: Any) -> None:
 _WHY_NOT = {
     "step": "whose arguments nobody sees: pass the arguments of one call, and loss=",
     "maximize": "which looks for one shape: maximize first, then plan with a batch of that size",
+    "group": "whose ranks have batches of their own shapes, each at its own time: plan the longest batch",
     "storages": "of which a plan has to know how long one batch leaves its tensors there: plan the longest batch",
 }
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -22,6 +20,8 @@ from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
 from reactivate.planner.cost.overhead import measure_overhead
 from reactivate.planner.cost.prediction import Point
 from reactivate.planner.cost.timeline import prediction_of
+from reactivate.planner.digest import digests_of
+from reactivate.planner.loss_name import named_loss
 from reactivate.planner.offers import Offer, offers_of
 from reactivate.planner.place import Place, available_bytes
 from reactivate.planner.plan import Plan
@@ -32,12 +32,14 @@ from reactivate.planner.profile.probe import Reading, TreatmentTable, read, roun
 from reactivate.planner.profile.step_profile import StepProfile
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
+from reactivate.planner.ranks import Ranks
 from reactivate.planner.runner import StepRunner
 from reactivate.planner.solver.chain import Chain
 from reactivate.planner.solver.solution import Search
-from reactivate.planner.step import TrainingStep, default_loss
+from reactivate.planner.step import TrainingStep
 from reactivate.planner.storage_search import StorageSearch
-from reactivate.planner.treatments import FULL, Assignment, Treatment, treatments_of
+from reactivate.planner.together import SharedSearch
+from reactivate.planner.treatments import FULL, Assignment, Treatment, names_of, treatments_of
 from reactivate.planner.trials import Trials
 from reactivate.planner.units import units_of
 from reactivate.planner.written import circumstances_of, decisions_of, infeasible, storages_of
@@ -59,6 +61,7 @@ class Planner:
         known: StepProfile | None = None,
         *,
         needs_fakes: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.step, self.place, self.optimizer = step, place, optimizer
         self._profiled = known
@@ -68,7 +71,10 @@ class Planner:
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
         here = place if known is None else replace(place, is_here=False)
-        self._trials = Trials(step, here, self.units, tell, needs_fakes=needs_fakes or bool(storages))
+        self._ranks = ranks or Ranks()
+        self._ranks.check_same("the model", digests_of(self.units))
+        needs_fakes = needs_fakes or bool(storages)
+        self._trials = Trials(step, here, self.units, tell, needs_fakes=needs_fakes, is_shared=not self._ranks.is_alone)
         self.costs: Costs = Modelled(place.spec, place.rounding) if known is None else known.costs
         self.is_predicted = not place.is_here if known is None else known.is_predicted
 
@@ -76,8 +82,9 @@ class Planner:
 
     def look_at_plain(self) -> None:
         """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
-        with self._watching_loss():
+        with named_loss(self.step) as name:
             plain = self._trials.first(self.costs)
+            self._loss = name()
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
@@ -97,23 +104,6 @@ class Planner:
         self.plain = plain
         self.plain_reading = self._read(plain, {})
 
-    @contextmanager
-    def _watching_loss(self) -> Iterator[None]:
-        """Find out what the backward begins from."""
-        self._loss = "step()" if self.step.whole is not None else "loss(output)"
-        if self.step.whole is not None or self.step.loss is not None:
-            yield
-            return
-
-        def look(model: Any, args: Any, output: Any) -> None:
-            self._loss, _ = default_loss(output)
-
-        handle = self.step.model.register_forward_hook(look)
-        try:
-            yield
-        finally:
-            handle.remove()
-
     def _optimizer_memory(self) -> tuple[int, int]:
         if self.optimizer is None:
             return 0, 0
@@ -123,8 +113,8 @@ class Planner:
 
     def _measure(self, simulated: Trace) -> Trace:
         available = available_bytes(self.place.device)
-        policy = Assignment({} if simulated.peak_bytes < available else dict.fromkeys(self.units, FULL))
-        if policy.treatments and self._simulated(policy.treatments).peak_bytes >= available:
+        policy = Assignment({} if self._fits(simulated, available) else dict.fromkeys(self.units, FULL))
+        if policy.treatments and not self._fits(self._simulated(policy.treatments), available):
             warn(
                 f"plan: not even with everything recomputed does this step seem to fit in the {in_words(available)} that "
                 "are free here, so nothing is measured: the plan is predicted, as for a device that is not here."
@@ -141,6 +131,10 @@ class Planner:
         same = plain if not policy.treatments else self._simulated(policy.treatments)
         self.plain_seconds = seconds * plain.seconds / same.seconds
         return plain
+
+    def _fits(self, trace: Trace, available_bytes: int) -> bool:
+        """Return whether a step fits on every rank: either all of them run it, or none."""
+        return all(self._ranks.gather(trace.peak_bytes < available_bytes))
 
     def _run_for_costs(self) -> float:
         """Run the step: once to warm up, once for what ops cost, then for the time, which is returned."""
@@ -204,6 +198,7 @@ class Planner:
         self.menus = {
             path: treatments_of(unit, frozenset(self._called[path].functions)) for path, unit in self.units.items()
         }
+        self._ranks.check_same("the menu of treatments", names_of(self.menus))
         self.table = TreatmentTable(self.plain_reading, self.units)
         rounds = rounds_of(self.units, self.menus)
         for number, treatments in enumerate(rounds, start=1):
@@ -230,14 +225,15 @@ class Planner:
         allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
         self._tell("the plan, solved and proved")
         own_bytes = int((allowed - self.fixed.total) / (1 + self._trials.margin))
-        found = None if self.optimizer_bytes > allowed else self._fastest(own_bytes)
+        is_enough = all(self._ranks.gather(self.optimizer_bytes <= allowed))
+        found = self._fastest(own_bytes) if is_enough else None
         if found is None:
             raise infeasible(budget.text, allowed, self.smallest_bytes(), self.fixed, self.plain.peak_bytes)
         return self._written(found, budget, allowed)
 
     def _fastest(self, budget_bytes: int) -> ChosenStep | None:
         """The fastest choice that holds: without storages, or with one of them."""
-        found = self.search.fit(budget_bytes)
+        found = self._shared(budget_bytes).fit()
         choices = [] if found is None else [ChosenStep(found, self.plain_seconds + found.solution.seconds, Flow())]
         if found is None or found.solution.seconds > 0:
             for search in self._storage_searches:
@@ -246,16 +242,15 @@ class Planner:
                 choices += [] if other is None else [other]
         return min(choices, key=lambda choice: choice.seconds, default=None)
 
-    @property
-    def chain(self) -> Chain:
-        """The problem that is solved, before any plan was proved."""
-        return self.table.chain(self.menus, {})
+    def _shared(self, budget_bytes: int) -> SharedSearch:
+        return SharedSearch(self._ranks, self.search, budget_bytes, self.plain.peak_bytes)
 
     def smallest_bytes(self) -> int:
         """The least budget for which there is a plan."""
-        peaks = [self.search.smallest().trace.peak_bytes]
+        peaks = [self._shared(-self.fixed.total).smallest().trace.peak_bytes]
         peaks += [found.trace_bytes for search in self._storage_searches if (found := search.smallest()) is not None]
-        return max(self.fixed.total + min(peaks) + self._trials.margin_of(min(peaks)), self.optimizer_bytes)
+        own_bytes = max(self.fixed.total + min(peaks) + self._trials.margin_of(min(peaks)), self.optimizer_bytes)
+        return max(self._ranks.gather(own_bytes))
 
     def default_budget(self) -> Budget:
         """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
@@ -294,6 +289,11 @@ class Planner:
         found = [(search.offer.name, item) for search in self._used(choice) for item in (search.smallest(), choice)]
         total = self.fixed.total
         return [Point(f"planned, {name}", total + item.trace_bytes, item.seconds) for name, item in found if item]
+
+    @property
+    def chain(self) -> Chain:
+        """The problem that is solved, before any plan was proved."""
+        return self.table.chain(self.menus, {})
 
     @functools.cached_property
     def _points(self) -> Points:

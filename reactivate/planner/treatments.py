@@ -69,6 +69,11 @@ def treatments_of(unit: Module, ops: frozenset[str]) -> tuple[Treatment, ...]:
     return (*found, *_saving(unit, ops))
 
 
+def names_of(menus: Mapping[str, Iterable[Treatment]]) -> list[tuple[str, ...]]:
+    """Return each unit's path, with the names of its treatments."""
+    return [(path, *(item.name for item in menu)) for path, menu in menus.items()]
+
+
 def moving(treatments: Iterable[Treatment], storage: str) -> tuple[Treatment, ...]:
     """List the treatments that are these, with what they keep in a storage: inputs of regions, saved calls, or both.
 

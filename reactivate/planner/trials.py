@@ -14,8 +14,9 @@ import torch
 from torch.nn import Module
 
 from reactivate._torch.fake import unlogged
+from reactivate._torch.sharding import is_sharded
 from reactivate._types import Storage
-from reactivate.errors import UsageError
+from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner.cost.prediction import Proof
 from reactivate.planner.place import RESERVE, Place, available_bytes, is_alone
 from reactivate.planner.profile.costs import seconds_of
@@ -46,6 +47,7 @@ class Trials:
         units: the model's units by their paths.
         tell: reports progress.
         needs_fakes: whether steps are to be simulated wherever they can be: storages are rehearsed in these.
+        is_shared: whether other ranks try policies of the same step, so that none runs for real.
 
     Attributes:
         with_values: whether they run for real.
@@ -53,7 +55,14 @@ class Trials:
     """
 
     def __init__(
-        self, step: TrainingStep, place: Place, units: Mapping[str, Module], tell: Tell, *, needs_fakes: bool
+        self,
+        step: TrainingStep,
+        place: Place,
+        units: Mapping[str, Module],
+        tell: Tell,
+        *,
+        needs_fakes: bool,
+        is_shared: bool = False,
     ) -> None:
         self.with_values = False
         self.margin = 0.0
@@ -62,7 +71,8 @@ class Trials:
         self._units = units
         self._tell = tell
         # How many steps run depends on measured times: other ranks would wait for the collectives of a real one.
-        self._needs_fakes = needs_fakes or not is_alone()
+        self._never_real = is_shared or is_sharded(step.model)
+        self._needs_fakes = needs_fakes or self._never_real or not is_alone()
 
     def first(self, costs: Costs) -> Trace:
         """Run the plain step, with the calls of functions counted, and find out how steps can run.
@@ -146,6 +156,8 @@ class Trials:
                     "it needs values, as the counts of a router do. Plan the model where it has values and can run, or plan "
                     "the part of it in front of that, or behind it."
                 ) from error
+            if self._never_real:
+                raise UnsupportedError(_never_real(error)) from error
         self.with_values = True
         self._tell("the plain step, for real: it cannot be simulated")
         plain = self.run({}, costs, count_functions=True)
@@ -198,6 +210,14 @@ class Trials:
             rehearsal=rehearsal,
             watch=watch,
         )
+
+
+def _never_real(error: Exception) -> str:
+    return (
+        f"plan: the step does something that cannot be simulated ({type(error).__name__}: {_first_line(error)}), and a model "
+        "that is sharded by fully_shard, or planned with group=, is only simulated: ranks would wait for each other's "
+        "collectives. Plan the model first on one rank, then shard it: the plan can be applied before or after that."
+    )
 
 
 def _first_line(error: Exception) -> str:

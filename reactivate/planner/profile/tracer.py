@@ -29,6 +29,7 @@ from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import FakeTensor, device_of
 from reactivate._torch.ops import DEVICE_QUERY, tensor_positions
+from reactivate.planner.profile.resized import Resized
 from reactivate.planner.profile.trace import Allocation, CopyEvent, Costs, Op, Trace, UnitCall
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
@@ -86,7 +87,8 @@ class _Tracer(TorchDispatchMode):
         self._costs = costs
         self._live_bytes = 0
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._own: set[int] = set()  # those that were not there before
+        self._own: dict[int, Allocation] = {}  # those that were not there before
+        self._resized = Resized(self._resize)
         self._place = _Places()
         self._call: UnitCall | None = None  # that runs
         self._aside: list[Allocation] = []  # by the guards of the recomputations that run
@@ -116,8 +118,8 @@ class _Tracer(TorchDispatchMode):
             if not self._is_known(storage):
                 key = id(storage)
                 allocation = self._allocate(self._rounded(max(int(storage.nbytes()), least_bytes)))
-                self._storages[key] = weakref.ref(storage, self._leaver(key, allocation))
-                self._own.add(key)
+                self._storages[key] = weakref.ref(storage, self._leaver(key))
+                self._own[key] = allocation
 
     def _allocate(self, size_bytes: int) -> Allocation:
         allocation = Allocation(size_bytes, len(self.trace.ops))
@@ -133,13 +135,18 @@ class _Tracer(TorchDispatchMode):
         rounding = self._costs.rounding
         return -(-size_bytes // rounding) * rounding
 
-    def _leaver(self, key: int, allocation: Allocation) -> Callable[[object], None]:
+    def _leaver(self, key: int) -> Callable[[object], None]:
         def leave(_: object) -> None:
-            self._release(allocation)
+            self._release(self._own.pop(key))
             self._storages.pop(key, None)
-            self._own.discard(key)
+            self._resized.forget(key)
 
         return leave
+
+    def _resize(self, key: int, size_bytes: int) -> None:
+        """Take down that a storage of the step's own has another size: its memory has gone, or is there again."""
+        self._release(self._own[key])
+        self._own[key] = self._allocate(self._rounded(size_bytes))
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -147,12 +154,14 @@ class _Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
+        self._resized.look()
         before = self._live_bytes
         for leaf in leaves_at_op((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.know(leaf)
         self._enter_numbers(func, args)
         result = func(*args, **kwargs)
+        self._resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
         sizes = iter(cost.result_bytes)
         for leaf in leaves_at_op(result):
@@ -175,6 +184,7 @@ class _Tracer(TorchDispatchMode):
         """A module is called."""
         path = self._units.get(id(module))
         if path is not None and not is_recomputing():
+            self._resized.look()
             self._place.unit_begins()
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
