@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import reactivate
 from reactivate._engine.record import Record, observed_by
-from reactivate.errors import UnsupportedError, UsageError
+from reactivate.errors import UsageError
 
 CASES: Cases = {}
 
@@ -106,13 +106,6 @@ def a_model_is_planned_first_and_sharded_later() -> None:
     reactivate.apply(after, plan)
     plain.zero_grad()
     assert_same(after, plain)
-
-
-@case(CASES, 2)
-def a_sharded_model_is_refused() -> None:
-    model = shard(model_of())
-    with pytest.raises(UnsupportedError, match="Plan the model first, then shard"):
-        reactivate.plan(model, batch(), budget="60%", loss=loss_of)
 
 
 @case(CASES, 2)

@@ -303,6 +303,21 @@ def a_plain_tensor_is_not_distributed() -> None:
     assert not room.is_distributed(torch.ones(2))
 
 
+@needs("finished_work")
+def a_collective_that_nobody_ran_is_done() -> None:
+    """Behaviour: `test_plan_sharded`."""
+    assert isinstance(room.finished_work(), torch.ScriptObject)
+
+
+@needs("sharded_class", "is_sharded", "sharding_state", "prepare_sharding")
+def a_plain_module_is_not_sharded() -> None:
+    """Behaviour: `test_plan_sharded`."""
+    module = nn.Linear(2, 2)
+    assert not isinstance(module, room.sharded_class()) and not room.is_sharded(module)
+    assert room.sharding_state(module) is None
+    room.prepare_sharding(module)
+
+
 @needs("copy_unseen", "copy_all", "set_versions")
 def running_statistics_are_copied_and_written_without_a_trace() -> None:
     module = nn.BatchNorm1d(3)

@@ -12,9 +12,12 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.inputs.capture import Capture
+from reactivate._inspect.collectives import is_collective, simulated_collective
+from reactivate._inspect.sharded import sharding_faked
 from reactivate._torch.containers import flatten, leaves_at_op, unflatten
 from reactivate._torch.fake import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
 from reactivate._torch.ops import DEVICE_QUERY
+from reactivate._torch.sharding import sharded_class
 
 
 def has_no_memory(tensor: Tensor) -> bool:
@@ -58,10 +61,9 @@ def faked(
     def fake_argument(value: Any) -> Any:
         return value if isinstance(value, Tensor) and _has_values(value) else fake(value)
 
+    modules = Capture(model, args, kwargs).modules
     namespaces: list[dict[str, Any]] = [
-        namespace
-        for module in Capture(model, args, kwargs).modules
-        for namespace in (module._parameters, module._buffers, module.__dict__)
+        namespace for module in modules for namespace in (module._parameters, module._buffers, module.__dict__)
     ]
     originals = [{name: item for name, item in namespace.items() if fake(item) is not item} for namespace in namespaces]
     leaves, structure = flatten((args, kwargs))
@@ -69,7 +71,11 @@ def faked(
     try:
         for namespace, before in zip(namespaces, originals):
             namespace.update({name: fake(item) for name, item in before.items()})
-        with mode, _Values():
+        with (
+            sharding_faked(modules, fake),
+            mode,
+            _Values(gathers=any(isinstance(module, sharded_class()) for module in modules)),
+        ):
             yield faked
     finally:
         for namespace, before in zip(namespaces, originals):
@@ -89,9 +95,18 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 class _Values(TorchDispatchMode):
-    """Computes what depends on no fake tensor, unless it is large; moves generators on where an op would have drawn."""
+    """Computes what depends on no fake tensor, unless it is large; moves generators on where an op would have drawn.
+
+    Args:
+        gathers: whether parameters are sharded: empty tensors that are made outside of autograd are room to gather them into,
+            and nobody knows their values.
+    """
 
     limit_bytes = 2**26
+
+    def __init__(self, *, gathers: bool = False) -> None:
+        super().__init__()
+        self._gathers = gathers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,8 +119,12 @@ class _Values(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if is_collective(func):
+            return simulated_collective(func, args, kwargs)
         given = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(map(has_no_memory, given)):
+            return func(*args, **kwargs)
+        if self._gathers and func in _EMPTY and not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if not given:  # a new tensor: how large it is, and where, its fake tells
             made = func(*args, **kwargs)
@@ -116,6 +135,9 @@ class _Values(TorchDispatchMode):
             return func(*args, **kwargs)
         with unset_fake_temporarily():
             return func(*args, **kwargs)
+
+
+_EMPTY = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default})
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

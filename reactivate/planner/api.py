@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, Literal, overload
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -17,17 +18,18 @@ from reactivate._model.apply import paused
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
 from reactivate._types import Storage
-from reactivate.errors import UnsupportedError, UsageError
+from reactivate.errors import UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import parse
 from reactivate.planner.cost.devices import DeviceSpec
-from reactivate.planner.digest import is_sharded
 from reactivate.planner.head_search import HEADS, Head
 from reactivate.planner.offers import storages_in
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.progress import progress
+from reactivate.planner.ranks import Ranks
+from reactivate.planner.sharding import begin_sharded, check_group
 from reactivate.planner.solver.maximize import largest
 from reactivate.planner.step import Loss, TrainingStep
 
@@ -47,6 +49,7 @@ def plan(
     storages: Storage | Iterable[Storage] | None = None,
     shapes: None = None,
     head: Head = "rows",
+    group: ProcessGroup | None = None,
 ) -> Plan: ...
 
 
@@ -80,6 +83,7 @@ def plan(
     storages: Storage | Iterable[Storage] | None = None,
     shapes: Literal["adaptive"] | None = None,
     head: Head = "rows",
+    group: ProcessGroup | None = None,
 ) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
@@ -111,7 +115,12 @@ def plan(
             measured now. The result is an `AdaptivePlan`, a policy as well. A share is one of this batch.
         head: "rows": the cross-entropy of the logits may be computed by rows, bitwise as torch does, so that no log-softmax
             and no cast of them is kept. The planner finds it wherever it is called, and takes it by rows where that makes
-            the plan faster or possible. "keep": never, for a model that is compiled later. Adaptive plans keep it.
+            the plan faster or possible. "keep": never, for a model that is compiled later. Adaptive plans keep it, and so do
+            those of a group.
+        group: the ranks that run this step together and make this call, each with its own batch: they agree about one policy,
+            that of the rank with the least room, and each has its own promise beside it. Needed where a recomputation may
+            have collectives in it, so for models that are sharded by `fully_shard`. A budget is one of each rank, and they
+            may differ. Costs a few exchanges of kilobytes; every rank waits for the slowest one, as does `Plan.at`.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -119,8 +128,10 @@ def plan(
 
     Raises:
         PlanInfeasible: there is none; says the least budget for which there is one.
-        UsageError: an argument is not one of the above, or the step cannot be simulated.
-        UnsupportedError: the model is on XLA, or sharded by `fully_shard` already.
+        UsageError: an argument is not one of the above, the step cannot be simulated, the ranks of the group have not the
+            same model, or one of them has raised.
+        UnsupportedError: the model is on XLA; or its step cannot be simulated, and it is sharded by `fully_shard` already or
+            planned by a group.
 
     Example:
         >>> import torch, reactivate
@@ -139,21 +150,19 @@ def plan(
         raise UsageError(f'plan: head= takes "rows" or "keep"; got {described(head)}.')
     asked = None if budget is None else parse(budget)
     offered = storages_in(storages)
-    if is_sharded(model):
-        raise UnsupportedError(
-            "plan: the parameters of this model are sharded by fully_shard, whose collectives cannot be simulated. Plan the "
-            "model first, then shard it: the plan can be applied before or after that."
-        )
-    place = place_of(model, args, kwargs, device)
-    planned = TrainingStep(model, args, kwargs, loss, step)
-    _check_shapes(shapes, step=step, maximize=maximize, storages=storages)
-    with paused(model), progress("plan") as tell:
+    _check_shapes(shapes, step=step, maximize=maximize, storages=storages, group=group)
+    check_group(model, group, maximize=maximize, storages=storages)
+    ranks = Ranks(group)
+    with paused(model), progress("plan") as tell, ranks.together():
+        begin_sharded(model)
+        place = place_of(model, args, kwargs, device)
+        planned = TrainingStep(model, args, kwargs, loss, step)
         if maximize is not None:
             found = largest(planned, place, optimizer, tell, asked, maximize, offered, head)
             return replace(found, planning_seconds=perf_counter() - began)
         is_adaptive = shapes is not None
-        head = "keep" if is_adaptive else head
-        planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=is_adaptive, head=head)
+        head = "keep" if is_adaptive or group is not None else head
+        planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=is_adaptive, head=head, ranks=ranks)
         found = planner.prepare().plan(asked)
     found = replace(found, planning_seconds=perf_counter() - began)
     return found if shapes is None else adaptive_plan(planner, found)
@@ -174,6 +183,7 @@ def _check_shapes(shapes: Any, **others: Any) -> None:
 _WHY_NOT = {
     "step": "whose arguments nobody sees: pass the arguments of one call, and loss=",
     "maximize": "which looks for one shape: maximize first, then plan with a batch of that size",
+    "group": "whose ranks have batches of their own shapes, each at its own time: plan the longest batch",
     "storages": "of which a plan has to know how long one batch leaves its tensors there: plan the longest batch",
 }
 

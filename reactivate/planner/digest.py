@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from typing import Any
+from collections.abc import Mapping
 
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+
+from reactivate._torch.sharding import sharded_class
 
 
 def digest_of(module: Module) -> str:
@@ -18,16 +19,15 @@ def digest_of(module: Module) -> str:
 
 def class_name_of(module: Module) -> str:
     """Return the name of a module's class, of a sharded one that of the class that `fully_shard` made another of."""
-    sharded = _sharded_class()
+    sharded = sharded_class()
     if not isinstance(module, sharded):
         return type(module).__name__
     return next(kind.__name__ for kind in type(module).__mro__ if not issubclass(kind, sharded))
 
 
-def is_sharded(model: Module) -> bool:
-    """Return whether `fully_shard` has sharded parameters of a model."""
-    sharded = _sharded_class()
-    return any(isinstance(module, sharded) for module in model.modules())
+def digests_of(units: Mapping[str, Module]) -> list[tuple[str, str, str]]:
+    """Return path, class and digest of each unit."""
+    return [(path, class_name_of(unit), digest_of(unit)) for path, unit in units.items()]
 
 
 def bucket_bytes(model: Module) -> int:
@@ -40,9 +40,3 @@ def bucket_bytes(model: Module) -> int:
         for parameter in wrapper.parameters()
         if parameter.requires_grad
     )
-
-
-def _sharded_class() -> Any:
-    """Return the class of sharded modules; no class where nobody has imported the library."""
-    library = sys.modules.get("torch.distributed.fsdp")
-    return () if library is None else library.FSDPModule

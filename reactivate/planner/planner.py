@@ -21,6 +21,7 @@ from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
 from reactivate.planner.cost.overhead import measure_overhead
 from reactivate.planner.cost.prediction import Point
 from reactivate.planner.cost.timeline import prediction_of
+from reactivate.planner.digest import digests_of
 from reactivate.planner.head_search import Head, HeadSearch
 from reactivate.planner.offers import Offer, offers_of
 from reactivate.planner.place import Place, available_bytes
@@ -32,11 +33,13 @@ from reactivate.planner.profile.probe import Reading, TreatmentTable, read, roun
 from reactivate.planner.profile.step_profile import StepProfile
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
+from reactivate.planner.ranks import Ranks
 from reactivate.planner.runner import StepRunner
 from reactivate.planner.solver.chain import Chain
 from reactivate.planner.solver.solution import Search
 from reactivate.planner.step import TrainingStep
 from reactivate.planner.storage_search import StorageSearch
+from reactivate.planner.together import SharedSearch
 from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.planner.trials import Trials
 from reactivate.planner.units import units_of
@@ -58,6 +61,7 @@ class Planner:
         *,
         needs_fakes: bool = False,
         head: Head = "rows",
+        ranks: Ranks | None = None,
     ) -> None:
         self._head = head
         self.step, self.place, self.optimizer = step, place, optimizer
@@ -68,7 +72,10 @@ class Planner:
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
         here = place if known is None else replace(place, is_here=False)
-        self._trials = Trials(step, here, self.units, tell, needs_fakes=needs_fakes or bool(storages))
+        self._ranks = ranks or Ranks()
+        self._ranks.check_same("the model", digests_of(self.units))
+        needs_fakes = needs_fakes or bool(storages)
+        self._trials = Trials(step, here, self.units, tell, needs_fakes=needs_fakes, is_shared=not self._ranks.is_alone)
         self.costs: Costs = Modelled(place.spec, place.rounding) if known is None else known.costs
         self.is_predicted = not place.is_here if known is None else known.is_predicted
         self._uncertainty = 0.0 if known is None else known.uncertainty
@@ -108,8 +115,8 @@ class Planner:
 
     def _measure(self, simulated: Trace) -> Trace:
         available = available_bytes(self.place.device)
-        policy = Assignment({} if simulated.peak_bytes < available else dict.fromkeys(self.units, FULL))
-        if policy.treatments and self._simulated(policy.treatments).peak_bytes >= available:
+        policy = Assignment({} if self._fits(simulated, available) else dict.fromkeys(self.units, FULL))
+        if policy.treatments and not self._fits(self._simulated(policy.treatments), available):
             warn(
                 f"plan: not even with everything recomputed does this step seem to fit in the {in_words(available)} that "
                 "are free here, so nothing is measured: the plan is predicted, as for a device that is not here."
@@ -127,6 +134,10 @@ class Planner:
         same = plain if not policy.treatments else self._simulated(policy.treatments)
         self.plain_seconds = looked.seconds * plain.seconds / same.seconds
         return plain
+
+    def _fits(self, trace: Trace, available_bytes: int) -> bool:
+        """Return whether a step fits on every rank: either all of them run it, or none."""
+        return all(self._ranks.gather(trace.peak_bytes < available_bytes))
 
     def profiled(self) -> StepProfile:
         """Return what running the step has told."""
@@ -180,7 +191,7 @@ class Planner:
         self.table.enter(self.attempt(least)[1], least)
         functions = {path: call.functions.keys() for path, call in self._called.items()}
         record = functools.partial(self._trials.record, costs=self.costs, plain_bytes=self.plain.peak_bytes)
-        self.menus = menus_of(self.units, functions, self.table, record)
+        self.menus = self._ranks.gather(menus_of(self.units, functions, self.table, record))[0]  # times differ by rank
         rounds = rounds_of(self.units, self.menus)
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies, simulated: {number} of {len(rounds)}")
@@ -216,7 +227,8 @@ class Planner:
         allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
         self._tell("the plan, solved and proved")
         own_bytes = int((allowed - self.fixed.total) / (1 + self._trials.margin))
-        found = None if self.optimizer_bytes > allowed else self._fastest(own_bytes)
+        is_enough = all(self._ranks.gather(self.optimizer_bytes <= allowed))
+        found = self._fastest(own_bytes) if is_enough else None
         if found is None:
             least, advice = self.smallest_bytes(), "".join(search.advice() for search in self._head_searches)
             raise infeasible(budget.text, allowed, least, self.fixed, self.plain.peak_bytes, advice)
@@ -224,24 +236,23 @@ class Planner:
 
     def _fastest(self, budget_bytes: int) -> ChosenStep | None:
         """The fastest choice that holds: without storages, or with one of them."""
-        found = self.search.fit(budget_bytes)
+        found = self._shared(budget_bytes).fit()
         choices = [] if found is None else [ChosenStep(found, self.plain_seconds + found.solution.seconds, Flow())]
         if found is None or found.solution.seconds > 0:
             searches: tuple[HeadSearch | StorageSearch, ...] = (*self._head_searches, *self._storage_searches)
             choices += [other for search in searches if (other := search.fit(budget_bytes)) is not None]
         return min(choices, key=lambda choice: choice.seconds, default=None)
 
-    @property
-    def chain(self) -> Chain:
-        """The problem that is solved, before any plan was proved."""
-        return self.table.chain(self.menus, {})
+    def _shared(self, budget_bytes: int) -> SharedSearch:
+        return SharedSearch(self._ranks, self.search, budget_bytes, self.plain.peak_bytes)
 
     def smallest_bytes(self) -> int:
         """The least budget for which there is a plan."""
-        peaks = [self.search.smallest().trace.peak_bytes]
+        peaks = [self._shared(-self.fixed.total).smallest().trace.peak_bytes]
         searches: tuple[HeadSearch | StorageSearch, ...] = (*self._head_searches, *self._storage_searches)
         peaks += [found.trace_bytes for search in searches if (found := search.smallest()) is not None]
-        return max(self.fixed.total + min(peaks) + self._trials.margin_of(min(peaks)), self.optimizer_bytes)
+        own_bytes = max(self.fixed.total + min(peaks) + self._trials.margin_of(min(peaks)), self.optimizer_bytes)
+        return max(self._ranks.gather(own_bytes))
 
     def default_budget(self) -> Budget:
         """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
@@ -284,6 +295,11 @@ class Planner:
             label = f"planned, {search.offer.name}"
             found += [Point(label, total + item.trace_bytes, item.seconds) for item in items]
         return found
+
+    @property
+    def chain(self) -> Chain:
+        """The problem that is solved, before any plan was proved."""
+        return self.table.chain(self.menus, {})
 
     @functools.cached_property
     def _points(self) -> Points:

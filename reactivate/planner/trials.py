@@ -15,8 +15,9 @@ import torch
 from torch.nn import Module
 
 from reactivate._torch.fake import unlogged
+from reactivate._torch.sharding import is_sharded
 from reactivate._types import Storage
-from reactivate.errors import UsageError
+from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.recorded_calls import recorded_calls
 from reactivate.planner.cost.prediction import Proof
@@ -50,6 +51,7 @@ class Trials:
         units: the model's units by their paths.
         tell: reports progress.
         needs_fakes: whether steps are to be simulated wherever they can be: storages are rehearsed in these.
+        is_shared: whether other ranks try policies of the same step, so that none runs for real.
 
     Attributes:
         with_values: whether they run for real.
@@ -57,7 +59,14 @@ class Trials:
     """
 
     def __init__(
-        self, step: TrainingStep, place: Place, units: Mapping[str, Module], tell: Tell, *, needs_fakes: bool
+        self,
+        step: TrainingStep,
+        place: Place,
+        units: Mapping[str, Module],
+        tell: Tell,
+        *,
+        needs_fakes: bool,
+        is_shared: bool = False,
     ) -> None:
         self.with_values = False
         self.margin = 0.0
@@ -66,7 +75,8 @@ class Trials:
         self._units = units
         self._tell = tell
         # How many steps run depends on measured times: other ranks would wait for the collectives of a real one.
-        self._needs_fakes = needs_fakes or not is_alone()
+        self._never_real = is_shared or is_sharded(step.model)
+        self._needs_fakes = needs_fakes or self._never_real or not is_alone()
 
     def first(self, costs: Costs) -> Trace:
         """Run the plain step, with the calls of functions counted, and find out how steps can run.
@@ -150,6 +160,8 @@ class Trials:
                     "it needs values, as the counts of a router do. Plan the model where it has values and can run, or plan "
                     "the part of it in front of that, or behind it."
                 ) from error
+            if self._never_real:
+                raise UnsupportedError(_never_real(error)) from error
         self.with_values = True
         self._tell("the plain step, for real: it cannot be simulated")
         plain = self.run({}, costs, count_functions=True)
@@ -224,6 +236,14 @@ class Trials:
             rehearsal=rehearsal,
             watch=watch,
         )
+
+
+def _never_real(error: Exception) -> str:
+    return (
+        f"plan: the step does something that cannot be simulated ({type(error).__name__}: {_first_line(error)}), and a model "
+        "that is sharded by fully_shard, or planned with group=, is only simulated: ranks would wait for each other's "
+        "collectives. Plan the model first on one rank, then shard it: the plan can be applied before or after that."
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from reactivate.planner.place import Place
+from reactivate.planner.place import Place, is_alone
 from reactivate.planner.profile.costs import Sample, measure, seconds_of
 from reactivate.planner.profile.op_costs import Key, Measured, without_strides
 from reactivate.planner.profile.trace import Cost
@@ -50,7 +50,8 @@ def look_at(step: TrainingStep, place: Place, tell: Tell) -> Looked:
     tell("the step runs, to warm up")
     step.run_for_real()
     samples: list[Sample] = []
-    while len(samples) < LEAST_LOOKS or (len(samples) < MOST_LOOKS and implausible(samples)):
+    most = MOST_LOOKS if is_alone() else LEAST_LOOKS  # ranks that run together look equally often
+    while len(samples) < LEAST_LOOKS or (len(samples) < most and implausible(samples)):
         tell("the step runs, for what its ops cost")
         step.run_for_real(watch=lambda run: samples.append(_sample(run, place, takes_memory=not samples)))
     tell("the step runs, for its time")

@@ -31,6 +31,7 @@ from reactivate._torch.ops import DEVICE_QUERY, tensor_positions
 from reactivate.planner.profile.call_numbers import CallNumbers
 from reactivate.planner.profile.module_stack import ModuleStack
 from reactivate.planner.profile.places import Places
+from reactivate.planner.profile.resized import Resized
 from reactivate.planner.profile.trace import Allocation, CopyEvent, Costs, Op, Origin, Trace, UnitCall
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
@@ -105,7 +106,8 @@ class _Tracer(TorchDispatchMode):
         self._costs = costs
         self._live_bytes = 0
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._own: set[int] = set()  # those that were not there before
+        self._own: dict[int, Allocation] = {}  # those that were not there before
+        self._resized = Resized(self._resize)
         self._place = Places()
         self._call: UnitCall | None = None  # that runs
         self._last: UnitCall | None = None  # that runs, or ran last
@@ -138,8 +140,8 @@ class _Tracer(TorchDispatchMode):
                 key = id(storage)
                 size_bytes = self._rounded(max(int(storage.nbytes()), least_bytes))
                 allocation = self._allocate(size_bytes, self._origin(origin, tensor))
-                self._storages[key] = weakref.ref(storage, self._leaver(key, allocation))
-                self._own.add(key)
+                self._storages[key] = weakref.ref(storage, self._leaver(key))
+                self._own[key] = allocation
 
     def _origin(self, op: str, tensor: Tensor | None = None) -> Origin:
         if tensor is None:
@@ -160,13 +162,19 @@ class _Tracer(TorchDispatchMode):
         rounding = self._costs.rounding
         return -(-size_bytes // rounding) * rounding
 
-    def _leaver(self, key: int, allocation: Allocation) -> Callable[[object], None]:
+    def _leaver(self, key: int) -> Callable[[object], None]:
         def leave(_: object) -> None:
-            self._release(allocation)
+            self._release(self._own.pop(key))
             self._storages.pop(key, None)
-            self._own.discard(key)
+            self._resized.forget(key)
 
         return leave
+
+    def _resize(self, key: int, size_bytes: int) -> None:
+        """Take down that a storage of the step's own has another size: its memory has gone, or is there again."""
+        before = self._own[key]
+        self._release(before)
+        self._own[key] = self._allocate(self._rounded(size_bytes), before.origin)
 
     # -- ops ----------------------------------------------------------------------------------------------------------
 
@@ -176,12 +184,14 @@ class _Tracer(TorchDispatchMode):
             return NotImplemented
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
+        self._resized.look()
         before = self._live_bytes
         for leaf in leaves_at_op((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.know(leaf)
         self._enter_numbers(func, args)
         result = func(*args, **kwargs)
+        self._resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
         name = name_of(func)
         sizes = iter(cost.result_bytes)
@@ -208,6 +218,8 @@ class _Tracer(TorchDispatchMode):
             return
         self.numbers.begins(module)
         path = self._units.get(id(module))
+        if path is not None:
+            self._resized.look()
         if path is not None and self._place.unit_begins():
             turn = self._place.turn
             while len(self.trace.calls) <= turn:

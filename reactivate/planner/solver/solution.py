@@ -33,6 +33,11 @@ class Proven:
     reading: Reading
     rounds: int
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Return the names of the treatments, by the paths of units."""
+        return {path: treatment.name for path, treatment in self.treatments.items()}
+
 
 class Search:
     """Looks for choices whose simulated step holds what the solver promised.
@@ -121,6 +126,18 @@ class Search:
                 break
         assert best is not None
         return best
+
+    def prove(self, names: Mapping[str, str]) -> Proven:
+        """Simulate a choice that another rank has made.
+
+        Args:
+            names: of the treatments, by the paths of units.
+        """
+        chain = self._chain
+        rows = zip(self._table.plain.paths, chain.menus)
+        return self._prove(
+            chain.solution_of(next((one for one in menu if one.name == names[path]), menu[0]) for path, menu in rows)
+        )
 
     def _prove(self, solution: Solution) -> Proven:
         treatments = self._treatments_of(solution.entries)

@@ -1,0 +1,94 @@
+"""What `fully_shard` keeps of a model beside its parameters: put aside for a step on fake tensors.
+
+It has each parameter's part once more, as it is gathered from, and room into which the whole is gathered. Its hooks run in a
+simulated step as in a real one, so that they find fake tensors there, and whatever they change is as it was afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from reactivate._torch.sharding import sharded_class, sharding_state
+
+_LIBRARY = "torch.distributed.fsdp"
+_CONTAINERS = (list, dict, set)
+
+
+@contextmanager
+def sharding_faked(modules: Iterable[Module], fake: Callable[[Any], Any]) -> Iterator[None]:
+    """Put fake tensors into the state of sharded modules; afterwards it is as it was, and so are the modules' own dicts.
+
+    Args:
+        modules: all modules of a model.
+        fake: from a tensor to its fake.
+    """
+    kind = sharded_class()
+    sharded = [module for module in modules if isinstance(module, kind)]
+    objects = _objects_of([sharding_state(module) for module in sharded])
+    restore = [_restoring(vars(item)) for item in objects]
+    restore += [_restoring(part) for module in sharded for part in vars(module).values() if isinstance(part, dict)]
+    try:
+        for item in objects:
+            _fake_all(vars(item), fake)
+        yield
+    finally:
+        for put_back in reversed(restore):
+            put_back()
+
+
+def _objects_of(states: Iterable[Any]) -> list[Any]:
+    """List the library's objects that can be reached from these, each once."""
+    found: dict[int, Any] = {}
+    todo = list(states)
+    while todo:
+        item = todo.pop()
+        if isinstance(item, dict):
+            todo += item.values()
+        elif isinstance(item, (list, tuple, set)):
+            todo += item
+        elif id(item) not in found and _is_of_library(item):
+            found[id(item)] = item
+            todo += vars(item).values()
+    return list(found.values())
+
+
+def _is_of_library(item: Any) -> bool:
+    is_state = not isinstance(item, (Module, Tensor, type)) and hasattr(item, "__dict__")
+    return is_state and type(item).__module__.startswith(_LIBRARY)
+
+
+def _restoring(namespace: dict[Any, Any]) -> Callable[[], None]:
+    """Return what puts a namespace back as it is now, and what lies in its lists, dicts and sets."""
+    before = dict(namespace)
+    contents = [(value, value.copy()) for value in before.values() if isinstance(value, _CONTAINERS)]
+
+    def put_back() -> None:
+        namespace.clear()
+        namespace.update(before)
+        for container, content in contents:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+
+    return put_back
+
+
+def _fake_all(namespace: dict[str, Any], fake: Callable[[Any], Any]) -> None:
+    """Replace the tensors in a namespace, and in its lists; those whose memory was let go of are made again when needed."""
+    for name, value in list(namespace.items()):
+        if isinstance(value, Tensor):
+            if _is_empty(value):
+                del namespace[name]
+            else:
+                namespace[name] = fake(value)
+        elif isinstance(value, list) and any(isinstance(item, Tensor) for item in value):
+            namespace[name] = [fake(item) for item in value if not (isinstance(item, Tensor) and _is_empty(item))]
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.numel() > 0 and local.untyped_storage().nbytes() == 0

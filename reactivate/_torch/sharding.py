@@ -1,0 +1,33 @@
+"""The state that `fully_shard` keeps for a module: torch has no public name for it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.nn import Module
+
+
+def sharded_class() -> Any:
+    """Return the class of modules that `fully_shard` has sharded; no class where nobody has imported the library."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    return () if library is None else library.FSDPModule
+
+
+def is_sharded(model: Module) -> bool:
+    """Return whether `fully_shard` has sharded parameters of a model."""
+    sharded = sharded_class()
+    return any(isinstance(module, sharded) for module in model.modules())
+
+
+def sharding_state(module: Module) -> Any:
+    """Return the object in which `fully_shard` keeps what it knows of a module; None where this torch does not show it."""
+    ask = getattr(module, "_get_fsdp_state", None)
+    return None if ask is None else ask()
+
+
+def prepare_sharding(root: Module) -> None:
+    """Make ready what the first forward pass of a sharded model would make ready."""
+    ready = getattr(sharding_state(root), "_lazy_init", None)
+    if ready is not None:
+        ready()
