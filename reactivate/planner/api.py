@@ -27,6 +27,7 @@ from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.progress import progress
+from reactivate.planner.reserve import parse_reserve, within_device
 from reactivate.planner.solver.maximize import largest
 from reactivate.planner.step import Loss, TrainingStep
 
@@ -45,6 +46,7 @@ def plan(
     maximize: str | Mapping[str, int] | None = None,
     storages: Storage | Iterable[Storage] | None = None,
     shapes: None = None,
+    reserve: int | str | None = None,
 ) -> Plan: ...
 
 
@@ -59,6 +61,7 @@ def plan(
     optimizer: Optimizer | None = None,
     device: torch.device | str | DeviceSpec | None = None,
     shapes: Literal["adaptive"],
+    reserve: int | str | None = None,
 ) -> AdaptivePlan: ...
 
 
@@ -77,6 +80,7 @@ def plan(
     maximize: str | Mapping[str, int] | None = None,
     storages: Storage | Iterable[Storage] | None = None,
     shapes: Literal["adaptive"] | None = None,
+    reserve: int | str | None = None,
 ) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
@@ -94,7 +98,7 @@ def plan(
         kwargs: keyword arguments.
         budget: the most that may be allocated at any moment, all included: bytes, "8GiB"; or "50%" of the plain step's
             activation peak, which is its peak above what is there all the time. None, on an accelerator: its free memory
-            and what the model has there already, less 5 %.
+            and what the model has there already, less `reserve`; and no more than its allocator can reserve.
         loss: from what the model returns to the scalar to go back from. By default the output if it is a scalar, its
             `.loss`, or the sum of what is in it.
         step: runs forward and backward, in place of all that; not the optimizer.
@@ -106,6 +110,8 @@ def plan(
             recomputation. Their speed is measured; that of a device that is not here comes from its description.
         shapes: "adaptive": batches of other shapes have a plan each, which is made when a shape first comes, from what is
             measured now. The result is an `AdaptivePlan`, a policy as well. A share is one of this batch.
+        reserve: what the default budget of an accelerator leaves free for fragmentation and all that a simulation of its
+            allocator does not see: bytes, "2GiB", or a share of the memory that is there, "5%" unless said.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -136,7 +142,7 @@ def plan(
             "plan: the parameters of this model are sharded by fully_shard, whose collectives cannot be simulated. Plan the "
             "model first, then shard it: the plan can be applied before or after that."
         )
-    place = place_of(model, args, kwargs, device)
+    place = replace(place_of(model, args, kwargs, device), reserve=parse_reserve(reserve, budget))
     planned = TrainingStep(model, args, kwargs, loss, step)
     _check_shapes(shapes, step=step, maximize=maximize, storages=storages)
     with paused(model), progress("plan") as tell:
@@ -145,6 +151,9 @@ def plan(
             return replace(found, planning_seconds=perf_counter() - began)
         planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=shapes is not None)
         found = planner.prepare().plan(asked)
+        if asked is None:
+            capacity = place.capacity_bytes(planner.fixed.total, is_predicted=planner.is_predicted)
+            found = within_device(found, capacity, planner.plan)
     found = replace(found, planning_seconds=perf_counter() - began)
     return found if shapes is None else adaptive_plan(planner, found)
 

@@ -150,6 +150,8 @@ class Trace:
         stored_bytes: the most that the storage keeps.
         failures: why the storage could not do its part.
         depends_on_data: whether an op ran whose result's size, or whose meaning for Python, is in the numbers it is given.
+        standing: the bytes of each memory that was there before.
+        rounding: the allocator gives multiples of this many bytes.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -159,6 +161,8 @@ class Trace:
     moves: list[CopyEvent] = field(default_factory=list)
     stored_bytes: int = 0
     failures: list[str] = field(default_factory=list)
+    standing: list[int] = field(default_factory=list)
+    rounding: int = 1
 
     def fits(self, budget_bytes: int) -> bool:
         """Return whether the step is as it should be, and within the budget."""
