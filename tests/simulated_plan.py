@@ -76,7 +76,7 @@ def test_a_plan_with_the_host_holds_to_the_byte_and_is_bitwise(last: int, ahead:
 
 
 class Reserving:
-    """What the caching allocator would reserve for the blocks that the simulated device hands out."""
+    """A caching allocator beside the simulated device, with a block for each that the device hands out."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.allocator = CachingAllocator()
