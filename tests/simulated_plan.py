@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from residual import Block, Residual
 from torch import Tensor, nn
 
 import reactivate
+from reactivate.planner.cost.caching_allocator import CachingAllocator, MemoryBlock
 from reactivate.planner.plan import Plan
 from reactivate.storage import Host
 
@@ -70,4 +72,66 @@ def test_a_plan_with_the_host_holds_to_the_byte_and_is_bitwise(last: int, ahead:
             handle = reactivate.apply(model, tight)
             assert all(map(torch.equal, expected, gradients(model, x)))
             handle.remove()
+            gc.collect()
+
+
+class Reserving:
+    """A caching allocator beside the simulated device, with a block for each that the device hands out."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.allocator = CachingAllocator()
+        self._blocks: dict[int, MemoryBlock] = {}
+        new_block, settle = simulated.Simulator.new_block, simulated.Simulator.settle
+
+        def settled(device: simulated.Simulator) -> None:
+            settle(device)
+            for address in self._blocks.keys() - device.blocks.keys():
+                self.allocator.free(self._blocks.pop(address))
+
+        def made(device: simulated.Simulator, lane: Any, nbytes: int) -> Any:
+            block = new_block(device, lane, nbytes)
+            if nbytes:
+                self._blocks[block.memory.data_ptr()] = self.allocator.allocate(nbytes)
+            return block
+
+        patch.setattr(simulated.Simulator, "new_block", made)
+        patch.setattr(simulated.Simulator, "settle", settled)
+
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        """Begin with nothing but these."""
+        self.allocator = CachingAllocator()
+        self._blocks = {item.data_ptr(): self.allocator.allocate(item.nbytes) for item in tensors}
+
+
+@pytest.mark.parametrize("share", ["100%", "60%", "45%"])
+def test_what_is_reserved_is_what_the_plan_says(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserving = Reserving(monkeypatch)
+    with simulated.accelerator("late") as device:
+        torch.manual_seed(0)
+        model = Residual(64, 6, partial(Block, factor=4)).to(device)
+        x = torch.randn(8192, 64).to(device)
+        plan = planned(model, x, share)
+        with reactivate.apply(model, plan):
+            gradients(model, x)
+            held = [*model.parameters(), *(item.grad for item in model.parameters() if item.grad is not None), x]
+            simulated.synchronize()
+            gc.collect()
+            reserving.begin(held)
+            out = model(x)  # alive during the backward, as in the step that was planned
+            out.square().mean().backward()
+        promised = plan.predicted.reserved_bytes
+        assert promised is not None and promised >= plan.predicted.peak_bytes
+        assert abs(reserving.allocator.reserved_bytes - promised) <= 2 * 2**20  # a segment of small blocks
+
+
+def test_the_default_budget_is_what_is_free_less_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_bytes = 64 * 2**20
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: simulated.memory_allocated() + 3 * 2**20)
+    monkeypatch.setattr(simulated, "mem_get_info", lambda device: (free_bytes, 2 * free_bytes), raising=False)
+    with simulated.accelerator("late") as device:
+        model, x = a_model().to(device), torch.randn(BATCH, WIDTH).to(device)
+        for reserve, left in ((None, 0.95), ("20%", 0.8), (0, 1.0)):
+            plan = reactivate.plan(model, x, loss=lambda out: out.square().mean(), reserve=reserve)
+            free = plan.budget_bytes - plan.fixed.total
+            assert free == pytest.approx(left * (free_bytes + 3 * 2**20), abs=1)  # cached memory is free
             gc.collect()

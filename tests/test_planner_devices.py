@@ -13,7 +13,8 @@ import pytest
 from reactivate.errors import UsageError
 from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec, find, load
 
-GPUS = [device for device in DEVICES.values() if device.name != "cpu"]
+TPUS = [device for device in DEVICES.values() if device.name.startswith(("TPU", "Trainium"))]
+GPUS = [device for device in DEVICES.values() if device.name != "cpu" and device not in TPUS]
 MINE: dict[str, Any] = {
     "name": "mine",
     "memory_bytes": 8 * 10**9,
@@ -35,6 +36,25 @@ def test_a_row_is_from_a_vendor_and_is_sane(device: DeviceSpec) -> None:
         assert rate["float8"] == pytest.approx(rate["float16"] * 2, rel=0.03)
     assert 60 < rate["float16"] / device.bandwidth_bytes_per_second < 500, "FLOPs a byte"
     assert 0.015 < device.memory_bytes / device.bandwidth_bytes_per_second < 0.1, "seconds to read its memory"
+
+
+@pytest.mark.parametrize("device", TPUS, ids=lambda device: device.name)
+def test_a_row_of_another_accelerator_is_sane(device: DeviceSpec) -> None:
+    assert all(part.startswith("https://") for part in device.source.split())
+    assert any(vendor in device.source for vendor in ("cloud.google.com", "awsdocs-neuron"))
+    rate = device.flops_per_second
+    assert rate["float32"] <= rate["bfloat16"]
+    assert 150 < rate["bfloat16"] / device.bandwidth_bytes_per_second < 600, "FLOPs a byte"
+    assert 0.015 < device.memory_bytes / device.bandwidth_bytes_per_second < 0.1, "seconds to read its memory"
+
+
+def test_a_part_of_a_package_has_its_part_of_the_published_numbers() -> None:
+    trainium, gb200 = DEVICES["Trainium2"], DEVICES["GB200"]
+    assert trainium.memory_bytes * 4 == 96 * 2**30
+    assert {name: 4 * rate / 1e12 for name, rate in trainium.flops_per_second.items()} == {
+        "float32": 181, "tfloat32": 667, "bfloat16": 667, "float16": 667, "float8": 1299
+    }  # fmt: skip
+    assert 2 * gb200.memory_bytes == 372 * 10**9 and 2 * gb200.bandwidth_bytes_per_second == 16e12
 
 
 def test_rates_are_those_without_sparsity() -> None:

@@ -29,6 +29,7 @@ from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.progress import progress
 from reactivate.planner.ranks import Ranks
+from reactivate.planner.reserve import parse_reserve, within_device
 from reactivate.planner.sharding import begin_sharded, check_group
 from reactivate.planner.solver.maximize import largest
 from reactivate.planner.step import Loss, TrainingStep
@@ -50,6 +51,7 @@ def plan(
     shapes: None = None,
     head: Head = "rows",
     group: ProcessGroup | None = None,
+    reserve: int | str | None = None,
 ) -> Plan: ...
 
 
@@ -64,6 +66,7 @@ def plan(
     optimizer: Optimizer | None = None,
     device: torch.device | str | DeviceSpec | None = None,
     shapes: Literal["adaptive"],
+    reserve: int | str | None = None,
 ) -> AdaptivePlan: ...
 
 
@@ -84,6 +87,7 @@ def plan(
     shapes: Literal["adaptive"] | None = None,
     head: Head = "rows",
     group: ProcessGroup | None = None,
+    reserve: int | str | None = None,
 ) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
@@ -101,7 +105,7 @@ def plan(
         kwargs: keyword arguments.
         budget: the most that may be allocated at any moment, all included: bytes, "8GiB"; or "50%" of the plain step's
             activation peak, which is its peak above what is there all the time. None, on an accelerator: its free memory
-            and what the model has there already, less 5 %.
+            and what the model has there already, less `reserve`; and no more than its allocator can reserve.
         loss: from what the model returns to the scalar to go back from. By default the output if it is a scalar, its
             `.loss`, or the sum of what is in it.
         step: runs forward and backward, in place of all that; not the optimizer.
@@ -121,6 +125,8 @@ def plan(
             that of the rank with the least room, and each has its own promise beside it. Needed where a recomputation may
             have collectives in it, so for models that are sharded by `fully_shard`. A budget is one of each rank, and they
             may differ. Costs a few exchanges of kilobytes; every rank waits for the slowest one, as does `Plan.at`.
+        reserve: what the default budget of an accelerator leaves free for fragmentation and all that a simulation of its
+            allocator does not see: bytes, "2GiB", or a share of the memory that is there, "5%" unless said.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -152,10 +158,11 @@ def plan(
     offered = storages_in(storages)
     _check_shapes(shapes, step=step, maximize=maximize, storages=storages, group=group)
     check_group(model, group, maximize=maximize, storages=storages)
+    kept_free = parse_reserve(reserve, budget)
     ranks = Ranks(group)
     with paused(model), progress("plan") as tell, ranks.together():
         begin_sharded(model)
-        place = place_of(model, args, kwargs, device)
+        place = replace(place_of(model, args, kwargs, device), reserve=kept_free)
         planned = TrainingStep(model, args, kwargs, loss, step)
         if maximize is not None:
             found = largest(planned, place, optimizer, tell, asked, maximize, offered, head)
@@ -164,6 +171,9 @@ def plan(
         head = "keep" if is_adaptive or group is not None else head
         planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=is_adaptive, head=head, ranks=ranks)
         found = planner.prepare().plan(asked)
+        if asked is None:
+            capacity = place.capacity_bytes(planner.fixed.total, is_predicted=planner.is_predicted)
+            found = within_device(found, capacity, planner.plan, ranks)
     found = replace(found, planning_seconds=perf_counter() - began)
     return found if shapes is None else adaptive_plan(planner, found)
 

@@ -18,6 +18,7 @@ class Measurement:
         activation_bytes: what of the promise the step allocates itself.
         promised_seconds, measured_seconds: of forward and backward.
         reserved_bytes: what an accelerator's allocator had taken from the device; None on a CPU.
+        promised_reserved_bytes: what the plan says of that; None on a CPU, and of plans in older files.
     """
 
     budget_bytes: int
@@ -27,6 +28,7 @@ class Measurement:
     promised_seconds: float
     measured_seconds: float
     reserved_bytes: int | None = None
+    promised_reserved_bytes: int | None = None
 
     @property
     def holds(self) -> bool:
@@ -39,10 +41,14 @@ class Measurement:
         return (self.measured_bytes - self.promised_bytes) / max(self.activation_bytes, 1)
 
     def __str__(self) -> str:
-        reserved = "" if self.reserved_bytes is None else f" ({in_words(self.reserved_bytes)} reserved)"
+        promised, reserved = map(_reserved, (self.promised_reserved_bytes, self.reserved_bytes))
         return (
-            f"Peak: promised {in_words(self.promised_bytes)}, measured {in_words(self.measured_bytes)}{reserved}, "
+            f"Peak: promised {in_words(self.promised_bytes)}{promised}, measured {in_words(self.measured_bytes)}{reserved}, "
             f"{self.error:+.2%} of the step's own; the budget of {in_words(self.budget_bytes)} "
             f"{'holds' if self.holds else 'does not hold'}. Step: promised {self.promised_seconds:.3f} s, measured "
             f"{self.measured_seconds:.3f} s."
         )
+
+
+def _reserved(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f" ({in_words(size_bytes)} reserved)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,12 @@ from torch.nn import Module
 
 from reactivate._inspect.fake import has_no_memory, tensors_of
 from reactivate.errors import UnsupportedError, UsageError
+from reactivate.planner.budget import Budget, parse
 from reactivate.planner.cost.devices import DeviceSpec, find
 
-RESERVE = 0.05  # of an accelerator's free memory: for its context's growth and the allocator's gaps
+RESERVED = "5%"
+"""What a default budget leaves free, unless the user says otherwise."""
+RESERVE = 0.05  # of the free memory: what steps that are tried leave free
 
 
 @dataclass(frozen=True)
@@ -27,20 +30,22 @@ class Place:
         spec: the roofline of ops that were not measured.
         is_here: whether it can run.
         memory_bytes: the memory of the device, all of it; 0 where nobody says.
+        reserve: the part of an accelerator's memory that a default budget leaves free.
     """
 
     device: torch.device
     spec: DeviceSpec
     is_here: bool
     memory_bytes: int = 0
+    reserve: Budget = field(default_factory=lambda: parse(RESERVED))
 
     @property
     def is_host(self) -> bool:
         """Return whether the memory is the host's."""
         return self.device.type == "cpu" and self.spec.name == "cpu"
 
-    def free_bytes(self, fixed_bytes: int, *, is_predicted: bool) -> int:
-        """Return what is free on the device, less a reserve, and what the step has there already.
+    def capacity_bytes(self, fixed_bytes: int, *, is_predicted: bool) -> int:
+        """Return what is free on the device, and what the step has there already.
 
         Args:
             fixed_bytes: that.
@@ -50,12 +55,17 @@ class Place:
             UsageError: nobody says what is free.
         """
         if is_predicted:
-            return int(self.spec.memory_bytes * (1 - RESERVE))
+            return self.spec.memory_bytes
         if self.device.type == "cpu":
             raise UsageError(
                 "plan needs a budget on a CPU, where nobody says what is free: budget='8GiB' (--budget 8GiB)."
             )
-        return int(available_bytes(self.device) * (1 - RESERVE)) + fixed_bytes
+        return available_bytes(self.device) + cached_bytes(self.device) + fixed_bytes
+
+    def free_bytes(self, fixed_bytes: int, *, is_predicted: bool) -> int:
+        """Return the same, less the reserve: of all memory where nothing runs, else of what is free."""
+        whole = self.capacity_bytes(fixed_bytes, is_predicted=is_predicted)
+        return whole - self.reserve.total(0, whole if is_predicted else whole - fixed_bytes)
 
     @property
     def rounding(self) -> int:
@@ -131,6 +141,11 @@ def available_bytes(device: torch.device) -> int:
     """The memory of a device that is free now. Where nobody says, more than there can be."""
     found = _free_and_total(device)
     return sys.maxsize if found is None else found[0]
+
+
+def cached_bytes(device: torch.device) -> int:
+    """The memory that the allocator of an accelerator has reserved and that no tensor has: it counts as free."""
+    return int(torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device))
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -81,7 +81,9 @@ def memory(plan: Planned) -> str:
     """Say what the peak is made of."""
     parts = ", ".join(f"{name} {in_words(size)}" for name, size in at_peak(plan).items() if size)
     optimizer = "" if plan.optimizer_bytes else " No optimizer was given, so its memory is not counted: optimizer=..."
-    return f"At the peak of forward and backward: {parts}.{optimizer}"
+    reserved = plan.predicted.reserved_bytes
+    reserves = "" if reserved is None else f" For that the allocator reserves about {in_words(reserved)}."
+    return f"At the peak of forward and backward: {parts}.{reserves}{optimizer}"
 
 
 def copies(plan: Planned) -> str:

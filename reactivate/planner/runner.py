@@ -81,6 +81,7 @@ class StepRunner:
             plan.predicted.seconds,
             statistics.median(seconds),
             None if device.type == "cpu" else int(torch.accelerator.max_memory_reserved()),
+            plan.predicted.reserved_bytes,
         )
 
     def watch(self, model: Module, plan: Plan) -> Callable[[], None]:

@@ -105,6 +105,7 @@ class Prediction:
         copies: the transfers to and from a storage.
         waited_seconds: how long the step waits for these; a part of `seconds`.
         alive: the tensors of which the peak is made beside `Fixed`, the largest first; none in older files.
+        reserved_bytes: what an accelerator's allocator reserves for all that; None for a CPU, and in older files.
     """
 
     peak_bytes: int
@@ -114,6 +115,7 @@ class Prediction:
     copies: tuple[Copy, ...] = ()
     waited_seconds: float = 0.0
     alive: tuple[LiveTensors, ...] = ()
+    reserved_bytes: int | None = None
 
     @property
     def peak(self) -> Moment:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from reactivate.planner.cost.alive import KEPT, MADE_IN_STEP, RECOMPUTED, WORKSPACE, alive_at_peak, kind_of
 from reactivate.planner.cost.flow import Flow
 from reactivate.planner.cost.prediction import Moment, Prediction, thinned
+from reactivate.planner.cost.reserved import reserved_for
 from reactivate.planner.profile.trace import Trace
 
 NO_COPIES = Flow()
@@ -43,6 +44,7 @@ def prediction_of(trace: Trace, fixed_bytes: int, seconds: float, flow: Flow = N
         flow.copies,
         flow.waited_seconds,
         alive_at_peak(trace),
+        reserved_for(trace, fixed_bytes),
     )
 
 

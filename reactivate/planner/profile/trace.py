@@ -154,6 +154,8 @@ class Trace:
         failures: why the storage could not do its part.
         uncounted: the units of which calls with gradients were outside of forwards of the model.
         depends_on_data: whether an op ran whose result's size, or whose meaning for Python, is in the numbers it is given.
+        standing: the bytes of each memory that was there before.
+        rounding: the allocator gives multiples of this many bytes.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -164,6 +166,8 @@ class Trace:
     stored_bytes: int = 0
     failures: list[str] = field(default_factory=list)
     uncounted: frozenset[str] = frozenset()
+    standing: list[int] = field(default_factory=list)
+    rounding: int = 1
 
     def fits(self, budget_bytes: int) -> bool:
         """Return whether the step is as it should be, and within the budget."""

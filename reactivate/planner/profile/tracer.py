@@ -68,8 +68,9 @@ def traced(
     """
     paths = {id(module): path for path, module in units.items()}
     tracer = _Tracer(paths, costs, watch, CallNumbers(model), ModuleStack(model))
+    tracer.trace.rounding = costs.rounding
     for tensor in known:
-        tracer.know(tensor)
+        tracer.trace.standing += tracer.know(tensor)
     with ExitStack() as stack:
         for handle in (
             register_module_forward_pre_hook(tracer.unit_begins),
@@ -115,11 +116,12 @@ class _Tracer(TorchDispatchMode):
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def know(self, tensor: Tensor) -> None:
-        """`tensor` is read: if no op has made it, it was there before."""
-        for storage in storages_of(tensor):
-            if not self._is_known(storage):
-                self._storages[id(storage)] = weakref.ref(storage)
+    def know(self, tensor: Tensor) -> list[int]:
+        """`tensor` is read: if no op has made it, it was there before. Return the bytes of each memory that is new."""
+        new = [storage for storage in storages_of(tensor) if not self._is_known(storage)]
+        for storage in new:
+            self._storages[id(storage)] = weakref.ref(storage)
+        return [int(storage.nbytes()) for storage in new]
 
     def _enter_numbers(self, op: Any, args: Any) -> None:
         """Numbers in the place of tensors become small tensors, which autograd saves: until when, no mode sees."""
