@@ -95,8 +95,7 @@ class Handle:
         if self.saved:
             lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]
         if self.heads:
-            heads = shortened(path or "the model itself" for path in self.heads)
-            lines.append(f"Loss by rows of what these return: {heads}.")
+            lines.append(f"Loss by rows: {shortened(path or 'the model itself' for path in self.heads)}.")
         reasons: dict[str, list[str]] = {}
         for path, reason in self.kept.items():
             reasons.setdefault(reason, []).append(path)

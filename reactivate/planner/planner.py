@@ -90,7 +90,8 @@ class Planner:
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
-        self._optimizer_needs = self._optimizer_memory()
+        needs = functools.partial(optimizer_memory, self.optimizer, self.step.model, self.costs, self.place.device)
+        self._optimizer_needs = needs() if self._profiled is None else self._profiled.optimizer_bytes
         self.fixed = fixed_of(self.step.model, self.step.args, self.step.kwargs, self._optimizer_needs[0])
         if self._profiled is not None:
             self.plain_seconds = plain.seconds * self._profiled.scale
@@ -105,13 +106,6 @@ class Planner:
         self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
         self.plain = plain
         self.plain_reading = self._read(plain, {})
-
-    def _optimizer_memory(self) -> tuple[int, int]:
-        if self.optimizer is None:
-            return 0, 0
-        if self._profiled is not None:
-            return self._profiled.optimizer_bytes
-        return optimizer_memory(self.optimizer, self.step.model, self.costs, self.place.device)
 
     def _measure(self, simulated: Trace) -> Trace:
         available = available_bytes(self.place.device)

@@ -51,15 +51,17 @@ def others_on(device: torch.device, model: Module, args: Any, kwargs: Any, optim
     return max(int(torch.accelerator.memory_allocated(device)) - own, 0)  # buckets among it
 
 
-def optimizer_memory(optimizer: Optimizer, model: Module, costs: Costs, device: torch.device) -> tuple[int, int]:
+def optimizer_memory(optimizer: Optimizer | None, model: Module, costs: Costs, device: torch.device) -> tuple[int, int]:
     """Return the bytes that an optimizer keeps, and the most that its step allocates beside that. Nothing is computed.
 
     Args:
-        optimizer: of `model`; it is not changed.
+        optimizer: of `model`; it is not changed. None for one that needs nothing.
         model: the model.
         costs: of ops.
         device: where tensors on the meta device are to seem to be.
     """
+    if optimizer is None:
+        return 0, 0
     originals = list(model.parameters())
     with faked(model, (), {}, device):
         fakes = dict(zip(map(id, originals), model.parameters()))
