@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -87,18 +87,17 @@ class Handle:
         return f"Handle({self.policy!r}, regions={len(self.regions)}{saved})"
 
     def __str__(self) -> str:
+        def named(paths: Iterable[str]) -> str:
+            return shortened(path or "the model itself" for path in paths)
+
         lines = [f"{self.policy!r}: {counted(len(self.regions), 'region')}, recomputed in backward."]
-        lines += [
-            f"  {kind}: {shortened(path or 'the model itself' for path in paths)}"
-            for kind, paths in self._kinds.items()
-        ]
+        lines += [f"  {kind}: {named(paths)}" for kind, paths in self._kinds.items()]
         if self.saved:
             lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]
         if self.heads:
-            lines.append(f"Loss by rows: {shortened(path or 'the model itself' for path in self.heads)}.")
-        reasons: dict[str, list[str]] = {}
-        for path, reason in self.kept.items():
-            reasons.setdefault(reason, []).append(path)
+            lines.append(f"Loss by rows: {named(self.heads)}.")
+        kept = self.kept.items()
+        reasons = {reason: [path for path, why in kept if why == reason] for _, reason in kept}
         if reasons:
             lines.append("Beside the regions, not recomputed:")
             lines += [f"  {shortened(paths)}: {reason}" for reason, paths in reasons.items()]
