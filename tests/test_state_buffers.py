@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
+from oracle import assert_bitwise
 from state_programs import (
     Program,
     Programs,
@@ -23,6 +25,7 @@ from state_programs import (
 from torch import Tensor, nn
 
 import reactivate
+from reactivate._engine.state.rewound import rewound_memory
 
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
@@ -708,3 +711,27 @@ def test_a_small_buffer_that_changes_its_form(change: Callable[[Small], None], i
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
         assert (one.shape, one.stride(), type(one)) == (other.shape, other.stride(), type(other))
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_memory_counts_as_rewound_only_where_it_is(is_written: bool) -> None:
+    """A buffer that holds what it held, as most do, is saved as it is."""
+    marked: SimpleQueue[bool] = SimpleQueue()  # which no recomputation rewinds
+
+    def gradient(wrap: Wrap) -> Tensor:
+        scale = torch.tensor([2.0, 3.0])
+
+        def scaled(x: Tensor) -> Tensor:
+            if reactivate.is_recomputing():
+                marked.put(bool(rewound_memory))
+            return (x * scale).sin() * scale
+
+        x = torch.tensor([0.5, -1.5], requires_grad=True)
+        out = wrap(scaled)(x)
+        if is_written:
+            scale.numpy()[0] = 7.0  # without a new version, so that autograd reads it
+        (found,) = torch.autograd.grad(out.sum(), x)
+        return found
+
+    assert_bitwise(gradient(lambda fn: fn), gradient(reactivate.checkpoint), "gradient")
+    assert marked.get() is is_written and marked.empty()

@@ -69,8 +69,12 @@ class RewoundTensors:
             if self._small is not None and state.small is not None and not self._is_small_same:
                 self._small.keep_memory(state.small)
                 state.small.put(Bytes(state.small.tensors, state.small.places) if self._is_rewound else self._small)
-            self._mark_memory(set(map(id, written)))
-            self._set_versions(state.noted_versions() if state.written else state.versions)
+            versions = state.noted_versions() if state.written else state.versions
+            is_small_same = self._small is None or self._is_small_same
+            # Otherwise what autograd saves of this memory is what it would save outside.
+            if self._is_rewound or not is_small_same or self._versions != versions:
+                self._mark_memory(set(map(id, written)))
+                self._set_versions(versions)
         except BaseException:
             self.__exit__()
             raise
@@ -105,8 +109,10 @@ class RewoundTensors:
     def _set_versions(self, versions: Sequence[int]) -> None:
         tensors = self._tensors
         if tensors and versions_of(tensors) != versions:
-            counted = [pair for pair in zip(tensors, versions) if not pair[0].is_inference()]
-            set_versions([tensor for tensor, _ in counted], [version for _, version in counted])
+            if any(map(Tensor.is_inference, tensors)):  # which have none
+                counted = [pair for pair in zip(tensors, versions) if not pair[0].is_inference()]
+                tensors, versions = [tensor for tensor, _ in counted], [version for _, version in counted]
+            set_versions(tensors, versions)
 
     def __exit__(self, *error: object) -> None:
         for key, before in self._memory:
