@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from solver_one_by_one import solve_one_by_one
 
 from reactivate.errors import UsageError
 from reactivate.planner.solver import solve as planner_solve
@@ -316,7 +318,7 @@ def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, gone_on = [], []
     thinned = planner_solve._thinned
 
-    def counting(row: list[planner_solve._Partial]) -> list[planner_solve._Partial]:
+    def counting(row: planner_solve.Row) -> planner_solve.Row:
         seen.append(len(row))
         gone_on.append(len(thinned(row)))
         return thinned(row)
@@ -326,6 +328,27 @@ def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 50
     assert max(seen) > 2 * planner_solve._MOST
     assert max(gone_on) <= planner_solve._MOST + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(chains(8), st.sampled_from([2, 3, 7, 500]))
+def test_tensors_do_what_one_by_one_does(chain: Chain, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner_solve, "_MOST", most)
+        low_bytes = least(chain).peak_bytes
+        for budget_bytes in (low_bytes, low_bytes + 3, low_bytes + 2**19, math.inf):
+            assert solve(chain, budget_bytes) == solve_one_by_one(chain, budget_bytes)
+
+
+@every_kind
+@pytest.mark.parametrize("scale", [1, 2.0**20, 2.0**-30])
+def test_long_chains_in_tensors(make: Callable[[int, random.Random], Chain], scale: float) -> None:
+    """With times of any size: more than a number of a tensor holds, and a few ticks."""
+    chain = make(25, random.Random(0))
+    menus = tuple(tuple(replace(entry, seconds=entry.seconds * scale) for entry in menu) for menu in chain.menus)
+    chain = Chain(menus, chain.outside)
+    for budget_bytes in budgets(chain, 3):
+        assert solve(chain, budget_bytes) == solve_one_by_one(chain, budget_bytes)
 
 
 def test_equal_blocks_have_a_frontier_of_counts() -> None:

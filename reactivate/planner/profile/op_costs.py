@@ -153,6 +153,8 @@ def _facts_of(leaf: Any) -> Hashable:
         return _TensorFacts(tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype)
     if isinstance(leaf, (list, tuple)):
         return tuple(map(_facts_of, leaf))
+    if isinstance(leaf, torch.ScriptObject):  # a process group, say, of which each call gets another object
+        return torch.ScriptObject
     return leaf if isinstance(leaf, Hashable) else repr(leaf)
 
 

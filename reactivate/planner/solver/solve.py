@@ -8,9 +8,10 @@ along the chain solves it, over partial choices. Of these it drops
 2. those that hold no less than another and are no better;
 3. where more than `_MOST` are left, all but the best of each of `_MOST` equal ranges of held bytes.
 
-No byte is rounded: the budget is held to the byte, `Infeasible` is raised only where nothing fits, and a smallest peak is the
-smallest. Only the third step may lose the fastest choice; `tests/test_planner_solve.py` says by how much. The work grows in
-proportion to the number of blocks. Chains whose blocks may move tensors to a storage are solved by `moving`.
+Each step takes all partial choices of a block at once, in tensors (`rows`). No byte is rounded: the budget is held to the
+byte, `Infeasible` is raised only where nothing fits, and a smallest peak is the smallest. Only the third step may lose the
+fastest choice; `tests/test_planner_solve.py` says by how much. The work grows in proportion to the number of blocks. Chains
+whose blocks may move tensors to a storage are solved by `moving`.
 """
 
 from __future__ import annotations
@@ -18,20 +19,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 from reactivate.errors import UsageError
 from reactivate.planner.solver.chain import Candidate, Chain, Infeasible, Solution, ticks_of
 from reactivate.planner.solver.moving import MovingProblem
+from reactivate.planner.solver.rows import Continuation, Moves, Row, continued
 
 __all__ = ["Infeasible", "frontier", "least", "solve"]
 
 _MOST = 500  # ranges of held bytes; no more partial choices than one of each, and the fastest, go on from a block
-
-# A choice for the blocks so far: held bytes, ticks, peak in bytes, the index of the one that it continues, and the number of
-# the move by which it does. Sorted, those that hold less come first, and the better of those that hold as much.
-_Partial = tuple[int, int, int, int, int]
 
 
 def solve(chain: Chain, budget_bytes: int) -> Solution:
@@ -147,12 +145,14 @@ class _Problem:
     Attributes:
         chain: the chain.
         moves: for each block those that are worth a choice and end with it.
+        tensors: the same, in tensors: those that begin at each block.
         least_bytes: for each block, and for the end, the smallest peak of what comes from there on, by itself.
     """
 
     chain: Chain
     moves: list[list[_Move]]
-    least_bytes: list[float]
+    tensors: list[list[Continuation]]
+    least_bytes: list[int]
 
     @classmethod
     def of(cls, chain: Chain) -> _Problem:
@@ -161,30 +161,23 @@ class _Problem:
         ]
         for span in chain.spans:
             moves[span.start + len(span.entries) - 1].append(_move_of(chain, span.start, span.entries))
-        count = len(moves)
-        least_bytes: list[float] = [math.inf] * count + [chain.outside[-1]]
-        for end in range(count, 0, -1):  # all that begin at `end` are known by then
-            for move in moves[end - 1]:
-                peak = max(move.need, move.held + least_bytes[end])
-                least_bytes[move.start] = min(least_bytes[move.start], peak)
-        return cls(chain, moves, least_bytes)
+        return cls(chain, moves, [_in_tensors(row) for row in moves], _least_bytes(moves, chain.outside[-1]))
 
     @property
     def smallest_bytes(self) -> int:
         """Return the smallest peak."""
-        return int(self.least_bytes[0])
+        return self.least_bytes[0]
 
     def solve(self, budget_bytes: float) -> Solution:
         if budget_bytes < self.smallest_bytes:
             raise Infeasible(self.smallest_bytes)
-        rows: list[list[_Partial]] = [[(0, 0, self.chain.outside[0], 0, 0)]]
-        for moves, least_after in zip(self.moves, self.least_bytes[1:]):
-            rows.append(_thinned(_undominated(_continued(rows, moves, budget_bytes, least_after))))
+        rows = [Row.first(self.chain.outside[0])]
+        for moves, least_after in zip(self.tensors, self.least_bytes[1:]):
+            rows.append(_thinned(continued(rows, moves, budget_bytes, least_after)))
         entries: list[Candidate] = []
         end, index = len(self.moves), -1  # the fastest
         while end:
-            *_, index, number = rows[end][index]
-            move = self.moves[end - 1][number]
+            move, index = self.moves[end - 1][int(rows[end].number[index])], int(rows[end].before[index])
             entries += reversed(move.entries)
             end = move.start
         return self.chain.solution_of(reversed(entries))
@@ -198,6 +191,27 @@ def _move_of(chain: Chain, start: int, entries: tuple[Candidate, ...]) -> _Move:
     return _Move(held, sum(ticks_of(entry.seconds) for entry in entries), need, start, entries)
 
 
+def _in_tensors(moves: Sequence[_Move]) -> list[Continuation]:
+    """Return moves by where they begin; those of one block first."""
+    found: dict[int, list[int]] = {}
+    for number, move in enumerate(moves):
+        found.setdefault(move.start, []).append(number)
+    return [
+        Continuation(start, Moves.of(*list(zip(*(moves[number] for number in numbers)))[:3]), numbers)
+        for start, numbers in found.items()
+    ]
+
+
+def _least_bytes(moves: Sequence[Sequence[_Move]], outside_last: int) -> list[int]:
+    """Return for each block, and for the end, the smallest peak of what comes from there on, by itself."""
+    found: dict[int, int] = {len(moves): outside_last}
+    for end in range(len(moves), 0, -1):  # all that begin at `end` are known by then
+        for move in moves[end - 1]:
+            peak = max(move.need, move.held + found[end])
+            found[move.start] = min(found.get(move.start, peak), peak)
+    return [found[number] for number in range(len(moves) + 1)]
+
+
 def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
     """Return the moves that hold, need or take less than every other."""
     found: list[_Move] = []
@@ -207,45 +221,5 @@ def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
     return found
 
 
-def _continued(
-    rows: Sequence[Sequence[_Partial]], moves: Sequence[_Move], budget_bytes: float, least_after: float
-) -> list[_Partial]:
-    """Continue partial choices to the end of a block, where it fits and what comes after it still can."""
-    found: list[_Partial] = []
-    for number, (more_held, more_ticks, need, start, _) in enumerate(moves):
-        most_held = budget_bytes - max(need, more_held + least_after)
-        found += [
-            (held + more_held, ticks + more_ticks, max(peak, held + need), before, number)
-            for before, (held, ticks, peak, _, _) in enumerate(rows[start])
-            if held <= most_held
-        ]
-    return found
-
-
-def _undominated(row: Iterable[_Partial]) -> list[_Partial]:
-    """Return those that take less time than all that hold less, or as much time with a smaller peak; the fastest is last."""
-    found: list[_Partial] = []
-    for partial in sorted(row):
-        if not found or partial[1:3] < found[-1][1:3]:
-            found.append(partial)
-    return found
-
-
-def _thinned(row: list[_Partial]) -> list[_Partial]:
-    """Keep the best of each range of held bytes, and the fastest.
-
-    Best is what lies furthest below the line of time over held bytes, drawn from the fastest of the range before to the
-    fastest of this one. If the fastest were kept, what is held would grow by most of a range at every block.
-    """
-    if len(row) <= _MOST:
-        return row
-    low = row[0][0]
-    width = (row[-1][0] - low) // _MOST + 1
-    found = []
-    start = row[0]
-    for _, group in groupby(row, key=lambda partial: (partial[0] - low) // width):
-        *_, end = members = list(group)
-        room, gain = end[0] - start[0], start[1] - end[1]
-        found.append(min(members, key=lambda partial: partial[1] * room + partial[0] * gain))
-        start = end
-    return found if found[-1] is row[-1] else [*found, row[-1]]
+def _thinned(row: Row) -> Row:
+    return row.thinned(_MOST) if len(row) > _MOST else row

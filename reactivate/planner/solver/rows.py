@@ -1,0 +1,200 @@
+"""Partial choices of the solver: continued by a block, and thinned, thousands at a time in tensors.
+
+Every sum and every comparison is exact. Times have more bits than a number of a tensor, so each is two numbers. Where
+products of times and bytes are compared, floats say which ones are far from the smallest, and Python's integers decide among
+the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_LOW_BITS = 62
+_LOW = (1 << _LOW_BITS) - 1
+_ROUNDED = 1 + 2.0**-40  # floats of positive sums and products are nearer than that to them
+_ANY = 1 << 62  # more bytes than there are
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times in ticks, in two parts: `high` times 2**62, and `low`, which is from 0 up to that."""
+
+    high: Tensor
+    low: Tensor
+
+    @classmethod
+    def of(cls, ticks: Sequence[int]) -> Times:
+        return cls(_whole([item >> _LOW_BITS for item in ticks]), _whole([item & _LOW for item in ticks]))
+
+    def __getitem__(self, index: Tensor) -> Times:
+        return Times(self.high[index], self.low[index])
+
+    def __add__(self, other: Times) -> Times:
+        low = self.low + other.low
+        return Times(self.high + other.high + (low >> _LOW_BITS), low & _LOW)
+
+    def about(self) -> Tensor:
+        """Return them as floats."""
+        return self.high.double() * 2.0**_LOW_BITS + self.low.double()
+
+    def exactly(self) -> list[int]:
+        """Return them as integers."""
+        return [(high << _LOW_BITS) + low for high, low in zip(self.high.tolist(), self.low.tolist())]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The entries of a block: bytes that are held and needed, and times."""
+
+    held: Tensor
+    ticks: Times
+    need: Tensor
+
+    @classmethod
+    def of(cls, held: Sequence[int], ticks: Sequence[int], need: Sequence[int]) -> Moves:
+        return cls(_whole(held), Times.of(ticks), _whole(need))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Choices for the blocks so far: those that hold less come first, and each takes less than all before it.
+
+    Or as much, with a smaller peak.
+
+    Attributes:
+        held: bytes.
+        ticks: times.
+        peak: bytes.
+        before: the index of the one in the row before that is continued.
+        number: of the move by which it is.
+    """
+
+    held: Tensor
+    ticks: Times
+    peak: Tensor
+    before: Tensor
+    number: Tensor
+
+    @classmethod
+    def first(cls, peak_bytes: int) -> Row:
+        """Return the row before the first block."""
+        nothing = _whole([0])
+        return cls(nothing, Times.of([0]), _whole([peak_bytes]), nothing, nothing)
+
+    @classmethod
+    def joined(cls, rows: Sequence[Row]) -> Row:
+        """Return the choices of several rows, those that hold less first."""
+        held, order = torch.cat([row.held for row in rows]).sort(stable=True)
+        ticks = Times(torch.cat([row.ticks.high for row in rows]), torch.cat([row.ticks.low for row in rows]))[order]
+        peak, before, number = (
+            torch.cat([getattr(row, name) for row in rows])[order] for name in ("peak", "before", "number")
+        )
+        return cls(held, ticks, peak, before, number)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, index: Tensor) -> Row:
+        return Row(*(getattr(self, item.name)[index] for item in fields(self)))
+
+    def _by(self, moves: Moves, numbers: Sequence[int], limit_bytes: int, least_after: int) -> Row:
+        """Continue by moves, in no order, where it fits and what comes after it still can."""
+        most = limit_bytes - torch.maximum(moves.need, moves.held + least_after)
+        index = (self.held[:, None] <= most).flatten().nonzero().flatten()
+        count = len(moves.held)
+        before, number = torch.div(index, count, rounding_mode="floor"), index % count
+        peak = torch.maximum(self.peak[before], self.held[before] + moves.need[number])
+        held, ticks = self.held[before] + moves.held[number], self.ticks[before] + moves.ticks[number]
+        return Row(held, ticks, peak, before, _whole(numbers)[number])
+
+    def undominated(self) -> Row:
+        """Drop those that take as much as one before, until there is none; of those that hold as much the last is best."""
+        about = self.ticks.about()
+        row, more = self[about <= about.cummin(0).values * _ROUNDED] if len(self) else self, True
+        while more:
+            is_left = torch.ones(len(row), dtype=torch.bool, device="cpu")
+            is_left[1:] = _is_less(row)
+            more = not bool(is_left.all())
+            row = row[is_left] if more else row
+        is_last = torch.ones(len(row), dtype=torch.bool, device="cpu")
+        is_last[:-1] = row.held[1:] != row.held[:-1]
+        return row[is_last]
+
+    def thinned(self, most: int) -> Row:
+        """Keep the best of each of `most` equal ranges of held bytes, and the fastest.
+
+        Best is what lies furthest below the line of time over held bytes, drawn from the fastest of the range before to the
+        fastest of this one. If the fastest were kept, what is held would grow by most of a range at every block.
+        """
+        above = self.held - self.held[0]
+        width = int(above[-1]) // most + 1
+        _, group, counts = torch.unique_consecutive(
+            torch.div(above, width, rounding_mode="floor"), return_inverse=True, return_counts=True
+        )
+        ends = counts.cumsum(0) - 1
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        room = self.held[ends] - self.held[starts]
+        times = self.ticks[torch.cat([starts[:1], ends])].exactly()
+        gains = [one - other for one, other in pairwise(times)]
+        gain = torch.tensor([float(item) for item in gains], dtype=torch.float64, device="cpu")
+        score = self.ticks.about() * room[group].double() + above.double() * gain[group]
+        least = torch.full_like(gain, torch.inf).scatter_reduce(0, group, score, "amin")
+        left = (score <= least[group] * _ROUNDED).nonzero().flatten()
+        chosen = self._best(left, group[left].tolist(), room.tolist(), gains)
+        last = len(self) - 1
+        return self[_whole(chosen if chosen[-1] == last else [*chosen, last])]
+
+    def _best(self, left: Tensor, groups: list[int], room: list[int], gains: list[int]) -> list[int]:
+        """Return the best of each group, of those that are left: exactly, and the first one of several."""
+        best: dict[int, tuple[int, int]] = {}
+        rows = zip(groups, left.tolist(), self.held[left].tolist(), self.ticks[left].exactly())
+        for group, index, held, ticks in rows:
+            score = ticks * room[group] + held * gains[group]
+            if group not in best or score < best[group][0]:
+                best[group] = score, index
+        return [index for _, index in best.values()]
+
+
+class Continuation(NamedTuple):
+    """Moves that begin at one block.
+
+    Attributes:
+        start: the number of the block.
+        moves: the moves.
+        numbers: theirs.
+    """
+
+    start: int
+    moves: Moves
+    numbers: Sequence[int]
+
+
+def continued(rows: Sequence[Row], moves: Sequence[Continuation], budget_bytes: float, least_after: int) -> Row:
+    """Return the choices that end with a block, where they fit and what comes after them still can.
+
+    Args:
+        rows: the choices up to each block before.
+        moves: those that end with this block.
+        budget_bytes: the peak that is allowed.
+        least_after: the least that what comes after needs, above what is held then.
+    """
+    limit = _ANY if budget_bytes >= _ANY else int(budget_bytes)
+    found = [rows[start]._by(ways, numbers, limit, least_after) for start, ways, numbers in moves]
+    return Row.joined(found).undominated()
+
+
+def _is_less(row: Row) -> Tensor:
+    """Return whether each but the first takes less than the one before it, or as much with a smaller peak."""
+    high, low, peak = row.ticks.high, row.ticks.low, row.peak
+    is_less = (low[1:] < low[:-1]) | ((low[1:] == low[:-1]) & (peak[1:] < peak[:-1]))
+    return (high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & is_less)
+
+
+def _whole(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
