@@ -78,7 +78,7 @@ class _Ones:
 
 
 def test_what_is_known_of_calls_is_what_a_step_shows() -> None:
-    """Bytes to the byte, with dropout's masks as bits; of the time, which calls are made again."""
+    """Bytes to the byte, with dropout's masks as bits; of the time, which calls are recomputed."""
     torch.manual_seed(0)
     planned = prepared(gpt(layers=2))
     planned.costs = _Ones()
@@ -266,7 +266,7 @@ def test_what_follows_the_last_needed_tensor_is_worth_nothing() -> None:
     assert costs_of([first, last], [last.name]) == (0, 2.0)  # neither made nor kept
     assert costs_of([first, last], [first.name]) == (4, 0.0)
     mask = RecordedCall(CallName("dropout"), 1.0, {2: 1}, {3: 4})
-    assert costs_of([first, last, mask], ()) == (0, 8.0)  # the mask is drawn last: all is made again
+    assert costs_of([first, last, mask], ()) == (0, 8.0)  # the mask is drawn last: all is recomputed
     assert costs_of([first, last, mask], [mask.name]) == (1, 2.0)
     chosen = best_choices([first, last, mask], keep_bytes=9)
     assert chosen[0].saved == {mask.name}  # six seconds for a byte
