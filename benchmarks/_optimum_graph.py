@@ -1,7 +1,7 @@
 """The ops of a forward pass as a graph, and the exact optimum of keeping and recomputing their results.
 
 A node is the memory of a tensor as an op left it: views are the tensor that they show, and a write makes another node. Some
-nodes are read by the backward. Each of these is kept, or its op is made again, for which the op's inputs are needed in turn.
+nodes are read by the backward. Each of these is kept, or its op is recomputed, for which the op's inputs are needed in turn.
 `frontier` finds every choice that no other beats in bytes and seconds: from the last op to the first, over the sets of nodes
 that are still needed, of each set the choices that are not dominated. So it is exact, and quick where few nodes are needed at
 a time, as in models of blocks.
@@ -24,7 +24,7 @@ Node = tuple[int, int]  # a memory, and how often it was written to
 
 
 class Choice(NamedTuple):
-    """The bytes that are kept, and the seconds of what is made again."""
+    """The bytes that are kept, and the seconds of what is recomputed."""
 
     held_bytes: int
     seconds: float

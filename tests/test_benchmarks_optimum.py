@@ -40,7 +40,7 @@ def some_graph(seed: int) -> Graph:
 
 
 def by_brute_force(graph: Graph) -> list[Choice]:
-    """Try every set of nodes that is kept: what else is needed is made again, with what that needs."""
+    """Try every set of nodes that is kept: what else is needed is recomputed, with what that needs."""
     found = []
     for size in range(len(graph.sizes) + 1):
         for kept in itertools.combinations(graph.sizes, size):

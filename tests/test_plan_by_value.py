@@ -23,6 +23,7 @@ from reactivate.planner.by_value.call_costs import RecordedCall, costs_of
 from reactivate.planner.by_value.call_names import CallName
 from reactivate.planner.by_value.menus import treatment_of
 from reactivate.planner.by_value.ranking import best_choices, ranked
+from reactivate.planner.by_value.recorded_calls import recorded_calls
 from reactivate.planner.cost.overhead import Overhead
 from reactivate.planner.place import place_of
 from reactivate.planner.planner import Planner
@@ -77,7 +78,7 @@ class _Ones:
 
 
 def test_what_is_known_of_calls_is_what_a_step_shows() -> None:
-    """Bytes to the byte, with dropout's masks as bits; of the time, which calls are made again."""
+    """Bytes to the byte, with dropout's masks as bits; of the time, which calls are recomputed."""
     torch.manual_seed(0)
     planned = prepared(gpt(layers=2))
     planned.costs = _Ones()
@@ -118,6 +119,21 @@ def test_plans_have_such_choices_hold_their_budgets_and_come_back_from_files(
         plan.save(tmp_path / "plan.json")
         assert reactivate.Plan.load(tmp_path / "plan.json").decisions == plan.decisions
     assert any(" of " in name for name in used), used
+
+
+def test_what_a_block_returns_is_there_anyway() -> None:
+    """The backward of a last ReLU reads its result, which is the input of the next block: to save the call takes nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3), nn.ReLU()) for _ in range(2))
+    )
+    step = TrainingStep(model, (torch.randn(1, 2, 16, 16),))
+    units, functions = {"0": model[0], "1": model[1]}, {"0": ("conv2d", "relu")}
+    device = torch.device("cpu")
+    calls = recorded_calls(step, units, functions, _Ones(), device, with_values=False)["0"]
+    assert [call.name.path for call in calls] == ["0", "1", "2", "3"]
+    assert sum(calls[1].saved.values()) == 2 * 14 * 14 * 4 and sum(calls[3].saved.values()) == 0
+    assert sum(calls[0].results.values()) == 2 * 14 * 14 * 4 and sum(calls[3].results.values()) == 0
 
 
 @pytest.mark.parametrize("can_simulate", [True, False])
@@ -250,7 +266,7 @@ def test_what_follows_the_last_needed_tensor_is_worth_nothing() -> None:
     assert costs_of([first, last], [last.name]) == (0, 2.0)  # neither made nor kept
     assert costs_of([first, last], [first.name]) == (4, 0.0)
     mask = RecordedCall(CallName("dropout"), 1.0, {2: 1}, {3: 4})
-    assert costs_of([first, last, mask], ()) == (0, 8.0)  # the mask is drawn last: all is made again
+    assert costs_of([first, last, mask], ()) == (0, 8.0)  # the mask is drawn last: all is recomputed
     assert costs_of([first, last, mask], [mask.name]) == (1, 2.0)
     chosen = best_choices([first, last, mask], keep_bytes=9)
     assert chosen[0].saved == {mask.name}  # six seconds for a byte

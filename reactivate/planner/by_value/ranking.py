@@ -17,7 +17,7 @@ from typing import NamedTuple
 from reactivate.planner.by_value.call_costs import CallCosts, RecordedCall, costs_of
 from reactivate.planner.by_value.call_names import CallName
 
-MOST_WORK = 2_000_000  # looks at calls: of a unit with more of them, only the longest are ranked, and others made again
+MOST_WORK = 2_000_000  # looks at calls: of a unit with more of them, only the longest are ranked
 MOST_CHOICES = 6  # of a unit, that go into the plan
 LEAST_GAIN = 0.01  # of the unit's recomputation: a choice that is nearer to the line is left out
 
