@@ -20,6 +20,7 @@ from reactivate._types import Storage
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import parse
+from reactivate.planner.compiled_step import check_compiled, holding_compiled
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.digest import is_sharded
 from reactivate.planner.offers import storages_in
@@ -47,6 +48,7 @@ def plan(
     storages: Storage | Iterable[Storage] | None = None,
     shapes: None = None,
     reserve: int | str | None = None,
+    compiled: bool | str = False,
 ) -> Plan: ...
 
 
@@ -81,6 +83,7 @@ def plan(
     storages: Storage | Iterable[Storage] | None = None,
     shapes: Literal["adaptive"] | None = None,
     reserve: int | str | None = None,
+    compiled: bool | str = False,
 ) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
@@ -112,6 +115,8 @@ def plan(
             measured now. The result is an `AdaptivePlan`, a policy as well. A share is one of this batch.
         reserve: what the default budget of an accelerator leaves free for fragmentation and all that a simulation of its
             allocator does not see: bytes, "2GiB", or a share of the memory that is there, "5%" unless said.
+        compiled: whether the model will run under `torch.compile` as a whole; or under which of its backends. The plan counts
+            what a compiled step takes beside, and its compiled step is run, if it can run here, until one holds.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -143,8 +148,9 @@ def plan(
             "model first, then shard it: the plan can be applied before or after that."
         )
     place = replace(place_of(model, args, kwargs, device), reserve=parse_reserve(reserve, budget))
-    planned = TrainingStep(model, args, kwargs, loss, step)
-    _check_shapes(shapes, step=step, maximize=maximize, storages=storages)
+    planned = TrainingStep(model, args, kwargs, loss, step, is_compiled=bool(compiled))
+    _check_shapes(shapes, step=step, maximize=maximize, storages=storages, compiled=compiled or None)
+    check_compiled("plan", compiled, step=step, maximize=maximize, storages=storages)
     with paused(model), progress("plan") as tell:
         if maximize is not None:
             found = largest(planned, place, optimizer, tell, asked, maximize, offered)
@@ -154,6 +160,8 @@ def plan(
         if asked is None:
             capacity = place.capacity_bytes(planner.fixed.total, is_predicted=planner.is_predicted)
             found = within_device(found, capacity, planner.plan)
+        if compiled and not planner.is_predicted:
+            found = holding_compiled(found, compiled, planner.plan)
     found = replace(found, planning_seconds=perf_counter() - began)
     return found if shapes is None else adaptive_plan(planner, found)
 
@@ -173,6 +181,7 @@ def _check_shapes(shapes: Any, **others: Any) -> None:
 _WHY_NOT = {
     "step": "whose arguments nobody sees: pass the arguments of one call, and loss=",
     "maximize": "which looks for one shape: maximize first, then plan with a batch of that size",
+    "compiled": "whose graphs are made for one shape: compile the model with `adaptive.of_batch(...)` of the longest batch",
     "storages": "of which a plan has to know how long one batch leaves its tensors there: plan the longest batch",
 }
 
