@@ -43,9 +43,8 @@ def adaptive_plan(planner: Planner, plan: Plan) -> AdaptivePlan:
     loss, caller = step.loss, step.caller
 
     def planner_of(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planner:
-        return Planner(
-            TrainingStep(model, args, kwargs, loss, None, caller), place, optimizer, lambda text: None, known=profiled
-        )
+        own = TrainingStep(model, args, kwargs, loss, caller=caller)
+        return Planner(own, place, optimizer, lambda text: None, known=profiled)
 
     shapes = CallShapes.of(step.model, step.args, step.kwargs or {})
     found = AdaptivePlan(replace(plan, runner=None), shapes, planner_of)

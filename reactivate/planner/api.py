@@ -21,6 +21,7 @@ from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import parse
+from reactivate.planner.compiled_step import check_compiled, holding_compiled
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.head_search import HEADS, Head
 from reactivate.planner.offers import storages_in
@@ -52,6 +53,7 @@ def plan(
     head: Head = "rows",
     group: ProcessGroup | None = None,
     reserve: int | str | None = None,
+    compiled: bool | str = False,
 ) -> Plan: ...
 
 
@@ -88,6 +90,7 @@ def plan(
     head: Head = "rows",
     group: ProcessGroup | None = None,
     reserve: int | str | None = None,
+    compiled: bool | str = False,
 ) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
@@ -119,14 +122,16 @@ def plan(
             measured now. The result is an `AdaptivePlan`, a policy as well. A share is one of this batch.
         head: "rows": the cross-entropy of the logits may be computed by rows, bitwise as torch does, so that no log-softmax
             and no cast of them is kept. The planner finds it wherever it is called, and takes it by rows where that makes
-            the plan faster or possible. "keep": never, for a model that is compiled later. Adaptive plans keep it, and so do
-            those of a group.
+            the plan faster or possible. "keep": never, for a model that is compiled later. Adaptive plans keep it, and so
+            do those of a group and of a compiled model.
         group: the ranks that run this step together and make this call, each with its own batch: they agree about one policy,
             that of the rank with the least room, and each has its own promise beside it. Needed where a recomputation may
             have collectives in it, so for models that are sharded by `fully_shard`. A budget is one of each rank, and they
             may differ. Costs a few exchanges of kilobytes; every rank waits for the slowest one, as does `Plan.at`.
         reserve: what the default budget of an accelerator leaves free for fragmentation and all that a simulation of its
             allocator does not see: bytes, "2GiB", or a share of the memory that is there, "5%" unless said.
+        compiled: whether the model will run under `torch.compile` as a whole; or under which of its backends. The plan counts
+            what a compiled step takes beside, and its compiled step is run, if it can run here, until one holds.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -156,24 +161,27 @@ def plan(
         raise UsageError(f'plan: head= takes "rows" or "keep"; got {described(head)}.')
     asked = None if budget is None else parse(budget)
     offered = storages_in(storages)
-    _check_shapes(shapes, step=step, maximize=maximize, storages=storages, group=group)
-    check_group(model, group, maximize=maximize, storages=storages)
+    _check_shapes(shapes, step=step, maximize=maximize, storages=storages, group=group, compiled=compiled or None)
+    check_group(model, group, maximize=maximize, storages=storages, compiled=compiled or None)
+    check_compiled("plan", compiled, step=step, maximize=maximize, storages=storages)
     kept_free = parse_reserve(reserve, budget)
     ranks = Ranks(group)
     with paused(model), progress("plan") as tell, ranks.together():
         begin_sharded(model)
         place = replace(place_of(model, args, kwargs, device), reserve=kept_free)
-        planned = TrainingStep(model, args, kwargs, loss, step)
+        planned = TrainingStep(model, args, kwargs, loss, step, is_compiled=bool(compiled))
         if maximize is not None:
             found = largest(planned, place, optimizer, tell, asked, maximize, offered, head)
             return replace(found, planning_seconds=perf_counter() - began)
         is_adaptive = shapes is not None
-        head = "keep" if is_adaptive or group is not None else head
+        head = "keep" if is_adaptive or compiled or group is not None else head
         planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=is_adaptive, head=head, ranks=ranks)
         found = planner.prepare().plan(asked)
         if asked is None:
             capacity = place.capacity_bytes(planner.fixed.total, is_predicted=planner.is_predicted)
             found = within_device(found, capacity, planner.plan, ranks)
+        if compiled and not planner.is_predicted:
+            found = holding_compiled(found, compiled, planner.plan)
     found = replace(found, planning_seconds=perf_counter() - began)
     return found if shapes is None else adaptive_plan(planner, found)
 
@@ -194,6 +202,7 @@ _WHY_NOT = {
     "step": "whose arguments nobody sees: pass the arguments of one call, and loss=",
     "maximize": "which looks for one shape: maximize first, then plan with a batch of that size",
     "group": "whose ranks have batches of their own shapes, each at its own time: plan the longest batch",
+    "compiled": "whose graphs are made for one shape: compile the model with `adaptive.of_batch(...)` of the longest batch",
     "storages": "of which a plan has to know how long one batch leaves its tensors there: plan the longest batch",
 }
 

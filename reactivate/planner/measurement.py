@@ -19,6 +19,7 @@ class Measurement:
         promised_seconds, measured_seconds: of forward and backward.
         reserved_bytes: what an accelerator's allocator had taken from the device; None on a CPU.
         promised_reserved_bytes: what the plan says of that; None on a CPU, and of plans in older files.
+        is_compiled: whether the model was compiled.
     """
 
     budget_bytes: int
@@ -29,6 +30,7 @@ class Measurement:
     measured_seconds: float
     reserved_bytes: int | None = None
     promised_reserved_bytes: int | None = None
+    is_compiled: bool = False
 
     @property
     def holds(self) -> bool:
@@ -41,11 +43,12 @@ class Measurement:
         return (self.measured_bytes - self.promised_bytes) / max(self.activation_bytes, 1)
 
     def __str__(self) -> str:
+        step = "Compiled step" if self.is_compiled else "Step"
         promised, reserved = map(_reserved, (self.promised_reserved_bytes, self.reserved_bytes))
         return (
             f"Peak: promised {in_words(self.promised_bytes)}{promised}, measured {in_words(self.measured_bytes)}{reserved}, "
             f"{self.error:+.2%} of the step's own; the budget of {in_words(self.budget_bytes)} "
-            f"{'holds' if self.holds else 'does not hold'}. Step: promised {self.promised_seconds:.3f} s, measured "
+            f"{'holds' if self.holds else 'does not hold'}. {step}: promised {self.promised_seconds:.3f} s, measured "
             f"{self.measured_seconds:.3f} s."
         )
 

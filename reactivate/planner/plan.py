@@ -42,8 +42,8 @@ class Runner(Protocol):
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
 
-    def measure(self, plan: Plan) -> Any:
-        """Run it with `plan`."""
+    def measure(self, plan: Plan, *, compiled: bool | str = False) -> Any:
+        """Run it with `plan`, compiled if that is asked for."""
 
     def watch(self, model: Module, plan: Plan) -> Callable[[], None]:
         """Warn when `model` is called with other shapes. Returns what ends that."""
@@ -149,10 +149,14 @@ class Plan(Planned, ReadyMade):
 
     # -- its step -------------------------------------------------------------------------------------------------------
 
-    def measure(self) -> Any:
+    def measure(self, *, compiled: bool | str = False) -> Any:
         """Run the step with the plan, and return what was promised beside what was found.
 
         A policy that is applied to the model, this plan or another, is left out meanwhile.
+
+        Args:
+            compiled: whether the model is compiled for that as a whole, by `torch.compile`; or by which of its backends. What
+                this process has compiled before is then compiled again when it is called.
 
         Returns:
             A `Measurement`: `print` it.
@@ -163,7 +167,7 @@ class Plan(Planned, ReadyMade):
         """
         if self.runner is None:
             raise UsageError("This plan was loaded from a file and has no step to run. Plan again, to measure.")
-        return self.runner.measure(self)
+        return self.runner.measure(self, compiled=compiled)
 
     @property
     def can_plan(self) -> bool:
@@ -281,8 +285,7 @@ def _treatment_of(value: Mapping[str, Any]) -> Treatment:
     recompute, modules, ops = (tuple(value[name]) for name in ("recompute", "save_modules", "save_ops"))
     calls = tuple(map(_treatment_of, value.get("calls", ())))
     saved = tuple(CallName(*call) for call in value.get("save_calls", ()))
-    inputs, results = value.get("inputs", ""), value.get("results", "")
-    by_rows = value.get("by_rows", False)
+    inputs, results, by_rows = value.get("inputs", ""), value.get("results", ""), value.get("by_rows", False)
     return Treatment(value["name"], recompute, modules, ops, inputs, results, saved, calls, by_rows)
 
 

@@ -20,6 +20,7 @@ from reactivate._model.apply import apply, paused
 from reactivate._text.warnings import warn
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
+from reactivate.planner.compiled_step import compiled_step
 from reactivate.planner.measurement import Measurement
 from reactivate.planner.peak_watch import PeakWatch
 from reactivate.planner.place import Place
@@ -60,8 +61,8 @@ class StepRunner:
             return self._replan(budget)
 
     @uncounted()
-    def measure(self, plan: Plan) -> Measurement:
-        """Run the step with `plan`: once to warm up, once for its peak, then for its time."""
+    def measure(self, plan: Plan, *, compiled: bool | str = False) -> Measurement:
+        """Run the step with `plan`: once to warm up, once for its peak, then for its time; compiled if that is asked for."""
         if not self._place.is_here:
             raise UsageError(
                 f"measure: the plan is for {plan.made_for.device}, or a model without values; nothing can run."
@@ -69,10 +70,11 @@ class StepRunner:
         device = self._place.device
         peaks: list[int] = []
         seconds: list[float] = []
+        step = compiled_step(self._step, compiled) if compiled else self._step
         with paused(self._step.model), apply(self._step.model, plan.assignment):
-            self._step.run_for_real()
-            self._step.run_for_real(watch=lambda run: peaks.append(measured_peak(run, device)))
-            self._step.run_for_real(_TIMED, watch=lambda run: seconds.append(seconds_of(run, device)))
+            step.run_for_real()
+            step.run_for_real(watch=lambda run: peaks.append(measured_peak(run, device)))
+            step.run_for_real(_TIMED, watch=lambda run: seconds.append(seconds_of(run, device)))
         return Measurement(
             plan.budget_bytes,
             plan.predicted.peak_bytes,
@@ -82,6 +84,7 @@ class StepRunner:
             statistics.median(seconds),
             None if device.type == "cpu" else int(torch.accelerator.max_memory_reserved()),
             plan.predicted.reserved_bytes,
+            is_compiled=bool(compiled),
         )
 
     def watch(self, model: Module, plan: Plan) -> Callable[[], None]:

@@ -30,6 +30,7 @@ class TrainingStep:
         args, kwargs: of its call.
         loss: from what the model returns to a scalar; None: see `default_loss`.
         whole: forward and backward in the place of all that; None: model, loss and backward.
+        is_compiled: whether the step runs as one compiled graph, which hands over all gradients when its backward ends.
         caller: warns once for all runs of the step.
     """
 
@@ -38,6 +39,7 @@ class TrainingStep:
     kwargs: Mapping[str, Any] | None = None
     loss: Loss | None = None
     whole: Callable[[], object] | None = None
+    is_compiled: bool = False
     caller: Caller = field(default_factory=lambda: Caller("plan"), compare=False, repr=False)
 
     def run_for_real(self, times: int = 1, watch: Callable[[Callable[[], None]], None] | None = None) -> None:
@@ -93,7 +95,7 @@ class TrainingStep:
         with ExitStack() as stack:
             stack.enter_context(self._put_back(self.args, kwargs))
             args, kwargs = stack.enter_context(faked(self.model, self.args, kwargs, device))
-            stack.enter_context(_with_gradients(self._trained(), torch.empty_like))
+            stack.enter_context(_with_gradients(self._trained(), self._gradients(torch.empty_like)))
             known = [*_state_of(self.model), *leaves_of("args", (args, kwargs)).values()]
             yield lambda: self._run(args, kwargs), known
 
@@ -101,7 +103,8 @@ class TrainingStep:
     def on_values(self) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
         """As `on_fakes`, with the tensors themselves: what the step computes decides what it does."""
         kwargs = dict(self.kwargs or {})
-        with self._put_back(self.args, kwargs), _with_gradients(self._trained(), torch.zeros_like):
+        gradients = self._gradients(torch.zeros_like)
+        with self._put_back(self.args, kwargs), _with_gradients(self._trained(), gradients):
             known = [*_state_of(self.model), *leaves_of("args", (self.args, kwargs)).values()]
             yield lambda: self._run(self.args, kwargs), known
 
@@ -120,6 +123,13 @@ class TrainingStep:
             stack.enter_context(_refusing_optimizers())
             stack.enter_context(called(self.caller))
             yield
+
+    def _gradients(self, make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor | None]:
+        """Return what makes the gradients that are there before a step whose memory is traced.
+
+        Those of a compiled step count beside these, all until its end, as those do that nothing is added to.
+        """
+        return (lambda leaf: None) if self.is_compiled else make
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]

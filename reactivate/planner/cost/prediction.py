@@ -143,7 +143,7 @@ class Proof:
     """The way in which it was seen that a plan holds.
 
     Attributes:
-        method: "simulated": the whole step ran on fake tensors; "real": it ran.
+        method: "simulated": the whole step ran on fake tensors; "real": it ran; "compiled": it ran under torch.compile.
         peak_bytes: what was seen.
         rounds: how many plans were tried until one held.
         margin_bytes: what the budget leaves free for other batches: with their values the sizes in the model change.
