@@ -37,7 +37,8 @@ def _environment() -> Any:
     for name in ("env", "_env"):  # until 0.0.6, and in 0.0.13
         if name in known:
             return known[name]
-    return known["default_env"]()  # makes one
+    make = known.get("default_env")  # missing while torchax is being imported
+    return None if make is None else make()
 
 
 BACKEND = TorchaxBackend("jax", None)

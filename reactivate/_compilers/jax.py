@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from reactivate._compilers.jax_names import Array, Key, environment_of, is_of_jax, is_tracing, jax, root_of
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.kept_calls.choice import CallDecision, Choice
 from reactivate._engine.kept_calls.site_log import Log, is_at_work, open_logs, set_aside, tensors_in
@@ -36,7 +37,7 @@ from reactivate.guards import DEFAULT
 
 __all__ = ["is_traced", "run_traced"]
 
-Attribute = tuple[Any, str]  # an object and its attribute
+Place = Array | Key  # that a region may write to
 
 _depth: ContextVar[int] = ContextVar("reactivate.torchax.depth", default=0)  # how many regions of JAX are around
 
@@ -55,12 +56,12 @@ def is_traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         >>> is_traced(torch.sin, (torch.ones(2),), {})
         False
     """
-    if "torchax" not in sys.modules or _jax().core.trace_ctx.is_top_level():
+    if not is_tracing():
         return False
-    if any(map(_is_of_jax, tensors_in(args, kwargs))):
+    if any(map(is_of_jax, tensors_in(args, kwargs))):
         return True
     found = _reachable(fn, args, kwargs)
-    return not found or any(map(_is_of_jax, found))
+    return not found or any(map(is_of_jax, found))
 
 
 def run_traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -95,60 +96,52 @@ def _run_inside_hooks(module: Module, args: tuple[Any, ...], kwargs: dict[str, A
         stand_in.leave()
 
 
-def _jax() -> Any:
-    return sys.modules["jax"]
-
-
-def _torchax() -> Any:
-    return sys.modules["torchax"]
-
-
 # -- what a region may write --------------------------------------------------------------------------------------------
 
 
 def _checkpointed(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: _NamingLog | None) -> Any:
     """The result of the call, recomputed by JAX; what it wrote is in its place."""
-    before = [(place, getattr(*place)) for place in _places(fn, args, kwargs)]
+    before = [(place, place.read()) for place in _places(fn, args, kwargs)]
     call, policy = (fn, None) if names is None else (functools.partial(names.watch, fn), names.policy)
     result: Any = None
-    written: list[Attribute] = []
+    written: list[Place] = []
 
     def pure() -> list[Any]:
         nonlocal result, written
         result = call(*args, **kwargs)
         written = _written(before, _places(fn, (result, *args), kwargs))
-        return [getattr(*place) for place in written]
+        return [place.read() for place in written]
 
     try:
         with _inside():
-            values = _jax().checkpoint(pure, policy=policy)()
+            values = jax().checkpoint(pure, policy=policy)()
     except BaseException:  # Rule 13: leave no tracer of this trace anywhere
         _write(before)
         raise
     _write(zip(written, values))
-    _refuse_backward(owner for owner, name in written if name == "_elem")
+    _refuse_backward(place.owner for place in written if isinstance(place, Array))
     return result
 
 
-def _places(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Attribute]:
+def _places(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
     """List the places that a call can write to: the keys of random numbers, and every tensor that it reaches."""
     roots = _roots(_reachable(fn, args, kwargs))
-    environments = {id(found): found for found in (_torchax().default_env(), *(root._env for root in roots))}
-    keys = [(environment.param, "prng") for environment in environments.values()]
-    return [*keys, *((root, "_elem") for root in roots)]
+    environments = [sys.modules["torchax"].default_env(), *map(environment_of, roots)]
+    keys = [Key(environment) for environment in {id(found): found for found in environments}.values()]
+    return [*keys, *map(Array, roots)]
 
 
-def _written(before: Iterable[tuple[Attribute, Any]], after: Iterable[Attribute]) -> list[Attribute]:
+def _written(before: Iterable[tuple[Place, Any]], after: Iterable[Place]) -> list[Place]:
     """Return the places that hold something else than before, and those that are new."""
-    known = {id(owner): value for (owner, _), value in before}
-    places = {id(place[0]): place for place in (*(place for place, _ in before), *after)}
-    return [place for place in places.values() if getattr(*place) is not known.get(id(place[0]))]
+    known = {id(place.owner): value for place, value in before}
+    places = {id(place.owner): place for place in (*(place for place, _ in before), *after)}
+    return [place for place in places.values() if place.read() is not known.get(id(place.owner))]
 
 
-def _write(contents: Iterable[tuple[Attribute, Any]]) -> None:
-    for (owner, name), value in contents:
-        if getattr(owner, name) is not value:
-            setattr(owner, name, value)
+def _write(contents: Iterable[tuple[Place, Any]]) -> None:
+    for place, value in contents:
+        if place.read() is not value:
+            place.write(value)
 
 
 def _reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -162,18 +155,8 @@ def _reachable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 def _roots(tensors: Iterable[Tensor]) -> list[Any]:
     """torchax's tensors among `tensors`, each once: of a view, what it is a view of, where it writes to."""
-    roots: dict[int, Any] = {}
-    for tensor in filter(_is_of_jax, tensors):
-        root: Any = tensor
-        while hasattr(root, "parent"):
-            root = root.parent
-        roots[id(root)] = root
-    return list(roots.values())
-
-
-def _is_of_jax(tensor: Tensor) -> bool:
-    kinds = _torchax().tensor
-    return isinstance(tensor, (kinds.Tensor, kinds.View))
+    roots = map(root_of, filter(is_of_jax, tensors))
+    return list({id(root): root for root in roots}.values())
 
 
 @contextmanager
@@ -205,7 +188,7 @@ class _NamingLog(Log):
     @property
     def policy(self) -> Any:
         """The policy for `jax.checkpoint`."""
-        return _jax().checkpoint_policies.save_only_these_names(self._name)
+        return jax().checkpoint_policies.save_only_these_names(self._name)
 
     def watch(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """`fn(*args, **kwargs)`, every call in it shown to the policy."""
@@ -228,7 +211,7 @@ class _NamingLog(Log):
         result = self.run_again(fn, args, kwargs)
         for root in _roots(leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)):
             if id(root) not in given:  # a view of an argument computes nothing
-                root._elem = _named(root._elem, self._name)
+                root.apply_jax_(_named, self._name)
         return result
 
 
