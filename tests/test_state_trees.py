@@ -15,6 +15,7 @@ from oracle import assert_bitwise
 from torch import Tensor, nn
 
 import reactivate
+from reactivate import policies
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.state import parts
 from reactivate._engine.state.trees import single_modules, whole_trees
@@ -163,14 +164,24 @@ def what_is_compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     return request.param  # type: ignore[no-any-return]
 
 
+def with_policy(module: nn.Module) -> nn.Module:
+    """The module as a region in a model, with a child of its own saved."""
+    model = nn.Sequential(module)
+    reactivate.apply(model, policies.first_match(policies.save_modules("0.inner"), policies.recompute_modules("0")))
+    return model
+
+
 @pytest.mark.usefixtures("what_is_compared")
+@pytest.mark.parametrize("wrap", [reactivate.checkpoint, with_policy], ids=["checkpoint", "apply"])
 @pytest.mark.parametrize("is_between", [True, False], ids=["between steps", "before the backward"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_changes_is_seen(change: Callable[[Scaled], None], is_between: bool, walks: list[Any]) -> None:
+def test_what_changes_is_seen(
+    change: Callable[[Scaled], None], is_between: bool, wrap: Callable[[nn.Module], Any], walks: list[Any]
+) -> None:
     global scale
     expected = steps(lambda module: module, change, is_between=is_between)
     scale, Scaled.factor = 1.0, 1.0
-    found = steps(reactivate.checkpoint, change, is_between=is_between)
+    found = steps(wrap, change, is_between=is_between)
     for one, other in zip(expected, found, strict=True):
         assert_bitwise(one, other, change.__name__)
     is_walked_again = is_between and change not in (
@@ -285,3 +296,47 @@ def test_nothing_is_kept_alive(is_large: bool) -> None:
         assert everything() is None
     finally:
         gc.enable()
+
+
+def test_a_policy_that_leads_to_its_model_goes_with_it() -> None:
+    model = nn.Sequential(Scaled())
+
+    def recompute_blocks(site: Any, model: nn.Module = model) -> Any:
+        return policies.Recompute() if any(site.module is child for child in model) else None
+
+    reactivate.apply(model, recompute_blocks)
+    x = torch.randn(4, 4, requires_grad=True)
+    for _ in range(3):
+        model(x).sum().backward()
+    assert id(model[0]) in whole_trees._trees
+    weight = weakref.ref(model[0].inner.weight)
+    del model, recompute_blocks
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_forward_below_a_policy_may_hold_state(walks: list[Any]) -> None:
+    """A function of the user's in the place of `forward` is looked at in every call."""
+
+    def run(with_policy: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        module, factors = Scaled(), [1.0]
+        own = module.forward
+
+        def forward(x: Tensor) -> Tensor:
+            factors[0] += 1
+            return own(x) * factors[0]
+
+        module.forward = forward
+        fn = with_policy(module)
+        x = torch.randn(4, 4, requires_grad=True)
+        found = []
+        for _ in range(3):
+            out = fn(x)
+            found += [out, *torch.autograd.grad(out.sum(), [x, *module.parameters()])]
+        assert factors == [4.0]
+        return found
+
+    for one, other in zip(run(lambda module: module), run(with_policy), strict=True):
+        assert_bitwise(one, other, "a forward of the user's")
+    assert len(walks) == 3

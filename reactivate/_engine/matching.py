@@ -249,11 +249,11 @@ class Matching:
         self.detach = self.log.unseen(Tensor.detach)
         return self.log.around(fn)
 
-    def following_rounded(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def following_rounded(self, fn: Callable[..., Any], check: Check) -> Callable[..., Any]:
         """`fn`, with what it computes from rounded tensors left out of the comparison."""
         if not (self.is_rounded or is_anything_rounded()):
             return fn
-        reads = self.check.rounded = RoundedReads()
+        reads = check.rounded = RoundedReads()
 
         def followed(*args: Any, **kwargs: Any) -> Any:
             with reads:

@@ -18,8 +18,9 @@ Site = tuple[CodeType, int]
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
-# Whether code is torch's or ours, by the id of the code object: with the object, so that the id stays its own.
-_known: Bounded[int, tuple[bool, CodeType]] = Bounded()
+# Whether code is torch's or ours, and whether it calls the function of a region, by the id of the code object: with the
+# object, so that the id stays its own.
+_known: Bounded[int, tuple[bool, bool, CodeType]] = Bounded()
 _callers: set[int] = set()  # by the id of the code, which is ours and stays: to hash code is slow
 
 
@@ -42,19 +43,18 @@ def user_frame_inside(frame: FrameType) -> tuple[FrameType, bool]:
     is_inside = True
     while found is not None:
         code = found.f_code
-        if not _is_library(code):
+        is_library, calls_region, _ = _known.get(id(code)) or _facts_of(code)
+        if not is_library:
             return found, is_inside
-        if is_inside and id(code) in _callers:
+        if calls_region:
             is_inside = False
         found = found.f_back
     return frame, False
 
 
-def _is_library(code: CodeType) -> bool:
-    known = _known.get(id(code))
-    if known is None:
-        known = _known[id(code)] = code.co_filename.startswith(_LIBRARIES), code
-    return known[0]
+def _facts_of(code: CodeType) -> tuple[bool, bool, CodeType]:
+    known = _known[id(code)] = code.co_filename.startswith(_LIBRARIES), id(code) in _callers, code
+    return known
 
 
 def line_of(site: Site) -> str:

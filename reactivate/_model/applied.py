@@ -24,6 +24,7 @@ from reactivate._engine.run import run
 from reactivate._loss.logits import call_by_rows
 from reactivate._model.cache_watch import CacheWatch
 from reactivate._model.selection import Selection
+from reactivate._modules.standin import Cover
 from reactivate._run import run_region, run_untraced
 from reactivate._text.words import counted
 from reactivate._types import DEVICE, Policy, Storage
@@ -163,7 +164,7 @@ class Applied:
         return applied
 
 
-class AppliedForward:
+class AppliedForward(Cover):
     """Stand in for a module's `forward`: a part of the module, and copied with it."""
 
     @property
@@ -174,7 +175,7 @@ class AppliedForward:
     def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
         self.applied = applied
         self.path = path
-        self.hidden = hidden  # what stood there before
+        self.hidden = hidden
         self._module = weakref.ref(module)  # a cycle would keep the model's memory until the collector runs
         self.note(applied.handle)
 

@@ -1,7 +1,7 @@
-"""Something else in the place of a module's `forward`, for the time of one call.
+"""Something else in the place of a module's `forward`, for the time of one call or for good.
 
-A module's hooks run around `self.forward`, so what is to run inside of them has to stand under that name. It is there
-while the hooks before it run, for all threads that call the module then, and is no state of the module's.
+A module's hooks run around `self.forward`, so what is to run inside of them has to stand under that name. For one call it is
+there while the hooks before it run, for all threads that call the module then, and is no state of the module's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,16 @@ from torch.nn import Module
 
 NAME = "forward"
 changing = RLock()
+
+
+class Cover:
+    """Something of ours in the place of a module's `forward` for good. It leads to nothing but the module and what it hides.
+
+    Attributes:
+        hidden: the `forward` that stood among the module's attributes before; None if its class has it.
+    """
+
+    hidden: Any = None
 
 
 class Placed:

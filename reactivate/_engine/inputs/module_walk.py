@@ -28,6 +28,7 @@ from reactivate._engine.state.known import Known
 from reactivate._engine.state.parts import Parts
 from reactivate._engine.state.reaching import tree_of
 from reactivate._engine.state.trees import single_modules, whole_trees
+from reactivate._modules.standin import Cover
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
 
@@ -179,6 +180,8 @@ class ModuleWalk(FunctionWalk):
             if kind not in ATOMS and name not in _OF_EVERY_MODULE:
                 if isinstance(value, Tensor):
                     self._state_of_module(value)
+                elif isinstance(value, Cover) and value.hidden is None:
+                    continue
                 elif kind is list and not facts.is_users and name in facts.attributes:
                     self.notes.append(ListNote(value))  # of parameters, as an LSTM has one: not to be looked into
                 else:

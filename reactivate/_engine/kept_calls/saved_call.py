@@ -112,7 +112,7 @@ class SavedCall:
         site.reason, site.changes = reason, ()
         site.start = len(self.entries)
         site.count = len(arguments)
-        frame, site.is_placed = user_frame_inside(_getframe(1))
+        frame, site.is_placed = user_frame_inside(_getframe(2))  # the first frames are ours
         site.place = (frame.f_code, frame.f_lasti)
         site.scalars = scalars_in(args, kwargs) if self.check is not None and not decision.is_users else None
 

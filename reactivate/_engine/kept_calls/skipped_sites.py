@@ -137,7 +137,7 @@ class RecomputationLog(Log):
 
 def _is_here(site: SavedSite) -> bool:
     """Return whether the code that is running is that which made the saved call, as far as both are inside of the region."""
-    frame, is_inside = user_frame_inside(_getframe(1))
+    frame, is_inside = user_frame_inside(_getframe(2))  # the first frames are ours
     return not (is_inside and site.is_placed) or (frame.f_code, frame.f_lasti) == site.place
 
 

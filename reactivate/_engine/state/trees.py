@@ -25,6 +25,8 @@ from reactivate._engine.state.code import CACHED, CodeNote, are_closed
 from reactivate._engine.state.contents import ATOMS, DictNote, ListNote, Note, SetNote
 from reactivate._engine.state.functions import CellNote, ClassNote, FunctionNote, Inside, NameNote
 from reactivate._engine.state.parts import Parts
+from reactivate._modules.standin import Cover
+from reactivate._torch.flags import ask
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
 _MOST_MISSES = 4  # in a row, after which it is not tried any more: attributes change with every call, or hold too much
@@ -52,7 +54,7 @@ class Walked(NamedTuple):
 class _Tree:
     """One remembered tree."""
 
-    __slots__ = ("are_empty", "attributes", "children", "kinds", "layout", "modules", "notes", "versions")
+    __slots__ = ("are_empty", "attributes", "children", "covers", "kinds", "layout", "modules", "notes", "versions")
 
     def __init__(self, walked: Walked, forget: Any) -> None:
         modules, notes, parts = walked
@@ -62,18 +64,21 @@ class _Tree:
         self.children = list(
             map(id, parts.layout.children_in(parts.entries))
         )  # of modules: they live, or it is forgotten
-        self.layout, self.attributes, self.notes = parts.layout, parts.attributes, notes
+        self.layout, self.notes = parts.layout, notes
+        covers = {index: ref(item) for index, item in enumerate(parts.attributes) if isinstance(item, Cover)}
+        self.attributes = [None if index in covers else item for index, item in enumerate(parts.attributes)]
+        self.covers = covers
         self.versions = parts.stamp.versions
 
     def again(self) -> Walked | None:
         """Return what a walk would find now, None if that is not known."""
-        modules: list[Any] = [reference() for reference in self.modules]
+        modules: list[Any] = list(map(ask, self.modules))
         if list(map(type, modules)) != self.kinds:
             return None
-        namespaces = [module.__dict__ for module in modules]
+        namespaces: list[Any] = list(map(vars, modules))
         stamp = self.layout.stamp_of(namespaces)
         if stamp.versions is not None and stamp.versions == self.versions:
-            found = self.attributes, stamp.entries()
+            found = self._attributes(), stamp.entries()
         else:
             compared = self._compared(namespaces)
             if compared is None:
@@ -87,6 +92,15 @@ class _Tree:
                 return None
         return Walked(modules, self.notes, parts)
 
+    def _attributes(self) -> list[Any]:
+        """Return the attributes. What covers a `forward` is held weakly: its policy may lead to the model."""
+        if not self.covers:
+            return self.attributes
+        found = self.attributes.copy()
+        for index, reference in self.covers.items():
+            found[index] = reference()
+        return found
+
     def _compared(self, namespaces: Sequence[dict[str, Any]]) -> tuple[list[Any], list[Any]] | None:
         """Return (attributes, entries) of the modules, None if they are not what they were."""
         found = self.layout.parts_of(namespaces)
@@ -95,7 +109,7 @@ class _Tree:
         attributes, entries = found
         if list(map(id, self.layout.children_in(entries))) != self.children:
             return None
-        if [entry is None for entry in entries] != self.are_empty or not all(map(is_, attributes, self.attributes)):
+        if [entry is None for entry in entries] != self.are_empty or not all(map(is_, attributes, self._attributes())):
             return None
         return found
 
@@ -155,7 +169,11 @@ def _holds_nothing_else(walked: Walked) -> bool:
     """Return whether to hold attributes and notes is to hold no module and no tensor, whatever happens to the tree."""
     noted = {id(note.target) for note in walked.notes}
     items = chain(walked.parts.attributes, *map(_items_of, walked.notes))
-    return all(id(item) in noted or _is_fixed(item, noted) for item in items)
+    return all(id(item) in noted or _is_fixed(item, noted) or _covers_nothing(item) for item in items)
+
+
+def _covers_nothing(item: Any) -> bool:
+    return isinstance(item, Cover) and item.hidden is None
 
 
 def _items_of(note: Note) -> Iterable[Any]:
