@@ -139,10 +139,12 @@ bench-torches: $(VENV)/.bench $(NEWEST)/.installed  ## the table in docs/overhea
 	PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python benchmarks/overhead.py --quick --out benchmarks/results
 	$(BIN)/python tests/public_ways.py benchmarks/overhead.py --quick --out benchmarks/results
 
-bench-xla: $(XLA)/.installed $(TPU)/.installed  ## the figures in docs/xla-measured.md and docs/tpu-measured.md
+bench-xla: $(XLA)/.installed $(TPU)/.installed  ## the figures in docs/xla-measured.md, docs/tpu-measured.md and docs/xla-models.md
 	$(IN_XLA) benchmarks/xla.py --out benchmarks/results --page docs/xla-measured.md
 	rm -f benchmarks/results/tpu-ahead-of-time.json
 	$(IN_XLA) benchmarks/tpu.py --out benchmarks/results --page docs/tpu-measured.md
+	rm -f benchmarks/results/xla-models.json
+	$(IN_XLA) benchmarks/xla_models.py --out benchmarks/results --page docs/xla-models.md
 
 test-upstream: $(VENV)/.test  ## PyTorch's own checkpoint tests on the drop-in: make test-upstream TORCH_SRC=a/checkout
 	$(BIN)/python benchmarks/upstream.py "$(TORCH_SRC)" --out benchmarks/results

@@ -10,13 +10,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from _xla_case import Program, Size, read_program, traced_step, versions
+from torch import Tensor
 
 TOPOLOGIES = ("v5e:1x1", "v5p:1x1x1", "v6e:1x1")
 """One chip each."""
@@ -59,8 +60,15 @@ def without_flags() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
-def measured(model: str, way: str, size: Size, topologies: Iterable[str]) -> Iterator[tuple[Case, dict[str, str]]]:
+def measured(
+    model: str, way: str, topologies: Iterable[str], script: str = __file__, **options: Any
+) -> Iterator[tuple[Case, dict[str, str]]]:
     """Trace the case once, and compile it for each topology; with the versions that this was done with.
+
+    Args:
+        script: traces it, as this file does: it reads a request as JSON, writes the program to the path in there, and
+            says what `written` returns.
+        options: of the request, beside model, way and path.
 
     Raises:
         RuntimeError: there is no compiler, or a process failed; with the end of what it said.
@@ -73,13 +81,11 @@ def measured(model: str, way: str, size: Size, topologies: Iterable[str]) -> Ite
         )
     with TemporaryDirectory(prefix="tpu-program-") as directory:
         path = Path(directory, "program.mlirbc")
-        request = {"model": model, "way": way, "size": asdict(size), "path": str(path)}
+        request = {"model": model, "way": way, "path": str(path), **options}
         environment = {**os.environ, "PJRT_DEVICE": "CPU"}
-        (said,) = _lines(
-            [sys.executable, "-W", "ignore", __file__, json.dumps(request)], f"{model}, {way}", environment
-        )
-        script = str(Path(__file__).with_name("_tpu_compiler.py"))
-        for found in _lines([python, script, str(path), *topologies], f"{model}, {way}", without_flags()):
+        (said,) = _lines([sys.executable, "-W", "ignore", script, json.dumps(request)], f"{model}, {way}", environment)
+        compile_it = str(Path(__file__).with_name("_tpu_compiler.py"))
+        for found in _lines([python, compile_it, str(path), *topologies], f"{model}, {way}", without_flags()):
             used = said["versions"] | found.pop("versions")
             yield Case(model, way, traced=Program(**said["traced"]), **found), used
 
@@ -93,15 +99,20 @@ def _lines(command: list[str], what: str, environment: dict[str, str]) -> list[A
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def main(request: dict[str, Any]) -> dict[str, Any]:
-    """Trace the step, and write it to a file."""
+def written(outputs: list[Tensor], path: Path, counted: Callable[[str], Program]) -> dict[str, Any]:
+    """Write the program of `outputs` to a file as StableHLO; return what `counted` finds in its text, and versions."""
     import torch_xla  # an optional package
     from torch_xla.core.xla_model import get_stablehlo_bytecode
 
-    outputs = traced_step(request["model"], request["way"], Size(**request["size"]))
     text = torch_xla._XLAC._get_xla_tensors_hlo(outputs)
-    Path(request["path"]).write_bytes(get_stablehlo_bytecode(outputs))
-    return {"traced": asdict(read_program(text)), "versions": versions()}
+    path.write_bytes(get_stablehlo_bytecode(outputs))
+    return {"traced": asdict(counted(text)), "versions": versions()}
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    """Trace the step, and write it to a file."""
+    outputs = traced_step(request["model"], request["way"], Size(**request["size"]))
+    return written(outputs, Path(request["path"]), read_program)
 
 
 if __name__ == "__main__":

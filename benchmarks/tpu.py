@@ -13,7 +13,7 @@ import argparse
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -71,12 +71,17 @@ def measure(results: Results, topologies: Iterable[str]) -> Iterator[Results]:
         RuntimeError: a version is not the one that the other cases were measured with.
     """
     for model, way, topology in list(results.missing(topologies)):
-        for case, versions in measured(model, way, results.sizes[model], [topology]):
-            results = replace(results, machine=_merged(results.machine, versions), cases=[*results.cases, case])
+        for case, versions in measured(model, way, [topology], size=asdict(results.sizes[model])):
+            results = replace(results, machine=merged(results.machine, versions), cases=[*results.cases, case])
             yield results
 
 
-def _merged(machine: Machine, versions: dict[str, str]) -> Machine:
+def merged(machine: Machine, versions: dict[str, str]) -> Machine:
+    """Return what the figures hold for, with these versions.
+
+    Raises:
+        RuntimeError: one is not the version that the other cases were measured with.
+    """
     for name, found in versions.items():
         if (machine.get(name) or found) != found:
             raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ has_compiler = pytest.mark.skipif(cases.compiler() is None, reason=f"{cases.VARI
 def found() -> tpu.Results:
     results = tpu.new_results({"mlp": SIZE})
     for way in (NONE, TORCH, OURS):
-        for case, versions in cases.measured("mlp", way, SIZE, [V5E]):
+        for case, versions in cases.measured("mlp", way, [V5E], size=asdict(SIZE)):
             results = replace(results, machine=results.machine | versions, cases=[*results.cases, case])
     return results
 
@@ -109,13 +109,13 @@ def test_the_page_of_the_docs_is_that_of_the_committed_results() -> None:
 
 def test_other_versions_are_not_mixed() -> None:
     with pytest.raises(RuntimeError, match=r"libtpu is 1, .* measured with 0"):
-        tpu._merged({"libtpu": "0"}, {"libtpu": "1"})
+        tpu.merged({"libtpu": "0"}, {"libtpu": "1"})
 
 
 def test_without_a_compiler_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cases.VARIABLE, raising=False)
     with pytest.raises(RuntimeError, match=r"make bench-xla"):
-        next(cases.measured("mlp", NONE, SIZE, [V5E]))
+        next(cases.measured("mlp", NONE, [V5E], size=asdict(SIZE)))
 
 
 @pytest.mark.parametrize(

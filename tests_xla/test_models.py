@@ -1,55 +1,53 @@
-"""A model of transformers with its own gradient checkpointing, under the drop-in: three steps with dropout and AdamW."""
+"""A model of transformers under the drop-in, with its own gradient checkpointing, and the page about four of them."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
-import torch_xla
-from lazy import DEVICE, XLA
-from oracle import Watched
-from torch import Tensor
 
-import reactivate
-from reactivate._engine.record import observed_by
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-transformers: Any = pytest.importorskip("transformers")
+import _xla_models_case as cases
+import xla_models
+from _presentation import read
+from _tpu_case import compiler
+from _xla_case import NONE, OURS
 
-
-def trained(is_checkpointed: bool) -> tuple[list[Tensor], int, Watched]:
-    """Return losses, the last gradients and the parameters; the seed afterwards; the regions."""
-    torch.manual_seed(0)
-    size = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8}
-    config = transformers.GPT2Config(
-        **size, bos_token_id=0, eos_token_id=0, attn_implementation="eager", use_cache=False
-    )
-    model = transformers.GPT2LMHeadModel(config).to(DEVICE).train()
-    tokens = torch.randint(0, 32, (2, 8)).to(DEVICE)
-    if is_checkpointed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    torch_xla.manual_seed(5)
-    torch_xla.sync()
-    found, watched = [], Watched()
-    with observed_by(watched), reactivate.dropin.install() if is_checkpointed else nullcontext():
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            found.append(loss.detach())
-            gradients = [parameter.grad.clone() for parameter in model.parameters()]
-            optimizer.step()
-            torch_xla.sync()
-    tensors = [*found, *gradients, *(parameter.detach() for parameter in model.parameters())]
-    return [tensor.cpu() for tensor in tensors], XLA._xla_get_rng_seed(""), watched
+ROOT = Path(__file__).parents[1]
+SMALLEST, LAYERS = "gpt2", 2
 
 
-def test_gpt2_op_by_op(op_by_op: None) -> None:
-    expected, seed, _ = trained(is_checkpointed=False)
-    found, seed_after, watched = trained(is_checkpointed=True)
-    assert watched.recomputations == 6
-    assert seed == seed_after
-    for one, other in zip(expected, found, strict=True):
-        assert torch.equal(one, other)
+def test_three_steps_op_by_op_are_bitwise() -> None:
+    """Dropout and AdamW: losses, gradients, parameters and the seed afterwards."""
+    found = cases.compared(SMALLEST, cases.KINDS[SMALLEST].small, is_op_by_op=True)
+    assert found.recomputations == cases.STEPS * LAYERS
+    assert found.compared == found.equal > 50
+    assert set(found.largest) == {0.0}
+    assert found.is_same_seed
+
+
+@pytest.mark.skipif(compiler() is None, reason="TPU_PYTHON names no Python with libtpu")
+def test_a_step_compiled_for_a_tpu_keeps_its_recomputation() -> None:
+    size = replace(cases.KINDS[SMALLEST].large, layers=1)
+    found = {
+        way: case for way in (NONE, OURS) for case, _ in cases.compiled(SMALLEST, way, size, [xla_models.TOPOLOGY])
+    }
+    plain, ours = found[NONE], found[OURS]
+    assert (plain.traced.barriers, ours.traced.barriers) == (0, 1)
+    assert plain.traced.dots < ours.traced.dots
+    assert (plain.dots, ours.dots) == (plain.traced.dots, ours.traced.dots), "no product is merged"
+
+
+def test_the_page_of_the_docs_is_that_of_the_committed_results() -> None:
+    results = read(xla_models.Results, ROOT / "benchmarks" / "results" / f"{xla_models.Results.benchmark}.json")
+    assert (ROOT / "docs" / "xla-models.md").read_text(encoding="utf-8") == xla_models.to_markdown(results)
+    for found in results.found:
+        assert found.is_same_seed and found.recomputations > 0
+        assert not found.is_op_by_op or found.equal == found.compared
+    for case in results.cases:
+        plain = results.case(case.model, NONE)
+        assert plain is not None and (case.way != OURS or case.temp_bytes < plain.temp_bytes)
