@@ -21,8 +21,10 @@ from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment
 
 NESTED = Treatment("recompute parts", ("", "mlp"), ("attn.out",), ("scaled_dot_product_attention",))
 PARTS = Treatment("recompute mlp", ("mlp",))
-CALLS = (FULL, KEEP, PARTS, FULL, NESTED)
-REGIONS = 1 + 0 + 1 + 1 + 2  # with the one that is nested
+CALLS = (FULL, KEEP, PARTS, KEEP, NESTED)
+REGIONS = (
+    1 + 0 + 1 + 0 + 2
+)  # with the one that is nested: not as many as calls, which are regions if nobody counts them
 
 
 class Loop(nn.Module):
@@ -163,7 +165,7 @@ class Recursive(Loop):
 
 
 def test_a_model_that_calls_itself_counts_once() -> None:
-    check(lambda: case_of(Recursive()), 1 + 0 + 1 + 1)
+    check(lambda: case_of(Recursive()), 1 + 0 + 1 + 0)
 
 
 class SelfCalling(Block):
@@ -178,7 +180,7 @@ class LoopOfSelfCalling(Loop):
 
 
 def test_a_layer_that_calls_itself_is_in_one_call() -> None:
-    check(lambda: case_of(LoopOfSelfCalling()), 1 + 0 + 2 + 1 + 3)  # inner calls have the parts of the call around them
+    check(lambda: case_of(LoopOfSelfCalling()), 1 + 0 + 2 + 0 + 3)  # inner calls have the parts of the call around them
 
 
 class InRegion(Loop):
@@ -201,12 +203,13 @@ def test_recomputations_count_as_their_forward_did(times: int) -> None:
             outputs[0].sum().backward(retain_graph=number < times - 1)
 
     watched = check(lambda: case_of(InRegion()), REGIONS + 1, backward=backward)
-    assert watched.again.count("block") == times, "of the three calls in the region, one is recomputed as a whole"
+    assert "block" not in watched.again, "no call in the region is recomputed as a whole"
+    assert watched.again.count("block.mlp") >= times
 
 
 def test_a_region_around_the_model() -> None:
     watched = check(case_of, 1 + REGIONS, lambda model: reactivate.checkpoint(applied(model)))
-    assert watched.again.count("block") == 3
+    assert watched.again.count("block") == 2
 
 
 def test_outside_of_the_model_every_call_is_recomputed() -> None:
