@@ -2,8 +2,8 @@
 
 The memory of a compiled step is that of its graphs. torch's partitioner keeps what the plan keeps, and recomputes what the
 plan recomputes; but the graph of the backward hands over the gradients of all parameters when it ends, where eager adds each
-to those that are there and frees it. A simulated step in which gradients stay (`TrainingStep.is_compiled`) has the peak of the
-graph as it was traced; what the code that a backend generates takes beside, only a run tells.
+to those that are there and frees it. A simulated step in which gradients stay (`TrainingStep.is_compiled`) has the peak of
+the graph as it was traced; what the code that a backend generates takes beside, only a run tells.
 """
 
 from __future__ import annotations
