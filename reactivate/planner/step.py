@@ -30,8 +30,8 @@ class TrainingStep:
         args, kwargs: of its call.
         loss: from what the model returns to a scalar; None: see `default_loss`.
         whole: forward and backward in the place of all that; None: model, loss and backward.
-        is_compiled: whether the step runs as one compiled graph, which hands over all gradients when its backward ends.
         caller: warns once for all runs of the step.
+        is_compiled: whether the step runs as one compiled graph, which hands over all gradients when its backward ends.
     """
 
     model: Module
@@ -39,8 +39,8 @@ class TrainingStep:
     kwargs: Mapping[str, Any] | None = None
     loss: Loss | None = None
     whole: Callable[[], object] | None = None
-    is_compiled: bool = False
     caller: Caller = field(default_factory=lambda: Caller("plan"), compare=False, repr=False)
+    is_compiled: bool = False
 
     def run_for_real(self, times: int = 1, watch: Callable[[Callable[[], None]], None] | None = None) -> None:
         """Run it, with gradients that are there already; then model, gradients and generators are as they were.
