@@ -111,3 +111,16 @@ def test_it_takes_little_beside_logits_and_gradient(kind: torch.dtype, least: in
         step()
         peaks.append(allocated_by(step).peak_bytes / logits.numel())
     assert peaks[0] >= least and peaks[1] <= most  # bytes for each logit, beside the logits themselves
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: not run")
+@pytest.mark.parametrize("classes", [7, 1000, 1025, 32000, 50257, 128256])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_every_bit_is_that_of_torch_on_cuda(classes: int, kind: torch.dtype) -> None:
+    """Kernels read several numbers at once: rows begin where they begin in the whole, also of an odd number of classes."""
+    logits, targets = made(1000, classes, kind)
+    logits, targets = logits.detach().cuda().requires_grad_(), targets.cuda()
+    for dtype in {kind, torch.float32}:
+        for reduction in ("mean", "sum", "none"):
+            assert_same(logits, dtype, targets, -100, reduction)

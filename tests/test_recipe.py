@@ -469,6 +469,7 @@ SPELLED: list[tuple[Any, ReadyMade]] = [
     ({"recompute_every": 2}, policies.recompute_every(2)),
     ({"recompute_every": {"k": 3, "offset": 1}}, policies.recompute_every(3, offset=1)),
     ({"recompute_modules": ["layers.*"]}, policies.recompute_modules("layers.*")),
+    ({"loss_by_rows": ["lm_head"]}, policies.loss_by_rows("lm_head")),
     ({"save": ["attention", "routing"]}, policies.save("attention", "routing")),
     ({"save_ops": ["linear", "matmul"]}, policies.save_ops("linear", "matmul")),
     (

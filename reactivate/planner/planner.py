@@ -64,6 +64,7 @@ class Planner:
         ranks: Ranks | None = None,
     ) -> None:
         self._head = head
+        self._loss = ""
         self.step, self.place, self.optimizer = step, place, optimizer
         self._profiled = known
         self._storages = storages or {}
@@ -84,9 +85,8 @@ class Planner:
 
     def look_at_plain(self) -> None:
         """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
-        with self.step.naming_loss() as names:
+        with self.step.naming_loss(lambda name: setattr(self, "_loss", name)):
             plain = self._trials.first(self.costs)
-        self._loss = names[-1]
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}

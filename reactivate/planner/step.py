@@ -57,15 +57,19 @@ class TrainingStep:
                     watch(lambda: self._run(self.args, dict(self.kwargs or {})))
 
     @contextmanager
-    def naming_loss(self) -> Iterator[list[str]]:
-        """Yield a list whose last item says, once the step has run, what its backward began from."""
-        names = ["step()" if self.whole is not None else "loss(output)"]
+    def naming_loss(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Tell what the backward begins from, now and, where only the output says, when the step runs.
+
+        Args:
+            tell: called with that, in words. What it writes must be out of reach of the model, whose state is put back.
+        """
+        tell("step()" if self.whole is not None else "loss(output)")
         if self.whole is not None or self.loss is not None:
-            yield names
+            yield
             return
-        handle = self.model.register_forward_hook(lambda model, args, output: names.append(default_loss(output)[0]))
+        handle = self.model.register_forward_hook(lambda model, args, output: tell(default_loss(output)[0]))
         try:
-            yield names
+            yield
         finally:
             handle.remove()
 

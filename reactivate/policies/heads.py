@@ -11,7 +11,7 @@ from reactivate.policies._select import Selector, check, selects
 
 
 @dataclass(frozen=True, repr=False)
-class _LossByRows(ReadyMade):
+class _ByRows(ReadyMade):
     selectors: tuple[Selector, ...]
 
     def __repr__(self) -> str:
@@ -47,4 +47,4 @@ def loss_by_rows(*modules: Selector) -> ReadyMade:
         ...     torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
     """
     check(modules, "loss_by_rows")
-    return _LossByRows(modules)
+    return _ByRows(modules)
