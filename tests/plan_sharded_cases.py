@@ -119,12 +119,12 @@ def rows_that_cannot_be_shared_evenly() -> None:
 def a_budget_in_bytes_is_one_of_each_rank() -> None:
     model = sharded()
     share = reactivate.plan(model, batch(), budget="60%", loss=loss_of, group=dist.group.WORLD)
-    plan = reactivate.plan(model, batch(), budget=share.budget_bytes, loss=loss_of, group=dist.group.WORLD)
+    plan = share.at(share.budget_bytes)
     assert plan.budget_bytes == share.budget_bytes >= plan.predicted.peak_bytes
     with pytest.raises(PlanInfeasible) as found:
-        reactivate.plan(model, batch(), budget=plan.fixed.total + 1, loss=loss_of, group=dist.group.WORLD)
-    least = reactivate.plan(model, batch(), budget=found.value.least_bytes, loss=loss_of, group=dist.group.WORLD)
-    assert least.predicted.peak_bytes <= found.value.least_bytes
+        share.at(plan.fixed.total + 1)
+    least = share.at(found.value.least_bytes)
+    assert least.predicted.peak_bytes <= found.value.least_bytes < share.predicted.peak_bytes
 
 
 @case(CASES, 2)

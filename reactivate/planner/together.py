@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from reactivate.planner.ranks import Ranks
@@ -30,7 +31,7 @@ class SharedSearch:
         """Return the fastest choice of the leading rank that holds on all, as it is on this one; None if none does."""
         limit = self._limit_bytes
         for _ in range(MOST_ROUNDS):
-            found = self._proposed(lambda limit=limit: self._search.fit(limit))
+            found = self._proposed(functools.partial(self._search.fit, limit))
             if found is None:
                 break
             worst = self._worst(found)

@@ -8,7 +8,7 @@ the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import torch
@@ -107,23 +107,13 @@ class Row:
         held, order = (self.held[:, None] + moves.held).flatten()[index].sort(stable=True)
         before = torch.div(index, count, rounding_mode="floor")[order]
         number = (index % count)[order]
-        row = Row(held, self.ticks[before] + moves.ticks[number], held, before, number)
-        about = row.ticks.about()
-        row = row[about <= about.cummin(0).values * _ROUNDED] if len(row) else row
-        peak = torch.maximum(self.peak[row.before], self.held[row.before] + moves.need[row.number])
-        return replace(row, peak=peak)._undominated()
-
-    def _undominated(self) -> Row:
-        """Drop those that take as much as one before, until there is none; of those that hold as much the last is best."""
-        row, more = self, True
-        while more:
-            is_left = torch.ones(len(row), dtype=torch.bool, device="cpu")
-            is_left[1:] = _is_less(row)
-            more = not bool(is_left.all())
-            row = row[is_left] if more else row
-        is_last = torch.ones(len(row), dtype=torch.bool, device="cpu")
-        is_last[:-1] = row.held[1:] != row.held[:-1]
-        return row[is_last]
+        ticks = self.ticks[before] + moves.ticks[number]
+        about = ticks.about()
+        if len(held):
+            index = (about <= about.cummin(0).values * _ROUNDED).nonzero().flatten()
+            held, ticks, before, number = held[index], ticks[index], before[index], number[index]
+        peak = torch.maximum(self.peak[before], self.held[before] + moves.need[number])
+        return Row(held, ticks, peak, before, number)[_undominated(held, ticks, peak)]
 
     def thinned(self, most: int) -> Row:
         """Keep the best of each of `most` equal ranges of held bytes, and the fastest.
@@ -145,9 +135,11 @@ class Row:
         score = self.ticks.about() * room[group].double() + above.double() * gain[group]
         least = torch.full_like(gain, torch.inf).scatter_reduce(0, group, score, "amin")
         left = (score <= least[group] * _ROUNDED).nonzero().flatten()
-        chosen = self._best(left, group[left].tolist(), room.tolist(), gains)
+        chosen = (
+            left if len(left) == len(ends) else _whole(self._best(left, group[left].tolist(), room.tolist(), gains))
+        )
         last = len(self) - 1
-        return self[_whole(chosen if chosen[-1] == last else [*chosen, last])]
+        return self[chosen if int(chosen[-1]) == last else torch.cat([chosen, _whole([last])])]
 
     def _best(self, left: Tensor, groups: list[int], room: list[int], gains: list[int]) -> list[int]:
         """Return the best of each group, of those that are left: exactly, and the first one of several."""
@@ -160,11 +152,23 @@ class Row:
         return [index for _, index in best.values()]
 
 
-def _is_less(row: Row) -> Tensor:
-    """Return whether each but the first takes less than the one before it, or as much with a smaller peak."""
-    high, low, peak = row.ticks.high, row.ticks.low, row.peak
-    is_less = (low[1:] < low[:-1]) | ((low[1:] == low[:-1]) & (peak[1:] < peak[:-1]))
-    return (high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & is_less)
+def _undominated(held: Tensor, ticks: Times, peak: Tensor) -> Tensor:
+    """Return the indices of those that take less than all before them; of those that hold as much the last is best.
+
+    One that does not take less than the one before it is dropped, until there is none.
+    """
+    found = torch.arange(len(held), device="cpu")
+    high, low = ticks.high, ticks.low
+    while True:
+        is_less = (low[1:] < low[:-1]) | ((low[1:] == low[:-1]) & (peak[1:] < peak[:-1]))
+        is_left = (high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & is_less)
+        if bool(is_left.all()):
+            break
+        index = torch.cat([_whole([0]), is_left.nonzero().flatten() + 1])
+        found, high, low, peak = found[index], high[index], low[index], peak[index]
+    held = held[found]
+    is_last = (held[1:] != held[:-1]).nonzero().flatten()
+    return found[torch.cat([is_last, _whole([len(found) - 1])])] if len(found) else found
 
 
 def _whole(numbers: Sequence[int]) -> Tensor:
