@@ -38,6 +38,7 @@ def a_model_is_planned_in_the_middle_of_its_training() -> None:
     optimizers = [torch.optim.AdamW(item.parameters()) for item in (model, plain)]
 
     def step(item: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.manual_seed(1)
         loss_of(item(batch())).backward()
         optimizer.step()
         optimizer.zero_grad()

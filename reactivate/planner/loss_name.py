@@ -1,4 +1,4 @@
-"""What the backward of a planned step begins from, in words."""
+"""Names for the loss of a planned step, from which its backward begins."""
 
 from __future__ import annotations
 

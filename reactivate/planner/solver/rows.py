@@ -61,7 +61,7 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Row:
+class Choices:
     """Choices for the blocks so far: those that hold less come first, and each takes less than all before it.
 
     Or as much, with a smaller peak.
@@ -81,7 +81,7 @@ class Row:
     number: Tensor
 
     @classmethod
-    def first(cls, peak_bytes: int) -> Row:
+    def first(cls, peak_bytes: int) -> Choices:
         """Return the row before the first block."""
         nothing = _whole([0])
         return cls(nothing, Times.of([0]), _whole([peak_bytes]), nothing, nothing)
@@ -89,10 +89,10 @@ class Row:
     def __len__(self) -> int:
         return len(self.held)
 
-    def __getitem__(self, index: Tensor) -> Row:
-        return Row(*(getattr(self, item.name)[index] for item in fields(self)))
+    def __getitem__(self, index: Tensor) -> Choices:
+        return Choices(*(getattr(self, item.name)[index] for item in fields(self)))
 
-    def continued(self, moves: Moves, budget_bytes: float, least_after: int) -> Row:
+    def continued(self, moves: Moves, budget_bytes: float, least_after: int) -> Choices:
         """Continue by a block, where it fits and what comes after it still can.
 
         Args:
@@ -113,9 +113,9 @@ class Row:
             index = (about <= about.cummin(0).values * _ROUNDED).nonzero().flatten()
             held, ticks, before, number = held[index], ticks[index], before[index], number[index]
         peak = torch.maximum(self.peak[before], self.held[before] + moves.need[number])
-        return Row(held, ticks, peak, before, number)[_undominated(held, ticks, peak)]
+        return Choices(held, ticks, peak, before, number)[_undominated(held, ticks, peak)]
 
-    def thinned(self, most: int) -> Row:
+    def thinned(self, most: int) -> Choices:
         """Keep the best of each of `most` equal ranges of held bytes, and the fastest.
 
         Best is what lies furthest below the line of time over held bytes, drawn from the fastest of the range before to the
