@@ -116,6 +116,7 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: overhead, choosing, offload, planning-measured
 	$(BIN)/python benchmarks/overhead.py --out benchmarks/results
 	$(BIN)/python benchmarks/self_check.py --out benchmarks/results
+	$(BIN)/python benchmarks/planning.py --out benchmarks/results
 	$(BIN)/python benchmarks/selective.py --out benchmarks/results
 	$(BIN)/python benchmarks/dropout.py --out benchmarks/results
 	$(BIN)/python benchmarks/offload.py --out benchmarks/results

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (as everybody calls it)
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.heads, _HEAD)).transpose(1, 2)
         k, v = self.kv_proj(self.down(x)).unflatten(-1, (2 * self.key_heads, _HEAD)).transpose(1, 2).chunk(2, 1)
         q, k = turned(q, cos, sin), turned(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.key_heads)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.key_heads)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -77,7 +77,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(wide, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 class Experts(nn.Module):
@@ -95,7 +95,7 @@ class Experts(nn.Module):
         room = self.chosen * len(tokens) // len(self.up)
         weights, taken = self.router(tokens).sigmoid().topk(room, 0)
         gate, up = torch.bmm(tokens[taken.T.flatten()].unflatten(0, (len(self.up), room)), self.up).chunk(2, -1)
-        out = torch.bmm(F.silu(gate) * up, self.down) * weights.T.unsqueeze(-1)
+        out = torch.bmm(functional.silu(gate) * up, self.down) * weights.T.unsqueeze(-1)
         found = torch.zeros_like(tokens).index_add(0, taken.T.flatten(), out.flatten(0, 1))
         return self.shared(x) + found.view_as(x)
 
@@ -129,4 +129,4 @@ class Decoder(nn.Module):
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())

@@ -318,7 +318,7 @@ def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, gone_on = [], []
     thinned = planner_solve._thinned
 
-    def counting(row: planner_solve.Row) -> planner_solve.Row:
+    def counting(row: planner_solve.Choices) -> planner_solve.Choices:
         seen.append(len(row))
         gone_on.append(len(thinned(row)))
         return thinned(row)

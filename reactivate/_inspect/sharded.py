@@ -1,4 +1,4 @@
-"""What `fully_shard` keeps of a model beside its parameters: put aside for a step on fake tensors.
+"""The state that `fully_shard` keeps of a model beside its parameters: put aside for a step on fake tensors.
 
 It has each parameter's part once more, as it is gathered from, and room into which the whole is gathered. Its hooks run in a
 simulated step as in a real one, so that they find fake tensors there, and whatever they change is as it was afterwards.
@@ -78,7 +78,7 @@ def _restoring(namespace: dict[Any, Any]) -> Callable[[], None]:
 
 
 def _fake_all(namespace: dict[str, Any], fake: Callable[[Any], Any]) -> None:
-    """Replace the tensors in a namespace, and in its lists; those whose memory was let go of are made again when needed."""
+    """Replace the tensors in a namespace, and in its lists; the library makes those anew whose memory it has let go of."""
     for name, value in list(namespace.items()):
         if isinstance(value, Tensor):
             if _is_empty(value):

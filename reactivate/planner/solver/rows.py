@@ -62,7 +62,7 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Row:
+class Choices:
     """Choices for the blocks so far: those that hold less come first, and each takes less than all before it.
 
     Or as much, with a smaller peak.
@@ -82,13 +82,13 @@ class Row:
     number: Tensor
 
     @classmethod
-    def first(cls, peak_bytes: int) -> Row:
+    def first(cls, peak_bytes: int) -> Choices:
         """Return the row before the first block."""
         nothing = _whole([0])
         return cls(nothing, Times.of([0]), _whole([peak_bytes]), nothing, nothing)
 
     @classmethod
-    def joined(cls, rows: Sequence[Row]) -> Row:
+    def joined(cls, rows: Sequence[Choices]) -> Choices:
         """Return the choices of several rows, those that hold less first."""
         held, order = torch.cat([row.held for row in rows]).sort(stable=True)
         ticks = Times(torch.cat([row.ticks.high for row in rows]), torch.cat([row.ticks.low for row in rows]))[order]
@@ -100,10 +100,10 @@ class Row:
     def __len__(self) -> int:
         return len(self.held)
 
-    def __getitem__(self, index: Tensor) -> Row:
-        return Row(*(getattr(self, item.name)[index] for item in fields(self)))
+    def __getitem__(self, index: Tensor) -> Choices:
+        return Choices(*(getattr(self, item.name)[index] for item in fields(self)))
 
-    def _by(self, moves: Moves, numbers: Sequence[int], limit_bytes: int, least_after: int) -> Row:
+    def _by(self, moves: Moves, numbers: Sequence[int], limit_bytes: int, least_after: int) -> Choices:
         """Continue by moves, in no order, where it fits and what comes after it still can."""
         most = limit_bytes - torch.maximum(moves.need, moves.held + least_after)
         index = (self.held[:, None] <= most).flatten().nonzero().flatten()
@@ -111,22 +111,9 @@ class Row:
         before, number = torch.div(index, count, rounding_mode="floor"), index % count
         peak = torch.maximum(self.peak[before], self.held[before] + moves.need[number])
         held, ticks = self.held[before] + moves.held[number], self.ticks[before] + moves.ticks[number]
-        return Row(held, ticks, peak, before, _whole(numbers)[number])
+        return Choices(held, ticks, peak, before, _whole(numbers)[number])
 
-    def undominated(self) -> Row:
-        """Drop those that take as much as one before, until there is none; of those that hold as much the last is best."""
-        about = self.ticks.about()
-        row, more = self[about <= about.cummin(0).values * _ROUNDED] if len(self) else self, True
-        while more:
-            is_left = torch.ones(len(row), dtype=torch.bool, device="cpu")
-            is_left[1:] = _is_less(row)
-            more = not bool(is_left.all())
-            row = row[is_left] if more else row
-        is_last = torch.ones(len(row), dtype=torch.bool, device="cpu")
-        is_last[:-1] = row.held[1:] != row.held[:-1]
-        return row[is_last]
-
-    def thinned(self, most: int) -> Row:
+    def thinned(self, most: int) -> Choices:
         """Keep the best of each of `most` equal ranges of held bytes, and the fastest.
 
         Best is what lies furthest below the line of time over held bytes, drawn from the fastest of the range before to the
@@ -146,9 +133,11 @@ class Row:
         score = self.ticks.about() * room[group].double() + above.double() * gain[group]
         least = torch.full_like(gain, torch.inf).scatter_reduce(0, group, score, "amin")
         left = (score <= least[group] * _ROUNDED).nonzero().flatten()
-        chosen = self._best(left, group[left].tolist(), room.tolist(), gains)
+        chosen = (
+            left if len(left) == len(ends) else _whole(self._best(left, group[left].tolist(), room.tolist(), gains))
+        )
         last = len(self) - 1
-        return self[_whole(chosen if chosen[-1] == last else [*chosen, last])]
+        return self[chosen if int(chosen[-1]) == last else torch.cat([chosen, _whole([last])])]
 
     def _best(self, left: Tensor, groups: list[int], room: list[int], gains: list[int]) -> list[int]:
         """Return the best of each group, of those that are left: exactly, and the first one of several."""
@@ -175,7 +164,7 @@ class Continuation(NamedTuple):
     numbers: Sequence[int]
 
 
-def continued(rows: Sequence[Row], moves: Sequence[Continuation], budget_bytes: float, least_after: int) -> Row:
+def continued(rows: Sequence[Choices], moves: Sequence[Continuation], budget_bytes: float, least_after: int) -> Choices:
     """Return the choices that end with a block, where they fit and what comes after them still can.
 
     Args:
@@ -185,15 +174,30 @@ def continued(rows: Sequence[Row], moves: Sequence[Continuation], budget_bytes: 
         least_after: the least that what comes after needs, above what is held then.
     """
     limit = _ANY if budget_bytes >= _ANY else int(budget_bytes)
-    found = [rows[start]._by(ways, numbers, limit, least_after) for start, ways, numbers in moves]
-    return Row.joined(found).undominated()
+    found = Choices.joined([rows[start]._by(ways, numbers, limit, least_after) for start, ways, numbers in moves])
+    about = found.ticks.about()
+    if len(found):
+        found = found[(about <= about.cummin(0).values * _ROUNDED).nonzero().flatten()]
+    return found[_undominated(found.held, found.ticks, found.peak)]
 
 
-def _is_less(row: Row) -> Tensor:
-    """Return whether each but the first takes less than the one before it, or as much with a smaller peak."""
-    high, low, peak = row.ticks.high, row.ticks.low, row.peak
-    is_less = (low[1:] < low[:-1]) | ((low[1:] == low[:-1]) & (peak[1:] < peak[:-1]))
-    return (high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & is_less)
+def _undominated(held: Tensor, ticks: Times, peak: Tensor) -> Tensor:
+    """Return the indices of those that take less than all before them; of those that hold as much the last is best.
+
+    One that does not take less than the one before it is dropped, until there is none.
+    """
+    found = torch.arange(len(held), device="cpu")
+    high, low = ticks.high, ticks.low
+    while True:
+        is_less = (low[1:] < low[:-1]) | ((low[1:] == low[:-1]) & (peak[1:] < peak[:-1]))
+        is_left = (high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & is_less)
+        if bool(is_left.all()):
+            break
+        index = torch.cat([_whole([0]), is_left.nonzero().flatten() + 1])
+        found, high, low, peak = found[index], high[index], low[index], peak[index]
+    held = held[found]
+    is_last = (held[1:] != held[:-1]).nonzero().flatten()
+    return found[torch.cat([is_last, _whole([len(found) - 1])])] if len(found) else found
 
 
 def _whole(numbers: Sequence[int]) -> Tensor:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from reactivate.errors import UsageError
 from reactivate.planner.solver.chain import Candidate, Chain, Infeasible, Solution, ticks_of
 from reactivate.planner.solver.moving import MovingProblem
-from reactivate.planner.solver.rows import Continuation, Moves, Row, continued
+from reactivate.planner.solver.rows import Choices, Continuation, Moves, continued
 
 __all__ = ["Infeasible", "frontier", "least", "solve"]
 
@@ -171,7 +171,7 @@ class _Problem:
     def solve(self, budget_bytes: float) -> Solution:
         if budget_bytes < self.smallest_bytes:
             raise Infeasible(self.smallest_bytes)
-        rows = [Row.first(self.chain.outside[0])]
+        rows = [Choices.first(self.chain.outside[0])]
         for moves, least_after in zip(self.tensors, self.least_bytes[1:]):
             rows.append(_thinned(continued(rows, moves, budget_bytes, least_after)))
         entries: list[Candidate] = []
@@ -221,5 +221,5 @@ def _worthwhile(moves: Iterable[_Move]) -> list[_Move]:
     return found
 
 
-def _thinned(row: Row) -> Row:
+def _thinned(row: Choices) -> Choices:
     return row.thinned(_MOST) if len(row) > _MOST else row
