@@ -180,7 +180,7 @@ class Found:
 
 @dataclass
 class Trained:
-    """What steps leave: {what: tensors}, the seed afterwards, and how many regions were recomputed."""
+    """Results of steps: {kind: tensors}, the seed afterwards, and how many regions were recomputed."""
 
     tensors: dict[str, list[Tensor]] = field(default_factory=dict)
     seed: int = 0

@@ -48,7 +48,7 @@ def run_untraced(runner: Runner, options: Options, fn: Any, args: tuple[Any, ...
     return runner(fn, args, kwargs, options)
 
 
-@assume_constant_result  # dynamo calls it while it traces
+@assume_constant_result  # type: ignore[untyped-decorator]  # dynamo calls it while it traces
 def _register_devices() -> bool:
     """Register the modules of devices that came without one, which torch's function in the graph asks for."""
     return bool(backends())

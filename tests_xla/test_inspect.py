@@ -103,7 +103,7 @@ STORAGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", STORAGES)
 def test_a_storage_is_refused(name: str, x: Tensor, tmp_path: Path) -> None:
-    """It would end the program that is being recorded."""
+    """A copy would end the program that is being recorded."""
     kept = STORAGES[name](tmp_path)
     saving = policies.first_match(policies.save_ops("linear", storage=kept), policies.recompute_modules(Block))
     for policy in (saving, policies.recompute_modules(Block, inputs=kept)):
