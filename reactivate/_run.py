@@ -9,14 +9,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch.compiler import assume_constant_result, is_compiling
+from torch.compiler import is_compiling
 
 from reactivate._backends import backends
 from reactivate._compilers.aot import run_tagged
 from reactivate._compilers.jax import is_traced, run_traced
 from reactivate._engine.record import Options
 from reactivate._options import contexts_in_graph
-from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph
+from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_while_traced
 from reactivate._torch.modes import is_aot_tracing
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any], Options], Any]
@@ -48,7 +48,7 @@ def run_untraced(runner: Runner, options: Options, fn: Any, args: tuple[Any, ...
     return runner(fn, args, kwargs, options)
 
 
-@assume_constant_result  # type: ignore[untyped-decorator]  # dynamo calls it while it traces
+@runs_while_traced
 def _register_devices() -> bool:
     """Register the modules of devices that came without one, which torch's function in the graph asks for."""
     return bool(backends())

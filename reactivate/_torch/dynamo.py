@@ -65,6 +65,15 @@ def leave_out_of_graphs(function: Any, reason: str = "a recomputation runs as it
     function._torchdynamo_disable_msg = reason
 
 
+def runs_while_traced(function: Callable[[], bool]) -> Callable[[], bool]:
+    """Let torch.compile call `function` where it traces a call of it, as `torch.compiler.assume_constant_result` does.
+
+    That one imports torch._dynamo, which takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def _prefer_nothing(is_on: bool) -> None:
     """torch 2.9 has no such switch."""
 
