@@ -1,4 +1,4 @@
-"""What is found of one model: peers and plans, and who is faster in equal memory."""
+"""The findings on one model: peers and plans, and who is faster in equal memory."""
 
 from __future__ import annotations
 

@@ -97,11 +97,10 @@ class Handle:
             lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]
         if self.heads:
             lines.append(f"Loss by rows: {named(self.heads)}.")
-        kept = self.kept.items()
-        reasons = {reason: [path for path, why in kept if why == reason] for _, reason in kept}
-        if reasons:
+        if self.kept:
             lines.append("Beside the regions, not recomputed:")
-            lines += [f"  {shortened(paths)}: {reason}" for reason, paths in reasons.items()]
+        for reason in dict.fromkeys(self.kept.values()):
+            lines.append(f"  {shortened(path for path, why in self.kept.items() if why == reason)}: {reason}")
         return "\n".join(lines)
 
 

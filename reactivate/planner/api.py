@@ -50,7 +50,7 @@ def plan(
     maximize: str | Mapping[str, int] | None = None,
     storages: Storage | Iterable[Storage] | None = None,
     shapes: None = None,
-    head: Head = "rows",
+    head: Head | None = None,
     group: ProcessGroup | None = None,
     reserve: int | str | None = None,
     compiled: bool | str = False,
@@ -87,7 +87,7 @@ def plan(
     maximize: str | Mapping[str, int] | None = None,
     storages: Storage | Iterable[Storage] | None = None,
     shapes: Literal["adaptive"] | None = None,
-    head: Head = "rows",
+    head: Head | None = None,
     group: ProcessGroup | None = None,
     reserve: int | str | None = None,
     compiled: bool | str = False,
@@ -122,8 +122,8 @@ def plan(
             measured now. The result is an `AdaptivePlan`, a policy as well. A share is one of this batch.
         head: "rows": the cross-entropy of the logits may be computed by rows, bitwise as torch does, so that no log-softmax
             and no cast of them is kept. The planner finds it wherever it is called, and takes it by rows where that makes
-            the plan faster or possible. "keep": never, for a model that is compiled later. Adaptive plans keep it, and so
-            do those of a group and of a compiled model.
+            the plan faster or possible. "keep": never, for a model that is compiled later. None: "rows" on a CPU, where
+            tests show every bit. Adaptive plans keep it, and so do those of a group and of a compiled model.
         group: the ranks that run this step together and make this call, each with its own batch: they agree about one policy,
             that of the rank with the least room, and each has its own promise beside it. Needed where a recomputation may
             have collectives in it, so for models that are sharded by `fully_shard`. A budget is one of each rank, and they
@@ -157,7 +157,7 @@ def plan(
     check_module("plan", model)
     args, kwargs = example_of("plan", model, args, kwargs)
     _check_step(loss, step, optimizer)
-    if head not in HEADS:
+    if head is not None and head not in HEADS:
         raise UsageError(f'plan: head= takes "rows" or "keep"; got {described(head)}.')
     asked = None if budget is None else parse(budget)
     offered = storages_in(storages)
@@ -170,11 +170,12 @@ def plan(
         begin_sharded(model)
         place = replace(place_of(model, args, kwargs, device), reserve=kept_free)
         planned = TrainingStep(model, args, kwargs, loss, step, is_compiled=bool(compiled))
+        may_slice = head == "rows" or (head is None and place.device.type == place.spec.name == "cpu")
+        head = "rows" if may_slice and not (shapes or compiled or group) else "keep"
         if maximize is not None:
             found = largest(planned, place, optimizer, tell, asked, maximize, offered, head)
             return replace(found, planning_seconds=perf_counter() - began)
         is_adaptive = shapes is not None
-        head = "keep" if is_adaptive or compiled or group is not None else head
         planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=is_adaptive, head=head, ranks=ranks)
         found = planner.prepare().plan(asked)
         if asked is None:

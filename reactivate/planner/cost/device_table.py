@@ -42,7 +42,7 @@ _TURING = (
     "NVIDIA-Turing-Architecture-Whitepaper.pdf"
 )
 _V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf"
-_GB200 = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
+_GB200 = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/ https://glennklockwood.com/garden/processors/B200"
 _AMPERE = "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
 _ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
 _BLACKWELL = "https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf"
@@ -84,7 +84,7 @@ _TABLE = (
          float64=67, float32=67, tfloat32=494.5, bfloat16=989.5, float16=989.5, float8=1979),
     _gpu("B200", 180, 8000, _B200, float64=40, float32=80, tfloat32=1100, bfloat16=2250, float16=2250, float8=4500),
     # One of the two GPUs of the superchip, whose numbers are published for both.
-    _gpu("GB200", 186, 8000, _GB200, float64=40, float32=80, tfloat32=1250, bfloat16=2500, float16=2500, float8=5000),
+    _gpu("GB200", 186, 8000, _GB200, float64=45, float32=90, tfloat32=1250, bfloat16=2500, float16=2500, float8=5000),
     _gpu("L4", 24, 300, _L4, 64, float32=30.3, tfloat32=60, bfloat16=121, float16=121, float8=242.5),
     _gpu("L40S", 48, 864, _L40S, 64, float32=91.6, tfloat32=183, bfloat16=362.05, float16=362.05, float8=733),
     _gpu("A10", 24, 600, _A10, 64, float32=31.2, tfloat32=62.5, bfloat16=125, float16=125),
