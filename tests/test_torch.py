@@ -412,6 +412,25 @@ def dynamo_knows_torchs_checkpoint() -> None:
         room.checkpoint_in_graph(torch.sin, (torch.ones(2, requires_grad=True),), {})
 
 
+@needs("runs_while_traced")
+def a_function_is_called_while_it_is_traced() -> None:
+    called: list[int] = []
+
+    def note() -> bool:
+        called.append(1)
+        return True
+
+    room.runs_while_traced(note)
+
+    def traced(x: Tensor) -> Tensor:
+        return x.sin() if note() else x
+
+    compiled = torch.compile(traced, backend="eager", fullgraph=True)
+    for _ in range(2):
+        compiled(torch.ones(2))
+    assert called == [1]
+
+
 @needs("runs_as_traced", "warn_of_running_as_traced")
 def the_inside_of_a_traced_region_is_known() -> None:
     assert not room.runs_as_traced(torch.sin)
