@@ -193,7 +193,7 @@ def make_plans(subject: Subject, peaks: Mapping[str, int], plain_bytes: int, tic
         tick: called after each plan.
     """
     plans, began = Plans(), perf_counter()
-    first = reactivate.plan(subject.model, subject.args, subject.kwargs, budget="100%", loss=subject.loss)
+    first = reactivate.plan(subject.model, subject.args, subject.kwargs, budget="100%", loss=subject.loss, head="keep")
     plans.first_seconds = perf_counter() - began
     budgets = {**peaks, **{f"{share} %": plain_bytes * share // 100 for share in SHARES}}
     for label, size in budgets.items():

@@ -188,7 +188,7 @@ def test_a_step_that_peaks_in_the_forward() -> None:
 
 def test_a_step_that_peaks_in_the_loss() -> None:
     case = gpt(layers=3, tokens=2000)
-    plan = planned(case, "85%")
+    plan = planned(case, "85%", head="keep")
     assert_holds(case, plan)
 
 

@@ -100,6 +100,14 @@ class Search:
         return best
 
     def _fit_with_corrections(self, budget_bytes: int) -> Proven | None:
+        found = self._corrected(budget_bytes)
+        if found is not None:
+            return found
+        smallest = self.smallest()
+        return smallest if smallest.trace.fits(budget_bytes) else None
+
+    def _corrected(self, budget_bytes: int) -> Proven | None:
+        """Return the fastest choice that holds, among those that the problem, corrected after each trial, says to hold."""
         self._corrections = {}
         limit = budget_bytes
         for _ in range(MOST_ROUNDS):
@@ -111,11 +119,21 @@ class Search:
                 return found
             if not self._correct(found):
                 limit -= max(1, found.trace.peak_bytes - budget_bytes)
-        smallest = self.smallest()
-        return smallest if smallest.trace.fits(budget_bytes) else None
+        return None
 
     def smallest(self) -> Proven:
         """The choice with the least peak; of those, if there are any, in which the storage can do its part."""
+        found: Proven | None = self._least_corrected()
+        while found is not None:
+            best = found
+            found = self._corrected(best.trace.peak_bytes - 1)
+        return best
+
+    def _least_corrected(self) -> Proven:
+        """Return that choice as the problem has it, corrected after each trial.
+
+        A correction holds for all that may be done at its position, and may be too large for what was not tried.
+        """
         best: Proven | None = None
         self._corrections = {}
         for _ in range(MOST_ROUNDS):
