@@ -50,6 +50,16 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
 
 
+def test_planning_leaves_no_memory_behind() -> None:
+    with simulated.accelerator("late") as device:
+        model = a_model().to(device)
+        x = torch.randn(BATCH, WIDTH).to(device)
+        before = torch.accelerator.memory_allocated(device)
+        plan = planned(model, x, "60%")
+        assert any(decision.treatment.recompute for decision in plan.decisions)
+        assert torch.accelerator.memory_allocated(device) == before
+
+
 @pytest.mark.parametrize(("last", "ahead"), [(1, 1), (0, 0), (2, 2)])
 def test_a_plan_with_the_host_holds_to_the_byte_and_is_bitwise(last: int, ahead: int) -> None:
     with simulated.accelerator("late") as device:

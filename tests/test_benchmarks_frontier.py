@@ -271,7 +271,7 @@ def test_verdicts_are_at_the_peaks_of_peers(found: results.Frontier) -> None:
         assert rival.peak_bytes <= item.budget_bytes
         if item in found.verdicts_with_compiled:
             assert rival.seconds.value == min(peer.seconds.value for peer in fitting)
-        assert (item.ratio is None) == (item.words == measuring.NO_PLAN)
+        assert (item.ratio is None) == (item.words == results.NO_PLAN)
         assert item.ratio is None or math.isfinite(item.ratio.value)
 
 
@@ -284,7 +284,7 @@ def test_json_is_read_as_it_was_written(found: results.Frontier, tmp_path: Path)
 
 @pytest.mark.slow
 def test_page_has_every_table(found: results.Frontier) -> None:
-    infeasible = replace(found.verdicts[0], ratio=None, words=measuring.NO_PLAN, holds=None)
+    infeasible = replace(found.verdicts[0], ratio=None, words=results.NO_PLAN, holds=None)
     found = replace(found, verdicts=[infeasible, *found.verdicts[1:]])
     text = frontier.to_markdown([found])
     assert "## A byte-level GPT\n" in text

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_part_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    only = "llama-8b,deepseek-v3,solve,frontier"
-    planning.main(["--only", only, "--layers", "4", "--blocks", "20", "--json", "--out", str(tmp_path)])
+    only = "llama-8b,solve,frontier"
+    planning.main(["--only", only, "--layers", "12", "--blocks", "20", "--json", "--out", str(tmp_path)])
     found = json.loads(capsys.readouterr().out)["found"]
-    assert [row["blocks"] for row in found.values()] == [4, 4, 20, 20, 20]
+    assert [row["blocks"] for row in found.values()] == [12, 20, 20, 20]
     assert all(row["seconds"] > 0 for row in found.values())
     assert all("recompute" in row["plan"] for row in found.values() if "plan" in row)
     files = {path.suffix: path.read_text() for path in tmp_path.iterdir()}
     assert json.loads(files[".json"])["found"] == found
-    assert "| llama-8b | 4 |" in files[".md"] and "| frontier(24) | 20 |" in files[".md"]
+    assert "| llama-8b | 12 |" in files[".md"] and "| frontier(24) | 20 |" in files[".md"]

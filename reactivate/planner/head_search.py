@@ -8,7 +8,7 @@ these make.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
@@ -36,7 +36,7 @@ class WithHead(Protocol):
     """A step whose treatments without a head are known."""
 
     units: dict[str, Module]
-    menus: dict[str, tuple[Treatment, ...]]
+    all_menus: Mapping[str, Sequence[Treatment]]
     table: TreatmentTable
     plain: Trace
     plain_seconds: float
@@ -80,11 +80,11 @@ class HeadSearch:
         if not heads or reading.paths != step.table.plain.paths:
             return None
         table = step.table.beside(reading)
-        search = Search(table, step.menus, lambda chosen: step.attempt({**chosen, **heads}))
+        search = Search(table, step.all_menus, lambda chosen: step.attempt({**chosen, **heads}))
         scale = step.plain_seconds / step.plain.seconds if step.plain.seconds else 1.0
         seconds = max(0.0, (trace.seconds - step.plain.seconds) * scale)
         largest = max(read, key=lambda item: item.nbytes)
-        return cls(heads, largest, seconds, table.chain(step.menus, {}), reading.paths, step.plain_seconds, search)
+        return cls(heads, largest, seconds, table.chain(step.all_menus, {}), reading.paths, step.plain_seconds, search)
 
     def fit(self, budget_bytes: int) -> ChosenStep | None:
         """The fastest choice that holds; None if there is none.

@@ -190,8 +190,8 @@ class Planner:
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies, simulated: {number} of {len(rounds)}")
             self.table.enter(self.attempt(treatments)[1], treatments)
-        menus = with_containers(self.step.model, self.menus, self.table, self.attempt)
-        self.search = Search(self.table, menus, self.attempt)
+        self.all_menus = with_containers(self.step.model, self.menus, self.table, self.attempt)
+        self.search = Search(self.table, self.all_menus, self.attempt)
         return self
 
     @functools.cached_property

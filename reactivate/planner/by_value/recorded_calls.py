@@ -7,7 +7,7 @@ cannot be saved. The step ends where its backward begins.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.accounts import held_by, storages_of
@@ -70,9 +71,22 @@ def recorded_calls(
             stack.callback(units[path].register_forward_hook(hook, with_kwargs=True).remove)
         stack.enter_context(observed_by(recorder))
         stack.enter_context(recorder)
+        stack.enter_context(_UpToBackward(recorder.is_done))
         with suppress(_ForwardDone):
             run()
     return recorder.found
+
+
+class _UpToBackward(TorchFunctionMode):
+    """Ends a step where its backward would begin: an error out of the midst of one leaves memory with autograd's threads."""
+
+    def __init__(self, is_done: Callable[[], bool]) -> None:
+        self._is_done = is_done
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward and self._is_done():
+            raise _ForwardDone
+        return func(*args, **(kwargs or {}))
 
 
 class _SaveAll(ReadyMade):
@@ -143,13 +157,17 @@ class _Recorder(TorchDispatchMode):
         self._calls: tuple[RecordedCall, ...] = ()  # of the region that was done last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if current_node_number() is not None and self.found.keys() >= set(self._recorded):
+        if current_node_number() is not None and self.is_done():
             raise _ForwardDone
         result = func(*args, **(kwargs or {}))
         site = self._site
         if site is not None and not hasattr(site, "stop"):  # which it gets when it ends
             self._seconds[id(site)] += self._costs.of(func, args, kwargs or {}, result).seconds
         return result
+
+    def is_done(self) -> bool:
+        """Return whether all units have been recorded."""
+        return self.found.keys() >= set(self._recorded)
 
     def call_begins(self, site: Any) -> None:
         """A call begins that is saved."""
