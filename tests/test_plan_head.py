@@ -93,7 +93,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("how", ["real", "simulated"])
+@pytest.mark.parametrize("how", ["real", pytest.param("simulated", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_budget_below_the_plain_loss_is_held_to_the_bit(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, heads = CASES[name]
@@ -166,6 +166,7 @@ def test_a_loss_that_has_no_rows_is_left_alone() -> None:
     assert "chunked" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_larger_with_the_loss_by_rows() -> None:
     model = wide().model
 
