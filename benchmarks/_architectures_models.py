@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,13 +63,20 @@ class _Twice(nn.Sequential):
         )
 
 
-class _UNet(nn.Module):
-    def __init__(self) -> None:
+class UNet(nn.Module):
+    """A U-Net: each stage on the way up sees the features of its twin on the way down.
+
+    Args:
+        widths: channels of each stage on the way down, and of the middle.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        self.down = nn.ModuleList([_Twice(3, 8), _Twice(8, 16), _Twice(16, 32)])
-        self.middle = _Twice(32, 64)
-        self.up = nn.ModuleList([_Twice(96, 32), _Twice(48, 16), _Twice(24, 8)])
-        self.last = nn.Conv2d(8, 4, 1)
+        *stages, middle = widths
+        self.down = nn.ModuleList(_Twice(before, after) for before, after in zip([3, *stages], stages))
+        self.middle = _Twice(stages[-1], middle)
+        self.up = nn.ModuleList(_Twice(3 * width, width) for width in reversed(stages))
+        self.last = nn.Conv2d(stages[0], 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the classes of pixels."""
@@ -86,7 +93,7 @@ class _UNet(nn.Module):
 def u_net() -> Made:
     """Return a U-Net for segmentation."""
     classes = torch.randint(4, (2, 64, 64))
-    return _UNet(), (torch.randn(2, 3, 64, 64),), lambda out: functional.cross_entropy(out, classes)
+    return UNet((8, 16, 32, 64)), (torch.randn(2, 3, 64, 64),), lambda out: functional.cross_entropy(out, classes)
 
 
 class _Detector(nn.Module):

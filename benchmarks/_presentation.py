@@ -289,6 +289,16 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def with_page(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, with those for the results and for a page about them."""
+    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where results are, and are written")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page about the results in DIRECTORY")
+    options = parser.parse_args(arguments)
+    if options.page and not options.out:
+        parser.error("--page is about the results in a directory: give --out as well")
+    return options
+
+
 def names_of_models(known: Iterable[str], text: str) -> list[str]:
     """Return the names in an option, with commas between them, each one of `known`."""
     names = [name for name in text.split(",") if name]

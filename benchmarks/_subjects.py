@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from _architectures_models import UNet
 from _training import Size, Subject
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
@@ -14,6 +15,8 @@ from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from byte_gpt import GPT, Settings as ModelSettings
+
+_WORDS = 512
 
 
 def byte_gpt(size: Size) -> Subject:
@@ -43,20 +46,11 @@ def llama(size: Size) -> Subject:
         num_hidden_layers=size.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
-        vocab_size=512,
+        vocab_size=_WORDS,
         max_position_embeddings=size.length,
         use_cache=False,
     )
-    tokens = torch.randint(512, (size.batch, size.length))
-    title = (
-        f"Hugging Face's Llama: {size.layers} blocks of width {size.dim}, {size.batch} x {size.length} tokens, "
-        "a vocabulary of 512"
-    )
-    return Subject(
-        *("llama", title, LlamaForCausalLM(config), (), {"input_ids": tokens, "labels": tokens}),
-        loss=lambda output: output.loss,
-        blocks=_numbered("model.layers", size.layers),
-    )
+    return _decoder("llama", f"Llama: {size.layers} blocks of width {size.dim}", size, lambda: LlamaForCausalLM(config))
 
 
 def resnet(size: Size) -> Subject:
@@ -119,18 +113,21 @@ def mixture(size: Size) -> Subject:
         num_key_value_heads=max(1, size.dim // 64),
         num_local_experts=8,
         num_experts_per_tok=2,
-        vocab_size=512,
+        vocab_size=_WORDS,
         max_position_embeddings=size.length,
         experts_implementation="eager",
         use_cache=False,
     )
-    tokens = torch.randint(512, (size.batch, size.length))
-    title = (
-        f"Hugging Face's Mixtral: {size.layers} blocks of width {size.dim} with 8 experts, {size.batch} x {size.length} "
-        "tokens, a vocabulary of 512"
-    )
+    what = f"Mixtral: {size.layers} blocks of width {size.dim} with 8 experts"
+    return _decoder("moe", what, size, lambda: MixtralForCausalLM(config))
+
+
+def _decoder(name: str, what: str, size: Size, make: Callable[[], nn.Module]) -> Subject:
+    """Return one of Hugging Face's models that predict the next token."""
+    tokens = torch.randint(_WORDS, (size.batch, size.length))
+    title = f"Hugging Face's {what}, {size.batch} x {size.length} tokens, a vocabulary of {_WORDS}"
     return Subject(
-        *("moe", title, MixtralForCausalLM(config), (), {"input_ids": tokens, "labels": tokens}),
+        *(name, title, make(), (), {"input_ids": tokens, "labels": tokens}),
         loss=lambda output: output.loss,
         blocks=_numbered("model.layers", size.layers),
     )
@@ -165,7 +162,7 @@ def u_net(size: Size) -> Subject:
     """Convolutions twice as wide and half as high from stage to stage, and back; each stage sees its twin's features."""
     depth = size.layers // 2
     widths = [size.dim * 2**index for index in range(depth + 1)]
-    model = _UNet(widths)
+    model = UNet(widths)
     images = torch.randn(size.batch, 3, size.length, size.length)
     classes = torch.randint(4, (size.batch, size.length, size.length))
     title = (
@@ -176,32 +173,6 @@ def u_net(size: Size) -> Subject:
         *("unet", title, model, (images,), {}),
         loss=lambda logits: F.cross_entropy(logits, classes),
         blocks=(*_numbered("down", depth), "middle", *_numbered("up", depth)),
-    )
-
-
-class _UNet(nn.Module):
-    def __init__(self, widths: list[int]) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(_twice(before, after) for before, after in zip([3, *widths], widths[:-1]))
-        self.middle = _twice(widths[-2], widths[-1])
-        self.up = nn.ModuleList(_twice(3 * width, width) for width in reversed(widths[:-1]))
-        self.head = nn.Conv2d(widths[0], 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = []
-        for stage in self.down:
-            features.append(stage(x))
-            x = F.max_pool2d(features[-1], 2)
-        x = self.middle(x)
-        for stage in self.up:
-            x = stage(torch.cat([F.interpolate(x, scale_factor=2.0), features.pop()], 1))
-        return self.head(x)
-
-
-def _twice(before: int, after: int) -> nn.Sequential:
-    return nn.Sequential(
-        *(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)),
-        *(nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)),
     )
 
 

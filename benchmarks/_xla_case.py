@@ -247,23 +247,28 @@ def measured(model: str, way: str, size: Size, keeps_barriers: bool = True) -> t
     """
     with TemporaryDirectory(prefix="xla-dump-") as directory:
         flags = f"--xla_dump_to={directory} --xla_dump_hlo_as_text" + f" {KEEPS_BARRIERS}" * keeps_barriers
-        said = _run({"model": model, "way": way, "size": asdict(size)}, flags)
+        said = answer_of(__file__, {"model": model, "way": way, "size": asdict(size)}, flags)
         compiled = read_dump(Path(directory))
     case = Case(model, way, keeps_barriers, Program(**said["traced"]), compiled, said["seconds"])
     return case, said["versions"]
 
 
-def _run(request: dict[str, Any], flags: str) -> Any:
+def answer_of(script: str, request: dict[str, Any], flags: str, seconds: float = LONGEST_SECONDS) -> Any:
+    """Run a script, which writes a line of JSON, in a process of its own on XLA's CPU device.
+
+    Raises:
+        RuntimeError: the process failed; with the end of what it said.
+    """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, json.dumps(request)],
+        [sys.executable, "-W", "ignore", script, json.dumps(request)],
         env={**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
-        timeout=LONGEST_SECONDS,
+        timeout=seconds,
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"{request['model']}, {request['way']}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{', '.join(filter(None, [request['model'], request.get('way')]))}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

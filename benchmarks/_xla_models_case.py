@@ -6,8 +6,6 @@ Run as a script it reads a request from the command line and writes a line of JS
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,15 +18,15 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from _tpu_case import Case, measured, written
-from _xla_case import KEEPS_BARRIERS, NONE, OURS, TORCH, Program, read_program, versions
+from _xla_case import KEEPS_BARRIERS, NONE, OURS, TORCH, Program, answer_of, read_program, versions
 from torch import Tensor, nn
 
 import reactivate
 from reactivate._engine.record import observed_by
 
 WAYS = (NONE, TORCH, OURS)
-STEPS, LEARNING_RATE, DROPOUT, CLASSES, PATCH = 3, 1e-3, 0.1, 10, 16
 LONGEST_SECONDS = 1800
+STEPS, LEARNING_RATE, DROPOUT, CLASSES, PATCH = 3, 1e-3, 0.1, 10, 16
 
 
 @dataclass(frozen=True)
@@ -240,17 +238,7 @@ def compared_elsewhere(model: str) -> tuple[list[Found], dict[str, str]]:
     Raises:
         RuntimeError: the process failed; with the end of what it said.
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, json.dumps({"model": model})],
-        env={**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": KEEPS_BARRIERS},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{model}: {done.stderr[-2000:]}")
-    said = json.loads(done.stdout.splitlines()[-1])
+    said = answer_of(__file__, {"model": model}, KEEPS_BARRIERS, LONGEST_SECONDS)
     return [Found(**{**found, "largest": tuple(found["largest"])}) for found in said["found"]], said["versions"]
 
 

@@ -37,6 +37,7 @@ from _presentation import (
     scatter,
     show,
     with_interval,
+    with_page,
     write,
 )
 from _subjects import FROM_TRANSFORMERS, MODELS
@@ -299,17 +300,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=Settings().seconds, help=most)
     parser.add_argument("--device", default="cpu", help="where the tensors are (default: cpu)")
     parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="time of the processor (default) or of the wall")
-    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write results and plots")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page about all results in DIRECTORY")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
-    options = parser.parse_args(arguments)
+    options = with_page(parser, arguments)
     if (lacking := [*filter(options.models.__contains__, FROM_TRANSFORMERS)]) and find_spec("transformers") is None:
         parser.error(
             f"{', '.join(lacking)}: transformers is missing: pip install '.[models]' in a clone, or leave them out: "
             f"--models {','.join(name for name in MODELS if name not in FROM_TRANSFORMERS)}"
         )
-    if options.page and not options.out:
-        parser.error("--page is about the results in a directory: give --out as well")
     return options
 
 

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from _presentation import Machine, Record, Table, cpu_name, megabytes, names_of_models, read, show, write
+from _presentation import Machine, Record, Table, cpu_name, megabytes, names_of_models, read, show, with_page, write
 from _tpu_case import TOPOLOGIES, Case, measured
 from _xla_case import CONTEXT, LINEARS, MODELS, NONE, OURS, TORCH, TORCH_XLA, Size
 
@@ -202,11 +201,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--topologies", type=_topologies, default=[*TOPOLOGIES], help=f"of {', '.join(TOPOLOGIES)}; '' for none"
     )
-    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where results are, and are written")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page about the results in DIRECTORY")
-    options = parser.parse_args(arguments)
-    if options.page and not options.out:
-        parser.error("--page is about the results in a directory: give --out as well")
+    options = with_page(parser, arguments)
     if options.out and len(options.models) < len(SIZES):
         parser.error("--out writes results of every model: leave --models out")
     return options

@@ -16,9 +16,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
-from _presentation import Machine, Record, Table, cpu_name, megabytes, names_of_models, read, require, show, write
+from _presentation import (
+    Machine,
+    Record,
+    Table,
+    cpu_name,
+    megabytes,
+    names_of_models,
+    read,
+    require,
+    show,
+    with_page,
+    write,
+)
 from _timing import Track, progress, silent
 from _xla_case import (
     ALTERNATE,
@@ -278,12 +289,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=[*MODELS],
         help=f"of {', '.join(MODELS)}; '' for none",
     )
-    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write the results")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page about the results in DIRECTORY")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
-    options = parser.parse_args(arguments)
-    if options.page and not options.out:
-        parser.error("--page is about the results in a directory: give --out as well")
+    options = with_page(parser, arguments)
     if options.out and 0 < len(options.models) < len(MODELS):
         parser.error("--out writes results of every model: leave --models out")
     return options

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from _presentation import Machine, Record, Table, cpu_name, megabytes, names_of_models, read, show, write
+from _presentation import Machine, Record, Table, cpu_name, megabytes, names_of_models, read, show, with_page, write
 from _tpu_case import Case
 from _xla_case import KEEPS_BARRIERS, NONE, OURS, TORCH
 from _xla_models_case import DROPOUT, KINDS, LEARNING_RATE, STEPS, WAYS, Found, Kind, Size, compared_elsewhere, compiled
@@ -188,12 +187,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     models = partial(names_of_models, KINDS)
     parser.add_argument("--models", type=models, default=[*KINDS], help=f"of {', '.join(KINDS)}; '' for none")
-    parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where results are, and are written")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page about the results in DIRECTORY")
-    options = parser.parse_args(arguments)
-    if options.page and not options.out:
-        parser.error("--page is about the results in a directory: give --out as well")
-    return options
+    return with_page(parser, arguments)
 
 
 if __name__ == "__main__":

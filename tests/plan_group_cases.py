@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from plan_cases import assert_same, batch, loss_of, model_of
-from ranks import Cases, case
+from ranks import Cases, case, refused
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +21,6 @@ from reactivate.planner.plan import Plan
 
 CASES: Cases = {}
 SHORT = timedelta(seconds=3)
-PATIENCE_SECONDS = 20.0  # after which an error came too late
 
 
 def planned(model: nn.Module, budget: int | str = "60%", tokens: Any = None, **options: Any) -> Plan:
@@ -41,17 +39,6 @@ def assert_agreed(plan: Plan) -> None:
     assert of_all_ranks(treatments) == [treatments] * dist.get_world_size()
     assert any(name != "keep" for _, name in treatments)
     assert plan.predicted.peak_bytes <= plan.budget_bytes
-
-
-@contextmanager
-def refused(kind: type[Exception], *words: str) -> Iterator[None]:
-    """Expect an error with these words, in time."""
-    start = time.monotonic()
-    with pytest.raises(kind) as found:
-        yield
-    assert time.monotonic() - start < PATIENCE_SECONDS
-    for word in words:
-        assert word in str(found.value), f"{word!r} is not in: {found.value}"
 
 
 @case(CASES, 2)

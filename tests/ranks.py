@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 PATIENCE_SECONDS = 150.0  # after which what has no report is a failure
 TIMEOUT = timedelta(seconds=30)
+LATE_SECONDS = 20.0  # after which an error came too late
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,17 @@ def case(
         return run
 
     return put
+
+
+@contextmanager
+def refused(kind: type[Exception], *words: str) -> Iterator[None]:
+    """Expect an error with these words, in time."""
+    start = time.monotonic()
+    with pytest.raises(kind) as found:
+        yield
+    assert time.monotonic() - start < LATE_SECONDS
+    for word in words:
+        assert word in str(found.value), f"{word!r} is not in: {found.value}"
 
 
 def listed(cases: Cases) -> list[Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import Ran, assert_bitwise, random_states, seed_everything
-from ranks import Cases, case
+from ranks import Cases, case, refused
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +30,6 @@ from reactivate.storage import Disk, Sharded, agreement, contract
 CASES: Cases = {}
 WIDTH, ROWS, BLOCKS = 12, 5, 4
 SHORT = timedelta(seconds=3)
-PATIENCE_SECONDS = 20.0  # after which an error came too late
 
 
 class Block(nn.Module):
@@ -94,17 +92,6 @@ def assert_trains_as_plain(policy: Any, **options: Any) -> Ran:
     for name, value in expected.items():
         assert_bitwise(value, found[name], name)
     return ran
-
-
-@contextmanager
-def refused(*words: str) -> Iterator[None]:
-    """Expect a `StorageError` with these words, in time."""
-    start = time.monotonic()
-    with pytest.raises(StorageError) as found:
-        yield
-    assert time.monotonic() - start < PATIENCE_SECONDS
-    for word in words:
-        assert word in str(found.value), f"{word!r} is not in: {found.value}"
 
 
 def part(nbytes: int) -> int:
@@ -280,7 +267,7 @@ def values_that_differ_are_refused_in_the_first_forward() -> None:
     model, x = model_and_data()
     handle = reactivate.apply(model, policies.full(inputs=Sharded(least_bytes=0)))
     x[3, 7] += dist.get_rank() == dist.get_world_size() - 1  # on the last rank alone
-    with refused("`args[0]` of blocks.0", f"float32[{ROWS}, {WIDTH}]", "not the same on its", "Host()"):
+    with refused(StorageError, "`args[0]` of blocks.0", f"float32[{ROWS}, {WIDTH}]", "not the same on its", "Host()"):
         model(x)
     handle.remove()
     assert_trains_as_plain(policies.full(inputs=Sharded(least_bytes=0)), steps=1)  # the group is as it was
@@ -293,7 +280,7 @@ def values_that_differ_later_are_refused_in_the_backward() -> None:
     model(x).sum().backward()
     model.zero_grad()
     loss = model(x + dist.get_rank()).sum()
-    with refused("`args[0]` of blocks.3", "not the same on its"):
+    with refused(StorageError, "`args[0]` of blocks.3", "not the same on its"):
         loss.backward()
     assert model.first.weight.grad is None
 
@@ -302,7 +289,7 @@ def values_that_differ_later_are_refused_in_the_backward() -> None:
 def the_same_numbers_in_another_order_differ() -> None:
     storage = Sharded(least_bytes=0)
     rows = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    with refused("not the same"):
+    with refused(StorageError, "not the same"):
         storage.save(rows if dist.get_rank() == 0 else rows.flip(0))
 
 
@@ -310,7 +297,7 @@ def the_same_numbers_in_another_order_differ() -> None:
 def saved_calls_are_refused_by_name() -> None:
     saved = policies.save_ops("linear", storage=Sharded(least_bytes=0))
     region = reactivate.checkpoint(Block(), policy=saved)
-    with refused("linear", "not the same"):
+    with refused(StorageError, "linear", "not the same"):
         region(torch.full((2, WIDTH), float(dist.get_rank()), requires_grad=True))
 
 
@@ -334,7 +321,7 @@ def parts_of_a_sequence_are_refused() -> None:
     assert_bitwise(run(Replicate(), sharded), expected, "gradient")
     assert storage.traffic.moved == 1
     storage = Sharded(mesh.get_group(), least_bytes=1)  # another one, which has gathered nothing
-    with refused("`args[0]` of", "not the same"):
+    with refused(StorageError, "`args[0]` of", "not the same"):
         run(Shard(0), sharded)
 
 
@@ -351,13 +338,13 @@ def results_of_functional_collectives_are_waited_for() -> None:
 @case(CASES, 2)
 def shapes_that_differ_are_refused() -> None:
     storage = Sharded(least_bytes=0)
-    with refused("rank 0 keeps tensor 0", "float32[4]", "rank 1 keeps tensor 0", "float32[5]"):
+    with refused(StorageError, "rank 0 keeps tensor 0", "float32[4]", "rank 1 keeps tensor 0", "float32[5]"):
         storage.save(torch.ones(4 + dist.get_rank()))
     storage = Sharded(least_bytes=1)
     handle = storage.save(torch.ones(4))
     storage.load(handle)
     handle = storage.save(torch.ones(2, 2) if dist.get_rank() else torch.ones(4))  # of one size, in the second step
-    with refused("rank 0 gathers tensor 1", "float32[4]", "float32[2, 2]"):
+    with refused(StorageError, "rank 0 gathers tensor 1", "float32[4]", "float32[2, 2]"):
         storage.load(handle)
 
 
@@ -365,7 +352,7 @@ def shapes_that_differ_are_refused() -> None:
 def other_orders_are_refused() -> None:
     storage = Sharded(least_bytes=0)
     handles = [storage.save(torch.full((4,), float(index))) for index in range(2)]
-    with refused("at different calls", "rank 0 gathers tensor 0", "rank 1 gathers tensor 1"):
+    with refused(StorageError, "at different calls", "rank 0 gathers tensor 0", "rank 1 gathers tensor 1"):
         storage.load(handles[dist.get_rank()])
     for handle, value in zip(handles, (0.0, 1.0)):
         assert_bitwise(storage.load(handle), torch.full((4,), value), "afterwards")
@@ -377,12 +364,12 @@ def another_collective_of_the_same_size() -> None:
     storage = Sharded(least_bytes=0)
     handle = storage.save(torch.ones(4))
     if dist.get_rank() == 0:
-        with refused("rank 1 ran another collective of the same size", "gathers tensor 0"):
+        with refused(StorageError, "rank 1 ran another collective of the same size", "gathers tensor 0"):
             storage.load(handle)
     else:
         mine = torch.zeros(agreement._SIZE, dtype=torch.uint8)
         agreement._all_gather(torch.empty(2 * len(mine), dtype=torch.uint8), mine)
-        with refused("did not come to this call"):
+        with refused(StorageError, "did not come to this call"):
             storage.load(handle)
 
 
@@ -391,7 +378,7 @@ def a_rank_with_more_regions() -> None:
     """One rank keeps one more while the other gathers already: both raise, at once."""
     model, x = model_and_data()
     reactivate.apply(model, policies.full(inputs=Sharded(least_bytes=0)))
-    with refused("at different calls", "keeps", "gathers", "same regions in the same order"):
+    with refused(StorageError, "at different calls", "keeps", "gathers", "same regions in the same order"):
         loss = model(x).sum()
         if dist.get_rank() == 1:
             loss = loss + model(x).sum()
@@ -404,7 +391,7 @@ def a_rank_with_fewer_regions() -> None:
     model, x = model_and_data()
     reactivate.apply(model, policies.full(inputs=Sharded(least_bytes=0)))
     model(x).sum().backward()
-    with refused(""):
+    with refused(StorageError, ""):
         for _ in range(2):
             depth = BLOCKS if dist.get_rank() == 0 else BLOCKS - 1
             y = model.first(x)
@@ -429,7 +416,7 @@ def a_rank_that_raises_in_the_middle() -> None:
             loss.backward()
         time.sleep(SHORT.total_seconds() + 1)  # alive, and silent
     else:
-        with refused("Rank 0 of the 2", "gathers tensor", "of blocks.1", "errors of the other ranks"):
+        with refused(StorageError, "Rank 0 of the 2", "gathers tensor", "of blocks.1", "errors of the other ranks"):
             loss.backward()
 
 
@@ -450,5 +437,5 @@ def a_killed_rank() -> None:
     if dist.get_rank() == 1:
         model.blocks[2].down.weight.register_hook(lambda grad: os._exit(1))
         loss.backward()
-    with refused("Rank 0 of the 2"):
+    with refused(StorageError, "Rank 0 of the 2"):
         loss.backward()

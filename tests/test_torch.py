@@ -309,11 +309,12 @@ def a_collective_that_nobody_ran_is_done() -> None:
     assert isinstance(room.finished_work(), torch.ScriptObject)
 
 
-@needs("sharded_class", "is_sharded", "sharding_state", "prepare_sharding")
+@needs("sharded_class", "sharded_in", "is_sharded", "sharding_state", "prepare_sharding")
 def a_plain_module_is_not_sharded() -> None:
     """Behaviour: `test_plan_sharded`."""
     module = nn.Linear(2, 2)
     assert not isinstance(module, room.sharded_class()) and not room.is_sharded(module)
+    assert room.sharded_in([module]) == []
     assert room.sharding_state(module) is None
     room.prepare_sharding(module)
 

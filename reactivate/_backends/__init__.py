@@ -41,7 +41,7 @@ def backends() -> tuple[Backend, ...]:
     if found is not None and found.device_type != "cuda" and torch.cuda.is_initialized():
         # torch has one accelerator: a library's own device goes before its own.
         known = (*known, _backend("cuda", torch.cuda))
-    if "torch_xla" in sys.modules and xla_runtime() is not None:
+    if xla_runtime() is not None:
         from reactivate._backends.xla import BACKEND  # an optional package
 
         known = (*known, BACKEND)

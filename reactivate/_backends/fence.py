@@ -7,7 +7,6 @@ for others, and that are there only after what stands behind the same fence.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -60,7 +59,7 @@ def register_fence(device_type: str, fence: Fence | None) -> None:
 
 def fences() -> Mapping[str, Fence]:
     """{device type: its fence}, that of XLA from when torch_xla is imported on: mostly nothing."""
-    if "torch_xla" in sys.modules and "xla" not in _fences and xla_runtime() is not None:
+    if "xla" not in _fences and xla_runtime() is not None:
         from reactivate._backends.xla import barrier  # an optional package
 
         _fences["xla"] = barrier

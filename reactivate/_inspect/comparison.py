@@ -10,13 +10,12 @@ from typing import Any
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.entries import Entry
 from reactivate._inspect.explanation import Explanation
-from reactivate._modules.paths import is_below
+from reactivate._modules.paths import THE_MODEL, is_below
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 from reactivate.errors import UsageError
 
 VERSION = 1
-THE_MODEL = "the model itself"
 MOST_CALLS = 3  # saved calls that are named; more are counted
 
 _COLUMNS = (

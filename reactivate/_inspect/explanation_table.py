@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.entries import Entry, merged
+from reactivate._modules.paths import THE_MODEL
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 
@@ -93,7 +94,7 @@ def _named(entry: Entry, path: str, around: str) -> str:
     if entry.kind == "recomputed":
         return counted(entry.tensors, "tensor")
     if entry.kind == "outside":
-        return f"{path or ('the layer itself' if around else 'the model itself')}: {counted(entry.tensors, 'tensor')}"
+        return f"{path or ('the layer itself' if around else THE_MODEL)}: {counted(entry.tensors, 'tensor')}"
     return " ".join(filter(None, (path, entry.name)))
 
 

@@ -17,7 +17,7 @@ from reactivate._inspect.sharded import sharding_faked
 from reactivate._torch.containers import flatten, leaves_at_op, unflatten
 from reactivate._torch.fake import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
 from reactivate._torch.ops import DEVICE_QUERY
-from reactivate._torch.sharding import sharded_class
+from reactivate._torch.sharding import sharded_in
 
 
 def has_no_memory(tensor: Tensor) -> bool:
@@ -71,11 +71,7 @@ def faked(
     try:
         for namespace, before in zip(namespaces, originals):
             namespace.update({name: fake(item) for name, item in before.items()})
-        with (
-            sharding_faked(modules, fake),
-            mode,
-            _Values(gathers=any(isinstance(module, sharded_class()) for module in modules)),
-        ):
+        with sharding_faked(modules, fake), mode, _Values(gathers=bool(sharded_in(modules))):
             yield faked
     finally:
         for namespace, before in zip(namespaces, originals):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._torch.sharding import sharded_class, sharding_state
+from reactivate._torch.sharding import sharded_in, sharding_state
 
 _LIBRARY = "torch.distributed.fsdp"
 _CONTAINERS = (list, dict, set)
@@ -27,8 +27,7 @@ def sharding_faked(modules: Iterable[Module], fake: Callable[[Any], Any]) -> Ite
         modules: all modules of a model.
         fake: from a tensor to its fake.
     """
-    kind = sharded_class()
-    sharded = [module for module in modules if isinstance(module, kind)]
+    sharded = sharded_in(modules)
     objects = _objects_of([sharding_state(module) for module in sharded])
     restore = [_restoring(vars(item)) for item in objects]
     restore += [_restoring(part) for module in sharded for part in vars(module).values() if isinstance(part, dict)]

@@ -5,7 +5,7 @@ slices help: head and loss of some tokens, forward and again backward, before th
 https://arxiv.org/abs/2410.10989, https://arxiv.org/abs/2411.09009.)
 
 A product of matrices with fewer rows may round otherwise, and the gradient of the weight is a sum over all tokens, here of
-partial found. So the results are those of the plain head up to rounding, not bit for bit.
+partial sums. So the results are those of the plain head up to rounding, not bit for bit.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute `F.cross_entropy(F.linear(hidden, weight, bias), targets)` with the logits of one slice of tokens at a time.
 
-    The loss and the gradients are those of that line up to rounding: sums over tokens are sums of the slices' found. The
+    The loss and the gradients are those of that line up to rounding: sums over tokens are sums of the slices' sums. The
     backward computes the logits again. Logits of fewer than 32 bits become float32 before the softmax. `torch.compile`
     leaves the call out of its graphs.
 

@@ -24,6 +24,7 @@ from reactivate._engine.run import run
 from reactivate._loss.logits import call_by_rows
 from reactivate._model.cache_watch import CacheWatch
 from reactivate._model.selection import Selection
+from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.standin import Cover
 from reactivate._run import run_region, run_untraced
 from reactivate._text.words import counted
@@ -89,7 +90,7 @@ class Handle:
 
     def __str__(self) -> str:
         def named(paths: Iterable[str]) -> str:
-            return shortened(path or "the model itself" for path in paths)
+            return shortened(path or THE_MODEL for path in paths)
 
         lines = [f"{self.policy!r}: {counted(len(self.regions), 'region')}, recomputed in backward."]
         lines += [f"  {kind}: {named(paths)}" for kind, paths in self._kinds.items()]
@@ -126,16 +127,14 @@ class Applied:
         """Find the regions and the saved modules of `model`, and return what is to stand in for their `forward`."""
         chosen = Selection(model, self.policy, self.unmatched)
         self.inputs = chosen.inputs
-        found: list[AppliedForward] = [self.region_of(module, path) for path, module in chosen.regions.items()]
-        found += [SavedForward(self, module, path, own_forward_of(module)) for path, module in chosen.saved.items()]
-        found += [HeadForward(self, module, path, own_forward_of(module)) for path, module in chosen.heads.items()]
+        found = [self.placed(kind, module, path) for kind, path, module in kinds_in(chosen)]
         self.unmatched.regions = self.cache_watch.regions = len(chosen.regions)
         self.handle.kept = chosen.kept_beside()
         return found
 
-    def region_of(self, module: Module, path: str) -> RegionForward:
-        """Return what is to stand in for the `forward` of a region."""
-        return RegionForward(self, module, path, own_forward_of(module))
+    def placed(self, kind: type[AppliedForward], module: Module, path: str) -> AppliedForward:
+        """Return what is to stand in for the `forward` of a module."""
+        return kind(self, module, path, own_forward_of(module))
 
     def options_of(self, path: str, module: weakref.ref[Module]) -> Options:
         """The options of a region."""
@@ -217,20 +216,11 @@ class AppliedForward(Cover):
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedForward:
-        return self._copied(
-            copy.deepcopy(self.applied, memo),
-            copy.deepcopy(self._module(), memo),
-            self.path,
-            copy.deepcopy(self.hidden, memo),
-        )
+        make, parts = self.__reduce__()
+        return make(*(copy.deepcopy(part, memo) for part in parts))
 
     def __reduce__(self) -> tuple[Callable[..., AppliedForward], tuple[Any, ...]]:
-        return self._copied, (self.applied, self._module(), self.path, self.hidden)
-
-    @classmethod
-    def _copied(cls, applied: Applied, module: Module | None, path: str, hidden: Any) -> AppliedForward:
-        assert module is not None
-        return cls(applied, module, path, hidden)
+        return type(self), (self.applied, self.module(), self.path, self.hidden)
 
 
 class RegionForward(AppliedForward):
@@ -281,6 +271,12 @@ class HeadForward(AppliedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return call_by_rows(self.original, self.path, args, kwargs)
+
+
+def kinds_in(chosen: Selection) -> Iterator[tuple[type[AppliedForward], str, Module]]:
+    """Yield the chosen modules, each with its path and the class of what is to stand in for its `forward`."""
+    for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved), (HeadForward, chosen.heads)):
+        yield from ((kind, path, module) for path, module in modules.items())
 
 
 def own_forward_of(module: Module) -> Any:

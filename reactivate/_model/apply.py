@@ -16,11 +16,9 @@ from reactivate._model.applied import (
     Applied,
     AppliedForward,
     Handle,
-    HeadForward,
-    RegionForward,
-    SavedForward,
     forward_of,
     forwards_of,
+    kinds_in,
 )
 from reactivate._model.by_call import applied_for
 from reactivate._model.per_call import AppliedPerCall, CalledForward
@@ -198,12 +196,4 @@ def _chosen_on(model: Module, policy: Policy) -> set[tuple[int, type, str]]:
     if isinstance(policy, PerCall):  # what is below the model's own call depends on the calls that there were
         return {(id(model), CalledForward, "")}
     chosen = Selection(model, policy, Unmatched(policy, "apply"))
-    return {
-        (id(module), kind, path)
-        for kind, modules in (
-            (RegionForward, chosen.regions),
-            (SavedForward, chosen.saved),
-            (HeadForward, chosen.heads),
-        )
-        for path, module in modules.items()
-    }
+    return {(id(module), kind, path) for kind, path, module in kinds_in(chosen)}

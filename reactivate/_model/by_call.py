@@ -12,7 +12,6 @@ never about bits.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -74,9 +73,9 @@ class AppliedByCall(Applied):
             found[policy] = tuple(one.forwards_in(model))
         return tuple(found[policy] for policy in policies)
 
-    def region_of(self, module: Module, path: str) -> RegionForward:
-        if path not in self._chosen:
-            return super().region_of(module, path)
+    def placed(self, kind: type[AppliedForward], module: Module, path: str) -> AppliedForward:
+        if kind is not RegionForward or path not in self._chosen:
+            return super().placed(kind, module, path)
         return CountedForward(self, module, path, own_forward_of(module), self._chosen[path])
 
 
@@ -145,9 +144,6 @@ class CountedForward(RegionForward):
         _counts.set({**counts, self.applied: {**calls, self.path: number + 1}})
         return number if number < len(self._chosen) else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AppliedForward:
-        return type(self)(*(copy.deepcopy(item, memo) for item in self.__reduce__()[1]))
-
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return type(self), (self.applied, self.module(), self.path, self.hidden, self._calls)
 
@@ -168,9 +164,6 @@ class MemberForward(AppliedForward):
             return self.in_graph(*args, **kwargs)
         chosen = _running.get().get((self.applied, self._counted), {})
         return chosen.get(id(self.module()), self.original())(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AppliedForward:
-        return type(self)(*(copy.deepcopy(item, memo) for item in self.__reduce__()[1]))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return type(self), (self.applied, self.module(), self.path, self.hidden, self._counted)

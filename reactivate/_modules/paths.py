@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+THE_MODEL = "the model itself"
+"""The path of a model in words: in `named_modules()` it is empty."""
+
 
 def is_below(path: str, above: str) -> bool:
     """Return whether a module is, or is inside of, another.

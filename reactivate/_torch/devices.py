@@ -36,4 +36,5 @@ def xla_runtime() -> Any:
     """torch_xla's bindings, None as long as torch_xla is not imported: seeds, devices and barriers have public names only
     in part, and these initialise the runtime.
     """
+    # The first half is all that most calls come to, and there are some for each region.
     return getattr(sys.modules["torch_xla"], "_XLAC", None) if "torch_xla" in sys.modules else None

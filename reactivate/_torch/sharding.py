@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from torch.nn import Module
@@ -14,10 +15,15 @@ def sharded_class() -> Any:
     return () if library is None else library.FSDPModule
 
 
+def sharded_in(modules: Iterable[Module]) -> list[Module]:
+    """Return those of some modules that `fully_shard` has sharded."""
+    sharded = sharded_class()
+    return [module for module in modules if isinstance(module, sharded)]
+
+
 def is_sharded(model: Module) -> bool:
     """Return whether `fully_shard` has sharded parameters of a model."""
-    sharded = sharded_class()
-    return any(isinstance(module, sharded) for module in model.modules())
+    return bool(sharded_in(model.modules()))
 
 
 def sharding_state(module: Module) -> Any:

@@ -83,7 +83,7 @@ def with_containers(
         called = group
         for number in range(
             len(group[0].treatments)
-        ):  # the whole is the first: where that makes no region, nothing does
+        ):  # the first is the whole: where that makes no region, nothing does
             chosen = {item.path: item.treatments[number] for item in called}
             reading = attempt(chosen)[1] if chosen else table.plain
             called = [item for item in called if any(call.regions for call in reading.calls[item.start : item.stop])]

@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from reactivate._engine.accounts import in_words
+from reactivate._modules.paths import THE_MODEL
 from reactivate._types import Action, Policy, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
@@ -139,7 +140,7 @@ class Plan(Planned, ReadyMade):
         modules = dict(model.named_modules())
         for decision in self.decisions:
             module = modules.get(decision.path)
-            where = repr(decision.path or "the model itself")
+            where = repr(decision.path or THE_MODEL)
             if module is None:
                 yield f"it has no {where}"
             elif class_name_of(module) != decision.kind:
@@ -292,9 +293,8 @@ def _treatment_of(value: Mapping[str, Any]) -> Treatment:
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:
     moments = tuple(Moment(*item) for item in value["moments"])
     copies = tuple(Copy(*item) for item in value.get("copies", ()))
-    alive = tuple(_live_tensors_of(item) for item in value.get("alive", ()))
+    alive = tuple(
+        LiveTensors(**{**item, "shape": tuple(item["shape"]), "held_by": tuple(item["held_by"])})
+        for item in value.get("alive", ())
+    )
     return Prediction(**{**value, "moments": moments, "copies": copies, "alive": alive})
-
-
-def _live_tensors_of(value: Mapping[str, Any]) -> LiveTensors:
-    return LiveTensors(**{**value, "shape": tuple(value["shape"]), "held_by": tuple(value["held_by"])})

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reactivate._engine.accounts import in_words
+from reactivate._modules.paths import THE_MODEL
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 from reactivate.planner.alive_table import ALL_THE_TIME, alive_table, has_tensors
+from reactivate.planner.cost.alive import MADE_IN_STEP
 from reactivate.planner.cost.prediction import Moment, Point
 from reactivate.planner.planned import Decision, Planned, StorageUse
 
 MOST_POINTS = 8  # of the frontier, in a table
-KINDS = (*ALL_THE_TIME, "kept", "recomputed", "workspace")  # of memory, from below
+KINDS = (*ALL_THE_TIME, *MADE_IN_STEP)  # of memory, from below
 
 
 def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str:
@@ -176,7 +178,7 @@ def runs(decisions: Sequence[Decision]) -> list[list[Decision]]:
 
 def named(run: Sequence[Decision]) -> str:
     """A run by the paths of its first and last block."""
-    return alike([decision.path or "the model itself" for decision in run])
+    return alike([decision.path or THE_MODEL for decision in run])
 
 
 def _figures(decisions: Sequence[Decision], moves: bool) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn import Module
 
+from reactivate._modules.paths import is_below
 from reactivate._text.words import described
 from reactivate._torch.sharding import is_sharded, prepare_sharding, sharded_class, sharding_state
 from reactivate.errors import UnsupportedError, UsageError
@@ -31,7 +32,7 @@ def begin_sharded(model: Module) -> None:
                     "model first, then shard it: the plan can be applied before or after that."
                 )
             module.reshard()
-            if not any(not above or path.startswith(f"{above}.") for above, _ in tops):
+            if not any(is_below(path, above) for above, _ in tops):
                 tops.append((path, module))
     if not any(parameter.is_meta for parameter in model.parameters()):
         for _, module in tops:

@@ -161,7 +161,7 @@ class Trials:
                     "the part of it in front of that, or behind it."
                 ) from error
             if self._never_real:
-                raise UnsupportedError(_never_real(error)) from error
+                raise UnsupportedError(_why_not_real(error)) from error
         self.with_values = True
         self._tell("the plain step, for real: it cannot be simulated")
         plain = self.run({}, costs, count_functions=True)
@@ -238,7 +238,7 @@ class Trials:
         )
 
 
-def _never_real(error: Exception) -> str:
+def _why_not_real(error: Exception) -> str:
     return (
         f"plan: the step does something that cannot be simulated ({type(error).__name__}: {_first_line(error)}), and a model "
         "that is sharded by fully_shard, or planned with group=, is only simulated: ranks would wait for each other's "

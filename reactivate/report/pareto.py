@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reactivate._engine.accounts import in_words
@@ -42,14 +42,12 @@ def draw(axes: Axes, plan: Planned) -> None:
     """
     chosen = chosen_of(plan)
     everything = [chosen, *plan.frontier, *plan.policies]
-    unit, scale = byte_unit(max(point.peak_bytes for point in everything))
-    clock, tick = second_unit(max(point.seconds for point in everything))
+    (unit, scale), (clock, tick) = _units_of(everything)
     _draw_points(axes, plan, scale, tick)
     axes.set(xlabel=f"peak memory ({unit})", ylabel=f"step ({clock})")
     _set_limits(axes, everything, scale, tick)
     _draw_budget(axes, plan, scale)
-    times = [seconds_in_words(chosen.seconds), slowdown(plan, chosen.seconds)]
-    title(axes, f"Step {', '.join(filter(None, times))}; plain {seconds_in_words(plan.plain.seconds)}")
+    title(axes, f"Step {_time_of(plan, chosen)}; plain {seconds_in_words(plan.plain.seconds)}")
     legend(axes, columns=2)
 
 
@@ -87,11 +85,9 @@ def described(plan: Planned) -> str:
 def spots(plan: Planned) -> Iterator[Dot]:
     """Yield every choice, to be shown on hover; a click on one that was planned copies the call that plans it."""
     everything = [*plan.policies, *plan.frontier, chosen_of(plan)]
-    _, scale = byte_unit(max(point.peak_bytes for point in everything))
-    _, tick = second_unit(max(point.seconds for point in everything))
+    (_, scale), (_, tick) = _units_of(everything)
     for point in everything:
-        times = [seconds_in_words(point.seconds), slowdown(plan, point.seconds)]
-        words = [point.label, in_words(point.peak_bytes), ", ".join(filter(None, times))]
+        words = [point.label, in_words(point.peak_bytes), _time_of(plan, point)]
         call = call_of(plan, point)
         yield Dot(
             point.peak_bytes / scale,
@@ -99,6 +95,15 @@ def spots(plan: Planned) -> Iterator[Dot]:
             "\n".join([*words, *([f"click: {call}"] if call else [])]),
             call,
         )
+
+
+def _units_of(points: Sequence[Point]) -> tuple[tuple[str, int], tuple[str, float]]:
+    """Return the unit of each axis, in words and in bytes or seconds."""
+    return byte_unit(max(point.peak_bytes for point in points)), second_unit(max(point.seconds for point in points))
+
+
+def _time_of(plan: Planned, point: Point) -> str:
+    return ", ".join(filter(None, [seconds_in_words(point.seconds), slowdown(plan, point.seconds)]))
 
 
 def _draw_points(axes: Axes, plan: Planned, scale: int, tick: float) -> None:

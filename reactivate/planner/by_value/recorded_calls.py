@@ -23,7 +23,6 @@ from reactivate._engine.kept_calls.kept import Kept, There, kept_among
 from reactivate._engine.record import Record, observed_by
 from reactivate._model.apply import apply
 from reactivate._modules.paths import is_below
-from reactivate._torch.autograd import current_node_number
 from reactivate._torch.containers import flatten
 from reactivate._torch.saved import SavedTensor, data_of
 from reactivate._types import Action, Recompute, Save, Site
@@ -34,11 +33,12 @@ from reactivate.planner.step import TrainingStep
 from reactivate.planner.treatments import join
 from reactivate.policies._base import Interest, ReadyMade
 
+_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _OPENED = frozenset({"multi_head_attention_forward"})  # written in Python: the calls in it are looked at
 
 
 class _ForwardDone(BaseException):
-    """The backward has begun, and nothing is left to record: no `except Exception` takes it."""
+    """The backward would begin, and nothing is left to record: no `except Exception` takes it."""
 
 
 def recorded_calls(
@@ -78,13 +78,16 @@ def recorded_calls(
 
 
 class _UpToBackward(TorchFunctionMode):
-    """Ends a step where its backward would begin: an error out of the midst of one leaves memory with autograd's threads."""
+    """Ends a step where its backward would begin: an error out of the midst of one leaves memory with autograd's threads.
+
+    A step whose backward torch does not tell of (`torch.autograd.backward`, before torch 2.13) runs to its end.
+    """
 
     def __init__(self, is_done: Callable[[], bool]) -> None:
         self._is_done = is_done
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward and self._is_done():
+        if func in _BACKWARD and self._is_done():
             raise _ForwardDone
         return func(*args, **(kwargs or {}))
 
@@ -157,8 +160,6 @@ class _Recorder(TorchDispatchMode):
         self._calls: tuple[RecordedCall, ...] = ()  # of the region that was done last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if current_node_number() is not None and self.is_done():
-            raise _ForwardDone
         result = func(*args, **(kwargs or {}))
         site = self._site
         if site is not None and not hasattr(site, "stop"):  # which it gets when it ends

@@ -11,12 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from reactivate._modules.paths import THE_MODEL
 from reactivate.planner.cost.prediction import LiveTensors
 from reactivate.planner.profile.trace import Allocation, Origin, Trace
 
 KEPT, RECOMPUTED, WORKSPACE = MADE_IN_STEP = ("kept", "recomputed", "workspace")
 THE_STEP = "the step"
-THE_MODEL = "the model itself"
 
 
 def kind_of(allocation: Allocation, trace: Trace) -> str:

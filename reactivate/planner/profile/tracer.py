@@ -220,9 +220,10 @@ class _Tracer(TorchDispatchMode):
             return
         self.numbers.begins(module)
         path = self._units.get(id(module))
-        if path is not None:
-            self._resized.look()
-        if path is not None and self._place.unit_begins():
+        if path is None:
+            return
+        self._resized.look()
+        if self._place.unit_begins():
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
                 self.trace.calls.append([])
