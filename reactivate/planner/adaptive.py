@@ -36,8 +36,8 @@ def adaptive_plan(planner: Planner, plan: Plan) -> AdaptivePlan:
     """
     if plan.proof.method == "real":
         raise UsageError(
-            'plan(shapes="adaptive"): this step cannot be simulated, since it depends on values that it computes, and plans '
-            "for other shapes are made by simulation. Plan the longest batch."
+            'plan(shapes="adaptive"): this step cannot be simulated, not even with the values that a real one has told, and '
+            "plans for other shapes are made by simulation. Plan the longest batch."
         )
     step, place, optimizer, profiled = planner.step, planner.place, planner.optimizer, planner.profiled()
     loss, caller = step.loss, step.caller
@@ -190,10 +190,10 @@ class AdaptivePlan(PerCall):
     def _look_at_plain(planner: Planner, shapes: CallShapes) -> None:
         try:
             planner.look_at_plain()
-        except UsageError as error:
+        except Exception as error:
             cause = error.__cause__ or error
             raise UsageError(
-                f'plan(shapes="adaptive"): the step does not run with inputs of shape {shapes} on fake tensors: '
+                f'plan(shapes="adaptive"): the step does not run with inputs of shape {shapes}: '
                 f"{type(cause).__name__}: {cause}. A loss that has targets of its own cannot follow the batch: write "
                 "loss= so that it makes targets of the output's shape."
             ) from error

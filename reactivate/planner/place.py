@@ -30,6 +30,7 @@ class Place:
         spec: the roofline of ops that were not measured.
         is_here: whether it can run.
         memory_bytes: the memory of the device, all of it; 0 where nobody says.
+        has_values: whether the tensors of the step have values, here or elsewhere.
         reserve: the part of an accelerator's memory that a default budget leaves free.
     """
 
@@ -37,6 +38,7 @@ class Place:
     spec: DeviceSpec
     is_here: bool
     memory_bytes: int = 0
+    has_values: bool = True
     reserve: Budget = field(default_factory=lambda: parse(RESERVED))
 
     @property
@@ -93,10 +95,10 @@ def place_of(
         )
     has_values = not any(map(has_no_memory, tensors))
     if isinstance(device, DeviceSpec):
-        return Place(own, device, False, device.memory_bytes)
+        return Place(own, device, False, device.memory_bytes, has_values)
     if isinstance(device, str) and not _is_torch_device(device):
         spec = find(device)
-        return Place(own, spec, False, spec.memory_bytes)
+        return Place(own, spec, False, spec.memory_bytes, has_values)
     wanted = own if device is None else torch.device(device)
     if wanted.type != own.type:
         raise UsageError(
@@ -105,7 +107,7 @@ def place_of(
         )
     if has_values and own.type != "cpu":
         _require_counts(own)
-    return Place(own, _spec_of(own), has_values, memory_bytes(own) if has_values else 0)
+    return Place(own, _spec_of(own), has_values, memory_bytes(own) if has_values else 0, has_values)
 
 
 def _require_counts(device: torch.device) -> None:

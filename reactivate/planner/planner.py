@@ -206,10 +206,10 @@ class Planner:
     @functools.cached_property
     def _storage_searches(self) -> tuple[StorageSearch, ...]:
         """Prepared when a plan needs them: where everything fits nothing is moved."""
-        if self._trials.with_values and self._storages:
+        if self._trials.need_values and self._storages:
             warn(
-                "plan(storages=...): this step cannot be simulated, so what a storage does in it cannot be proved. The plan "
-                "is made without storages."
+                "plan(storages=...): this step depends on values that it computes, so what a storage does in it cannot be "
+                "proved: it is rehearsed without values. The plan is made without storages."
             )
             return ()
         offers = offers_of(self._storages, self.place)
@@ -220,13 +220,16 @@ class Planner:
         budget = self.default_budget() if asked is None else asked
         allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
         self._tell("the plan, solved and proved")
-        own_bytes = int((allowed - self.fixed.total) / (1 + self._trials.margin))
         is_enough = all(self._ranks.gather(self.optimizer_bytes <= allowed))
-        found = self._fastest(own_bytes) if is_enough else None
+        found = self._fastest(self.own_bytes(allowed)) if is_enough else None
         if found is None:
             least, advice = self.smallest_bytes(), "".join(search.advice() for search in self._head_searches)
             raise infeasible(budget.text, allowed, least, self.fixed, self.plain.peak_bytes, advice)
         return self._written(found, budget, allowed)
+
+    def own_bytes(self, allowed_bytes: int) -> int:
+        """Return what of a budget is for the step itself: without what is there all the time, and the margin."""
+        return int((allowed_bytes - self.fixed.total) / (1 + self._trials.margin))
 
     def _fastest(self, budget_bytes: int) -> ChosenStep | None:
         """The fastest choice that holds: without storages, or with one of them."""

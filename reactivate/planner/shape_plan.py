@@ -54,11 +54,11 @@ def choose(planner: Planner, budget_bytes: int) -> tuple[dict[str, Treatment], i
         planner: has looked at the plain step.
         budget_bytes: all included.
     """
-    total = planner.fixed.total
-    if total + planner.plain.peak_bytes <= budget_bytes:
+    total, own_bytes = planner.fixed.total, planner.own_bytes(budget_bytes)
+    if planner.plain.peak_bytes <= own_bytes:
         return dict.fromkeys(planner.units, KEEP), total + planner.plain.peak_bytes, 0.0
     planner.tabulate()
-    found = planner.search.fit(budget_bytes - total) or planner.search.smallest()
+    found = planner.search.fit(own_bytes) or planner.search.smallest()
     return found.treatments, total + found.trace.peak_bytes, found.solution.seconds
 
 

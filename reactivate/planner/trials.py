@@ -1,7 +1,8 @@
 """Policies that are tried: each in a real step, or in a simulated one.
 
 A real step knows all that its values decide. A simulated one needs neither memory nor compute: it takes the place of a real
-step that does not fit or cannot run here, and of one that takes longer.
+step that does not fit or cannot run here, and of one that takes longer. Where values decide, one real step tells all
+simulated ones what they cannot know.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from torch.nn import Module
 from reactivate._torch.fake import unlogged
 from reactivate._torch.sharding import is_sharded
 from reactivate._types import Storage
-from reactivate.errors import UnsupportedError, UsageError
+from reactivate.errors import UsageError
 from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.recorded_calls import recorded_calls
 from reactivate.planner.cost.prediction import Proof
 from reactivate.planner.place import RESERVE, Place, available_bytes, is_alone
+from reactivate.planner.profile.answers import Answers
 from reactivate.planner.profile.costs import seconds_of
 from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import Assignment, Treatment
+from reactivate.planner.treatments import FULL, Assignment, Treatment
+from reactivate.planner.unsimulated import among_ranks, too_large, without_values
 from reactivate.storage.rehearsal import Rehearsal
 
 MARGIN = 0.05  # of its own peak, where the sizes of a step depend on its data: the loads of experts, say
@@ -70,6 +73,7 @@ class Trials:
     ) -> None:
         self.with_values = False
         self.margin = 0.0
+        self._answers: Answers | None = None  # those that simulated steps need
         self._step = step
         self._place = place
         self._units = units
@@ -82,7 +86,8 @@ class Trials:
         """Run the plain step, with the calls of functions counted, and find out how steps can run.
 
         Raises:
-            UsageError: it cannot be simulated, and it cannot run for real either, since the model is elsewhere.
+            UsageError: it cannot be simulated without values, and the model has none.
+            UnsupportedError: likewise, and it cannot run for real either: it does not fit, or other ranks would wait for it.
             Exception: whatever the step raises.
         """
         recorded = self._recorded(costs) if self._place.is_here and not self._needs_fakes else None
@@ -92,8 +97,9 @@ class Trials:
         """Run the plain step for real; None where it does not fit, or where a simulation takes less time."""
         self._tell("the plain step")
         self.with_values = True
+        answers = Answers()
         try:
-            trace, seconds = self._timed(costs, self._within_memory())
+            trace, seconds = self._timed(costs, self._within_memory(), answers)
             if seconds > QUICK:  # maybe since it was the first
                 trace, seconds = self._timed(costs, self._within_memory())
         except (_Stopped, torch.OutOfMemoryError):
@@ -101,17 +107,17 @@ class Trials:
             return None
         if seconds <= QUICK and not trace.depends_on_data:
             return trace
-        is_short = len(trace.ops) <= MOST_OPS
         began = perf_counter()
-        simulated = self._simulated_within(costs, math.inf if trace.depends_on_data and is_short else seconds)
-        if trace.depends_on_data and (simulated is None or not is_short):
+        is_short = len(trace.ops) <= MOST_OPS
+        simulated = self._simulated_within(costs, math.inf if trace.depends_on_data and is_short else seconds, answers)
+        if simulated is None and trace.depends_on_data:  # nobody knows whether its sizes do
             self.margin = MARGIN
         if simulated is None or seconds <= max(QUICK, perf_counter() - began):
             self.with_values = True
             return trace
         return simulated
 
-    def _simulated_within(self, costs: Costs, seconds: float) -> Trace | None:
+    def _simulated_within(self, costs: Costs, seconds: float, answers: Answers) -> Trace | None:
         """Simulate the plain step; None if that cannot be, or takes more time."""
         self._tell("the plain step, simulated")
         self.with_values = False
@@ -122,17 +128,48 @@ class Trials:
                 raise _Stopped
 
         try:
-            with unlogged():
-                return self.run({}, costs, count_functions=True, watch=watch)
+            return self._with_answers(answers, costs, watch)
         except (_Stopped, Exception):  # whatever fake tensors raise where they need values
             return None
 
-    def _timed(self, costs: Costs, watch: Callable[[int], None]) -> tuple[Trace, float]:
+    def _with_answers(self, answers: Answers, costs: Costs, watch: Callable[[int], None] | None = None) -> Trace:
+        """Simulate the plain step; where it needs answers, all later ones get them, and other batches may come to others."""
+        self._answers = answers
+        try:
+            with unlogged():
+                return self.run({}, costs, count_functions=True, watch=watch)
+        finally:
+            self._answers = answers if answers.are_used else None
+            self.margin = MARGIN if answers.are_used else 0.0
+
+    def _timed(self, costs: Costs, watch: Callable[[int], None], answers: Answers | None = None) -> tuple[Trace, float]:
         found: list[Trace] = []
-        seconds = seconds_of(
-            lambda: found.append(self.run({}, costs, count_functions=True, watch=watch)), self._place.device
-        )
+
+        def run() -> None:
+            found.append(self._real({}, costs, watch, answers))
+
+        seconds = seconds_of(run, self._place.device)
         return found[0], seconds
+
+    def _real(
+        self,
+        treatments: Mapping[str, Treatment],
+        costs: Costs,
+        watch: Callable[[int], None],
+        answers: Answers | None = None,
+    ) -> Trace:
+        """Run a step for real, and take down what values decide in it."""
+        return simulate(
+            self._step,
+            Assignment(treatments),
+            self._units,
+            costs,
+            self._place.device,
+            with_values=True,
+            answers=answers,
+            count_functions=True,
+            watch=watch,
+        )
 
     def _within_memory(self) -> Callable[[int], None]:
         """Return what stops a step before it takes more than is free."""
@@ -146,7 +183,7 @@ class Trials:
         return watch
 
     def _simulated(self, costs: Costs) -> Trace:
-        """Simulate the plain step; run it for real where that cannot be, if it can run."""
+        """Simulate the plain step; where it needs values, with those of a real step."""
         self._tell("the plain step, simulated")
         try:
             with unlogged():
@@ -154,17 +191,32 @@ class Trials:
         except UsageError:
             raise
         except Exception as error:
-            if not self._place.is_here:
-                raise UsageError(
-                    f"plan: the step does something that cannot be simulated ({type(error).__name__}: {_first_line(error)}): "
-                    "it needs values, as the counts of a router do. Plan the model where it has values and can run, or plan "
-                    "the part of it in front of that, or behind it."
-                ) from error
+            if not self._place.has_values:
+                raise without_values(error) from error
             if self._never_real:
-                raise UnsupportedError(_why_not_real(error)) from error
-        self.with_values = True
-        self._tell("the plain step, for real: it cannot be simulated")
-        plain = self.run({}, costs, count_functions=True)
+                raise among_ranks(error) from error
+            return self._with_values_of_least(costs, error)
+
+    def _with_values_of_least(self, costs: Costs, reason: Exception) -> Trace:
+        """Simulate the plain step with the values of a real one: of that which needs the least memory.
+
+        Args:
+            costs: what ops cost.
+            reason: why it cannot be simulated without.
+        """
+        self._tell("a step with everything recomputed, for real: the simulated ones need its values")
+        answers = Answers()
+        try:
+            self._real(dict.fromkeys(self._units, FULL), costs, self._within_memory(), answers)
+            try:
+                return self._with_answers(answers, costs)
+            except Exception as error:  # an op that no fake tensor and no real step can tell enough of
+                reason = error
+            self._tell("the plain step, for real: it cannot be simulated")
+            self.with_values = True
+            plain = self._real({}, costs, self._within_memory())
+        except (_Stopped, torch.OutOfMemoryError):
+            raise too_large(reason, available_bytes(self._place.device), self._place.device) from reason
         self.margin = MARGIN if plain.depends_on_data else 0.0
         return plain
 
@@ -180,7 +232,7 @@ class Trials:
         """
         self._tell("the calls of blocks, recorded")
         device = self._place.device
-        record = functools.partial(recorded_calls, self._step, self._units, functions, costs, device)
+        record = functools.partial(recorded_calls, self._step, self._units, functions, costs, device, self._answers)
         if not self.with_values or SAVING_ALL * plain_bytes < available_bytes(device):
             return record(with_values=self.with_values)
         try:
@@ -189,6 +241,11 @@ class Trials:
         except Exception:  # whatever fake tensors raise where they need values
             self._tell("the calls of blocks are not recorded: too little memory is free")
             return {}
+
+    @property
+    def need_values(self) -> bool:
+        """Return whether steps need values: they run for real, or with answers."""
+        return self.with_values or self._answers is not None
 
     def margin_of(self, peak_bytes: int) -> int:
         """Return the bytes that stay free beside a peak."""
@@ -232,19 +289,8 @@ class Trials:
             costs,
             self._place.device,
             with_values=self.with_values,
+            answers=None if self.with_values else self._answers,
             count_functions=count_functions,
             rehearsal=rehearsal,
             watch=watch,
         )
-
-
-def _why_not_real(error: Exception) -> str:
-    return (
-        f"plan: the step does something that cannot be simulated ({type(error).__name__}: {_first_line(error)}), and a model "
-        "that is sharded by fully_shard, or planned with group=, is only simulated: ranks would wait for each other's "
-        "collectives. Plan the model first on one rank, then shard it: the plan can be applied before or after that."
-    )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

@@ -28,6 +28,8 @@ from reactivate._torch.saved import SavedTensor, data_of
 from reactivate._types import Action, Recompute, Save, Site
 from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.call_names import CallName, is_torchs_leaf, name_of_function_call
+from reactivate.planner.profile.answers import Answers
+from reactivate.planner.profile.simulate import on_tensors
 from reactivate.planner.profile.trace import Costs
 from reactivate.planner.step import TrainingStep
 from reactivate.planner.treatments import join
@@ -47,6 +49,7 @@ def recorded_calls(
     recorded: Mapping[str, Collection[str]],
     costs: Costs,
     device: torch.device,
+    answers: Answers | None = None,
     *,
     with_values: bool,
 ) -> dict[str, tuple[RecordedCall, ...]]:
@@ -58,6 +61,7 @@ def recorded_calls(
         recorded: the units to record, with the functions that they call.
         costs: what ops cost.
         device: where tensors on the meta device are to seem to be.
+        answers: what only values decide, for a simulated step.
         with_values: whether the step runs for real.
     """
     functions: frozenset[str] = frozenset().union(*recorded.values())
@@ -65,7 +69,9 @@ def recorded_calls(
     recorder = _Recorder(policy, recorded, costs)
     with ExitStack() as stack:
         stack.callback(apply(step.model, policy, early_stop=False).remove)
-        run, _ = stack.enter_context(step.on_values() if with_values else step.on_fakes(device))
+        run, _ = stack.enter_context(
+            on_tensors(step, device, None if with_values else answers, with_values=with_values)
+        )
         for path in recorded:
             hook = functools.partial(recorder.unit_done, path)
             stack.callback(units[path].register_forward_hook(hook, with_kwargs=True).remove)

@@ -1,0 +1,278 @@
+"""Steps that need values are simulated with those of one real step: the same ops, the same bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from journal import Journal
+from test_plan_values import MODELS, Mixture, made, peak_of
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import reactivate
+from reactivate.errors import UnsupportedError
+from reactivate.planner import trials
+from reactivate.planner.place import place_of
+from reactivate.planner.plan import Plan
+from reactivate.planner.profile.answers import Answers
+from reactivate.planner.profile.op_costs import Modelled
+from reactivate.planner.profile.simulate import simulate
+from reactivate.planner.profile.trace import Trace
+from reactivate.planner.profile.value_names import ValueNames
+from reactivate.planner.step import TrainingStep
+from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
+from reactivate.planner.units import units_of
+
+Run = Callable[..., Trace]
+
+
+def steps_of(model: nn.Module, x: Tensor) -> tuple[Run, list[str]]:
+    """What runs a step with treatments, and the paths of its units."""
+    step, units = TrainingStep(model, (x,)), units_of(model)
+    place = place_of(model, (x,), {}, None)
+    costs = Modelled(place.spec, place.rounding)
+
+    def run(treatments: dict[str, Treatment], **options: Any) -> Trace:
+        return simulate(step, Assignment(treatments), units, costs, place.device, **options)
+
+    return run, list(units)
+
+
+def bytes_of(trace: Trace) -> list[tuple[str, bool, int, int]]:
+    return [(op.name, op.is_recomputation, op.top_bytes, op.live_bytes) for op in trace.ops]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("least", [False, True], ids=["from a plain step", "from one that recomputes all"])
+def test_a_simulated_step_is_the_real_one(name: str, least: bool) -> None:
+    run, paths = steps_of(*made(name))
+    with pytest.raises(Exception, match="aten|DataDependent"):
+        run({})
+    answers = Answers()
+    run(dict.fromkeys(paths, FULL) if least else {}, with_values=True, answers=answers)
+    assert not answers.are_used
+    half = dict.fromkeys(paths[::2], FULL)
+    for treatments in ({}, dict.fromkeys(paths, FULL), half):
+        real = run(treatments, with_values=True)
+        fake = run(treatments, answers=answers)
+        assert bytes_of(fake) == bytes_of(real)
+        assert any(op.is_recomputation for op in fake.ops) == bool(treatments)
+    assert answers.are_used
+
+
+class Reading(nn.Module):
+    """Reads lists and numbers, of what it has computed and written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.linear(x).relu()
+        sizes = torch.stack([(x.detach() > limit).any(-1).sum() for limit in (0.0, 1.0)])
+        sizes[1] += 1
+        one, two = sizes.tolist()
+        rows = x[: max(1, min(one, two))]
+        return torch.cat([x, rows.sin()])[: len(x)]
+
+
+class Readers(nn.Module):
+    """Reads an array, as a loss does that matches boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reading() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        array = (x.detach() > 0).sum(0).numpy()
+        return x[: int(array.max())]
+
+
+def test_what_python_reads() -> None:
+    torch.manual_seed(0)
+    run, paths = steps_of(Readers(), torch.randn(64, 16))
+    answers = Answers()
+    run({}, with_values=True, answers=answers)
+    for treatments in ({}, dict.fromkeys(paths, FULL)):
+        real = run(
+            treatments, with_values=True, answers=Answers()
+        )  # which reads lists item by item, as fake tensors do
+        fake = run(treatments, answers=answers)
+        both = [[op for op in bytes_of(each) if op[0] != "detach"] for each in (real, fake)]
+        assert both[0] == both[1]  # an array of a real tensor detaches that
+
+
+def test_saved_calls_leave_the_others_their_answers() -> None:
+    """Where calls are saved, a recomputation makes others than the forward."""
+    model, x = made("experts")
+    run, paths = steps_of(model, x)
+    answers = Answers()
+    plain = run({}, with_values=True, answers=answers, count_functions=True)
+    functions = frozenset(plain.calls[0][0].functions)
+    seen = 0
+    for treatment in treatments_of(model.get_submodule(paths[0]), functions):
+        if treatment in (KEEP, FULL):
+            continue
+        treatments = dict.fromkeys(paths, treatment)
+        assert bytes_of(run(treatments, answers=answers)) == bytes_of(run(treatments, with_values=True))
+        seen += 1
+    assert seen >= 2
+
+
+class Twice(nn.Module):
+    """Two draws that nothing tells apart but their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + sum(len(torch.nonzero(torch.rand_like(x) > 0.5)) for _ in range(2))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_draws_that_are_not_told_apart_have_no_answer() -> None:
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(64, 16)
+    run, _ = steps_of(model, x)
+    answers = Answers()
+    run({}, with_values=True, answers=answers)
+    with pytest.raises(Exception, match="nonzero"):
+        run({}, answers=answers)
+    plan = reactivate.plan(model, x, budget=10**6)
+    assert plan.proof.method == "real" and plan.proof.margin_bytes
+
+
+def test_another_value_has_another_name() -> None:
+    x = torch.randn(4, 6)
+    names = ValueNames({}, [x])
+    seen: dict[int, str] = {}
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (torch.ops.aten.sum.dim_IntList, (x, [-1])),
+        (torch.ops.aten.sum.dim_IntList, (x, [-2])),
+        (torch.ops.aten.add.Tensor, (x, 1)),
+        (torch.ops.aten.add.Tensor, (x, 1.0)),
+        (torch.ops.aten.add.Tensor, (x, True)),
+        (torch.ops.aten.add.Tensor, (x, x)),
+        (torch.ops.aten.add.Tensor, (x, x.t().reshape(4, 6))),
+        (torch.ops.aten.relu.default, (x,)),
+        (torch.ops.aten.relu.default, (x[:, 1:],)),
+        (torch.ops.aten.relu.default, (x.clone(),)),
+        (torch.ops.aten.index.Tensor, (x, [None, torch.tensor([1])])),
+        (torch.ops.aten.index.Tensor, (x, [torch.tensor([1]), None])),
+        (torch.ops.aten.index.Tensor, (x, [torch.tensor([2]), None])),
+    ]
+    for op, args in calls:
+        name = names.call(op, args, {})
+        assert name not in seen, (op, args, seen[name])
+        assert names.call(op, args, {}) == name
+        seen[name] = str((op, args))
+
+
+def test_writing_changes_the_name_of_all_that_shares_the_memory() -> None:
+    x = torch.randn(4, 6)
+    names = ValueNames({}, [x])
+    view, before = x[1:], names.of(x)
+
+    def call(op: Any, *args: Any) -> Tensor:
+        number = names.call(op, args, {})
+        result = op(*args)
+        names.made(number, op, args, {}, result)
+        return result
+
+    copy = call(torch.ops.aten.clone.default, x)
+    assert names.of(copy) == before
+    of_view = names.of(view)
+    call(torch.ops.aten.add_.Tensor, x[:1], 1)
+    written = names.of(x)
+    assert written != before and names.of(view) != of_view and names.of(copy) == before
+    call(torch.ops.aten.add_.Tensor, x[:1], 2)
+    assert names.of(x) not in (before, written)
+    call(torch.ops.aten.copy_.default, x, copy)  # as a recomputation puts back what was written
+    assert names.of(x) == before and names.of(view) == of_view
+    call(torch.ops.aten.copy_.default, x[0], x[1])
+    assert names.of(x) != before
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def planned_with(model: nn.Module, x: Tensor, **options: Any) -> tuple[Plan, Counter[bool]]:
+    """The plan, and how many forwards ran on fake tensors (True) and for real."""
+    runs = Journal()
+
+    def count(module: Any, args: Any, output: Tensor) -> None:
+        runs.append(isinstance(output.detach(), FakeTensor))
+
+    handle = model.register_forward_hook(count)
+    plan = reactivate.plan(model, x, **options)
+    handle.remove()
+    return plan, Counter(runs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("why", ["large", "slow"])
+def test_plans_of_large_and_slow_steps(monkeypatch: pytest.MonkeyPatch, name: str, why: str) -> None:
+    """A plain step that does not fit is not run; one that takes long runs a few times."""
+    model, x = made(name)
+    if why == "slow":
+        monkeypatch.setattr(trials, "seconds_of", lambda run, device: (run(), 1e9)[1])
+    else:
+        run, paths = steps_of(model, x)
+        plain, least = (run(item, with_values=True).peak_bytes for item in ({}, dict.fromkeys(paths, FULL)))
+        gradients = sum(parameter.nbytes for parameter in model.parameters())
+        free = int(((plain + least) / 2 + gradients) / (1 - trials.RESERVE))
+        monkeypatch.setattr(trials, "available_bytes", lambda device: free)
+    plan, counts = planned_with(model, x, budget="50%")
+    assert plan.proof.method == "simulated" and plan.proof.margin_bytes and counts[True] > 4
+    monkeypatch.undo()
+    peak = peak_of(model, x, plan)
+    assert plan.fixed.total + peak + plan.proof.margin_bytes <= plan.budget_bytes
+    verdict = reactivate.verify(model, x, policy=plan)
+    assert verdict.is_same and verdict.regions > 0, verdict
+
+
+def test_a_step_that_fits_in_no_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made("experts")
+    monkeypatch.setattr(trials, "available_bytes", lambda device: 1_000_000)
+    with pytest.raises(
+        UnsupportedError, match=r"needs more than the .* that are free on cpu. Plan it with a smaller batch"
+    ):
+        reactivate.plan(model, x, budget="50%")
+
+
+def test_for_a_device_that_is_not_here() -> None:
+    model, x = made("experts")
+    plan, counts = planned_with(model, x, budget="60%", device="H100-SXM")
+    assert plan.made_for.is_predicted and plan.proof.method == "simulated" and plan.proof.margin_bytes
+    assert counts[False] == 1  # which gives the values
+    verdict = reactivate.verify(model, x, policy=plan)
+    assert verdict.is_same and verdict.regions > 0, verdict
+
+
+def test_batches_of_other_lengths() -> None:
+    """Each class of shapes has a plan, from the values of its first batch."""
+    model, x = made("experts")
+    plan = reactivate.plan(model, x, budget="60%", shapes="adaptive")
+    other = Mixture()
+    other.load_state_dict(model.state_dict())
+    handle = reactivate.apply(model, plan)
+    for length in (64, 40, 64, 40, 8):
+        batch, results = torch.randn(8, length, 32), []
+        for each in (model, other):
+            torch.manual_seed(length)
+            each.zero_grad()
+            each(batch).sum().backward()
+            results.append([parameter.grad.clone() for parameter in each.parameters()])
+        assert all(map(torch.equal, *results)), length
+    handle.remove()
+    long, middle, short = plan.classes
+    assert long.recomputed and middle.recomputed and not short.recomputed
