@@ -104,8 +104,9 @@ def test_what_python_reads() -> None:
             treatments, with_values=True, answers=Answers()
         )  # which reads lists item by item, as fake tensors do
         fake = run(treatments, answers=answers)
-        both = [[op for op in bytes_of(each) if op[0] != "detach"] for each in (real, fake)]
-        assert both[0] == both[1]  # an array of a real tensor detaches that
+        assert fake.peak_bytes == real.peak_bytes
+        assert any(op.is_recomputation for op in fake.ops) == bool(treatments)
+    assert answers.are_used
 
 
 def test_saved_calls_leave_the_others_their_answers() -> None:
