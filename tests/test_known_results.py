@@ -73,6 +73,7 @@ RUN_AGAIN: dict[str, Callable[[], tuple[Any, ...]]] = {
     "what depends on values": lambda: (aten.index.Tensor, matrix(), [torch.zeros(3, dtype=torch.long)]),
     "what changes its argument": lambda: (aten.t_.default, matrix()),
     "what changes its size": lambda: (aten.resize_.default, matrix(), [3]),
+    "what changes the size of what it writes to": lambda: (aten.sin.out, matrix(), {"out": torch.empty(0)}),
     "one with values that is returned": lambda: (aten.view.default, real(), [24]),
 }
 
@@ -100,19 +101,25 @@ def outcome(given: tuple[Any, ...], result: Any) -> list[Any]:
     ]
 
 
+def call(case: Callable[[], tuple[Any, ...]]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the op, its arguments, and those that come last and by name."""
+    op, *args = case()
+    return (op, tuple(args[:-1]), args[-1]) if isinstance(args[-1], dict) else (op, tuple(args), {})
+
+
 def run(name: str, cases: dict[str, Callable[[], tuple[Any, ...]]]) -> list[bool]:
     """Compare the results of three equal calls with what torch's fake mode gives; return which of them have run."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known, runs = KnownResults(mode), []
     for _ in range(3):
         with mode, torch.no_grad():
-            op, *expected = cases[name]()
-            wanted = outcome(tuple(expected), op(*expected))
-            _, *given = cases[name]()
+            op, args, kwargs = call(cases[name])
+            wanted = outcome((args, kwargs), op(*args, **kwargs))
+            op, args, kwargs = call(cases[name])
             with Runs() as counted:
-                found = known.of(op, tuple(given), {})
+                found = known.of(op, args, kwargs)
         runs.append(counted.count > 0)
-        assert outcome(tuple(given), found) == wanted
+        assert outcome((args, kwargs), found) == wanted
     return runs
 
 
@@ -130,6 +137,7 @@ OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "shape": lambda: (torch.empty(6, 4),),
     "strides": lambda: (torch.empty(6, 4).t(),),
     "offset": lambda: (torch.empty(5, 6)[1:],),
+    "no offset": lambda: (torch.empty(5, 6)[:4],),
     "dtype": lambda: (matrix(dtype=torch.float64),),
     "device": lambda: (matrix(device="meta"),),
     "trained": lambda: (matrix().requires_grad_(),),
