@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 import reactivate
 from reactivate._modules.blocks import blocks_of
 from reactivate._types import Recompute, Save, Site
-from reactivate.planner.profile.probe import rounds_of
+from reactivate.planner.profile.probe import Figures, Reading, TreatmentTable
+from reactivate.planner.profile.rounds import rounds_of
 from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
 from reactivate.planner.units import units_of
 
@@ -163,13 +164,30 @@ def test_regions_without_anything_to_save_look_at_nothing() -> None:
     model(tokens).sum().backward()
 
 
+def table_of(
+    units: Mapping[str, nn.Module], plain_bytes: Sequence[int], least_seconds: Sequence[float]
+) -> TreatmentTable:
+    """The figures of units that hold so much, and take so long where everything is recomputed."""
+
+    def reading(calls: Sequence[Figures]) -> Reading:
+        return Reading(tuple(units), tuple(calls), (0,) * (len(calls) + 1), 0, (0,) * len(calls))
+
+    table = TreatmentTable(reading([Figures(size, 9, 1.0) for size in plain_bytes]), units)
+    table.enter(reading([Figures(1, 9, seconds) for seconds in least_seconds]), dict.fromkeys(units, FULL))
+    return table
+
+
+@pytest.mark.parametrize(("last_bytes", "last_seconds"), [(5, 2.0), (6, 2.0), (5, 3.0)])
 @pytest.mark.parametrize("count", [1, 3, 4, 9, 20])
-def test_every_treatment_is_tried_on_every_unit_or_on_an_equal_one(count: int) -> None:
+def test_every_treatment_is_tried_on_every_unit_or_on_an_equal_one(
+    count: int, last_bytes: int, last_seconds: float
+) -> None:
     units = {f"blocks.{number}": Block(8) for number in range(count)}
     menus = {path: treatments_of(unit, OPS) for path, unit in units.items()}
-    rounds = rounds_of(units, menus)
+    table = table_of(units, [5] * (count - 1) + [last_bytes], [2.0] * (count - 1) + [last_seconds])
+    rounds = rounds_of(units, menus, table)
     tried = {(path, item.name) for treatments in rounds for path, item in treatments.items()}
-    if count < 4:
+    if count < 4 and (last_bytes, last_seconds) != (5, 2.0):
         assert tried == {(path, item.name) for path, menu in menus.items() for item in menu if item not in (KEEP, FULL)}
     else:
         assert {name for _, name in tried} == {item.name for item in menus["blocks.0"] if item not in (KEEP, FULL)}

@@ -599,6 +599,18 @@ def a_fake_tensor_says_where_it_seems_to_be() -> None:
         assert room.device_of(torch.ones(2)) == torch.device("cpu")
 
 
+@needs("without_dispatch")
+def tensors_are_made_beside_fake_ones() -> None:
+    with room.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = torch.ones(2, 3)
+        with room.without_dispatch(), room.without_function_modes():
+            made = torch.empty_strided((3, 2), (1, 3), device="meta")
+            made.set_(fake.untyped_storage(), 0, (3, 2), (1, 3))
+            assert type(made) is Tensor and fake.device == torch.device("cpu") and fake.shape == (2, 3)
+        view = room.FakeTensor(mode, made, fake.fake_device)
+    assert view.untyped_storage() is fake.untyped_storage() and view.device == fake.device
+
+
 @needs("unset_fake_temporarily", "DEVICE_QUERY", "unlogged")
 def a_fake_mode_can_be_put_aside() -> None:
     with room.FakeTensorMode(allow_non_fake_inputs=True):

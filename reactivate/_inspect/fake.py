@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.inputs.capture import Capture
 from reactivate._inspect.collectives import is_collective, simulated_collective
+from reactivate._inspect.known_results import KnownResults
 from reactivate._inspect.sharded import sharding_faked
 from reactivate._torch.containers import flatten, leaves_at_op, unflatten
 from reactivate._torch.fake import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
@@ -47,6 +48,7 @@ def faked(
     tensors = tensors_of(model, args, kwargs)
     modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
+    known = KnownResults(mode)
     moved: dict[int, Tensor] = {}  # by the ids of tensors on the meta device: shared parameters stay shared
 
     def fake(value: Any) -> Any:
@@ -54,7 +56,7 @@ def faked(
             return value
         if value.is_meta and device is not None:
             if id(value) not in moved:
-                moved[id(value)] = _on(device, value, mode)
+                moved[id(value)] = _on(device, value, known)
             return moved[id(value)]
         return mode.from_tensor(value)
 
@@ -71,16 +73,15 @@ def faked(
     try:
         for namespace, before in zip(namespaces, originals):
             namespace.update({name: fake(item) for name, item in before.items()})
-        with sharding_faked(modules, fake), mode, _Values(gathers=bool(sharded_in(modules))):
+        with sharding_faked(modules, fake), mode, _Values(known, gathers=bool(sharded_in(modules))):
             yield faked
     finally:
         for namespace, before in zip(namespaces, originals):
             namespace.update(before)
 
 
-def _on(device: torch.device, tensor: Tensor, mode: Any) -> Tensor:
-    with mode:
-        made = torch.empty_like(tensor, device=device)
+def _on(device: torch.device, tensor: Tensor, known: KnownResults) -> Tensor:
+    made = known.of(torch.ops.aten.empty_like.default, (tensor,), {"device": device})
     is_parameter = isinstance(tensor, Parameter)
     return Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
 
@@ -94,14 +95,16 @@ class _Values(TorchDispatchMode):
     """Computes what depends on no fake tensor, unless it is large; moves generators on where an op would have drawn.
 
     Args:
+        known: runs ops on fake tensors.
         gathers: whether parameters are sharded: empty tensors that are made outside of autograd are room to gather them into,
             and nobody knows their values.
     """
 
     limit_bytes = 2**26
 
-    def __init__(self, *, gathers: bool = False) -> None:
+    def __init__(self, known: KnownResults, *, gathers: bool = False) -> None:
         super().__init__()
+        self._known = known
         self._gathers = gathers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +122,7 @@ class _Values(TorchDispatchMode):
             return simulated_collective(func, args, kwargs)
         given = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(map(has_no_memory, given)):
-            return func(*args, **kwargs)
+            return self._known.of(func, args, kwargs)
         if self._gathers and func in _EMPTY and not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if not given:  # a new tensor: how large it is, and where, its fake tells
@@ -128,7 +131,7 @@ class _Values(TorchDispatchMode):
             if not given or sum(leaf.nbytes for leaf in given) > self.limit_bytes or given[0].is_meta:
                 return made
         elif sum(leaf.nbytes for leaf in given) > self.limit_bytes:
-            return func(*args, **kwargs)
+            return self._known.of(func, args, kwargs)
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 

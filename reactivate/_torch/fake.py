@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from reactivate._torch.ways import find
+from reactivate._torch.ways import fastest, find
 
 FakeTensor, FakeTensorMode = find("torch._subclasses.FakeTensor"), find("torch._subclasses.FakeTensorMode")
 
@@ -18,6 +20,26 @@ STAND_INS = FakeTensor, find("torch._subclasses.functional_tensor.FunctionalTens
 
 # What runs with no fake tensor among its arguments can run for real: the fake mode is put aside for the time.
 unset_fake_temporarily = find("torch._subclasses.fake_tensor.unset_fake_temporarily")
+
+
+class _Noticing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was noticed")
+
+
+def _hides(without_dispatch: Any) -> bool:
+    with _Noticing(), without_dispatch():
+        made = torch.empty_strided((2, 3), (1, 2), device="meta")
+    return type(made) is Tensor and made.stride() == (1, 2)
+
+
+# What runs inside goes to kernels at once: no dispatch mode and no tensor's own `__torch_dispatch__` sees it.
+without_dispatch: Any = fastest(
+    "making tensors beside fake ones",
+    "torch._C._DisableTorchDispatch",
+    probe=_hides,
+    public=_disable_current_modes,
+)
 
 
 def device_of(fake: Any) -> torch.device:

@@ -47,8 +47,7 @@ def compiled_step(step: TrainingStep, compiled: bool | str) -> TrainingStep:
 
 def check_compiled(asked_by: str, compiled: Any, **others: Any) -> None:
     """Refuse what is neither true, false nor the name of a backend, and what a compiled step cannot have."""
-    backends = torch.compiler.list_backends(None)
-    if not isinstance(compiled, bool) and compiled not in backends:
+    if not isinstance(compiled, bool) and compiled not in (backends := torch.compiler.list_backends(None)):
         raise UsageError(
             f"{asked_by}(compiled={described(compiled)}): it takes True, False, or the name of a backend of torch.compile: "
             f"{', '.join(map(repr, backends))}."

@@ -29,7 +29,8 @@ from reactivate.planner.plan import Plan
 from reactivate.planner.points import Points
 from reactivate.planner.profile.looks import look_at
 from reactivate.planner.profile.op_costs import Modelled
-from reactivate.planner.profile.probe import Reading, TreatmentTable, read, rounds_of
+from reactivate.planner.profile.probe import Reading, TreatmentTable, read
+from reactivate.planner.profile.rounds import rounds_of
 from reactivate.planner.profile.step_profile import StepProfile
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.progress import Tell
@@ -63,8 +64,7 @@ class Planner:
         head: Head = "rows",
         ranks: Ranks | None = None,
     ) -> None:
-        self._head = head
-        self._loss = ""
+        self._head, self._loss = head, ""
         self.step, self.place, self.optimizer = step, place, optimizer
         self._profiled = known
         self._storages = storages or {}
@@ -186,7 +186,7 @@ class Planner:
         functions = {path: call.functions.keys() for path, call in self._called.items()}
         record = functools.partial(self._trials.record, costs=self.costs, plain_bytes=self.plain.peak_bytes)
         self.menus = self._ranks.gather(menus_of(self.units, functions, self.table, record))[0]  # times differ by rank
-        rounds = rounds_of(self.units, self.menus)
+        rounds = rounds_of(self.units, self.menus, self.table)
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies, simulated: {number} of {len(rounds)}")
             self.table.enter(self.attempt(treatments)[1], treatments)

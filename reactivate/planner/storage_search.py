@@ -12,7 +12,8 @@ from reactivate.errors import UsageError
 from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.flow import flow_of
 from reactivate.planner.offers import ASKED, Offer
-from reactivate.planner.profile.probe import Reading, TreatmentTable, rounds_of
+from reactivate.planner.profile.probe import Reading, TreatmentTable
+from reactivate.planner.profile.rounds import rounds_of
 from reactivate.planner.profile.trace import Trace
 from reactivate.planner.progress import Tell
 from reactivate.planner.solver.solution import Proven, Search
@@ -57,7 +58,7 @@ class StorageSearch:
         step, offer = self._step, self.offer
         more = {path: moving(menu, offer.name) for path, menu in step.menus.items()}
         failed: set[tuple[str, Treatment]] = set()
-        rounds = [treatments for treatments in rounds_of(step.units, more) if treatments]
+        rounds = [treatments for treatments in rounds_of(step.units, more, step.table) if treatments]
         for number, treatments in enumerate(rounds, start=1):
             self._tell(f"policies with {offer.name}, simulated: {number} of {len(rounds)}")
             trace, reading = step.attempt(treatments, offer, at_once=True)

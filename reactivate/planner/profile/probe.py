@@ -2,8 +2,7 @@
 
 A step in which every unit has some treatment tells, of each unit, how much more is alive after it than before, the most
 that is alive while it runs, forward or backward, and what its ops take. As many steps as there are treatments tell all
-of that exactly. Where a model has many equal blocks, each step tries several treatments on different ones of them, and
-what was found for one is taken for the others.
+of that exactly; `rounds` says how fewer do.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from reactivate.planner.profile.call_numbers import CallKey, keys_of
 from reactivate.planner.profile.trace import Trace
 from reactivate.planner.solver.chain import Candidate, Chain, Span, Transfer
 from reactivate.planner.treatments import FULL, KEEP, Treatment
-
-REPEATED = 4  # equal blocks, of which each step tries several treatments
 
 
 @dataclass(frozen=True)
@@ -133,35 +130,6 @@ def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float, float
         held = starts[index + 1] - starts[index] if position % 2 else 0
         # What was alive before the first unit is no unit's, and is needed all the time.
         yield held, tops[position] - starts[index] + first, seconds[position], forward[position], starts[index]
-
-
-# -- which treatments to try where ------------------------------------------------------------------------------------
-
-
-def rounds_of(units: Mapping[str, Module], menus: Mapping[str, Sequence[Treatment]]) -> list[dict[str, Treatment]]:
-    """List the steps to simulate, beside that in which every unit is recomputed: a treatment for each unit in each.
-
-    Args:
-        units: the units that are called.
-        menus: the treatments of each; `KEEP` needs no step of its own.
-    """
-    classes: dict[object, list[str]] = {}
-    for path, unit in units.items():
-        classes.setdefault(class_of(unit), []).append(path)
-    groups = [
-        group
-        for members in classes.values()
-        for group in ([members] if len(members) >= REPEATED else [[member] for member in members])
-    ]
-    rounds: list[dict[str, Treatment]] = []
-    for members in groups:
-        tries = [item for item in menus[members[0]] if item not in (KEEP, FULL)]
-        for start in range(0, len(tries), len(members)):
-            number = start // len(members)
-            if number == len(rounds):
-                rounds.append({})
-            rounds[number].update(zip(members, tries[start : start + len(members)]))
-    return rounds
 
 
 def class_of(unit: Module) -> object:
@@ -290,6 +258,13 @@ class TreatmentTable:
             return Figures(0, 0, 0.0)
         found = self._found.get((key.path, key.number, treatment.name))
         return self._found.get((self._classes[key.path], key.number, treatment.name)) if found is None else found
+
+    def are_alike(self, paths: Sequence[str]) -> bool:
+        """Return whether units of one class come to the same in the plain step, and where everything is recomputed."""
+        return len({(self._plain_of(path), tuple(self.changes(path, FULL))) for path in paths}) == 1
+
+    def _plain_of(self, path: str) -> tuple[tuple[int | None, Figures], ...]:
+        return tuple((key.number, figures) for key, figures in zip(self.keys, self.plain.calls) if key.path == path)
 
     def changes(self, path: str, treatment: Treatment) -> list[Figures | None]:
         """Return what differs from the plain step with a treatment of a unit, for each call; None if nobody has tried it."""

@@ -8,7 +8,7 @@ the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class Times:
         return cls(_whole([item >> _LOW_BITS for item in ticks]), _whole([item & _LOW for item in ticks]))
 
     def __getitem__(self, index: Tensor) -> Times:
-        return Times(self.high[index], self.low[index])
+        return Times(self.high.index_select(0, index), self.low.index_select(0, index))
 
     def __add__(self, other: Times) -> Times:
         low = self.low + other.low
@@ -89,29 +89,42 @@ class Choices:
 
     @classmethod
     def joined(cls, rows: Sequence[Choices]) -> Choices:
-        """Return the choices of several rows, those that hold less first."""
-        held, order = torch.cat([row.held for row in rows]).sort(stable=True)
-        ticks = Times(torch.cat([row.ticks.high for row in rows]), torch.cat([row.ticks.low for row in rows]))[order]
+        """Return the choices of several rows, those that hold less first, but for most that take longer than one before."""
+        held, order = _joined([row.held for row in rows]).sort(stable=True)
+        ticks = Times(_joined([row.ticks.high for row in rows]), _joined([row.ticks.low for row in rows]))
+        if len(held):
+            about = ticks.about().index_select(0, order)
+            left = (about <= about.cummin(0).values * _ROUNDED).nonzero().flatten()
+            held, order = held.index_select(0, left), order.index_select(0, left)
         peak, before, number = (
-            torch.cat([getattr(row, name) for row in rows])[order] for name in ("peak", "before", "number")
+            _joined([getattr(row, name) for row in rows]).index_select(0, order)
+            for name in ("peak", "before", "number")
         )
-        return cls(held, ticks, peak, before, number)
+        return cls(held, ticks[order], peak, before, number)
 
     def __len__(self) -> int:
         return len(self.held)
 
     def __getitem__(self, index: Tensor) -> Choices:
-        return Choices(*(getattr(self, item.name)[index] for item in fields(self)))
+        columns = (item.index_select(0, index) for item in (self.peak, self.before, self.number))
+        return Choices(self.held.index_select(0, index), self.ticks[index], *columns)
 
     def _by(self, moves: Moves, numbers: Sequence[int], limit_bytes: int, least_after: int) -> Choices:
         """Continue by moves, in no order, where it fits and what comes after it still can."""
         most = limit_bytes - torch.maximum(moves.need, moves.held + least_after)
         index = (self.held[:, None] <= most).flatten().nonzero().flatten()
         count = len(moves.held)
-        before, number = torch.div(index, count, rounding_mode="floor"), index % count
-        peak = torch.maximum(self.peak[before], self.held[before] + moves.need[number])
-        held, ticks = self.held[before] + moves.held[number], self.ticks[before] + moves.ticks[number]
-        return Choices(held, ticks, peak, before, _whole(numbers)[number])
+        before = torch.div(index, count, rounding_mode="floor")
+        number = index - before * count
+        held_before = self.held.index_select(0, before)
+        need = held_before + moves.need.index_select(0, number)
+        return Choices(
+            held_before + moves.held.index_select(0, number),
+            self.ticks[before] + moves.ticks[number],
+            torch.maximum(self.peak.index_select(0, before), need),
+            before,
+            _whole(numbers).index_select(0, number),
+        )
 
     def thinned(self, most: int) -> Choices:
         """Keep the best of each of `most` equal ranges of held bytes, and the fastest.
@@ -175,9 +188,6 @@ def continued(rows: Sequence[Choices], moves: Sequence[Continuation], budget_byt
     """
     limit = _ANY if budget_bytes >= _ANY else int(budget_bytes)
     found = Choices.joined([rows[start]._by(ways, numbers, limit, least_after) for start, ways, numbers in moves])
-    about = found.ticks.about()
-    if len(found):
-        found = found[(about <= about.cummin(0).values * _ROUNDED).nonzero().flatten()]
     return found[_undominated(found.held, found.ticks, found.peak)]
 
 
@@ -194,10 +204,14 @@ def _undominated(held: Tensor, ticks: Times, peak: Tensor) -> Tensor:
         if bool(is_left.all()):
             break
         index = torch.cat([_whole([0]), is_left.nonzero().flatten() + 1])
-        found, high, low, peak = found[index], high[index], low[index], peak[index]
+        found, high, low, peak = (item.index_select(0, index) for item in (found, high, low, peak))
     held = held[found]
     is_last = (held[1:] != held[:-1]).nonzero().flatten()
     return found[torch.cat([is_last, _whole([len(found) - 1])])] if len(found) else found
+
+
+def _joined(columns: Sequence[Tensor]) -> Tensor:
+    return columns[0] if len(columns) == 1 else torch.cat(list(columns))
 
 
 def _whole(numbers: Sequence[int]) -> Tensor:

@@ -156,12 +156,21 @@ class _Problem:
 
     @classmethod
     def of(cls, chain: Chain) -> _Problem:
-        moves = [
-            _worthwhile(_move_of(chain, number, (entry,)) for entry in menu) for number, menu in enumerate(chain.menus)
-        ]
+        moves, tensors = [], []
+        known: dict[object, tuple[list[_Move], list[Continuation]]] = {}  # of equal blocks
+        for number, menu in enumerate(chain.menus):
+            kind = menu, chain.outside[number : number + 2]
+            if kind not in known:
+                row = _worthwhile(_move_of(chain, number, (entry,)) for entry in menu)
+                known[kind] = row, _in_tensors(row)
+            row, ways = known[kind]
+            moves.append([move._replace(start=number) for move in row])
+            tensors.append([way._replace(start=number) for way in ways])
         for span in chain.spans:
-            moves[span.start + len(span.entries) - 1].append(_move_of(chain, span.start, span.entries))
-        return cls(chain, moves, [_in_tensors(row) for row in moves], _least_bytes(moves, chain.outside[-1]))
+            end = span.start + len(span.entries) - 1
+            moves[end].append(_move_of(chain, span.start, span.entries))
+            tensors[end] = _in_tensors(moves[end])
+        return cls(chain, moves, tensors, _least_bytes(moves, chain.outside[-1]))
 
     @property
     def smallest_bytes(self) -> int:
