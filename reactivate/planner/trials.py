@@ -193,7 +193,7 @@ class Trials:
         except Exception as error:
             if not self._place.has_values:
                 raise without_values(error) from error
-            if self._never_real:
+            if self._never_real or not (self._place.is_here or is_alone()):
                 raise among_ranks(error) from error
             return self._with_values_of_least(costs, error)
 

@@ -28,9 +28,9 @@ def among_ranks(reason: Exception) -> UnsupportedError:
         reason: what fake tensors have raised.
     """
     return UnsupportedError(
-        f"{_failed(reason)}, and a model that is sharded by fully_shard, or planned with group=, is only simulated: ranks "
-        "would wait for each other's collectives. Plan the model first on one rank, then shard it: the plan can be applied "
-        "before or after that."
+        f"{_failed(reason)}, and a model that is sharded by fully_shard, planned with group=, or, among several ranks, planned "
+        "for other shapes or another device, is only simulated: in a real step ranks would wait for each other's collectives. "
+        "Plan the model first on one rank, then shard it: the plan can be applied before or after that."
     )
 
 
