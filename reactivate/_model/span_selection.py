@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.spans import SequentialSpan, SpanPlace, members_of, why_without_spans
-from reactivate._types import Policy
+from reactivate._types import Policy, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade
 from reactivate.policies._select import matches
@@ -23,7 +23,7 @@ def spans_named(policy: Policy, modules: Mapping[str, Module]) -> dict[SpanPlace
         modules: those of the model, by their paths.
 
     Raises:
-        UsageError: one is not within a module that calls its members one after the other itself.
+        UsageError: one that is named without `*` is not within a module that calls its members one after the other itself.
     """
     found: dict[SpanPlace, SequentialSpan] = {}
     for text in policy.spans() if isinstance(policy, ReadyMade) else ():
@@ -35,7 +35,7 @@ def spans_named(policy: Policy, modules: Mapping[str, Module]) -> dict[SpanPlace
                 reason = _why_not(module, place)
                 if not reason:
                     found[place] = SequentialSpan(*members_of(module)[place.start : place.stop])
-                elif "*" not in pattern.path:  # which is for those that have such a span
+                elif "*" not in pattern.path and policy(Site(str(place), module=module)) is not None:
                     raise UsageError(f"apply: {str(place)!r} cannot be one region: {path or THE_MODEL} {reason}.")
     return found
 
