@@ -14,12 +14,14 @@ from plan_models import Case
 from torch import Tensor, nn
 
 import reactivate
+from reactivate._engine.record import Record, observed_by
 from reactivate.errors import UsageError
+from reactivate.planner.call_treatments import of_calls
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import FULL, Assignment
+from reactivate.planner.treatments import FULL, KEEP, Assignment
 
 
 class Block(nn.Module):
@@ -235,7 +237,11 @@ def test_a_plan_in_words(planned: tuple[Case, Plan]) -> None:
     rows = [line.split()[0] for line in str(plan).splitlines() if line.strip().startswith("layers")]
     assert any("…layers[" in row for row in rows)
     explained = reactivate.explain(planned[0].model, planned[0].args, policy=plan)
-    assert "layers[" in str(explained)
+    around = {change.path: change.action for change in explained.changes}
+    spans = [path for path in around if "[" in path]
+    assert spans and all(around[path] == "recompute" for path in spans)
+    assert around["layers.0"] == f"inside of {spans[0]}"
+    assert type(explained).from_json(explained.to_json()).changes == explained.changes
 
 
 def test_a_choice_of_another_rank_may_have_spans() -> None:
@@ -272,3 +278,62 @@ def test_other_lists_of_that_name_are_let_be() -> None:
     case = images(Two)
     verdict = reactivate.verify(case.model, case.args, policy=Assignment({"layers[0:4]": FULL}))
     assert verdict.is_same and verdict.regions == 1
+
+
+class Again(nn.Sequential):
+    """A model that is a `Sequential`, one of whose members is there twice."""
+
+    def __init__(self) -> None:
+        shared = Block()
+        super().__init__(*blocks(2), shared, *blocks(2), shared, nn.Flatten(), nn.Linear(8 * 16, 10))
+
+
+def test_beside_a_layer_whose_calls_have_treatments_of_their_own() -> None:
+    torch.manual_seed(0)
+    case = Case(Again(), (torch.randn(4, 8, 4, 4),))
+    calls = of_calls([FULL, KEEP])
+    policy = Assignment({"[0:2]": FULL, "2": calls, "[3:5]": FULL})
+    verdict = reactivate.verify(case.model, case.args, policy=policy)
+    assert verdict.is_same and verdict.regions == 3
+    twin = copy.deepcopy(case.model)
+    with reactivate.apply(twin, policy) as handle:
+        assert handle.regions == ("[0:2]", "[3:5]", "2")
+        assert reactivate.apply(twin, policy) is handle
+    handle.remove()
+    assert all("forward" not in vars(module) for module in twin.modules())
+
+
+def test_plans_of_batches_of_all_shapes() -> None:
+    """Each class of shapes has spans of its own, or none."""
+    case = long(8)
+    plan = reactivate.plan(case.model, case.args, budget="35%", loss=case.loss, shapes="adaptive")
+    plain = copy.deepcopy(case.model)
+    regions = []
+    with reactivate.apply(case.model, plan):
+        for size in (4, 1, 3, 4):
+            images = torch.randn(size, 3, 16, 16)
+            for model in (plain, case.model):
+                counted = Regions()
+                torch.manual_seed(1)
+                with observed_by(counted):
+                    model(images).square().sum().backward()
+            regions.append(counted.names)
+    pairs = zip(plain.state_dict().values(), case.model.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    pairs = zip(plain.parameters(), case.model.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+    assert any("[" in name for name in regions[0]) and regions[0] == regions[3]
+    assert not regions[1]
+
+
+class Regions:
+    """The names of the regions whose forwards run inside of the context."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def forward_done(self, record: Record) -> None:
+        self.names.append(record.options.name or "")
+
+    def recomputation_done(self, record: Record) -> None:
+        """Nothing is noted."""

@@ -166,7 +166,7 @@ def test_calls_by_index_and_slice_are_plain() -> None:
 
 
 def test_hooks_run_as_around_and_inside_of_a_region() -> None:
-    """Those of the `Sequential` once; those of a member again when it is recomputed, as inside of any region."""
+    """Hooks of the `Sequential` run once; those of a member again when it is recomputed, as inside of any region."""
     ours = Model()
     seen = {name: Journal() for name in ("sequential", "member", "before")}
 

@@ -75,6 +75,23 @@ def span_at(model: Module, text: str) -> SequentialSpan | None:
     return SequentialSpan(*members_of(around)[place.start : place.stop])
 
 
+def paths_in(model: Module, text: str) -> tuple[str, ...] | None:
+    """Return the paths of the members of a span of a model; None if the text names none.
+
+    Example:
+        >>> import torch
+        >>> from reactivate._modules.spans import paths_in
+        >>> model = torch.nn.ModuleDict({"layers": torch.nn.Sequential(*(torch.nn.ReLU() for _ in range(4)))})
+        >>> paths_in(model, "layers[1:3]")
+        ('layers.1', 'layers.2')
+    """
+    place = SpanPlace.of(text)
+    if place is None or span_at(model, text) is None:
+        return None
+    names = [name for name, member in model.get_submodule(place.path)._modules.items() if member is not None]
+    return tuple(f"{place.path}.{name}".lstrip(".") for name in names[place.start : place.stop])
+
+
 def module_at(model: Module, path: str) -> Module:
     """Return the module, or the span, that a path of a plan names.
 
