@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import reactivate
 from reactivate import policies
+from reactivate._model.handle import own_forward_of
 from reactivate.errors import UsageError
 
 WIDTH = 16
@@ -198,6 +199,7 @@ def test_hooks_that_change_what_passes() -> None:
 def test_members_that_are_replaced_later() -> None:
     def replaced(model: Any) -> Any:
         torch.manual_seed(1)
+        model(torch.randn(4, WIDTH))
         model.layers[1] = Block()
         return model
 
@@ -318,11 +320,22 @@ def test_a_handle_and_explain_name_spans() -> None:
     around = reactivate.apply(model, AROUND, replace=True)
     assert around.regions == ("layers[1:4]", "layers[4:7]", "layers")
     assert reactivate.apply(model, AROUND) is around
+    placed = vars(model.layers)["forward"]
+    with pytest.raises(UsageError, match="matches nothing"):
+        reactivate.apply(model, policies.recompute_modules("nowhere"), replace=True)
+    assert vars(model.layers)["forward"] is placed
+    assert not placed.hides_users and own_forward_of(model.layers) is None
     verdict = reactivate.verify(model, (torch.randn(4, WIDTH),), policy=SPANS)  # without the one that is applied
     assert verdict.is_same and verdict.regions == 2
-    assert reactivate.explain(model, (torch.randn(4, WIDTH),)).regions
+    assert vars(model.layers)["forward"] is placed
     around.remove()
     assert "forward" not in vars(model.layers)
+
+
+def test_calls_that_are_saved_in_one_of_several_spans() -> None:
+    spans = policies.recompute_modules("layers[0:2]", "layers[2:4]", "layers[4:8]")
+    check(applied(policies.first_match(policies.save_ops("linear", within="layers.5.down"), spans)), 3)
+    check(applied(policies.first_match(policies.save_modules("layers.5.down"), spans)), 3)
 
 
 def test_exceptions_to_spans() -> None:
