@@ -159,9 +159,13 @@ def test_spans_come_to_what_their_step_does(make: Callable[[], Case]) -> None:
         assert sum(call.regions for call in reading.calls) == len(treatment.recompute)
         assert promised.peak_bytes >= trace.peak_bytes, "never less than it is"
         assert promised.peak_bytes - trace.peak_bytes <= 0.02 * planner.plain.peak_bytes
-    for span in table.spans:  # what comes behind the last one is not that of others that have its figures
-        own = max(entry.need_bytes for entry in span.entries)
-        assert own <= max(call.need_bytes for call in table.plain.calls) * len(span.entries)
+
+
+def test_what_lies_behind_a_span_is_not_in_it() -> None:
+    """The last span is one of those whose figures others have."""
+    table = planner_of(before_a_large_head()).table
+    most = max(entry.need_bytes for span in table.spans for entry in span.entries)
+    assert 2 * most < table.plain.outside_bytes[-1]
 
 
 def test_equal_spans_are_tried_once() -> None:
@@ -236,7 +240,8 @@ def test_spans_make_smaller_budgets_feasible(planned: tuple[Case, Plan]) -> None
     assert planner.smallest_bytes() - least > 0.1 * own
     recomputed = reactivate.plan(case.model, case.args, case.kwargs, budget="100%", loss=case.loss).policies
     full = next(point for point in recomputed if "full()" in point.label)
-    assert first.fixed.total + peak_of(case, least_of(first)) < full.peak_bytes - 0.1 * own
+    # By how much depends on what a convolution of this release takes for itself, in real steps.
+    assert first.fixed.total + peak_of(case, least_of(first)) < full.peak_bytes - 0.05 * own
 
 
 def test_a_plan_in_words(planned: tuple[Case, Plan]) -> None:
