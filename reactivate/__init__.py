@@ -14,8 +14,8 @@ from reactivate._inspect.explain import explain
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.verify import Verdict, verify
 from reactivate._loss.chunked import chunked_cross_entropy
-from reactivate._model.applied import Handle
 from reactivate._model.apply import apply
+from reactivate._model.handle import Handle
 from reactivate._site import site
 from reactivate._text.words import did_you_mean
 from reactivate._types import Recompute, Save, Site

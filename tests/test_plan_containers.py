@@ -18,7 +18,6 @@ from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import FULL, Treatment
 
 
 def stage(given: int, made: int, count: int = 3) -> nn.Sequential:
@@ -111,7 +110,8 @@ def found_in(case: Case) -> dict[str, tuple[int, int]]:
 
 
 def test_containers_are_modules_around_several_units_in_a_row() -> None:
-    assert found_in(images()) == {"layer1": (1, 4), "layer2": (4, 7), "layer3": (7, 10)}
+    stages = {"layer1": (1, 4), "layer2": (4, 7), "layer3": (7, 10)}
+    assert found_in(images()) == stages | {f"{path}[0:2]": (start, start + 2) for path, (start, _) in stages.items()}
     assert found_in(sequences()) == {"one": (0, 3), "two": (4, 7)}
     assert found_in(sequences(Tail)) == {}, "a container of all units saves nothing"
 
@@ -122,7 +122,7 @@ def test_a_container_is_called_once() -> None:
 
 def test_members_that_are_called_one_by_one_are_no_container() -> None:
     spans = {entry.span for span in planner_of(images(Unpacked)).table.spans for entry in span.entries}
-    assert spans == {"layer1", "layer3"}
+    assert spans == {"layer1", "layer1[0:2]", "layer3", "layer3[0:2]"}
 
 
 @pytest.mark.parametrize("make", [images, sequences])
@@ -137,9 +137,7 @@ def test_spans_come_to_what_their_step_does(make: Callable[[], Case]) -> None:
         entries = [*(menu[0] for menu in keep[: span.start]), *span.entries, *(menu[0] for menu in keep[stop:])]
         promised = planner.chain.solution_of(entries)
         (path,) = {entry.span for entry in span.entries}
-        name = span.entries[0].name
-        members = tuple(unit[len(path) + 1 :] for unit in table.plain.paths[span.start : stop])
-        treatment = FULL if name == FULL.name else Treatment(name, ("", *members))
+        treatment = next(item for item in planner.all_menus[path] if item.name == span.entries[0].name)
         trace, reading = planner.attempt({path: treatment})
         assert promised.peak_bytes >= trace.peak_bytes, "never less than it is"
         assert promised.peak_bytes - trace.peak_bytes <= 0.01 * planner.plain.peak_bytes

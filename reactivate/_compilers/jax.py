@@ -198,7 +198,7 @@ class _NamingLog(Log):
         finally:
             self.close()
         if self.choice.unmatched.parts:
-            self.choice.unmatched.region_has_run(self.choice.path)
+            self.choice.unmatched.region_has_run(self.choice.region)
         return result
 
     def call(self, decision: CallDecision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -67,7 +67,7 @@ class Comparison:
         """The layers, and modules outside of them that keep something. Bytes add up to those of the explanations."""
         layers = {**self.before.layers, **self.after.layers}
         before, after = (_by_layer(found, layers) for found in (self.before, self.after))
-        regions = [entry.path for entry in self.after.regions]
+        regions = {entry.path: self.after.spans.get(entry.path, (entry.path,)) for entry in self.after.regions}
         return tuple(
             LayerChange(
                 path,
@@ -151,8 +151,16 @@ def _seconds(entries: Sequence[Entry]) -> float | None:
     return sum(timed) if timed else None
 
 
-def _action(path: str, entries: Sequence[Entry], regions: Sequence[str]) -> str:
-    around = next((region for region in regions if path != region and is_below(path, region)), None)
+def _action(path: str, entries: Sequence[Entry], regions: Mapping[str, Sequence[str]]) -> str:
+    """Say what is done with a layer; of regions, the paths of the modules that they are made of are given."""
+    around = next(
+        (
+            region
+            for region, members in regions.items()
+            if path != region and any(is_below(path, member) for member in members)
+        ),
+        None,
+    )
     if around is not None:
         return f"inside of {around or THE_MODEL}"
     inside = [_below(path, entry) for entry in entries if entry.kind == "region"]

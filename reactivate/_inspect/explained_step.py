@@ -36,6 +36,7 @@ from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.places import SourcePlace, SourcePlaces, module_of, regions_around
 from reactivate._inspect.step import Step, cotangents, leaves_of
 from reactivate._modules.blocks import blocks_of
+from reactivate._modules.spans import paths_in
 from reactivate._torch.containers import flatten
 from reactivate._types import Device
 from reactivate.errors import UsageError
@@ -68,7 +69,14 @@ class ExplainedStep(Step):
         """Return the explanation of the step that ran."""
         outside = [draft.entry() for draft in self._outside.values() if draft.figures]
         layers = {path: type(block).__name__ for root in self._roots for path, block in blocks_of(root).items()}
-        return Explanation(tuple(draft.entry() for draft in self._regions), tuple(outside), self._is_fake, layers)
+        regions = tuple(draft.entry() for draft in self._regions)
+        spans = {
+            entry.path: members
+            for entry in regions
+            for root in self._roots
+            if (members := paths_in(root, entry.path)) is not None
+        }
+        return Explanation(regions, tuple(outside), self._is_fake, layers, spans)
 
     def _run(self, model: Callable[..., Any], run: Any) -> None:
         self._ledger = Ledger(self._known())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,12 +26,14 @@ class Explanation:
         outside: what is kept outside of regions, parameters and buffers left out.
         is_fake: whether it ran on fake tensors: without memory, without compute, and without times.
         layers: the classes of the model's repeated layers, by their paths.
+        spans: the paths of the members of each span of a `Sequential` that is a region, by its path.
     """
 
     regions: tuple[Entry, ...]
     outside: tuple[Entry, ...]
     is_fake: bool
     layers: Mapping[str, str] = field(default_factory=dict, hash=False)
+    spans: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
 
     def walk(self) -> Iterator[Entry]:
         """Every entry, those inside of others too."""
@@ -114,6 +116,7 @@ class Explanation:
             "regions": [dataclasses.asdict(entry) for entry in self.regions],
             "outside": [dataclasses.asdict(entry) for entry in self.outside],
             "layers": dict(self.layers),
+            "spans": {path: list(members) for path, members in self.spans.items()},
         }
 
     @classmethod
@@ -126,4 +129,5 @@ class Explanation:
         if value.get("version") != VERSION:
             raise UsageError(f"An explanation of version {value.get('version')!r}; this release reads {VERSION}.")
         regions, outside = (tuple(map(Entry.from_json, value[name])) for name in ("regions", "outside"))
-        return cls(regions, outside, value["is_fake"], dict(value.get("layers", {})))
+        spans = {path: tuple(members) for path, members in value.get("spans", {}).items()}
+        return cls(regions, outside, value["is_fake"], dict(value.get("layers", {})), spans)

@@ -11,6 +11,7 @@ from reactivate._engine.record import Record
 from reactivate._engine.region import Region
 from reactivate._engine.run import run
 from reactivate._engine.sites import Site, line_of, user_frame
+from reactivate._modules.spans import SequentialSpan, SpanPlace
 from reactivate._modules.view import original_of
 from reactivate._torch.modules import MODULE_CALL_CODE
 
@@ -42,7 +43,11 @@ class SourcePlaces:
     def of_region(self, record: Record, frame: FrameType) -> SourcePlace:
         """Return the place of a region whose forward ends in `frame`."""
         path, line = self.at(frame)
-        return self._paths.get(id(module_of(record)), path), line
+        module = module_of(record)
+        if isinstance(module, SequentialSpan):
+            place = SpanPlace.of(record.options.name or "")
+            return path if place is None else str(place._replace(path=path)), line
+        return self._paths.get(id(module), path), line
 
     def line(self, site: Site) -> str | None:
         """Return the line of a site; None in the code around."""

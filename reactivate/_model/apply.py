@@ -11,16 +11,9 @@ from torch.nn import Module
 
 from reactivate._engine.kept_calls.choice import Unmatched
 from reactivate._engine.record import Options
-from reactivate._model.applied import (
-    FORWARD,
-    Applied,
-    AppliedForward,
-    Handle,
-    forward_of,
-    forwards_of,
-    kinds_in,
-)
+from reactivate._model.applied import kinds_in
 from reactivate._model.by_call import applied_for
+from reactivate._model.handle import FORWARD, AppliedForward, Handle, Owner, forward_of, forwards_of
 from reactivate._model.per_call import AppliedPerCall, CalledForward
 from reactivate._model.selection import Selection
 from reactivate._options import Determinism, make_options
@@ -131,7 +124,7 @@ def _take(model: Module) -> list[tuple[Module, AppliedForward]]:
 
 
 def _give_back(taken: list[tuple[Module, AppliedForward]]) -> None:
-    for module, forward in taken:
+    for module, forward in reversed(taken):  # the outermost of several in one module last
         module.__dict__[FORWARD] = forward
 
 
@@ -184,7 +177,7 @@ def _repeated(model: Module, found: AppliedForward, policy: Policy, options: Opt
     )
 
 
-def _placed_on(model: Module, applied: Applied) -> set[tuple[int, type, str]]:
+def _placed_on(model: Module, applied: Owner) -> set[tuple[int, type, str]]:
     return {
         (id(module), kind, forward.path if forward.applied is applied else f"{forward.path} of another policy")
         for module, forward in forwards_of(model)

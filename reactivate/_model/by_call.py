@@ -22,14 +22,16 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._engine.record import Options
-from reactivate._model.applied import Applied, AppliedForward, RegionForward, own_forward_of
+from reactivate._model.applied import Applied
+from reactivate._model.forwards import RegionForward
+from reactivate._model.handle import AppliedForward, Owner, own_forward_of
 from reactivate._types import Policy
 from reactivate.policies._base import ReadyMade
 
-Key = tuple[Applied, str]
+Key = tuple[Owner, str]
 Chosen = dict[int, AppliedForward]  # what one call does, by the ids of modules
 
-_counts: ContextVar[Mapping[Applied, Mapping[str, int]]] = ContextVar("counts", default=MappingProxyType({}))
+_counts: ContextVar[Mapping[Owner, Mapping[str, int]]] = ContextVar("counts", default=MappingProxyType({}))
 _running: ContextVar[Mapping[Key, Chosen]] = ContextVar("running calls", default=MappingProxyType({}))
 
 
@@ -63,7 +65,8 @@ class AppliedByCall(Applied):
             if forward.path != path
         }
         found += [MemberForward(self, one.module(), one.path, one.hidden, path) for one, path in members.values()]
-        return [*found, ModelForward(self, model, "", own_forward_of(model))]
+        own = next((forward for forward in found if forward.module() is model), own_forward_of(model))
+        return [*found, ModelForward(self, model, "", own)]
 
     def _chosen_at(self, model: Module, policies: tuple[Policy, ...]) -> tuple[tuple[AppliedForward, ...], ...]:
         found: dict[Policy, tuple[AppliedForward, ...]] = {}
@@ -73,10 +76,10 @@ class AppliedByCall(Applied):
             found[policy] = tuple(one.forwards_in(model))
         return tuple(found[policy] for policy in policies)
 
-    def placed(self, kind: type[AppliedForward], module: Module, path: str) -> AppliedForward:
+    def placed(self, kind: type[AppliedForward], module: Module, path: str, hidden: Any) -> AppliedForward:
         if kind is not RegionForward or path not in self._chosen:
-            return super().placed(kind, module, path)
-        return CountedForward(self, module, path, own_forward_of(module), self._chosen[path])
+            return super().placed(kind, module, path, hidden)
+        return CountedForward(self, module, path, hidden, self._chosen[path])
 
 
 class ModelForward(AppliedForward):
@@ -104,7 +107,7 @@ class CountedForward(RegionForward):
 
     def __init__(
         self,
-        applied: Applied,
+        applied: Owner,
         module: Module,
         path: str,
         hidden: Any = None,
@@ -155,7 +158,7 @@ class MemberForward(AppliedForward):
     def stands_for(self) -> None:
         return None
 
-    def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None, counted: str = "") -> None:
+    def __init__(self, applied: Owner, module: Module, path: str, hidden: Any = None, counted: str = "") -> None:
         super().__init__(applied, module, path, hidden)
         self._counted = counted
 

@@ -19,8 +19,9 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._engine.record import Options
-from reactivate._model.applied import FORWARD, Applied, AppliedForward, own_forward_of
+from reactivate._model.applied import Applied
 from reactivate._model.by_call import applied_for
+from reactivate._model.handle import FORWARD, AppliedForward, own_forward_of
 from reactivate._torch.dynamo import leave_out_of_graphs
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError
@@ -68,7 +69,7 @@ class AppliedPerCall(Applied):
         for forward in chosen.values():
             module = forward.module()
             if not isinstance(vars(module).get(FORWARD), SwitchedForward):
-                module.__dict__[FORWARD] = SwitchedForward(self, module, forward.path, forward.hidden)
+                module.__dict__[FORWARD] = SwitchedForward(self, module, forward.path, own_forward_of(module))
         return chosen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPerCall:

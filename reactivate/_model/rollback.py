@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from reactivate._bits import checksum
 from reactivate._engine.inputs.capture import Capture
-from reactivate._model.applied import FORWARD, AppliedForward
 from reactivate._model.companions import KINDS as COMPANIONS, Companions
+from reactivate._model.handle import FORWARD, AppliedForward
 from reactivate._torch.containers import flatten
 from reactivate.guards import all_sources
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.nn import Module
 
 from reactivate._engine.kept_calls.choice import Unmatched
+from reactivate._model.span_selection import by_sequential, spans_named
 from reactivate._modules.blocks import blocks_of, siblings_of
+from reactivate._modules.spans import SpanPlace
 from reactivate._types import DEVICE, Action, LossByRows, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
@@ -25,6 +27,7 @@ class Selection:
 
     Attributes:
         regions: {path: module} of those that are recomputed.
+        spans: {path of a `Sequential`: the spans of its members that are recomputed, each as one}.
         inputs: {path: storage} of the regions whose inputs go to one.
         saved: {path: module} of those that are saved inside of a region.
         heads: {path: module} of those outside of regions whose loss is computed by rows.
@@ -36,19 +39,23 @@ class Selection:
     def __init__(self, model: Module, policy: Policy, unmatched: Unmatched) -> None:
         self._model = model
         self._policy = policy
-        self._sites = _sites_of(model)
+        self._spans = spans_named(policy, dict(model.named_modules()))
+        self._sites = _sites_of(model, self._spans)
         blocks = [site.path for _, site in self._sites if site.block is not None]
         for part in parts_of(policy):
             if isinstance(part, ReadyMade):
                 part.check_blocks(blocks)
         actions = [(site.path, module, self._action(site)) for module, site in self._sites]
-        self.regions = {path: module for path, module, action in actions if isinstance(action, Recompute)}
+        recomputed = {path: module for path, module, action in actions if isinstance(action, Recompute)}
+        places = {str(place): place for place in self._spans}
+        self.regions = {path: module for path, module in recomputed.items() if path not in places}
+        self.spans = by_sequential(place for path, place in places.items() if path in recomputed)
         self.inputs = {
             path: action.inputs
             for path, _, action in actions
             if isinstance(action, Recompute) and action.inputs is not DEVICE
         }
-        self._inside = {id(inner) for module in self.regions.values() for inner in module.modules()}
+        self._inside = {id(inner) for module in recomputed.values() for inner in module.modules()}
         self.saved = {
             path: module for path, module, action in actions if isinstance(action, Save) and id(module) in self._inside
         }
@@ -89,7 +96,7 @@ class Selection:
                     "reactivate.checkpoint(model)."
                 )
             names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
-            has_regions = self.regions or not interest_of(about_modules[0]).modules
+            has_regions = self._inside or not interest_of(about_modules[0]).modules
             where = "" if has_regions else " (and no module is recomputed, inside of which something could be saved)"
             paths = [site.path for _, site in self._sites if site.path]
             raise UsageError(
@@ -97,16 +104,26 @@ class Selection:
                 f"{did_you_mean(about_modules[0].patterns(), paths)} Its blocks are {names}. Its modules are "
                 f"{shortened(paths)}."
             )
-        if unmatched.parts and not self.regions:
+        if unmatched.parts and not self._inside:
             raise UsageError(
                 f"apply: {unmatched.parts[0]} saves calls inside of regions, and the policy makes no region. "
                 "Combine it with one that does: first_match(save_ops(...), full())."
             )
 
+    def at(self, path: str) -> Module:
+        """Return the module of the model at a path."""
+        return next(module for module, site in self._sites if site.path == path)
+
+    def _recomputed(self) -> Iterator[tuple[str, Module]]:
+        """Yield the regions, and the members of spans that are regions, with their paths."""
+        yield from self.regions.items()
+        inside = {id(member) for row in self.spans.values() for place in row for member in self._spans[place]}
+        yield from ((site.path, module) for module, site in self._sites if id(module) in inside)
+
     def kept_beside(self) -> dict[str, str]:
         """Return {path: reason} of the layers with parameters that share a list with a block that is a region."""
         blocks = {id(module) for module, site in self._sites if site.block is not None}
-        lists = {path.rpartition(".")[0]: path for path, module in self.regions.items() if id(module) in blocks}
+        lists = {path.rpartition(".")[0]: path for path, module in self._recomputed() if id(module) in blocks}
         kept: dict[str, str] = {}
         for path in lists.values():
             for place, sibling in siblings_of(self._model, path).items():
@@ -116,13 +133,13 @@ class Selection:
         return kept
 
 
-def _sites_of(model: Module) -> list[tuple[Module, Site]]:
-    """Every module, with its site. They share what policies count."""
+def _sites_of(model: Module, spans: Mapping[SpanPlace, Module]) -> list[tuple[Module, Site]]:
+    """Every module and every span, with its site. They share what policies count."""
     blocks = {id(module): number for number, module in enumerate(blocks_of(model).values())}
     counts: dict[Any, int] = {}
     return [
         (module, Site(path, module=module, block=blocks.get(id(module)), blocks=len(blocks), counts=counts))
-        for path, module in model.named_modules()
+        for path, module in (*model.named_modules(), *((str(place), span) for place, span in spans.items()))
     ]
 
 

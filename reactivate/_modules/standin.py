@@ -25,6 +25,11 @@ class Cover:
 
     hidden: Any = None
 
+    @property
+    def hides_users(self) -> bool:
+        """Return whether what it hides, or what is hidden by that in turn, is a `forward` of somebody else's."""
+        return self.hidden.hides_users if isinstance(self.hidden, Cover) else self.hidden is not None
+
 
 class Placed:
     """Something in the place of a module's `forward`, over what stood there before."""

@@ -15,8 +15,8 @@ from torch import Tensor, distributed
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from reactivate._model.applied import Handle
 from reactivate._model.apply import apply
+from reactivate._model.handle import Handle
 from reactivate.errors import UsageError
 from reactivate.planner.api import plan
 from reactivate.planner.step import loss_in

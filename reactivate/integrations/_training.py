@@ -10,8 +10,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from reactivate._model.applied import Handle
 from reactivate._model.apply import apply
+from reactivate._model.handle import Handle
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.integrations._first_call import PlanAtFirstCall

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from reactivate._model.applied import Handle
+from reactivate._model.handle import Handle
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.integrations._hosts import bases_of, check_host

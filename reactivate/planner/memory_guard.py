@@ -13,8 +13,8 @@ import torch
 from torch.nn import Module
 
 from reactivate._engine.accounts import add_note, in_words, is_shortage
-from reactivate._model.applied import FORWARD, Applied, AppliedForward
 from reactivate._model.apply import apply
+from reactivate._model.handle import FORWARD, AppliedForward, Owner
 from reactivate._model.rollback import Rollback
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.warnings import warn
@@ -94,7 +94,7 @@ def guard_memory(step: Callable[P, R], *, undo_optimizer: bool = False) -> Calla
     return guarded
 
 
-def _after(error: Exception, before: Rollback, applied: Applied, factor: int) -> _Tighter:
+def _after(error: Exception, before: Rollback, applied: Owner, factor: int) -> _Tighter:
     """Put back what the step did, and return a tighter plan.
 
     Raises:
@@ -133,7 +133,7 @@ def _tighter_than(policy: Any, asked: int | None, factor: int) -> Plan | Adaptiv
         return None
 
 
-def _run_under(tighter: _Tighter, applied: Applied) -> None:
+def _run_under(tighter: _Tighter, applied: Owner) -> None:
     root = None if applied.root is None else applied.root()
     assert root is not None
     gc.collect()
@@ -161,7 +161,7 @@ def _asked_bytes(error: Exception) -> int | None:
     return None if found is None else parse(f"{found[1]} {_UNITS.get(found[2], found[2])}").total_bytes
 
 
-def _applied_in(modules: Iterable[Module]) -> Applied:
+def _applied_in(modules: Iterable[Module]) -> Owner:
     """Return the plan, with its model, among these modules.
 
     Raises:

@@ -15,19 +15,18 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from reactivate._engine.accounts import in_words
-from reactivate._modules.paths import THE_MODEL
 from reactivate._types import Action, Policy, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.by_value.call_names import CallName
 from reactivate.planner.cost.prediction import Copy, Fixed, LiveTensors, Moment, Point, Prediction, Proof
-from reactivate.planner.digest import bucket_bytes, class_name_of, digest_of
+from reactivate.planner.differences import differences_of
+from reactivate.planner.digest import bucket_bytes, class_name_of
 from reactivate.planner.offers import storages_in
 from reactivate.planner.plan_table import text
 from reactivate.planner.planned import Circumstances, Decision, Planned, StorageUse
 from reactivate.planner.spelled import live_of
 from reactivate.planner.treatments import Assignment, Treatment
-from reactivate.planner.units import units_of
 from reactivate.policies._base import Interest, ReadyMade
 
 VERSION = 1
@@ -109,6 +108,9 @@ class Plan(Planned, ReadyMade):
     def by_call(self) -> Mapping[str, tuple[Policy, ...]]:
         return self.assignment.by_call()
 
+    def spans(self) -> tuple[str, ...]:
+        return self.assignment.spans()
+
     @property
     def may_match_nothing(self) -> bool:
         return True
@@ -125,28 +127,13 @@ class Plan(Planned, ReadyMade):
                 f"apply: this plan was made for {self.made_for.model}, which DistributedDataParallel has wrapped since. Its "
                 f"buckets take {in_words(bucket_bytes(model))} that the plan does not count. Plan the wrapped model."
             )
-        differences = list(self._differences(model))
+        differences = list(differences_of(model, self.made_for.units, self.decisions))
         if differences:
             raise UsageError(
                 f"apply: this plan was made for {self.made_for.model}, and this model is another: "
                 f"{'; '.join(differences[:3])}{'; ...' if len(differences) > 3 else ''}. Plan again, for this model."
             )
         return super().applied_to(model) if self.runner is None else self.runner.watch(model, self)
-
-    def _differences(self, model: Module) -> Any:
-        found = len(units_of(model))
-        if self.made_for.units and found != self.made_for.units:
-            yield f"it has {found} blocks and other modules of modules, and had {self.made_for.units}"
-        modules = dict(model.named_modules())
-        for decision in self.decisions:
-            module = modules.get(decision.path)
-            where = repr(decision.path or THE_MODEL)
-            if module is None:
-                yield f"it has no {where}"
-            elif class_name_of(module) != decision.kind:
-                yield f"{where} is a {class_name_of(module)} and was a {decision.kind}"
-            elif digest_of(module) != decision.parameters:
-                yield f"{where} has other parameters"
 
     # -- its step -------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from reactivate._engine.accounts import in_words
 from reactivate._modules.paths import THE_MODEL
+from reactivate._modules.spans import SpanPlace
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 from reactivate.planner.alive_table import ALL_THE_TIME, alive_table, has_tensors
@@ -171,7 +172,9 @@ def runs(decisions: Sequence[Decision]) -> list[list[Decision]]:
     """The blocks, those in one list that follow one another and of which the same was decided."""
 
     def shape(decision: Decision) -> tuple[object, ...]:
-        return decision.kind, decision.parameters, decision.treatment
+        is_span = SpanPlace.of(decision.path) is not None  # whose regions inside have names of their own
+        treatment = decision.treatment.name if is_span else decision.treatment
+        return decision.kind, decision.parameters, treatment
 
     return [list(group) for _, group in itertools.groupby(decisions, shape)]
 

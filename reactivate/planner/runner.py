@@ -15,8 +15,8 @@ from reactivate._engine.accounts import in_words
 from reactivate._engine.current import is_recomputing
 from reactivate._engine.mismatch.check import uncounted
 from reactivate._inspect.step import leaves_of
-from reactivate._model.applied import Handle
 from reactivate._model.apply import apply, paused
+from reactivate._model.handle import Handle
 from reactivate._text.warnings import warn
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget

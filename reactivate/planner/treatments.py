@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import Module
 
 from reactivate._modules.paths import is_below
+from reactivate._modules.spans import SpanPlace
 from reactivate._types import DEVICE, Action, LossByRows, Policy, Recompute, Save, Site, Storage
 from reactivate.planner.by_value.call_names import CallName, name_of_function_call
 from reactivate.planner.units import parts_of
@@ -30,7 +31,7 @@ class Treatment:
 
     Attributes:
         name: what reports call it.
-        recompute: paths below the unit, "" for the unit itself: these modules are regions.
+        recompute: paths below the unit (of a span, below its `Sequential`), "" for the unit itself: these are regions.
         save_modules: paths below the unit: recomputations skip these modules.
         save_ops: recomputations skip these ops.
         save_calls: recomputations skip these calls of functions.
@@ -210,6 +211,9 @@ class Assignment(ReadyMade):
             if item.calls
         }
 
+    def spans(self) -> tuple[str, ...]:
+        return tuple(path for path in self.treatments if SpanPlace.of(path) is not None)
+
     @property
     def may_match_nothing(self) -> bool:
         return True
@@ -245,5 +249,14 @@ class _InsideUnit(ReadyMade):
 
 
 def join(path: str, below: str) -> str:
-    """A path below another."""
+    """Return a path below another; of a span, below the `Sequential`.
+
+    Example:
+        >>> from reactivate.planner.treatments import join
+        >>> join("layers.1", "mlp"), join("layers[0:2]", "1.mlp"), join("layers[0:2]", ""), join("[0:2]", "1")
+        ('layers.1.mlp', 'layers.1.mlp', 'layers[0:2]', '1')
+    """
+    place = SpanPlace.of(path) if below else None
+    if place is not None:
+        return join(place.path, below)
     return f"{path}.{below}" if path and below else path or below

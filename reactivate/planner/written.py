@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.step import leaves_of
+from reactivate._modules.spans import module_at
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.prediction import Fixed
@@ -69,7 +70,7 @@ def decisions_of(choice: ChosenStep, paths: Sequence[str], model: Module) -> tup
     return tuple(
         Decision(path, class_name_of(module), digest_of(module), treatment, held[path], seconds[path], moved[path])
         for path, treatment in (*proven.treatments.items(), *choice.heads.items())
-        for module in (model.get_submodule(path),)
+        for module in (module_at(model, path),)
     )
 
 

@@ -84,6 +84,10 @@ class ReadyMade:
         """Return the patterns of the paths of modules by which it selects, those that are text."""
         return ()
 
+    def spans(self) -> tuple[str, ...]:
+        """Return the spans of a `Sequential` that it names: of all that there are, it is asked about these."""
+        return ()
+
     def parts(self) -> tuple[Policy, ...]:
         """The policies that it is made of, each of which should match something; itself if it is made of none."""
         return (self,)

@@ -8,17 +8,24 @@ from collections.abc import Callable, Iterable
 
 from torch.nn import Module
 
+from reactivate._modules.spans import SpanPlace
 from reactivate._text.words import nearest
 from reactivate._types import Site
 from reactivate.errors import UsageError
 
 _INDEX = re.compile(r"\[(\w+)\]")  # as Python writes a child of a list
+_SLICE = re.compile(r"\[[^\]]*:[^\]]*\]")
 
 Selector = str | type | Callable[[Site], bool]
 
 
-def check(selectors: tuple[Selector, ...], asked_by: str) -> None:
+def check(selectors: tuple[Selector, ...], asked_by: str, *, takes_spans: bool = False) -> None:
     """See to it that each of `selectors` is one.
+
+    Args:
+        selectors: anything.
+        asked_by: the function that was given them.
+        takes_spans: whether they may be spans of a `Sequential`.
 
     Raises:
         UsageError: one is not.
@@ -30,6 +37,22 @@ def check(selectors: tuple[Selector, ...], asked_by: str) -> None:
                 f"{asked_by} selects modules by the end of their path ('*.attn'), by class, or by a function of the "
                 f"site; {selector!r} is none of these."
             )
+        if isinstance(selector, str) and _SLICE.search(selector):
+            _check_span(selector, asked_by, takes_spans)
+
+
+def _check_span(selector: str, asked_by: str, takes_spans: bool) -> None:
+    if not takes_spans:
+        raise UsageError(
+            f"{asked_by}: {selector!r} is a span of a Sequential, and only recompute_modules takes spans. Name the members: "
+            f"{_SLICE.sub('.*', selector)!r}."
+        )
+    place = SpanPlace.of(selector)
+    if place is None or not place.start < place.stop:
+        raise UsageError(
+            f"{asked_by}: {selector!r} is no span. Write the path of a Sequential, the number of the first member from 0 on, "
+            "and that of the one after the last, both written out: 'layers[8:16]'."
+        )
 
 
 def selects(selectors: tuple[Selector, ...], site: Site) -> bool:

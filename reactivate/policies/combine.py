@@ -21,6 +21,9 @@ class _Several(ReadyMade):
             interest |= interest_of(policy)
         return interest
 
+    def spans(self) -> tuple[str, ...]:
+        return tuple(span for policy in self.policies if isinstance(policy, ReadyMade) for span in policy.spans())
+
     def parts(self) -> tuple[Policy, ...]:
         return self.policies
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reactivate._modules.spans import SpanPlace
 from reactivate._text.keywords import refuse_unknown
 from reactivate._types import DEVICE, Action, Recompute, Site, Storage
 from reactivate.errors import UsageError
@@ -121,6 +122,9 @@ class _RecomputeModules(ReadyMade):
     def patterns(self) -> tuple[str, ...]:
         return tuple(selector for selector in self.selectors if isinstance(selector, str))
 
+    def spans(self) -> tuple[str, ...]:
+        return tuple(pattern for pattern in self.patterns() if SpanPlace.of(pattern) is not None)
+
 
 @refuse_unknown
 def recompute_modules(*modules: Selector, inputs: Storage = DEVICE) -> ReadyMade:
@@ -128,11 +132,13 @@ def recompute_modules(*modules: Selector, inputs: Storage = DEVICE) -> ReadyMade
 
     Args:
         modules: the end of a path in `model.named_modules()`, where `*` stands for one name and `**` for any number
-            of them ("layers.*", "encoder.**.mlp"); a class of modules; a function of the site.
+            of them ("layers.*", "encoder.**.mlp"); a class of modules; a function of the site. Consecutive members of a
+            `Sequential` are one region if they are named as Python slices them, with both ends: "layers[8:16]".
         inputs: where to keep what these modules are called with.
 
     Raises:
-        UsageError: a selector is none of these, or there is none.
+        UsageError: a selector is none of these, or there is none. From `apply`: a span is not within a `Sequential`, or two
+            spans overlap.
 
     Example:
         >>> import torch, reactivate
@@ -140,9 +146,12 @@ def recompute_modules(*modules: Selector, inputs: Storage = DEVICE) -> ReadyMade
         >>> model = torch.nn.TransformerEncoder(layer, 2)
         >>> reactivate.apply(model, reactivate.policies.recompute_modules("*.self_attn")).regions
         ('layers.0.self_attn', 'layers.1.self_attn')
+        >>> stack = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
+        >>> reactivate.apply(stack, reactivate.policies.recompute_modules("[0:3]", "[3:6]")).regions
+        ('[0:3]', '[3:6]')
     """
     if not modules:
         raise UsageError("recompute_modules takes at least one module to recompute; full() takes every block.")
-    check(modules, "recompute_modules")
+    check(modules, "recompute_modules", takes_spans=True)
     check_storage(inputs, "recompute_modules(inputs=...)")
     return _RecomputeModules(modules, inputs)

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.nn import Module
 
-from reactivate._model.applied import Handle
 from reactivate._model.apply import apply as apply_policy
+from reactivate._model.handle import Handle
 from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.planner.step import Loss

@@ -180,7 +180,7 @@ class ModuleWalk(FunctionWalk):
             if kind not in ATOMS and name not in _OF_EVERY_MODULE:
                 if isinstance(value, Tensor):
                     self._state_of_module(value)
-                elif isinstance(value, Cover) and value.hidden is None:
+                elif isinstance(value, Cover) and not value.hides_users:
                     continue
                 elif kind is list and not facts.is_users and name in facts.attributes:
                     self.notes.append(ListNote(value))  # of parameters, as an LSTM has one: not to be looked into

@@ -144,6 +144,7 @@ class Choice:
         root: a reference to the module that is the region, if it is one.
         path: its path.
         is_applied: whether something stands in the place of every module's `forward` that the policy saves.
+        region: the path of the region, where that is a span of the root.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class Choice:
         root: ref[Module] | None = None,
         path: str = "",
         is_applied: bool = True,
+        region: str | None = None,
     ) -> None:
         self.policy = policy
         self.number = number_of(policy)
@@ -160,6 +162,7 @@ class Choice:
         self.unmatched = unmatched
         self._root = root
         self.path = path
+        self.region = path if region is None else region
         self._paths: dict[int, str] = {}
         self.sees_functions = self.interest.any_function
         self.decisions: dict[Any, CallDecision] = {}

@@ -77,4 +77,4 @@ class SettledLog(Log):
                 if slot is not None and slot.kept is not None:
                     slot.kept.settle(name)
         if self.choice.unmatched.parts:
-            self.choice.unmatched.region_has_run(self.choice.path)
+            self.choice.unmatched.region_has_run(self.choice.region)

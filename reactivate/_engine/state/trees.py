@@ -173,7 +173,7 @@ def _holds_nothing_else(walked: Walked) -> bool:
 
 
 def _covers_nothing(item: Any) -> bool:
-    return isinstance(item, Cover) and item.hidden is None
+    return isinstance(item, Cover) and not item.hides_users
 
 
 def _items_of(note: Note) -> Iterable[Any]:

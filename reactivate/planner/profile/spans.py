@@ -9,8 +9,8 @@ from reactivate.planner.solver.chain import Candidate, Span
 def span_of(name: str, path: str, start: int, stop: int, reading: Reading, plain: Reading) -> Span:
     """Return what the calls come to, each by itself, so that they add up to what they take together.
 
-    What runs right before the first call, between the calls and right after the last may be in the region, too. So its memory
-    and time are theirs.
+    What runs right before the first call, between the calls and right after the last may be in the region, too. So its time
+    is theirs, and so is its memory, if that is more than in the plain step.
 
     Args:
         name: of the treatment.
@@ -26,12 +26,16 @@ def span_of(name: str, path: str, start: int, stop: int, reading: Reading, plain
     def alive_at(call: int) -> int:
         return plain.starts_bytes[call] - first if call == start else reading.starts_bytes[call] - others - first
 
-    tops = _tops_of(reading)
+    tops = [top - others for top in _tops_of(reading)]
+    if tops[2 * start] - alive_at(start) <= plain.outside_bytes[start]:
+        tops[2 * start] = 0
+    if tops[2 * stop] - alive_at(stop) <= plain.outside_bytes[stop]:
+        tops[2 * stop] = 0
     entries = []
     for call in range(start, stop):
         around = tops[2 * call : 2 * call + 3] if call == start else tops[2 * call + 1 : 2 * call + 3]
         held = alive_at(call + 1) - alive_at(call)
-        need = max(around) - others - alive_at(call)
+        need = max(around) - alive_at(call)
         seconds = (
             max(0.0, _seconds_of(reading, start, stop) - _seconds_of(plain, start, stop)) if call == start else 0.0
         )

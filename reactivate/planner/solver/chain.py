@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from reactivate.errors import UsageError
@@ -96,6 +96,15 @@ class Span:
 
     start: int
     entries: tuple[Candidate, ...]
+
+    def at(self, start: int, path: str) -> Span:
+        """Return the same for blocks elsewhere, that are equal to these.
+
+        Args:
+            start: the number of the first of them.
+            path: of what is around them.
+        """
+        return Span(start, tuple(replace(entry, span=path) for entry in self.entries))
 
 
 @dataclass(frozen=True)

@@ -152,10 +152,15 @@ class Search:
             names: of the treatments, by the paths of units.
         """
         chain = self._chain
-        rows = zip(self._table.plain.paths, chain.menus)
-        return self._prove(
-            chain.solution_of(next((one for one in menu if one.name == names[path]), menu[0]) for path, menu in rows)
-        )
+        entries = [
+            next((one for one in menu if one.name == names.get(path)), menu[0])
+            for path, menu in zip(self._table.plain.paths, chain.menus)
+        ]
+        for span in chain.spans:
+            first = span.entries[0]
+            if names.get(first.span) == first.name:
+                entries[span.start : span.start + len(span.entries)] = span.entries
+        return self._prove(chain.solution_of(entries))
 
     def _prove(self, solution: Solution) -> Proven:
         treatments = self._treatments_of(solution.entries)

@@ -1,0 +1,208 @@
+"""The handle of a policy on a model, and what stands in the place of the `forward` of a module until it is removed.
+
+Each module that the policy has an action for gets an instance attribute `forward` that does it. Hooks, names, parameters
+and the class stay as they are, and a copy of the model has a copy of the attribute, bound to the copied module.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any, Protocol
+
+from torch.nn import Module
+
+from reactivate._engine.record import Options
+from reactivate._model.cache_watch import CacheWatch
+from reactivate._modules.paths import THE_MODEL
+from reactivate._modules.standin import Cover
+from reactivate._text.words import counted
+from reactivate._types import Policy
+from reactivate.policies._base import shortened
+
+FORWARD = "forward"
+
+
+class Handle:
+    """A policy on a model; printed, it says which modules are recomputed and which layers beside them are not, and why.
+
+    As a context manager it removes the policy at the end, unless the model had it before: if `apply` returned the handle
+    that was there, the policy stays.
+
+    Attributes:
+        policy: the policy.
+        regions: the paths of the modules, and of the spans of modules, that are recomputed.
+        saved: the paths of the modules that are kept inside of regions.
+        heads: the paths of the modules whose loss is computed by rows.
+        kept: {path: reason} of the layers in the lists of the regions that are not recomputed.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.regions: tuple[str, ...] = ()
+        self.saved: tuple[str, ...] = ()
+        self.heads: tuple[str, ...] = ()
+        self.kept: dict[str, str] = {}
+        self._kinds: dict[str, list[str]] = {}  # the paths of the regions, by the names of their classes
+        self._undo: list[weakref.ref[Module]] = []
+        self._undo_policy: Callable[[], None] | None = None
+        self._uses = 1  # calls of `apply` that returned it
+
+    @staticmethod
+    def of(model: Module) -> Handle | None:
+        """The handle of the policy that is applied to `model`: of a copy, say. None if there is none."""
+        found = forward_of(model)
+        return None if found is None else found.applied.handle
+
+    def add_region(self, kind: str, path: str) -> None:
+        """Take note of a region, of a class with this name."""
+        self.regions = (*self.regions, path)
+        self._kinds.setdefault(kind, []).append(path)
+
+    def remove(self) -> None:
+        """Make the model what it was. A second time does nothing."""
+        for reference in self._undo:
+            module = reference()
+            forward = None if module is None else vars(module).get(FORWARD)
+            if module is not None and isinstance(forward, AppliedForward) and forward.applied.handle is self:
+                forward.uncover(module)
+        self._undo = []
+        if self._undo_policy is not None:
+            self._undo_policy()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._uses -= 1
+        if self._uses <= 0:
+            self.remove()
+
+    def __repr__(self) -> str:
+        saved = f", saved={counted(len(self.saved), 'module')}" if self.saved else ""
+        return f"Handle({self.policy!r}, regions={len(self.regions)}{saved})"
+
+    def __str__(self) -> str:
+        def named(paths: Iterable[str]) -> str:
+            return shortened(path or THE_MODEL for path in paths)
+
+        lines = [f"{self.policy!r}: {counted(len(self.regions), 'region')}, recomputed in backward."]
+        lines += [f"  {kind}: {named(paths)}" for kind, paths in self._kinds.items()]
+        if self.saved:
+            lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]
+        if self.heads:
+            lines.append(f"Loss by rows: {named(self.heads)}.")
+        if self.kept:
+            lines.append("Beside the regions, not recomputed:")
+        for reason in dict.fromkeys(self.kept.values()):
+            lines.append(f"  {shortened(path for path, why in self.kept.items() if why == reason)}: {reason}")
+        return "\n".join(lines)
+
+
+class Owner(Protocol):
+    """A policy on a model, as its regions see it.
+
+    Attributes:
+        policy, options: the policy, and the options of its regions.
+        handle: what undoes it.
+        cache_watch: what measures the first calls of regions.
+        root: what it was applied to; None in a copy.
+    """
+
+    policy: Policy
+    options: Options
+    handle: Handle
+    cache_watch: CacheWatch
+    root: weakref.ref[Module] | None
+
+    def options_of(self, path: str, within: str, module: weakref.ref[Module]) -> Options:
+        """Return the options of a region.
+
+        Args:
+            path: of the region.
+            within, module: the module that it is, or that it is a span of, and the path of that.
+        """
+
+
+class AppliedForward(Cover):
+    """Stand in for a module's `forward`: a part of the module, and copied with it."""
+
+    @property
+    def stands_for(self) -> type | None:
+        """Return the kind of what the policy selects the module as; None where other modules are the reason."""
+        return type(self)
+
+    def __init__(self, applied: Owner, module: Module, path: str, hidden: Any = None) -> None:
+        self.applied = applied
+        self.path = path
+        self.hidden = hidden
+        self._module = weakref.ref(module)  # a cycle would keep the model's memory until the collector runs
+        self.note(applied.handle)
+
+    def note(self, handle: Handle) -> None:
+        """Tell the handle what stands where, for it to be undone."""
+        handle._undo.append(self._module)
+
+    def uncover(self, module: Module) -> None:
+        """Give `module` the `forward` that it had."""
+        if self.hidden is None:
+            del module.__dict__[FORWARD]
+        else:
+            module.__dict__[FORWARD] = self.hidden
+
+    def original(self) -> Callable[..., Any]:
+        """The module's own `forward`."""
+        if self.hidden is not None:
+            return self.hidden  # type: ignore[no-any-return]
+        module = self.module()
+        return MethodType(type(module).forward, module)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """`original`, for who looks at what is called."""
+        return self.original()
+
+    def in_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """The call of the module's own `forward`, for torch.compile to trace."""
+        # Dynamo knows no bound methods that are made while it traces.
+        module = self.module()
+        return type(module).forward(module, *args, **kwargs) if self.hidden is None else self.hidden(*args, **kwargs)
+
+    def module(self) -> Module:
+        """The module whose `forward` this is."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AppliedForward:
+        make, parts = self.__reduce__()
+        return make(*(copy.deepcopy(part, memo) for part in parts))
+
+    def __reduce__(self) -> tuple[Callable[..., AppliedForward], tuple[Any, ...]]:
+        return type(self), (self.applied, self.module(), self.path, self.hidden)
+
+
+def own_forward_of(module: Module) -> Any:
+    """Return the `forward` among the attributes of a module, of the user's or of a library; None if its class has it."""
+    found = vars(module).get(FORWARD)
+    while isinstance(found, AppliedForward):
+        found = found.hidden
+    return found
+
+
+def forwards_of(model: Module) -> Iterator[tuple[Module, AppliedForward]]:
+    """Yield what stands in the modules of a model; of several in one module, the outermost first."""
+    for module in model.modules():
+        forward = vars(module).get(FORWARD)
+        while isinstance(forward, AppliedForward):
+            yield module, forward
+            forward = forward.hidden
+
+
+def forward_of(model: Module) -> AppliedForward | None:
+    return next((forward for _, forward in forwards_of(model)), None)
