@@ -18,7 +18,7 @@ from reactivate.errors import UnsupportedError
 from reactivate.planner import trials
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
-from reactivate.planner.profile.answers import Answers
+from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.op_costs import Modelled
 from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Trace
@@ -31,7 +31,7 @@ Run = Callable[..., Trace]
 
 
 def steps_of(model: nn.Module, x: Tensor) -> tuple[Run, list[str]]:
-    """What runs a step with treatments, and the paths of its units."""
+    """Return what runs a step with treatments, and the paths of its units."""
     step, units = TrainingStep(model, (x,)), units_of(model)
     place = place_of(model, (x,), {}, None)
     costs = Modelled(place.spec, place.rounding)
@@ -52,7 +52,7 @@ def test_a_simulated_step_is_the_real_one(name: str, least: bool) -> None:
     run, paths = steps_of(*made(name))
     with pytest.raises(Exception, match="aten|DataDependent"):
         run({})
-    answers = Answers()
+    answers = RealAnswers()
     run(dict.fromkeys(paths, FULL) if least else {}, with_values=True, answers=answers)
     assert not answers.are_used
     half = dict.fromkeys(paths[::2], FULL)
@@ -97,11 +97,11 @@ class Readers(nn.Module):
 def test_what_python_reads() -> None:
     torch.manual_seed(0)
     run, paths = steps_of(Readers(), torch.randn(64, 16))
-    answers = Answers()
+    answers = RealAnswers()
     run({}, with_values=True, answers=answers)
     for treatments in ({}, dict.fromkeys(paths, FULL)):
         real = run(
-            treatments, with_values=True, answers=Answers()
+            treatments, with_values=True, answers=RealAnswers()
         )  # which reads lists item by item, as fake tensors do
         fake = run(treatments, answers=answers)
         assert fake.peak_bytes == real.peak_bytes
@@ -110,10 +110,10 @@ def test_what_python_reads() -> None:
 
 
 def test_saved_calls_leave_the_others_their_answers() -> None:
-    """Where calls are saved, a recomputation makes others than the forward."""
+    """A recomputation does not make the calls that are saved."""
     model, x = made("experts")
     run, paths = steps_of(model, x)
-    answers = Answers()
+    answers = RealAnswers()
     plain = run({}, with_values=True, answers=answers, count_functions=True)
     functions = frozenset(plain.calls[0][0].functions)
     seen = 0
@@ -144,7 +144,7 @@ def test_draws_that_are_not_told_apart_have_no_answer() -> None:
     torch.manual_seed(0)
     model, x = Twice(), torch.randn(64, 16)
     run, _ = steps_of(model, x)
-    answers = Answers()
+    answers = RealAnswers()
     run({}, with_values=True, answers=answers)
     with pytest.raises(Exception, match="nonzero"):
         run({}, answers=answers)

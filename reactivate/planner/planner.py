@@ -44,6 +44,7 @@ from reactivate.planner.together import SharedSearch
 from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.planner.trials import Trials
 from reactivate.planner.units import units_of
+from reactivate.planner.unsimulated import NO_STORAGES
 from reactivate.planner.written import circumstances_of, decisions_of, infeasible, storages_of
 from reactivate.storage.rehearsal import Rehearsal
 
@@ -207,10 +208,7 @@ class Planner:
     def _storage_searches(self) -> tuple[StorageSearch, ...]:
         """Prepared when a plan needs them: where everything fits nothing is moved."""
         if self._trials.need_values and self._storages:
-            warn(
-                "plan(storages=...): this step depends on values that it computes, so what a storage does in it cannot be "
-                "proved: it is rehearsed without values. The plan is made without storages."
-            )
+            warn(NO_STORAGES)
             return ()
         offers = offers_of(self._storages, self.place)
         return tuple(StorageSearch(offer, self, self._tell).prepare() for offer in offers)

@@ -23,7 +23,7 @@ from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.recorded_calls import recorded_calls
 from reactivate.planner.cost.prediction import Proof
 from reactivate.planner.place import RESERVE, Place, available_bytes, is_alone
-from reactivate.planner.profile.answers import Answers
+from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.costs import seconds_of
 from reactivate.planner.profile.simulate import simulate
 from reactivate.planner.profile.trace import Costs, Trace
@@ -73,7 +73,7 @@ class Trials:
     ) -> None:
         self.with_values = False
         self.margin = 0.0
-        self._answers: Answers | None = None  # those that simulated steps need
+        self._answers: RealAnswers | None = None  # those that simulated steps need
         self._step = step
         self._place = place
         self._units = units
@@ -97,7 +97,7 @@ class Trials:
         """Run the plain step for real; None where it does not fit, or where a simulation takes less time."""
         self._tell("the plain step")
         self.with_values = True
-        answers = Answers()
+        answers = RealAnswers()
         try:
             trace, seconds = self._timed(costs, self._within_memory(), answers)
             if seconds > QUICK:  # maybe since it was the first
@@ -117,7 +117,7 @@ class Trials:
             return trace
         return simulated
 
-    def _simulated_within(self, costs: Costs, seconds: float, answers: Answers) -> Trace | None:
+    def _simulated_within(self, costs: Costs, seconds: float, answers: RealAnswers) -> Trace | None:
         """Simulate the plain step; None if that cannot be, or takes more time."""
         self._tell("the plain step, simulated")
         self.with_values = False
@@ -132,7 +132,7 @@ class Trials:
         except (_Stopped, Exception):  # whatever fake tensors raise where they need values
             return None
 
-    def _with_answers(self, answers: Answers, costs: Costs, watch: Callable[[int], None] | None = None) -> Trace:
+    def _with_answers(self, answers: RealAnswers, costs: Costs, watch: Callable[[int], None] | None = None) -> Trace:
         """Simulate the plain step; where it needs answers, all later ones get them, and other batches may come to others."""
         self._answers = answers
         try:
@@ -142,7 +142,9 @@ class Trials:
             self._answers = answers if answers.are_used else None
             self.margin = MARGIN if answers.are_used else 0.0
 
-    def _timed(self, costs: Costs, watch: Callable[[int], None], answers: Answers | None = None) -> tuple[Trace, float]:
+    def _timed(
+        self, costs: Costs, watch: Callable[[int], None], answers: RealAnswers | None = None
+    ) -> tuple[Trace, float]:
         found: list[Trace] = []
 
         def run() -> None:
@@ -156,7 +158,7 @@ class Trials:
         treatments: Mapping[str, Treatment],
         costs: Costs,
         watch: Callable[[int], None],
-        answers: Answers | None = None,
+        answers: RealAnswers | None = None,
     ) -> Trace:
         """Run a step for real, and take down what values decide in it."""
         return simulate(
@@ -205,7 +207,7 @@ class Trials:
             reason: why it cannot be simulated without.
         """
         self._tell("a step with everything recomputed, for real: the simulated ones need its values")
-        answers = Answers()
+        answers = RealAnswers()
         try:
             self._real(dict.fromkeys(self._units, FULL), costs, self._within_memory(), answers)
             try:

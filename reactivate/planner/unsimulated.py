@@ -1,4 +1,4 @@
-"""Errors for steps that can neither be simulated, since they need values, nor run to give these."""
+"""Errors for steps that can neither be simulated, since they need values, nor run to give these; and what such steps lack."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import torch
 
 from reactivate._engine.accounts import in_words
 from reactivate.errors import UnsupportedError, UsageError
+
+NO_STORAGES = (
+    "plan(storages=...): this step depends on values that it computes, so what a storage does in it cannot be proved: it is "
+    "rehearsed without values. The plan is made without storages."
+)
 
 
 def without_values(reason: Exception) -> UsageError:
@@ -28,9 +33,9 @@ def among_ranks(reason: Exception) -> UnsupportedError:
         reason: what fake tensors have raised.
     """
     return UnsupportedError(
-        f"{_failed(reason)}, and a model that is sharded by fully_shard, planned with group=, or, among several ranks, planned "
-        "for other shapes or another device, is only simulated: in a real step ranks would wait for each other's collectives. "
-        "Plan the model first on one rank, then shard it: the plan can be applied before or after that."
+        f"{_failed(reason)}, and a model that is sharded by fully_shard, planned with group=, or, among several ranks, "
+        "planned for other shapes or another device, is only simulated: in a real step ranks would wait for each other's "
+        "collectives. Plan the model first on one rank, then shard it: the plan can be applied before or after that."
     )
 
 

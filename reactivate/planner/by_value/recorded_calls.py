@@ -28,7 +28,7 @@ from reactivate._torch.saved import SavedTensor, data_of
 from reactivate._types import Action, Recompute, Save, Site
 from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.call_names import CallName, is_torchs_leaf, name_of_function_call
-from reactivate.planner.profile.answers import Answers
+from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.simulate import on_tensors
 from reactivate.planner.profile.trace import Costs
 from reactivate.planner.step import TrainingStep
@@ -49,7 +49,7 @@ def recorded_calls(
     recorded: Mapping[str, Collection[str]],
     costs: Costs,
     device: torch.device,
-    answers: Answers | None = None,
+    answers: RealAnswers | None = None,
     *,
     with_values: bool,
 ) -> dict[str, tuple[RecordedCall, ...]]:

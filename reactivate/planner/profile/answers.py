@@ -1,4 +1,4 @@
-"""What a real step has told, for simulated ones: the results that only values decide.
+"""Answers of a real step for simulated ones: the results that only values decide.
 
 Fake tensors have no values, so they cannot tell how many tokens go to an expert, and some ops they cannot run at all. A step
 that ran for real has told it. A simulated step, whatever is recomputed in it, computes the same values: where fake tensors
@@ -27,8 +27,8 @@ from reactivate.planner.profile.value_names import ValueNames
 _ARRAYS: Any = (Tensor.numpy, Tensor.__array__)
 
 
-class Answers:
-    """What the calls of a step have returned, by the values that they were given.
+class RealAnswers:
+    """The results of the calls of a real step, by the values that they were given.
 
     Attributes:
         are_used: whether a simulated step has needed one.
@@ -132,7 +132,7 @@ class _Read(TorchFunctionMode):
         if func is Tensor.tolist:
             _read_one_by_one(args[0])
         elif func in _ARRAYS:
-            self._enter(self._names.call(func, args, kwargs), _Array(result.copy()))
+            self._enter(self._names.call(func, args, kwargs), _ReadArray(result.copy()))
         return result
 
 
@@ -181,7 +181,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Value:
-    """What is no tensor."""
+    """A result that is no tensor."""
 
     value: Any
 
@@ -191,20 +191,20 @@ class _Value:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _Array:
+class _ReadArray:
     """Values that Python has read."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Array) and self.array.tobytes() == other.array.tobytes()
+        return isinstance(other, _ReadArray) and self.array.tobytes() == other.array.tobytes()
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _described(result: Any) -> Any:
-    """Describe what an op has returned; None if no such thing can be made again."""
+    """Describe what an op has returned; None if a description is not enough to make the like."""
     if isinstance(result, (tuple, list)):
         parts = [_described(item) for item in result]
         return None if None in parts else type(result)(parts)

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from reactivate._model.apply import apply
 from reactivate._types import Policy
-from reactivate.planner.profile.answers import Answers
+from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.trace import Costs, Trace
 from reactivate.planner.profile.tracer import traced
 from reactivate.planner.step import TrainingStep
@@ -20,7 +20,7 @@ from reactivate.storage.rehearsal import Rehearsal
 
 @contextmanager
 def on_tensors(
-    step: TrainingStep, device: torch.device, answers: Answers | None, *, with_values: bool
+    step: TrainingStep, device: torch.device, answers: RealAnswers | None, *, with_values: bool
 ) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
     """The step for real or on fake tensors, with answers: yields what runs it, and the tensors that are there before it.
 
@@ -42,7 +42,7 @@ def simulate(
     device: torch.device,
     *,
     with_values: bool = False,
-    answers: Answers | None = None,
+    answers: RealAnswers | None = None,
     count_functions: bool = False,
     rehearsal: Rehearsal | None = None,
     watch: Callable[[int], None] | None = None,
