@@ -287,8 +287,7 @@ class Planner:
         found = [point for search in self._head_searches if choice.heads for point in search.points(total)]
         for search in self._used(choice):
             items = [item for item in (search.smallest(), choice) if item]
-            label = f"planned, {search.offer.name}"
-            found += [Point(label, total + item.trace_bytes, item.seconds) for item in items]
+            found += [Point(f"planned, {search.offer.name}", total + item.trace_bytes, item.seconds) for item in items]
         return found
 
     @property
