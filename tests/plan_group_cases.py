@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from plan_cases import assert_same, batch, loss_of, model_of
+from plan_cases import Counted, assert_same, batch, loss_of, model_of
 from ranks import Cases, case, refused
+from test_plan_values import DIM, Mixture
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import reactivate
+from reactivate._engine.record import observed_by
 from reactivate.errors import PlanInfeasible, UnsupportedError, UsageError
 from reactivate.planner.plan import Plan
 
@@ -114,6 +118,57 @@ def a_rank_that_does_not_come_is_waited_for_no_longer_than_the_group_says() -> N
         return
     with refused(RuntimeError):
         planned(model_of())
+
+
+def mixture() -> tuple[Mixture, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Mixture()
+    return model, torch.randn(8, 64, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def step_of(model: nn.Module, x: torch.Tensor) -> None:
+    torch.manual_seed(1 + dist.get_rank())
+    out = model(x)  # alive during the backward
+    out.square().mean().backward()
+
+
+def planned_mixture(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Experts' loads are numbers: the ranks run one step together, and simulate the others by themselves."""
+    model, x = mixture()
+    model = wrap(model)
+    plan = reactivate.plan(model, x, budget="65%", loss=lambda out: out.square().mean(), group=dist.group.WORLD)
+    assert_agreed(plan)
+    assert plan.proof.method == "simulated" and plan.proof.margin_bytes
+    plain = wrap(mixture()[0])
+    gradients = []
+    for each in (model, plain):
+        handle = reactivate.apply(each, plan) if each is model else None
+        counted = Counted()
+        with observed_by(counted):
+            step_of(each, x)
+        assert (counted.recomputations > 0) == (handle is not None)
+        gradients.append([whole(parameter.grad) for parameter in each.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+@case(CASES, 2)
+def a_mixture_of_experts() -> None:
+    planned_mixture(DistributedDataParallel)
+
+
+@case(CASES, 2)
+def a_sharded_mixture_of_experts() -> None:
+    planned_mixture(sharded)
 
 
 @case(CASES, 2)

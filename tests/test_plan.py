@@ -24,7 +24,7 @@ import reactivate
 from reactivate._engine.accounts import in_words
 from reactivate._torch.fake import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner import planner, trials
+from reactivate.planner import first_trial, planner
 from reactivate.planner.cost.devices import find
 from reactivate.planner.place import available_bytes, memory_bytes
 from reactivate.planner.plan import Plan
@@ -110,7 +110,7 @@ def runs_while_planning(case: Case) -> tuple[Plan, Counter[bool]]:
 
 
 def test_a_step_that_is_quick_is_planned_from_real_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "QUICK", 1e9)
+    monkeypatch.setattr(first_trial, "QUICK", 1e9)
     case = gpt(layers=2)
     plan, counts = runs_while_planning(case)
     assert counts[True] == 0 and counts[False] > 8
@@ -123,9 +123,9 @@ def test_a_step_that_is_slow_or_large_is_simulated(monkeypatch: pytest.MonkeyPat
     case = gpt(layers=2)
     own = sum(item.nbytes for item in case.model.parameters())
     if why == "slow":
-        monkeypatch.setattr(trials, "seconds_of", lambda run, device: (run(), 1e9)[1])
+        monkeypatch.setattr(first_trial, "seconds_of", lambda run, device: (run(), 1e9)[1])
     else:
-        monkeypatch.setattr(trials, "available_bytes", lambda device: own + 10_000)
+        monkeypatch.setattr(first_trial, "available_bytes", lambda device: own + 10_000)
     plan, counts = runs_while_planning(case)
     least = {"slow": 2, "large": 0}[why] + 1 + looks.LEAST_LOOKS + looks.TIMED
     assert least <= counts[False] <= least + looks.MOST_LOOKS - looks.LEAST_LOOKS and counts[True] > 4
@@ -134,8 +134,8 @@ def test_a_step_that_is_slow_or_large_is_simulated(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_simulation_that_takes_longer_than_the_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "QUICK", 0.0)
-    monkeypatch.setattr(trials, "seconds_of", lambda run, device: (run(), 1e-9)[1])
+    monkeypatch.setattr(first_trial, "QUICK", 0.0)
+    monkeypatch.setattr(first_trial, "seconds_of", lambda run, device: (run(), 1e-9)[1])
     plan, counts = runs_while_planning(gpt(layers=2))
     assert counts[True] == 0 and plan.proof.method == "real"
 

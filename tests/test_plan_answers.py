@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import reactivate
 from reactivate.errors import UnsupportedError
-from reactivate.planner import trials
+from reactivate.planner import first_trial
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.profile.answers import RealAnswers
@@ -203,6 +203,23 @@ def test_writing_changes_the_name_of_all_that_shares_the_memory() -> None:
     assert names.of(x) != before
 
 
+def test_outputs_have_the_names_of_what_is_written() -> None:
+    """As parameters do that are gathered again into the same memory; a part of a memory leaves the rest of it."""
+    x = torch.randn(4)
+    names, room = ValueNames({}, [x]), torch.empty(8)
+    add = torch.ops.aten.add.out
+
+    def written(out: Tensor, number: int) -> int:
+        call = names.call(add, (x, number), {"out": out})
+        names.made(call, add, (x, number), {"out": out}, add(x, number, out=out))
+        return names.of(out if out.numel() == 4 and out.untyped_storage().nbytes() == 16 else room)
+
+    whole = torch.empty(4)
+    assert written(whole, 1) == (again := written(whole, 1)) != written(whole, 2) != again
+    parts = [written(room[:4], 1), written(room[4:], 1), written(room[:4], 2), written(room[4:], 1)]
+    assert len(set(parts)) == 4
+
+
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -225,13 +242,13 @@ def test_plans_of_large_and_slow_steps(monkeypatch: pytest.MonkeyPatch, name: st
     """A plain step that does not fit is not run; one that takes long runs a few times."""
     model, x = made(name)
     if why == "slow":
-        monkeypatch.setattr(trials, "seconds_of", lambda run, device: (run(), 1e9)[1])
+        monkeypatch.setattr(first_trial, "seconds_of", lambda run, device: (run(), 1e9)[1])
     else:
         run, paths = steps_of(model, x)
         plain, least = (run(item, with_values=True).peak_bytes for item in ({}, dict.fromkeys(paths, FULL)))
         gradients = sum(parameter.nbytes for parameter in model.parameters())
-        free = int(((plain + least) / 2 + gradients) / (1 - trials.RESERVE))
-        monkeypatch.setattr(trials, "available_bytes", lambda device: free)
+        free = int(((plain + least) / 2 + gradients) / (1 - first_trial.RESERVE))
+        monkeypatch.setattr(first_trial, "available_bytes", lambda device: free)
     plan, counts = planned_with(model, x, budget="50%")
     assert plan.proof.method == "simulated" and plan.proof.margin_bytes and counts[True] > 4
     monkeypatch.undo()
@@ -243,7 +260,7 @@ def test_plans_of_large_and_slow_steps(monkeypatch: pytest.MonkeyPatch, name: st
 
 def test_a_step_that_fits_in_no_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made("experts")
-    monkeypatch.setattr(trials, "available_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(first_trial, "available_bytes", lambda device: 1_000_000)
     with pytest.raises(
         UnsupportedError, match=r"needs more than the .* that are free on cpu. Plan it with a smaller batch"
     ):

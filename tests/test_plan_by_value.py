@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
 from reactivate._engine.current import is_recomputing
-from reactivate.planner import planner, trials
+from reactivate.planner import first_trial, planner
 from reactivate.planner.by_value.call_costs import RecordedCall, costs_of
 from reactivate.planner.by_value.call_names import CallName
 from reactivate.planner.by_value.menus import treatment_of
@@ -141,7 +141,7 @@ def test_where_memory_is_scarce_calls_are_recorded_without_any(
     can_simulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(trials, "QUICK", 1e9)
+    monkeypatch.setattr(first_trial, "QUICK", 1e9)
     found = prepared(gpt(layers=2))
     assert found._trials.with_values
     if not can_simulate:

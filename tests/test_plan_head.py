@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import reactivate
 from reactivate._loss.logits import Logits
 from reactivate.errors import PlanInfeasible, UnsupportedError, UsageError
-from reactivate.planner import trials
+from reactivate.planner import first_trial
 from reactivate.planner.plan import Plan
 from reactivate.planner.treatments import BY_ROWS
 
@@ -98,9 +98,9 @@ CASES = {
 def test_a_budget_below_the_plain_loss_is_held_to_the_bit(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, heads = CASES[name]
     case = make()
-    monkeypatch.setattr(trials, "QUICK", 1e9 if how == "real" else 0.0)
+    monkeypatch.setattr(first_trial, "QUICK", 1e9 if how == "real" else 0.0)
     if how == "simulated":
-        monkeypatch.setattr(trials, "is_alone", lambda: False)
+        monkeypatch.setattr(first_trial, "is_alone", lambda: False)
     with pytest.raises(PlanInfeasible):
         planned(case, "68%", head="keep")
     plan = planned(case, "68%")

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 import reactivate
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner import peak_watch
+from reactivate.planner.first_trial import MARGIN
 from reactivate.planner.peak_watch import PeakWatch
 from reactivate.planner.plan import Plan
-from reactivate.planner.trials import MARGIN
 from reactivate.storage import Disk
 
 DIM = 32

@@ -77,7 +77,7 @@ class Planner:
         self._ranks = ranks or Ranks()
         self._ranks.check_same("the model", digests_of(self.units))
         needs_fakes = needs_fakes or bool(storages)
-        self._trials = Trials(step, here, self.units, tell, needs_fakes=needs_fakes, is_shared=not self._ranks.is_alone)
+        self._trials = Trials(step, here, self.units, tell, self._ranks, needs_fakes=needs_fakes)
         self.costs: Costs = Modelled(place.spec, place.rounding) if known is None else known.costs
         self.is_predicted = not place.is_here if known is None else known.is_predicted
         self._uncertainty = 0.0 if known is None else known.uncertainty

@@ -33,9 +33,9 @@ def among_ranks(reason: Exception) -> UnsupportedError:
         reason: what fake tensors have raised.
     """
     return UnsupportedError(
-        f"{_failed(reason)}, and a model that is sharded by fully_shard, planned with group=, or, among several ranks, "
-        "planned for other shapes or another device, is only simulated: in a real step ranks would wait for each other's "
-        "collectives. Plan the model first on one rank, then shard it: the plan can be applied before or after that."
+        f"{_failed(reason)}, so one step has to run, and in that ranks would wait for each other's collectives. With group=, "
+        "for one batch and the device that is here, they run it together, if all of them need it. Or plan the model on one "
+        "rank, and shard it then: the plan can be applied before or after that."
     )
 
 

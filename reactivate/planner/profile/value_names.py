@@ -39,7 +39,15 @@ class ValueNames:
 
     def call(self, op: Any, args: Any, kwargs: Any) -> int:
         """Return the name of a call: of an op and the values that it is given."""
-        return self._number(("call", op, self._thing(args), self._thing(kwargs)))
+        outputs = {name for _, name, is_output in written_arguments(op) if is_output}
+        named = ((name, self._output(item) if name in outputs else self._thing(item)) for name, item in kwargs.items())
+        return self._number(("call", op, self._thing(args), tuple(named)))
+
+    def _output(self, value: Any) -> Hashable:
+        """Name what is only written to, `out=`: by its place, if that is a memory of its own."""
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._output, value))
+        return ("output", _place_of(value)) if isinstance(value, Tensor) and _is_whole(value) else self._thing(value)
 
     def made(self, call: int, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Name what a call has written and made."""
@@ -120,12 +128,15 @@ def _copied(op: Any, args: Any, result: Any) -> tuple[Tensor, Tensor] | None:
         copy, source = args[:2]
     else:
         return None
-    both = source, copy
-    if any(hasattr(item, "__tensor_flatten__") or item.layout is not torch.strided for item in both):
-        return None
-    sizes = {int(item.untyped_storage().nbytes()) for item in both}
-    is_same = _place_of(source) == _place_of(copy) and sizes == {source.numel() * source.element_size()}
-    return both if is_same else None
+    is_same = _is_whole(source) and _is_whole(copy) and _place_of(source) == _place_of(copy)
+    return (source, copy) if is_same else None
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor is all of its memory."""
+    if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided:
+        return False
+    return int(tensor.untyped_storage().nbytes()) == tensor.numel() * tensor.element_size()
 
 
 def _written(op: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
