@@ -141,8 +141,8 @@ def plan(
         PlanInfeasible: there is none; says the least budget for which there is one.
         UsageError: an argument is not one of the above, the step cannot be simulated, the ranks of the group have not the
             same model, or one of them has raised.
-        UnsupportedError: the model is on XLA; or its step cannot be simulated, and it is sharded by `fully_shard` already or
-            planned by a group.
+        UnsupportedError: the model is on XLA; or its step depends on values, and no step can run that tells them: it does not
+            fit, or only some of the ranks need it.
 
     Example:
         >>> import torch, reactivate
