@@ -63,7 +63,7 @@ def the_ranks_of_a_sharded_model_need_a_group() -> None:
 
 
 class Counting(nn.Module):
-    """A model whose work depends on values that it computes."""
+    """A model whose work depends on values that it computes, on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,14 +71,18 @@ class Counting(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.inner(tokens)
-        return logits[:, : max(1, int((logits > 0).sum().item()) % 64)]
+        return logits[:, : max(1, int((logits > 0).sum().item()) % 64)] if dist.get_rank() else logits
 
 
 @case(CASES, 2)
-def a_step_that_cannot_be_simulated_is_refused() -> None:
+def a_step_that_one_rank_cannot_simulate_is_refused() -> None:
+    """The other one would run no step with it."""
     model = Counting()
     fully_shard(model)
-    with pytest.raises(UnsupportedError, match="sharded by fully_shard, or planned with group=.*then shard it"):
+    kind, words = (
+        (UnsupportedError, "run it together, if all of them need it") if dist.get_rank() else (UsageError, "rank 1")
+    )
+    with pytest.raises(kind, match=words):
         reactivate.plan(model, batch(), budget="60%", group=dist.group.WORLD)
 
 

@@ -267,6 +267,60 @@ def test_a_step_that_fits_in_no_way_is_refused(monkeypatch: pytest.MonkeyPatch) 
         reactivate.plan(model, x, budget="50%")
 
 
+class Counting(nn.Module):
+    """Reads a buffer that it writes: a recomputation finds it put back, by nothing that has a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        h = x.tanh() if self.calls.max().item() > 2 else x
+        return x + self.down(self.up(h).relu())
+
+
+class Masked(nn.Module):
+    """Depends on the values of dropout, whose recomputation is made of bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.dropout(x)
+        h = h + h[h[:, 0] > 0].mean(0)
+        return x + self.down(self.up(h).relu())
+
+
+class Array(nn.Module):
+    """Reads an array inside of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down((self.up(x) * float(x.detach()[:1].numpy().mean())).relu())
+
+
+@pytest.mark.parametrize("kind", [Counting, Masked, Array])
+def test_a_policy_that_lacks_an_answer_is_tried_for_real(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]
+) -> None:
+    monkeypatch.setattr(first_trial, "seconds_of", lambda run, device: (run(), 1e9)[1])
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(kind() for _ in range(3))), torch.randn(512, 32)
+    for device in (None, "H100-SXM"):
+        plan, counts = planned_with(model, x, budget="75%", device=device)
+        assert counts[True] and counts[False] and plan.proof.margin_bytes
+        verdict = reactivate.verify(model, x, policy=plan)
+        assert verdict.is_same and verdict.regions > 0, verdict
+    plan = reactivate.plan(model, x, budget="75%")
+    assert plan.fixed.total + peak_of(model, x, plan) + plan.proof.margin_bytes <= plan.budget_bytes
+
+
 def test_for_a_device_that_is_not_here() -> None:
     model, x = made("experts")
     plan, counts = planned_with(model, x, budget="60%", device="H100-SXM")

@@ -365,3 +365,46 @@ def test_compiled(name: str, backend: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found))
     assert regions == [0, 2]
     torch._dynamo.reset()
+
+
+class Equal(nn.Module):
+    """Equal to all of its kind."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.factor, self.linear = factor, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    __hash__ = nn.Module.__hash__
+
+
+def test_a_member_that_is_replaced_by_an_equal_one_is_called() -> None:
+    model, x = nn.Sequential(Equal(1), Equal(1)), torch.ones(1, 4)
+    reactivate.apply(model, policies.recompute_modules("[0:2]"))
+    model(x)
+    model[1] = Equal(100)
+    assert torch.equal(model(x), model[1](model[0](x)))
+
+
+def test_a_member_that_is_none_raises_as_in_the_plain_model() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(1, 4)
+    reactivate.apply(model, policies.recompute_modules("[1:3]"))
+    model._modules["1"] = None
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        model(x)
+
+
+def test_a_name_means_the_sequentials_of_that_name() -> None:
+    """What else ends so has no spans, which is no error."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = nn.Sequential(inner, nn.Linear(4, 4))
+    handle = reactivate.apply(model, policies.recompute_modules("0[0:2]"))
+    assert list(handle.regions) == ["0[0:2]"]
+    handle.remove()
+    with pytest.raises(UsageError, match="'1\\[0:2\\]' cannot be one region: 1 is a Linear"):
+        reactivate.apply(model, policies.recompute_modules("1[0:2]"))

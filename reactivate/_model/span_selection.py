@@ -23,21 +23,36 @@ def spans_named(policy: Policy, modules: Mapping[str, Module]) -> dict[SpanPlace
         modules: those of the model, by their paths.
 
     Raises:
-        UsageError: one that is named without `*` is not within a module that calls its members one after the other itself.
+        UsageError: one that is named without `*` is not within a module that calls its members one after the other itself,
+            and no other module of that name is one.
     """
     found: dict[SpanPlace, SequentialSpan] = {}
     for text in policy.spans() if isinstance(policy, ReadyMade) else ():
         pattern = SpanPlace.of(text)
         assert pattern is not None
-        for path, module in modules.items():
-            if path == pattern.path or (path and pattern.path and matches(pattern.path, path)):
-                place = pattern._replace(path=path)
-                reason = _why_not(module, place)
-                if not reason:
-                    found[place] = SequentialSpan(*members_of(module)[place.start : place.stop])
-                elif "*" not in pattern.path and policy(Site(str(place), module=module)) is not None:
-                    raise UsageError(f"apply: {str(place)!r} cannot be one region: {path or THE_MODEL} {reason}.")
+        own, refused = _within(pattern, modules)
+        is_named = "*" not in pattern.path and (not own or pattern in refused)
+        for place, reason in sorted(refused.items(), key=lambda item: item[0] != pattern) if is_named else ():
+            if policy(Site(str(place), module=modules[place.path])) is not None:
+                raise UsageError(f"apply: {str(place)!r} cannot be one region: {place.path or THE_MODEL} {reason}.")
+        found |= own
     return found
+
+
+def _within(
+    pattern: SpanPlace, modules: Mapping[str, Module]
+) -> tuple[dict[SpanPlace, SequentialSpan], dict[SpanPlace, str]]:
+    """Return the spans in all modules of that name, and why there is none in others of that name."""
+    found, refused = {}, {}
+    for path, module in modules.items():
+        if path == pattern.path or (path and pattern.path and matches(pattern.path, path)):
+            place = pattern._replace(path=path)
+            reason = _why_not(module, place)
+            if reason:
+                refused[place] = reason
+            else:
+                found[place] = SequentialSpan(*members_of(module)[place.start : place.stop])
+    return found, refused
 
 
 def _why_not(module: Module, place: SpanPlace) -> str:

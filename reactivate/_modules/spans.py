@@ -7,7 +7,7 @@ called by a loop in the model's own code, where nothing can take several of them
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
@@ -48,9 +48,9 @@ class SequentialSpan(Sequential):
     """Some consecutive members of a `Sequential`, which share their parameters with it as a slice of it does."""
 
 
-def members_of(sequential: Module) -> list[Module]:
-    """Return the members of a `Sequential`, one that is there twice as often."""
-    return [member for member in sequential._modules.values() if member is not None]
+def members_of(sequential: Module) -> list[Any]:
+    """Return the members of a `Sequential` as it calls them: one that is there twice as often, and a None, which raises."""
+    return list(sequential._modules.values())
 
 
 def span_at(model: Module, text: str) -> SequentialSpan | None:
@@ -88,7 +88,7 @@ def paths_in(model: Module, text: str) -> tuple[str, ...] | None:
     place = SpanPlace.of(text)
     if place is None or span_at(model, text) is None:
         return None
-    names = [name for name, member in model.get_submodule(place.path)._modules.items() if member is not None]
+    names = list(model.get_submodule(place.path)._modules)
     return tuple(f"{place.path}.{name}".lstrip(".") for name in names[place.start : place.stop])
 
 

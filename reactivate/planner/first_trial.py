@@ -165,15 +165,33 @@ class PlainStep:
         assert reason is not None
         if not self._place.has_values:
             raise without_values(reason) from reason
-        if not self._may_run(all_fail=all_fail):
+        if not (self.may_run or (all_fail and not self._ranks.is_alone)):
             raise among_ranks(reason) from reason
         return self._with_values_of_least(costs, reason)
 
-    def _may_run(self, *, all_fail: bool) -> bool:
+    @property
+    def may_run(self) -> bool:
         """Return whether a step may run that cannot be simulated: no rank may wait for one that runs none."""
-        if not self._ranks.is_alone:
-            return all_fail
-        return is_alone() or (self._place.is_here and not self._never_real)
+        return not self._never_real and (self._place.is_here or is_alone())
+
+    def with_more_answers(
+        self, treatments: Mapping[str, Treatment], costs: Costs, answers: RealAnswers, reason: Exception
+    ) -> Trace:
+        """Run a step for real whose simulation lacks an answer, and take its answers down for the next ones.
+
+        Args:
+            treatments: by the paths of units.
+            costs: what ops cost.
+            answers: those that there are.
+            reason: what fake tensors have raised.
+        """
+        if not self.may_run:
+            raise among_ranks(reason) from reason
+        self._tell("a policy, for real: a simulated step lacks values")
+        try:
+            return self._run(treatments, costs, answers, self._within_memory(), with_values=True)
+        except (_Stopped, torch.OutOfMemoryError):
+            raise too_large(reason, available_bytes(self._place.device), self._place.device) from reason
 
     def _with_values_of_least(self, costs: Costs, reason: Exception) -> FirstTrial:
         """Simulate it with the values of a real step: of that which needs the least memory.

@@ -268,7 +268,7 @@ class Planner:
             predicted=prediction_of(trace, total, choice.own_seconds, choice.flow),
             frontier=self._points.frontier_with(self._points_of(choice)),
             policies=self._points.policies(self.step.model),
-            proof=self._trials.proof_of(total, trace.peak_bytes, choice.proven.rounds),
+            proof=self._trials.proof_of(trace, total, choice.proven.rounds),
             optimizer_bytes=self.optimizer_bytes,
             storages=storages_of(choice, [search.offer for search in self._used(choice)]),
             offered=tuple(map(repr, self._storages.values())),

@@ -97,14 +97,19 @@ class Trials:
         record = functools.partial(
             recorded_calls, self._step, self._units, functions, costs, device, self._known.answers
         )
-        if not self.with_values or SAVING_ALL * plain_bytes < available_bytes(device):
-            return record(with_values=self.with_values)
+        fits = SAVING_ALL * plain_bytes < available_bytes(device)
+        if self.with_values and fits:
+            return record(with_values=True)
         try:
             with unlogged():
                 return record(with_values=False)
         except Exception:  # whatever fake tensors raise where they need values
-            self._tell("the calls of blocks are not recorded: too little memory is free")
-            return {}
+            if not self.need_values:
+                raise
+        if fits and self._plain.may_run:
+            return record(with_values=True)
+        self._tell("the calls of blocks are not recorded: that takes values, and too little memory is free")
+        return {}
 
     @property
     def need_values(self) -> bool:
@@ -115,16 +120,16 @@ class Trials:
         """Return the bytes that stay free beside a peak."""
         return math.ceil(peak_bytes * self.margin)
 
-    def proof_of(self, fixed_bytes: int, peak_bytes: int, rounds: int) -> Proof:
+    def proof_of(self, trace: Trace, fixed_bytes: int, rounds: int) -> Proof:
         """Return what the last of some trials has proved.
 
         Args:
+            trace: the last one.
             fixed_bytes: what is there all the time.
-            peak_bytes: the most that the step took above that.
             rounds: how many trials there were.
         """
-        method = "real" if self.with_values else "simulated"
-        return Proof(method, fixed_bytes + peak_bytes, rounds, self.margin_of(peak_bytes))
+        method = "real" if trace.is_real else "simulated"
+        return Proof(method, fixed_bytes + trace.peak_bytes, rounds, self.margin_of(trace.peak_bytes))
 
     def run(
         self,
@@ -141,13 +146,20 @@ class Trials:
             storages: those that treatments use, by their names.
             rehearsal: of that storage.
         """
-        return simulate(
+        known = self._known
+        run = functools.partial(
+            simulate,
             self._step,
             Assignment(treatments, storages or {}),
             self._units,
             costs,
             self._place.device,
-            with_values=self.with_values,
-            answers=None if self.with_values else self._known.answers,
             rehearsal=rehearsal,
         )
+        if known.with_values or known.answers is None:
+            return run(with_values=known.with_values)
+        try:
+            with unlogged():
+                return run(answers=known.answers)
+        except Exception as error:  # whatever fake tensors raise where an answer is missing
+            return self._plain.with_more_answers(treatments, costs, known.answers, error)

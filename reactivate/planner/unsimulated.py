@@ -40,7 +40,7 @@ def among_ranks(reason: Exception) -> UnsupportedError:
 
 
 def too_large(reason: Exception, free_bytes: int, device: torch.device) -> UnsupportedError:
-    """Return the error for a step that does not fit, not even with everything recomputed.
+    """Return the error for a step that has to run and does not fit.
 
     Args:
         reason: what fake tensors have raised.
@@ -48,7 +48,7 @@ def too_large(reason: Exception, free_bytes: int, device: torch.device) -> Unsup
         device: where that is.
     """
     return UnsupportedError(
-        f"{_failed(reason)}, so one step has to run, with everything recomputed, and that needs more than the "
+        f"{_failed(reason)}, so steps have to run, and one needs more than the "
         f"{in_words(free_bytes)} that are free on {device}. Plan it with a smaller batch, or where more memory is free: the "
         "plan can be applied here."
     )

@@ -132,7 +132,7 @@ class _Read(TorchFunctionMode):
         if func is Tensor.tolist:
             _read_one_by_one(args[0])
         elif func in _ARRAYS:
-            self._enter(self._names.call(func, args, kwargs), _ReadArray(result.copy()))
+            self._enter(self._names.call(func, args, kwargs or {}), _ReadArray(result.copy()))
         return result
 
 
@@ -145,7 +145,7 @@ class _GiveArrays(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ARRAYS and has_no_memory(args[0]):
-            found = self._answer(self._names.call(func, args, kwargs))
+            found = self._answer(self._names.call(func, args, kwargs or {}))
             if found is not None:
                 array = found.array.copy()
                 weakref.finalize(array, type, args[0])  # the array of a real tensor keeps its memory
@@ -210,7 +210,7 @@ def _described(result: Any) -> Any:
         return None if None in parts else type(result)(parts)
     if not isinstance(result, Tensor):
         return _Value(result)
-    if result.layout is not torch.strided or hasattr(result, "__tensor_flatten__"):
+    if result.layout is not torch.strided or result.is_nested or hasattr(result, "__tensor_flatten__"):
         return None
     return _Result(tuple(result.shape), result.stride(), result.dtype, result.device)
 

@@ -75,5 +75,6 @@ def simulate(
                 model=step.model,
             )
         )
+        trace.is_real = with_values
         run()
     return trace

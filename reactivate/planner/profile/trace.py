@@ -154,6 +154,7 @@ class Trace:
         failures: why the storage could not do its part.
         uncounted: the units of which calls with gradients were outside of forwards of the model.
         depends_on_data: whether an op ran whose result's size, or whose meaning for Python, is in the numbers it is given.
+        is_real: whether it ran for real.
         standing: the bytes of each memory that was there before.
         rounding: the allocator gives multiples of this many bytes.
     """
@@ -162,6 +163,7 @@ class Trace:
     calls: list[list[UnitCall]] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     depends_on_data: bool = False
+    is_real: bool = False
     moves: list[CopyEvent] = field(default_factory=list)
     stored_bytes: int = 0
     failures: list[str] = field(default_factory=list)

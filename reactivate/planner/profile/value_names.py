@@ -70,6 +70,8 @@ class ValueNames:
         if hasattr(tensor, "__tensor_flatten__"):
             names, facts = tensor.__tensor_flatten__()
             return self._number(("parts", *(self._thing(getattr(tensor, name)) for name in names), repr(facts)))
+        if tensor.is_nested:  # its shape is no tuple of numbers
+            return self._number(_Itself(tensor))
         memory = tuple(self._name_of(storage, tensor) for storage in storages_of(tensor))
         return self._number(("tensor", memory, _place_of(tensor)))
 
@@ -134,7 +136,7 @@ def _copied(op: Any, args: Any, result: Any) -> tuple[Tensor, Tensor] | None:
 
 def _is_whole(tensor: Tensor) -> bool:
     """Return whether a tensor is all of its memory."""
-    if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided:
+    if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return int(tensor.untyped_storage().nbytes()) == tensor.numel() * tensor.element_size()
 
