@@ -400,7 +400,7 @@ def test_a_member_that_is_none_raises_as_in_the_plain_model() -> None:
 
 
 def test_a_name_means_the_sequentials_of_that_name() -> None:
-    """What else ends so has no spans, which is no error."""
+    """Others of that name have no spans, which is no error."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model = nn.Sequential(inner, nn.Linear(4, 4))
     handle = reactivate.apply(model, policies.recompute_modules("0[0:2]"))
