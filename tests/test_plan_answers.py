@@ -12,6 +12,7 @@ from journal import Journal
 from test_plan_values import MODELS, Mixture, made, peak_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 import reactivate
 from reactivate.errors import UnsupportedError
@@ -107,6 +108,73 @@ def test_what_python_reads() -> None:
         assert fake.peak_bytes == real.peak_bytes
         assert any(op.is_recomputation for op in fake.ops) == bool(treatments)
     assert answers.are_used
+
+
+class KeptArray(nn.Module):
+    """Has an array while its blocks run: the memory of the tensor that it was made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_().sin()
+        array = x.detach().double().numpy()
+        for block in self.blocks:
+            x = block(x)
+        return x * float(array.mean())
+
+
+def test_an_array_keeps_its_memory() -> None:
+    torch.manual_seed(0)
+    run, _ = steps_of(KeptArray(), torch.randn(64, 16))
+    answers = RealAnswers()
+    run({}, with_values=True, answers=answers)
+    real, fake = (run({}, with_values=True), run({}, answers=answers))
+    assert [op for op in bytes_of(fake) if op[0] != "detach"] == [op for op in bytes_of(real) if op[0] != "detach"]
+
+
+class MaskedAligned(nn.Module):
+    """Its backward needs values where fake gradients of `ctc_loss` lie in another order than real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.empty = nn.Linear(32, 32), nn.Linear(32, 32), nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h[h[..., 0] > 0] = self.empty
+        h = self.second(h)
+        targets = torch.arange(1, 5).expand(len(x), 4)
+        lengths = torch.full((len(x),), 4)
+        return F.ctc_loss(h.log_softmax(-1).transpose(0, 1), targets, torch.full_like(lengths, x.shape[1]), lengths)
+
+
+def test_strides_are_those_of_real_results() -> None:
+    torch.manual_seed(0)
+    run, _ = steps_of(MaskedAligned(), torch.randn(8, 64, 32))
+    answers = RealAnswers()
+    run({}, with_values=True, answers=answers)
+    assert run({}, answers=answers).peak_bytes == run({}, with_values=True).peak_bytes
+
+
+def test_what_returns_its_argument_has_no_answer() -> None:
+    """A tensor of its own in the place of the argument would be another memory."""
+    library = torch.library.Library("reactivate_answers", "FRAGMENT")
+    library.define("touch(Tensor(a!) x) -> Tensor(a!)")
+    library.impl("touch", lambda x: x.add_(1), "CPU")
+
+    class Touching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                y = torch.ops.reactivate_answers.touch(x.detach() * self.weight[0, 0])
+            return super().forward(x) + y
+
+    run, _ = steps_of(nn.Sequential(Touching(16, 16), Touching(16, 16)), torch.randn(64, 16))
+    answers = RealAnswers()
+    run({}, with_values=True, answers=answers)
+    with pytest.raises(Exception, match="touch"):
+        run({}, answers=answers)
 
 
 def test_saved_calls_leave_the_others_their_answers() -> None:
@@ -348,3 +416,13 @@ def test_batches_of_other_lengths() -> None:
     handle.remove()
     long, middle, short = plan.classes
     assert long.recomputed and middle.recomputed and not short.recomputed
+
+
+def test_batches_of_other_lengths_have_a_margin() -> None:
+    model, x = made("experts")
+    short = x[:, :40]
+    plain_bytes = reactivate.plan(model, short, budget="90%").plain.peak_bytes
+    plan = reactivate.plan(model, x, budget=int(plain_bytes * 1.01), shapes="adaptive")
+    with reactivate.apply(model, plan):
+        model(short)
+    assert plan.classes[-1].recomputed
