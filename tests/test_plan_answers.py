@@ -170,7 +170,7 @@ def test_what_returns_its_argument_has_no_answer() -> None:
                 y = torch.ops.reactivate_answers.touch(x.detach() * self.weight[0, 0])
             return super().forward(x) + y
 
-    run, _ = steps_of(nn.Sequential(Touching(16, 16), Touching(16, 16)), torch.randn(64, 16))
+    run, _ = steps_of(nn.Sequential(Touching(16, 16), nn.Linear(16, 16)), torch.randn(64, 16))
     answers = RealAnswers()
     run({}, with_values=True, answers=answers)
     with pytest.raises(Exception, match="touch"):
