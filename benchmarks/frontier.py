@@ -68,8 +68,8 @@ peak*.
 - The model is profiled once, for the first plan. The budgets are the exact peak of every peer, shares of the plain step's
   peak (90 % to 25 %), and the smallest budget that has a plan.
 - *Holds* tells whether the peak of the real step is within the budget of its plan.
-- A plan of a model whose sizes depend on its data (the mixture of experts) leaves 5 % of its own peak free for other batches: it
-  has that much less memory than the peers, which leave nothing.
+- A plan of a model whose sizes depend on its data (the mixture of experts) leaves 5 % of its own peak free for other batches:
+  it has that much less memory than the peers, which leave nothing.
 - A verdict compares the plan with the fastest peer whose peak is within the budget. The same measurements select that peer,
   which favours the peers a little. *Faster* and *slower* mean that the 95 % interval of the ratio does not contain 1.
 
