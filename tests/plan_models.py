@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from memory import allocated_by
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import reactivate
+from reactivate.planner.plan import Plan
 
 
 @dataclass
@@ -21,6 +25,17 @@ class Case:
     def step(self) -> None:
         output = self.model(*self.args, **self.kwargs)
         (self.loss(output) if self.loss else output.loss).backward()
+
+
+def peak_with(case: Case, plan: Plan) -> int:
+    """Return what a step with a plan allocates at most, above what is there before."""
+    for parameter in case.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with reactivate.apply(case.model, plan):
+        case.step()
+        found = allocated_by(case.step).peak_bytes
+    case.model.zero_grad()
+    return found
 
 
 class Attention(nn.Module):

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory import allocated_by
-from plan_models import Block, Case, Residual
+from plan_models import Block, Case, Residual, peak_with
 from torch import Tensor, nn
 
 import reactivate
@@ -145,16 +144,6 @@ def test_spans_come_to_what_their_step_does(make: Callable[[], Case]) -> None:
         assert promised.seconds == pytest.approx(trace.seconds + engine - planner.plain.seconds, rel=1e-6)
 
 
-def peak_of(case: Case, plan: Plan) -> int:
-    for parameter in case.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with reactivate.apply(case.model, plan):
-        case.step()
-        found = allocated_by(case.step).peak_bytes
-    case.model.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("make", [images, sequences])
 def test_plans_with_containers_keep_their_budgets(make: Callable[[], Case]) -> None:
     case = make()
@@ -166,7 +155,7 @@ def test_plans_with_containers_keep_their_budgets(make: Callable[[], Case]) -> N
             plan = first.at(budget)
         except PlanInfeasible as error:
             plan = first.at(error.least_bytes)
-        peak = peak_of(case, plan)
+        peak = peak_with(case, plan)
         assert plan.fixed.total + peak <= plan.budget_bytes
         own = first.plain.peak_bytes - first.fixed.total
         assert abs(plan.predicted.peak_bytes - plan.fixed.total - peak) <= 0.01 * own

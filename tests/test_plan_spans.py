@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory import allocated_by
-from plan_models import Case
+from plan_models import Case, peak_with
 from torch import Tensor, nn
 
 import reactivate
@@ -179,16 +178,6 @@ def test_equal_spans_are_tried_once() -> None:
     assert sum(any("[" in path for path in treatments) for treatments in tried) == 4
 
 
-def peak_of(case: Case, plan: Plan) -> int:
-    for parameter in case.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with reactivate.apply(case.model, plan):
-        case.step()
-        found = allocated_by(case.step).peak_bytes
-    case.model.zero_grad()
-    return found
-
-
 @pytest.fixture(scope="module")
 def planned() -> tuple[Case, Plan]:
     case = long()
@@ -201,7 +190,7 @@ def test_plans_with_spans_keep_their_budgets(planned: tuple[Case, Plan], budget:
     case, first = planned
     plan = first.at(budget) if budget != "least" else least_of(first)
     own = first.plain.peak_bytes - first.fixed.total
-    peak = peak_of(case, plan)
+    peak = peak_with(case, plan)
     assert plan.fixed.total + peak <= plan.budget_bytes
     assert abs(plan.predicted.peak_bytes - plan.fixed.total - peak) <= 0.02 * own
     spans = [decision.path for decision in plan.decisions if "[" in decision.path]
@@ -241,7 +230,7 @@ def test_spans_make_smaller_budgets_feasible(planned: tuple[Case, Plan]) -> None
     recomputed = reactivate.plan(case.model, case.args, case.kwargs, budget="100%", loss=case.loss).policies
     full = next(point for point in recomputed if "full()" in point.label)
     # By how much depends on what a convolution of this release takes for itself, in real steps.
-    assert first.fixed.total + peak_of(case, least_of(first)) < full.peak_bytes - 0.05 * own
+    assert first.fixed.total + peak_with(case, least_of(first)) < full.peak_bytes - 0.05 * own
 
 
 def test_a_plan_in_words(planned: tuple[Case, Plan]) -> None:

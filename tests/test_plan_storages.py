@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from memory import allocated_by
 from oracle import assert_bitwise
-from plan_models import Block, Case
+from plan_models import Block, Case, peak_with
 from torch import Tensor, nn
 
 import reactivate
@@ -60,17 +59,6 @@ def least_of(plan: Plan) -> int:
     return caught.value.least_bytes
 
 
-def peak_of(case: Case, plan: Plan) -> int:
-    """Return what a step allocates at most, above what is there before."""
-    for parameter in case.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with reactivate.apply(case.model, plan):
-        case.step()
-        peak = allocated_by(case.step).peak_bytes
-    case.model.zero_grad()
-    return peak
-
-
 @dataclass
 class Planned:
     """A model with its plans: where everything fits, for the least with a disk, and what would be the least without."""
@@ -107,7 +95,7 @@ def test_a_budget_that_needs_the_disk_holds_and_one_byte_less_is_refused(made: P
     assert plan.budget_bytes < made.least_without
     moved = made.disk.traffic.moved_bytes
     for _ in range(3):  # however far the disk has come
-        assert plan.fixed.total + peak_of(made.case, plan) <= plan.predicted.peak_bytes <= plan.budget_bytes
+        assert plan.fixed.total + peak_with(made.case, plan) <= plan.predicted.peak_bytes <= plan.budget_bytes
     assert made.disk.traffic.moved_bytes > moved and made.disk.traffic.loaded_bytes > 0
     with pytest.raises(PlanInfeasible) as caught:
         plan.at(plan.budget_bytes - 1)
@@ -118,7 +106,7 @@ def test_between_the_least_with_the_disk_and_without_budgets_hold(made: Planned)
     budget = (made.tight.budget_bytes + made.least_without) // 2
     plan = made.roomy.at(budget)
     assert [use.name for use in plan.storages] == ["disk"]
-    assert plan.fixed.total + peak_of(made.case, plan) <= budget
+    assert plan.fixed.total + peak_with(made.case, plan) <= budget
 
 
 def test_gradients_are_bitwise_those_of_the_plain_model(made: Planned) -> None:
@@ -136,7 +124,7 @@ def test_a_slow_disk_that_writes_to_the_end_keeps_the_budget(made: Planned, monk
 
     monkeypatch.setattr(spool.Write, "__call__", slow)
     plan = made.tight
-    assert plan.fixed.total + peak_of(made.case, plan) <= plan.predicted.peak_bytes
+    assert plan.fixed.total + peak_with(made.case, plan) <= plan.predicted.peak_bytes
 
 
 def test_a_plan_is_measured(made: Planned) -> None:
@@ -194,7 +182,7 @@ def test_a_plan_with_a_storage_is_a_file(made: Planned, tmp_path: Path) -> None:
     assert loaded == made.tight and str(loaded) == str(made.tight)
     assert loaded.live == {"disk": Disk(made.disk.path, least_bytes=0)} and loaded.live["disk"] is not made.disk
     assert reactivate.verify(made.case.model, made.case.args, made.case.kwargs, policy=loaded)
-    assert peak_of(made.case, loaded) + loaded.fixed.total <= loaded.budget_bytes
+    assert peak_with(made.case, loaded) + loaded.fixed.total <= loaded.budget_bytes
 
 
 def test_a_file_may_be_given_another_storage(made: Planned, tmp_path: Path) -> None:
@@ -248,7 +236,7 @@ def test_an_inexact_storage_is_used_if_it_is_given_and_the_plan_says_so(made: Pl
     tight = plan.at(least)
     (use,) = tight.storages
     assert use.name == "halved" and not use.exact and "NOT EXACT" in str(tight)
-    assert tight.fixed.total + peak_of(made.case, tight) <= least
+    assert tight.fixed.total + peak_with(made.case, tight) <= least
     with pytest.raises(UsageError, match=r"that no file can make again.*Plan\.load\(path, storages=\[...\]\)"):
         reactivate.apply(made.case.model, Plan.from_json(tight.to_json()))
     again = Plan.from_json(tight.to_json(), storages=halved)

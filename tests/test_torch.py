@@ -709,6 +709,14 @@ def a_schema_says_what_is_written_to() -> None:
     assert room.written_arguments(torch.ops.higher_order.cond) == ()
 
 
+@needs("written_values")
+def test_values_that_ops_write_to() -> None:
+    aten, x, room_for_it = torch.ops.aten, torch.ones(2, 2), torch.empty(2, 2)
+    assert [item is x for item in room.written_values(aten.add_.Tensor, (x, 1), {})] == [True]
+    assert [item is room_for_it for item in room.written_values(aten.mm.out, (x, x), {"out": room_for_it})] == [True]
+    assert room.written_values(aten.add.Tensor, (x, x), {}) == []
+
+
 @needs("tensor_positions")
 def schemas_say_which_arguments_are_tensors() -> None:
     assert room.tensor_positions(torch.ops.aten.mul.Tensor) == (0, 1)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.mismatch.counted import call_counted
 from reactivate._engine.state.memory import memory_of
-from reactivate._torch.ops import written_arguments
+from reactivate._torch.ops import written_values
 from reactivate._types import DEVICE, Storage
 from reactivate.errors import UsageError
 
@@ -90,10 +90,7 @@ class RoundedReads(TorchDispatchMode):
         is_rounded = any(map(self.has, _tensors_in((args, kwargs))))
         result = call_counted(func, args, kwargs)
         if is_rounded:
-            written = [
-                args[place] if place < len(args) else kwargs.get(key) for place, key, _ in written_arguments(func)
-            ]
-            for tensor in _tensors_in((result, written)):
+            for tensor in _tensors_in((result, written_values(func, args, kwargs))):
                 for part in _parts_of(tensor):
                     self._computed[memory_of(part)] = StorageWeakRef(part.untyped_storage())
         return result

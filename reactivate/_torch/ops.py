@@ -34,6 +34,11 @@ def written_arguments(op: Any) -> tuple[tuple[int, str, bool], ...]:
     )
 
 
+def written_values(op: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """List what a call of `op` writes to: tensors, lists of these, and None for an argument that is not given."""
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name, _ in written_arguments(op)]
+
+
 @functools.cache
 def tensor_positions(op: Any) -> tuple[int, ...]:
     """List the positions of the arguments that `op`'s schema says are tensors: torch takes numbers there, too."""

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reactivate._engine.mismatch.counted import call_counted
 from reactivate._engine.state.memory import memory_of
 from reactivate._torch.autograd import innermost_pack_hook
-from reactivate._torch.ops import written_arguments
+from reactivate._torch.ops import written_values
 from reactivate.errors import MutationError
 
 _FILLS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "set_"})
@@ -87,7 +87,7 @@ class StaleReads(TorchDispatchMode):
         if not looks_at_none and not (_is_saved_by_us() and torch.Tag.dynamic_output_shape not in func.tags):
             self.refuse(source)
         result = call_counted(func, args, kwargs)
-        written = [args[place] if place < len(args) else kwargs.get(key) for place, key, _ in written_arguments(func)]
+        written = written_values(func, args, kwargs)
         if any(memory_of(item) is None for item in _leaves(written)):
             self.refuse(source)  # nobody can tell what else looks at it
         for item in _leaves((result, written)):

@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 
 from reactivate._engine.accounts import storages_of
 from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.ops import written_arguments
+from reactivate._torch.ops import written_values
 
 
 class Resized:
@@ -33,12 +33,10 @@ class Resized:
         """An op has run: if it has written to storages of the step's own outside of autograd, look at these from now on."""
         if torch.is_grad_enabled():
             return
-        for position, name, _ in written_arguments(op):
-            written = args[position] if position < len(args) else kwargs.get(name)
-            for leaf in leaves_at_op(written):
-                for storage in storages_of(leaf) if isinstance(leaf, Tensor) else ():
-                    if id(storage) in own:
-                        self._watched.setdefault(id(storage), (weakref.ref(storage), int(storage.nbytes())))
+        for leaf in leaves_at_op(written_values(op, args, kwargs)):
+            for storage in storages_of(leaf) if isinstance(leaf, Tensor) else ():
+                if id(storage) in own:
+                    self._watched.setdefault(id(storage), (weakref.ref(storage), int(storage.nbytes())))
 
     def forget(self, key: int) -> None:
         """A storage is gone."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from reactivate._engine.accounts import storages_of
 from reactivate._inspect.fake import has_no_memory
 from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import unset_fake_temporarily
-from reactivate._torch.ops import written_arguments
+from reactivate._torch.ops import written_arguments, written_values
 
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 _MOST_READ = 2**26  # bytes of a tensor of unknown origin that is known by its values
@@ -56,7 +56,8 @@ class ValueNames:
             source, copy = copied
             self._name(copy.untyped_storage(), self._name_of(source.untyped_storage(), source))
             return
-        for place, tensor in enumerate(_written(op, args, kwargs)):
+        written = (leaf for leaf in leaves_at_op(written_values(op, args, kwargs)) if isinstance(leaf, Tensor))
+        for place, tensor in enumerate(written):
             for part, storage in enumerate(storages_of(tensor)):
                 self._name(storage, self._number(("written", call, place, part)))
         for place, leaf in enumerate(leaves_at_op(result)):
@@ -139,12 +140,6 @@ def _is_whole(tensor: Tensor) -> bool:
     if hasattr(tensor, "__tensor_flatten__") or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return int(tensor.untyped_storage().nbytes()) == tensor.numel() * tensor.element_size()
-
-
-def _written(op: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for position, name, _ in written_arguments(op):
-        given = args[position] if position < len(args) else kwargs.get(name)
-        yield from (leaf for leaf in leaves_at_op(given) if isinstance(leaf, Tensor))
 
 
 def _contents_of(storage: UntypedStorage, tensor: Tensor) -> Hashable:
