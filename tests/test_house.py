@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import subprocess
@@ -68,23 +69,61 @@ def test_the_public_functions_have_examples() -> None:
             assert ">>>" in (value.__doc__ or ""), f"{name} has no example"
 
 
-def test_import_brings_in_torch_and_nothing_else() -> None:
+EVERYTHING = "from reactivate import *"
+FIRST_REGION = "import reactivate; reactivate.checkpoint(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()"
+
+
+def brought_in(statement: str) -> list[str]:
+    """The modules that a statement imports in a new process that has imported torch."""
+    code = f"import sys, torch; before = set(sys.modules); {statement}; print(*sorted(set(sys.modules) - before))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_import_brings_in_little_and_a_first_region_what_it_runs_on() -> None:
+    """The names of the package are imported when they are used: an import costs by the module."""
+    assert len(brought_in("import reactivate")) <= 20
+    above = ("_model", "_inspect", "planner", "report", "recipe", "dropin", "integrations", "storage")
+    found = brought_in(FIRST_REGION)
+    assert "reactivate._engine.backward" in found
+    assert not [name for name in found if name.startswith(tuple(f"reactivate.{room}" for room in above))]
+
+
+def test_everything_brings_in_torch_and_nothing_else() -> None:
     """Imports make an import slow: of these there is the standard library and this package."""
-    code = (
-        "import sys, torch; before = set(sys.modules); import reactivate;"
-        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert set(found) - set(sys.stdlib_module_names) <= {"reactivate", "torch"}
-
-
-def test_import_brings_in_few_modules_of_torch() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); import reactivate;"
-        "print(*sorted(name for name in set(sys.modules) - before if name.startswith('torch.')))"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    found = brought_in(EVERYTHING)
+    assert {"reactivate.planner.api", "reactivate.recipe"} <= set(found)
+    assert {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) <= {"reactivate", "torch"}
     assert not [name for name in found if name.startswith(("torch._dynamo", "torch._inductor", "torch.distributed"))]
+
+
+def test_what_type_checkers_see_is_what_a_program_gets() -> None:
+    [block] = [
+        node.body
+        for node in ast.parse(Path(str(reactivate.__file__)).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    seen = {alias.name: str(node.module) for node in block if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(seen) == reactivate.__all__
+    for name, module in seen.items():
+        whole = importlib.import_module(f"reactivate.{name}") if module == "reactivate" else None
+        assert getattr(reactivate, name) is (whole or getattr(importlib.import_module(module), name)), name
+
+
+def test_names_are_listed_before_they_are_imported() -> None:
+    """By `dir`, as editors complete them, and by a first use inside of a compiled function."""
+    code = """
+import torch, reactivate
+assert "plan" not in vars(reactivate) and {"plan", "policies", "__version__"} <= set(dir(reactivate))
+
+@torch.compile(fullgraph=True, backend="aot_eager")
+def step(x):
+    return reactivate.checkpoint(torch.tanh)(x).sum()
+
+x = torch.randn(3, requires_grad=True)
+step(x).backward()
+assert torch.equal(x.grad, torch.autograd.grad(torch.tanh(x).sum(), x)[0])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_page_of_the_house_is_as_the_house_is() -> None:

@@ -146,7 +146,7 @@ def _link_of(kind: str, storage: Storage, place: Place) -> Link:
     if link is None:
         raise UsageError(
             f"{ASKED}: nobody says how fast {place.spec.name} reaches {storage!r}. Describe the device in a file with "
-            f'"links": {{"{kind}": {{"out_bytes_per_second": ..., "back_bytes_per_second": ...}}}}, and load it: '
-            "reactivate.planner.cost.devices.load(path)."
+            f'"links": {{"{kind}": {{"out_bytes_per_second": ..., "back_bytes_per_second": ...}}}}, and pass '
+            'device="my_device.json".'
         )
     return link

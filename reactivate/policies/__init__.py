@@ -3,7 +3,7 @@
 A policy is any callable `Site -> Action | None`. Those here are frozen values that compose.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reactivate._text.words import did_you_mean
 from reactivate._types import Action, LossByRows, Policy, Recompute, Save, Site
@@ -37,6 +37,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    hint = "" if name.startswith("__") else did_you_mean(name, __all__)
-    raise AttributeError(f"{__name__} has no {name!r}.{hint}")
+if not TYPE_CHECKING:  # to which a module with a `__getattr__` has every name
+
+    def __getattr__(name: str) -> Any:
+        hint = "" if name.startswith("__") else did_you_mean(name, __all__)
+        raise AttributeError(f"{__name__} has no {name!r}.{hint}")

@@ -53,7 +53,7 @@ def find(name: str) -> DeviceSpec:
         return DEVICES[known[_plain(name)]]
     raise UsageError(
         f"device={name!r} is not known.{did_you_mean(name, DEVICES, _plain)} There are {', '.join(DEVICES)}. "
-        "Another one can be described in a JSON file: reactivate.planner.cost.devices.load(path)."
+        'Another one can be described in a JSON file: device="my_device.json".'
     )
 
 
