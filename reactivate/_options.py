@@ -50,18 +50,20 @@ def checked(guards: Iterable[Guard]) -> tuple[Guard, ...]:
     Raises:
         UsageError: one is no guard, or would never be asked to restore what it can restore.
     """
-    members = tuple(guards)
-    for guard in members:
-        if not isinstance(guard, Guard):
+    members = tuple(guards) if isinstance(guards, Iterable) and not isinstance(guards, str) else None
+    for guard in (guards,) if members is None else members:
+        if members is None or not isinstance(guard, Guard):
             raise UsageError(
-                f"`guards` must contain `Guard` objects; got {described(guard)}. Subclass reactivate.guards.Guard."
+                f"guards= takes a list of `Guard` objects; got {described(guard)}. To leave guards out, write "
+                'guards.DEFAULT.without("rng"); to add one, guards.DEFAULT.adding(guard), whose class derives from '
+                "reactivate.guards.Guard."
             )
         if getattr(guard.before, "__func__", None) is Guard.before and type(guard).recompute is not Guard.recompute:
             raise UsageError(
                 f"the guard {type(guard).__name__} has a `recompute` that is never called: it has no `before`, and that of "
                 "Guard returns None, which says that there is no state. Write before(self, call), which returns the state."
             )
-    return members
+    return members or ()
 
 
 def with_policy(options: Options, fn: Any, policy: Policy) -> Options:

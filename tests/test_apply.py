@@ -147,6 +147,8 @@ def test_a_second_policy_is_refused_and_names_the_first() -> None:
         reactivate.apply(model, policies.full(), early_stop=False)
     handle.remove()
     handle.remove()
+    assert "removed" in repr(handle) and "recomputed" not in str(handle)
+    assert "removed" in str(handle)
     reactivate.apply(model, KEEP_LINEAR)
 
 

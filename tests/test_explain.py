@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
@@ -509,6 +511,19 @@ def test_the_table() -> None:
     assert lines[-1].split()[0] == "all"
 
 
+def test_a_notebook_and_a_debugger_show_it() -> None:
+    explanation = explain(*prepared("save_ops"))
+    assert re.fullmatch(
+        r"Explanation\(2.17 KiB kept, 2.03 KiB recomputed: 4 regions and \d+ sites? outside\)", repr(explanation)
+    )
+    compared = explain(*prepared("plain"), policy=full())
+    assert repr(compared).startswith("Comparison(before=Explanation(") and len(repr(compared)) < 200
+    for shown, rows in ((explanation, str(explanation).splitlines()), (compared, compared.table().rows)):
+        page = ElementTree.fromstring(f"<div>{shown._repr_html_()}</div>")
+        assert page.findtext("p") == str(shown).splitlines()[0]
+        assert 3 < len(page.findall("table/tbody/tr")) <= len(rows)
+
+
 def test_the_table_is_as_wide_as_asked() -> None:
     explanation = explain(*prepared("save_ops"))
     assert max(map(len, explanation.text(width=100).splitlines())) <= 100
@@ -583,6 +598,11 @@ def test_torch_alone_is_enough_to_print() -> None:
 def test_nothing_to_explain_is_refused() -> None:
     with pytest.raises(UsageError, match="requires a gradient"):
         explain(lambda x: x * 2, torch.ones(2))
+    model, x = prepared("plain")
+    with pytest.raises(UsageError, match=r"no backward .* Write model.requires_grad_\(\)"):
+        explain(model.requires_grad_(False), x)
+    with pytest.raises(UsageError, match=r"although args\[0\] does: the model detaches it"):
+        explain(lambda x: x.detach(), torch.ones(2, requires_grad=True))
 
 
 # -- out of memory ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import reactivate
 from reactivate._engine.accounts import in_words
 from reactivate._torch.fake import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner import first_trial, planner
+from reactivate.planner import first_trial, planner, progress
 from reactivate.planner.cost.devices import find
 from reactivate.planner.place import available_bytes, memory_bytes
 from reactivate.planner.plan import Plan
@@ -678,12 +678,39 @@ def test_a_step_that_depends_on_its_arguments_is_planned() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [(lambda out: out, "takes a function whose result is a scalar"), (lambda out: 3.0, "a scalar to go back from")],
+    [
+        (lambda out: out, "whose result is a scalar to go back from; got a Tensor of shape"),
+        (lambda out: 3.0, "a scalar to go back from"),
+        (nn.CrossEntropyLoss(), r"'target'\)\. Write loss=lambda output: CrossEntropyLoss\(\)\(output, labels\)"),
+        (F.mse_loss, r"'target'\)\. Write loss=lambda output: mse_loss\(output, labels\)"),
+    ],
 )
 def test_a_loss_that_is_none_is_refused(loss: Any, message: str) -> None:
     case = gpt(layers=2)
     with pytest.raises(UsageError, match=message):
         reactivate.plan(case.model, case.args, budget="60%", loss=loss)
+
+
+def test_a_bare_number_may_have_been_meant_as_a_share_or_with_a_unit() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(1, 4)
+    with pytest.raises(PlanInfeasible, match='A number alone is one of bytes: "40%" is a share, "40GiB" has a unit'):
+        reactivate.plan(model, x, budget=40)
+    with pytest.raises(PlanInfeasible) as caught:
+        reactivate.plan(model, x, budget="40%")
+    assert "A number alone" not in str(caught.value)
+
+
+def test_a_long_search_says_where_it_is_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = gpt(layers=2)
+    monkeypatch.setattr(progress, "INTERVAL_SECONDS", 1e9)
+    reactivate.plan(case.model, case.args, budget="90%")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(progress, "INTERVAL_SECONDS", 0.0)
+    reactivate.plan(case.model, case.args, budget="90%")
+    out, err = capsys.readouterr()
+    assert not out and "plan: the plain step\n" in err and "plan: the plan, solved and proved\n" in err
 
 
 def test_what_is_no_model_is_refused() -> None:
@@ -699,7 +726,9 @@ def test_a_plan_for_fewer_layers_is_refused() -> None:
         return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
     plan = reactivate.plan(make(4), torch.randn(2, 8, 16), budget="60%")
-    with pytest.raises(UsageError, match="it has 6 blocks .* and had 4"):
+    with pytest.raises(
+        UsageError, match="6 blocks and other modules that contain modules, and the planned model had 4"
+    ):
         reactivate.apply(make(6), plan)
 
 

@@ -493,7 +493,14 @@ def test_wrong_arguments_are_refused_at_once(make: Callable[[], Any], message: s
         (policies.recompute_modules("layer.*"), ["Did you mean 'layers.*'?"]),
         (policies.recompute_modules("model.layers[1]"), ["matches nothing in Model. Did you mean 'layers.1'?"]),
         (policies.recompute_modules("decoder.*"), ["matches nothing in Model. Its blocks"]),
-        (policies.first_match(policies.save_modules("head"), policies.full()), ["save_modules('head')"]),
+        (
+            policies.first_match(policies.save_modules("head"), policies.full()),
+            ["matches head", "the regions: layers.0"],
+        ),
+        (
+            policies.first_match(policies.save_modules("layers.*"), policies.full()),
+            ["save_modules('layers.*') matches layers.0, layers.1", "no module is recomputed", "exclude(full(), "],
+        ),
         (policies.recompute_every(9, offset=8), ["recompute_every(9, offset=8)", "layers.3"]),
         (LINEAR, ["the policy makes no region", "first_match"]),
         (policies.save_modules("*.up"), ["no module is recomputed"]),

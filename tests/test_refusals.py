@@ -320,10 +320,15 @@ def test_a_write_past_the_version_counter_is_found_by_values() -> None:
     [
         (lambda: reactivate.checkpoint(torch.sin, determinism="value"), "'metadata', 'values', 'none'"),
         (lambda: reactivate.checkpoint(torch.sin, guards=[3]), "reactivate.guards.Guard"),
+        (
+            lambda: reactivate.checkpoint(torch.sin, guards="rng"),
+            "got 'rng'. To leave guards out, write guards.DEFAULT",
+        ),
+        (lambda: reactivate.checkpoint(torch.sin, guards=None), "guards= takes a list of `Guard` objects; got None"),
         (lambda: reactivate.checkpoint(3), "a function or a module"),
         (lambda: DEFAULT.without("random"), "rng, ambient, modules"),
     ],
-    ids=["determinism", "guards", "fn", "without"],
+    ids=["determinism", "guards", "a name", "no guards", "fn", "without"],
 )
 def test_a_wrong_request_lists_what_is_allowed(request_it: Callable[[], Any], allowed: str) -> None:
     with pytest.raises(UsageError, match=allowed):

@@ -170,6 +170,22 @@ def test_the_text_has_every_block_once(plan: Plan) -> None:
     assert all(text.count(f"\n{plan_table.named(alike)} ") == 1 for alike in runs)
 
 
+def test_the_text_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich draws on the page there, and returns nothing, unless it is told not to."""
+    text = str(TWELVE)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(TWELVE) == text and text.count("blocks.1…blocks.7 (7 alike)") == 1
+
+
+@every_plan
+def test_a_notebook_shows_the_tables(plan: Plan) -> None:
+    page = ElementTree.fromstring(f"<div>{plan._repr_html_().replace('<br>', '<br/>')}</div>")
+    assert "".join(page.find("p").itertext()).startswith(plan_table.verdict(plan))
+    blocks, *_, choices = page.findall("table")
+    assert len(blocks.findall("tbody/tr")) == len(plan_table.runs(plan.decisions)) + 1
+    assert len(choices.findall("tbody/tr")) == len(plan_table.choices(plan))
+
+
 @every_plan
 def test_exactly_one_choice_is_marked(plan: Plan) -> None:
     choices = plan_table.choices(plan)
@@ -583,6 +599,20 @@ def test_write_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"takes \.html, \.png, \.svg, \.txt; .*ends in '\.pdf'"):
         report.write(TWELVE, tmp_path / "plan.pdf")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_explanation_is_written(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    explanation = reactivate.explain(model, torch.ones(2))
+    for suffix in (".txt", ".html"):
+        report.write(explanation, tmp_path / f"step{suffix}")
+        assert "Kept for the backward: 16 B" in (tmp_path / f"step{suffix}").read_text("utf-8")
+    with pytest.raises(UsageError, match=r"takes \.html, \.txt of an explanation; .*ends in '\.png'"):
+        report.write(explanation, tmp_path / "step.png")
+    with pytest.raises(
+        UsageError, match=r"takes what reactivate.plan or reactivate.explain returned, and a path; got 3"
+    ):
+        report.write(3, tmp_path / "step.html")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("package", "suffix"), [("matplotlib", ".png"), ("matplotlib", ".html"), ("jinja2", ".html")])

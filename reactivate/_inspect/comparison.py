@@ -50,7 +50,7 @@ class LayerChange:
     seconds: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The explanations of a model without and with a policy. Printed, it is a table.
 
@@ -112,8 +112,14 @@ class Comparison:
         """
         return self.table().text(width=width, plain=plain)
 
+    def __repr__(self) -> str:
+        return f"Comparison(before={self.before!r}, after={self.after!r})"
+
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
 
     def to_json(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers; `from_json` takes it back."""

@@ -39,7 +39,6 @@ from reactivate._modules.blocks import blocks_of
 from reactivate._modules.spans import paths_in
 from reactivate._torch.containers import flatten
 from reactivate._types import Device
-from reactivate.errors import UsageError
 
 
 class ExplainedStep(Step):
@@ -83,9 +82,7 @@ class ExplainedStep(Step):
         with observed_by(self):
             with saved_tensors_hooks(self._pack, tensor_of):
                 output = model(*self.args, **self.kwargs)
-            roots = [leaf for leaf in leaves_of("output", output).values() if leaf.requires_grad]
-            if not roots or not self.inputs:
-                raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to explain.")
+            roots = self._roots_of(leaves_of("output", output).values())
             self._count_kept()
             torch.autograd.grad(roots, list(self.inputs.values()), cotangents(roots), allow_unused=True)
 

@@ -11,13 +11,14 @@ from typing import Any
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.entries import Entry, merged
 from reactivate._inspect.explanation_table import table_of
+from reactivate._text.table import Table
 from reactivate._text.words import counted
 from reactivate.errors import UsageError
 
 VERSION = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The sites of a step and their bytes. Printed, it is a table.
 
@@ -90,7 +91,10 @@ class Explanation:
             width: in characters; that of the terminal if None, 120 where there is none.
             plain: without rich, as wide as it gets; so it is where rich is not installed.
         """
-        return table_of(self.regions, self.outside_by_layer, self._title()).text(width=width, plain=plain)
+        return self._table().text(width=width, plain=plain)
+
+    def _table(self) -> Table:
+        return table_of(self.regions, self.outside_by_layer, self._title())
 
     def _title(self) -> str:
         parts = [f"{in_words(self.outside_bytes)} outside of regions"]
@@ -103,8 +107,16 @@ class Explanation:
         kept, recomputed = in_words(self.kept_bytes), in_words(self.recomputed_bytes)
         return f"Kept for the backward: {kept}, of which {' and '.join(parts)}. Recomputed: {recomputed}.{warning}"
 
+    def __repr__(self) -> str:
+        kept, recomputed = in_words(self.kept_bytes), in_words(self.recomputed_bytes)
+        sites = f"{counted(len(self.regions), 'region')} and {counted(len(self.outside), 'site')} outside"
+        return f"Explanation({kept} kept, {recomputed} recomputed: {sites})"
+
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
 
     def to_json(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers; `from_json` takes it back."""

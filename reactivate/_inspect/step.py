@@ -89,6 +89,25 @@ class Step:
                 stack.enter_context(self._guard.rewound(self._state))
             yield
 
+    def _roots_of(self, outputs: Iterable[Tensor]) -> list[Tensor]:
+        """Return the outputs that a backward begins from.
+
+        Raises:
+            UsageError: there is none.
+        """
+        roots = [leaf for leaf in outputs if leaf.requires_grad]
+        if not self.inputs:
+            raise UsageError(
+                "No parameter and no argument requires a gradient, so a step has no backward and keeps nothing for it. Write "
+                "model.requires_grad_(), or unfreeze what is to be trained."
+            )
+        if not roots:
+            raise UsageError(
+                f"Nothing that the model returns requires a gradient, although {next(iter(self.inputs))} does: the model "
+                "detaches it, computes under torch.no_grad(), or does not use it."
+            )
+        return roots
+
     def _run(self, model: Callable[..., Any], run: Outcome) -> None:
         ledger = Ledger(self.inputs.values())
 
@@ -99,9 +118,7 @@ class Step:
         with saved_tensors_hooks(count, lambda tensor: tensor):
             output = model(*self.args, **self.kwargs)
         outputs = leaves_of("output", output)
-        roots = [leaf for leaf in outputs.values() if leaf.requires_grad]
-        if not roots or not self.inputs:
-            raise UsageError("Nothing that the model returns requires a gradient, so there is nothing to verify.")
+        roots = self._roots_of(outputs.values())
         inputs = list(self.inputs.values())
         gradients = torch.autograd.grad(roots, inputs, cotangents(roots), allow_unused=True)
         for name, leaf in outputs.items():

@@ -49,6 +49,7 @@ class Handle:
         self._undo: list[weakref.ref[Module]] = []
         self._undo_policy: Callable[[], None] | None = None
         self._uses = 1  # calls of `apply` that returned it
+        self._is_removed = False
 
     @staticmethod
     def of(model: Module) -> Handle | None:
@@ -69,6 +70,7 @@ class Handle:
             if module is not None and isinstance(forward, AppliedForward) and forward.applied.handle is self:
                 forward.uncover(module)
         self._undo = []
+        self._is_removed = True
         if self._undo_policy is not None:
             self._undo_policy()
 
@@ -82,13 +84,17 @@ class Handle:
 
     def __repr__(self) -> str:
         saved = f", saved={counted(len(self.saved), 'module')}" if self.saved else ""
-        return f"Handle({self.policy!r}, regions={len(self.regions)}{saved})"
+        removed = ", removed" if self._is_removed else ""
+        return f"Handle({self.policy!r}, regions={len(self.regions)}{saved}{removed})"
 
     def __str__(self) -> str:
         def named(paths: Iterable[str]) -> str:
             return shortened(path or THE_MODEL for path in paths)
 
-        lines = [f"{self.policy!r}: {counted(len(self.regions), 'region')}, recomputed in backward."]
+        regions = counted(len(self.regions), "region")
+        if self._is_removed:
+            return f"{self.policy!r}: removed. The model is what it was without it; it had {regions}."
+        lines = [f"{self.policy!r}: {regions}, recomputed in backward."]
         lines += [f"  {kind}: {named(paths)}" for kind, paths in self._kinds.items()]
         if self.saved:
             lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]

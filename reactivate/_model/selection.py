@@ -10,6 +10,7 @@ from torch.nn import Module
 from reactivate._engine.kept_calls.choice import Unmatched
 from reactivate._model.span_selection import by_sequential, spans_named
 from reactivate._modules.blocks import blocks_of, siblings_of
+from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.spans import SpanPlace
 from reactivate._types import DEVICE, Action, LossByRows, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
@@ -96,6 +97,7 @@ class Selection:
                     "reactivate.checkpoint(model)."
                 )
             names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
+            self._refuse_saved_outside(about_modules[0])
             has_regions = self._inside or not interest_of(about_modules[0]).modules
             where = "" if has_regions else " (and no module is recomputed, inside of which something could be saved)"
             paths = [site.path for _, site in self._sites if site.path]
@@ -109,6 +111,20 @@ class Selection:
                 f"apply: {unmatched.parts[0]} saves calls inside of regions, and the policy makes no region. "
                 "Combine it with one that does: first_match(save_ops(...), full())."
             )
+
+    def _refuse_saved_outside(self, part: Any) -> None:
+        """Refuse a part that saves modules, none of which is inside of a region."""
+        matched = [site.path or THE_MODEL for _, site in self._sites if isinstance(part(site), Save)]
+        if not matched:
+            return
+        spans = (str(place) for row in self.spans.values() for place in row)
+        regions = shortened([*self.regions, *spans]) or "none, no module is recomputed"
+        raise UsageError(
+            f"apply: {part} matches {shortened(matched)} in {type(self._model).__name__}, and none of these is inside of a "
+            f"region (the regions: {regions}). Modules are saved inside of regions, and outside of them all is kept anyway. "
+            'Name modules inside of regions, such as "layers.*.mlp". To keep whole blocks and recompute the others, write '
+            "exclude(full(), recompute_modules(...))."
+        )
 
     def at(self, path: str) -> Module:
         """Return the module of the model at a path."""

@@ -1,4 +1,4 @@
-"""Tables: text for a terminal, drawn by rich where that is installed, or Markdown."""
+"""Tables: text for a terminal, drawn by rich where that is installed, Markdown, or HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from io import StringIO
 from typing import Any
 
@@ -81,6 +82,29 @@ class Table:
         head, *lines = map(_markdown_line, ([column.title for column in self.columns], *self._cells()))
         return "\n".join([head, f"|{rule}|", *lines])
 
+    def html(self) -> str:
+        """Return the table as a part of a page, such as a notebook: its title, and a `table` with the styles that it needs.
+
+        Example:
+            >>> from reactivate._text.table import Column, Row, Table
+            >>> print(Table([Column("site")], [Row(["a<b"])], "All").html())
+            <p>All</p><table><thead><tr><th style="text-align: left">site</th></tr></thead>
+            <tbody>
+            <tr><td style="text-align: left">a&lt;b</td></tr>
+            </tbody></table>
+        """
+        head = "".join(_cell_of_html("th", column, column.title) for column in self.columns)
+        rows = "\n".join(self._html_rows())
+        title = f"<p>{escape(self.title)}</p>" if self.title else ""
+        return f"{title}<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
+
+    def _html_rows(self) -> Iterator[str]:
+        for row, cells in zip(self.rows, self._cells()):
+            rule = ' style="border-top: 1px solid"' if row.is_total else ""
+            depths = [row.depth, *[0] * (len(cells) - 1)]
+            inside = "".join(map(_cell_of_html, ["td"] * len(cells), self.columns, cells, depths))
+            yield f"<tr{rule}>{inside}</tr>"
+
     def _cells(self) -> Iterator[list[str]]:
         for row in self.rows:
             yield [*row.cells, *[""] * (len(self.columns) - len(row.cells))]
@@ -112,12 +136,19 @@ class Table:
                 table.add_section()
             table.add_row(*map(text_class, cells))
         file = StringIO()
-        console(file=file, width=width, color_system=None, force_terminal=False).print(table)
+        # In a notebook rich would draw on the page, and leave the file empty.
+        console(file=file, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
         return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
 def _markdown_line(cells: Sequence[str]) -> str:
     return f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in cells)}|"
+
+
+def _cell_of_html(tag: str, column: Column, text: str, depth: int = 0) -> str:
+    style = "text-align: right; white-space: nowrap" if column.is_figure else "text-align: left"
+    indent = f"; padding-left: {1 + depth}em" if depth else ""
+    return f'<{tag} style="{style}{indent}">{escape(text)}</{tag}>'
 
 
 def _width() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from time import perf_counter
 from typing import Any, Literal
 
@@ -106,7 +107,13 @@ class AdaptivePlan(PerCall):
         return f"AdaptivePlan({self.profiled.made_for.model} in {in_words(self.budget_bytes)})"
 
     def __str__(self) -> str:
-        return f"{self!r}: {len(self.classes)} classes of shapes so far.\n\n{table_of(self.classes).text().strip()}"
+        return f"{self._title()}\n\n{table_of(self.classes).text().strip()}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(self._title())}</p>{table_of(self.classes).html()}"
+
+    def _title(self) -> str:
+        return f"{self!r}: {len(self.classes)} classes of shapes so far."
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdaptivePlan:
         return self

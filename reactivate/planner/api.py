@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter
@@ -16,7 +17,7 @@ from reactivate._engine.mismatch.check import uncounted
 from reactivate._inspect.arguments import check_module, example_of
 from reactivate._model.apply import paused
 from reactivate._text.keywords import refuse_unknown
-from reactivate._text.words import described
+from reactivate._text.words import described, name_of
 from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
@@ -208,12 +209,31 @@ _WHY_NOT = {
 }
 
 
+def _check_call(name: str, function: Any, given: int) -> None:
+    """See to it that a function can be called with so many arguments, where Python knows its parameters."""
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, Module) else function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*range(given))
+    except TypeError as error:
+        called = f"{type(function).__name__}()" if isinstance(function, Module) else name_of(function)
+        takes = "the model's output alone" if given else "no argument"
+        example = f"lambda output: {called}(output, labels)" if given else f"lambda: {called}(...)"
+        raise UsageError(
+            f"plan: {name}= is called with {takes}; {called} cannot be ({error}). Write {name}={example}."
+        ) from None
+
+
 def _check_step(loss: Any, step: Any, optimizer: Any) -> None:
     for name, function, takes in (("loss", loss, "the model's output"), ("step", step, "nothing")):
         is_class = isinstance(function, type)
         if function is not None and (is_class or not callable(function)):
             instance = f" Write {name}={function.__name__}()." if is_class else ""
             raise UsageError(f"plan: {name}= takes a function of {takes}; got {described(function)}.{instance}")
+        if function is not None:
+            _check_call(name, function, 1 if name == "loss" else 0)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         is_kind = isinstance(optimizer, type) and issubclass(optimizer, Optimizer)
         kind = optimizer.__name__ if is_kind else "AdamW"

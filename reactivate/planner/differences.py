@@ -23,7 +23,7 @@ def differences_of(model: Module, units: int, decisions: Sequence[Decision]) -> 
     """
     found = len(units_of(model))
     if units and found != units:
-        yield f"it has {found} blocks and other modules of modules, and had {units}"
+        yield f"it has {found} blocks and other modules that contain modules, and the planned model had {units}"
     modules = dict(model.named_modules())
     for decision in decisions:
         module = modules.get(decision.path) or span_at(model, decision.path)

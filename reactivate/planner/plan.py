@@ -23,7 +23,7 @@ from reactivate.planner.cost.prediction import Copy, Fixed, LiveTensors, Moment,
 from reactivate.planner.differences import differences_of
 from reactivate.planner.digest import bucket_bytes, class_name_of
 from reactivate.planner.offers import storages_in
-from reactivate.planner.plan_table import text
+from reactivate.planner.plan_table import html, text
 from reactivate.planner.planned import Circumstances, Decision, Planned, StorageUse
 from reactivate.planner.spelled import live_of
 from reactivate.planner.treatments import Assignment, Treatment
@@ -89,6 +89,9 @@ class Plan(Planned, ReadyMade):
 
     def __str__(self) -> str:
         return text(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
 
     def __hash__(self) -> int:
         return hash((self.made_for, self.decisions))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from html import escape
 
 from reactivate._engine.accounts import in_words
 from reactivate._modules.paths import THE_MODEL
@@ -28,10 +29,21 @@ def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str
         width: in characters; that of the terminal if None, 120 where there is none.
         plain: without rich, as wide as it gets; so it is where rich is not installed.
     """
-    head = "\n".join(filter(None, [verdict(plan), proof(plan), memory(plan), copies(plan)]))
-    tables = [block_table(plan), *([alive_table(plan)] if has_tensors(plan) else []), choice_table(plan)]
-    drawn = (table.text(width=width, plain=plain) for table in tables)
-    return "\n\n".join([head, *(table.strip("\n") for table in drawn)])
+    drawn = (table.text(width=width, plain=plain) for table in _tables(plan))
+    return "\n\n".join(["\n".join(_head(plan)), *(table.strip("\n") for table in drawn)])
+
+
+def html(plan: Planned) -> str:
+    """A plan as a part of a page, such as a notebook: what `text` says."""
+    return "".join([f"<p>{'<br>'.join(map(escape, _head(plan)))}</p>", *(table.html() for table in _tables(plan))])
+
+
+def _head(plan: Planned) -> list[str]:
+    return list(filter(None, [verdict(plan), proof(plan), memory(plan), copies(plan)]))
+
+
+def _tables(plan: Planned) -> list[Table]:
+    return [block_table(plan), *([alive_table(plan)] if has_tensors(plan) else []), choice_table(plan)]
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------

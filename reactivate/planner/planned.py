@@ -65,7 +65,7 @@ class Circumstances:
         loss: what the backward begins from, in words.
         is_predicted: whether nothing ran: times are those of a roofline, and what kernels allocate for themselves is not
             counted.
-        units: how many blocks, and other modules of modules, the model had; 0 in older files.
+        units: how many blocks, and other modules that contain modules, the model had; 0 in older files.
     """
 
     model: str

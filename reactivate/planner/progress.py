@@ -1,28 +1,45 @@
-"""Says on the terminal what a long search is at, where there is a terminal and rich is installed."""
+"""Progress of a long search on stderr: a line that rich keeps on a terminal, otherwise a new line now and then."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
+from typing import Any
 
 Tell = Callable[[str], None]
+
+INTERVAL_SECONDS = 10.0  # at least, between two lines in a notebook or a log: a search that is shorter writes none
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Tell]:
-    """Yields what is called with each thing that begins."""
-    if not sys.stderr.isatty():
-        yield _nothing
+    """Yield a function to call with each thing that begins."""
+    console = _console() if sys.stderr.isatty() else None
+    if console is None:
+        yield _Lines(title)
         return
-    try:
-        from rich.console import Console
-    except ImportError:
-        yield _nothing
-        return
-    with Console(stderr=True).status(title) as status:
+    with console.status(title) as status:
         yield lambda text: status.update(f"{title}: {text}")
 
 
-def _nothing(text: str) -> None:
-    """Say nothing."""
+class _Lines:
+    """Write a line if the last one is long enough ago."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._last = monotonic()
+
+    def __call__(self, text: str) -> None:
+        if monotonic() - self._last >= INTERVAL_SECONDS:
+            print(f"{self._title}: {text}", file=sys.stderr, flush=True)
+            self._last = monotonic()
+
+
+def _console() -> Any:
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(stderr=True)

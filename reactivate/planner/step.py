@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from reactivate._inspect.fake import faked
 from reactivate._inspect.step import Step, leaves_of
 from reactivate._model.cache_watch import Caller, called
+from reactivate._text.words import described
 from reactivate._torch.containers import flatten, unflatten
 from reactivate.errors import UsageError
 
@@ -147,7 +148,9 @@ class TrainingStep:
         output = self.model(*args, **kwargs)  # alive during the backward, as in most training loops
         loss = default_loss(output)[1]() if self.loss is None else self.loss(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise UsageError(f"plan(loss=...) takes a function whose result is a scalar to go back from; got {loss!r}.")
+            raise UsageError(
+                f"plan(loss=...) takes a function whose result is a scalar to go back from; got {described(loss)}."
+            )
         loss.backward()
 
     def _cut_off(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -42,10 +42,19 @@ def infeasible(
         f"peak. Of that, {in_words(fixed.total)} "
         f"are there all the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
         f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}{others}). Raise the budget, or make "
-        f"the batch smaller.{advice}",
+        f"the batch smaller.{advice}{_about_unit(asked, allowed)}",
         budget_bytes=allowed,
         least_bytes=least_bytes,
     )
+
+
+def _about_unit(asked: str, allowed: int) -> str:
+    """Say how a share and a unit are written, where a number of bytes may have been meant as one of these."""
+    amount = asked.removesuffix("B")
+    if not amount.isdigit() or allowed >= 2**20:
+        return ""
+    share = f'"{amount}%" is a share, ' if allowed <= 100 else ""
+    return f' A number alone is one of bytes: {share}"{amount}GiB" has a unit.'
 
 
 def decisions_of(choice: ChosenStep, paths: Sequence[str], model: Module) -> tuple[Decision, ...]:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reactivate._inspect.comparison import Comparison
+from reactivate._inspect.explanation import Explanation
 from reactivate._text.table import WIDTH
+from reactivate._text.words import described
 from reactivate.errors import UsageError
 from reactivate.planner import plan_table
 from reactivate.planner.planned import Planned
@@ -20,17 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 
-def write(subject: Planned | Comparison, path: str | os.PathLike[str]) -> None:
-    """Write the report of a plan, or of a comparison, to a file, in the form that its suffix says.
+def write(subject: Planned | Explanation | Comparison, path: str | os.PathLike[str]) -> None:
+    """Write the report of a plan, of an explanation or of a comparison to a file, in the form that its suffix says.
 
     Args:
-        subject: what `reactivate.plan` returned, or `Plan.load`; or `explain(policy=...)`.
+        subject: what `reactivate.plan` or `Plan.load` returned, or `reactivate.explain`.
         path: `.html`, one page with all of it, which needs nothing else; `.txt`, the tables; of a plan also `.png` or
             `.svg`, the pictures: memory over time, and the choice between memory and time. JSON, to be loaded again, is
             `plan.save`.
 
     Raises:
-        UsageError: the suffix is none of these, or what draws it is not installed.
+        UsageError: `subject` is none of these, the suffix neither, or what draws it is not installed.
 
     Example:
         >>> import torch, reactivate
@@ -42,9 +44,13 @@ def write(subject: Planned | Comparison, path: str | os.PathLike[str]) -> None:
         reactivate.errors.UsageError: report.write takes .html, .png, .svg, .txt; 'plan.pdf' ends in '.pdf'.
     """
     suffix = Path(path).suffix
-    forms: Mapping[str, Any] = _OF_COMPARISON if isinstance(subject, Comparison) else _OF_PLAN
+    known = next(((of, forms) for kind, of, forms in _FORMS if isinstance(subject, kind)), None)
+    if known is None:
+        raise UsageError(
+            f"report.write takes what reactivate.plan or reactivate.explain returned, and a path; got {described(subject)}."
+        )
+    of, forms = known
     if suffix.lower() not in forms:
-        of = " of a comparison" if isinstance(subject, Comparison) else ""
         raise UsageError(f"report.write takes {', '.join(forms)}{of}; {os.fspath(path)!r} ends in {suffix!r}.")
     forms[suffix.lower()](subject, path)
 
@@ -63,17 +69,22 @@ def _write_tables(plan: Planned, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(plan_table.text(plan, width=WIDTH) + "\n", encoding="utf-8")
 
 
-def _write_comparison(comparison: Comparison, path: str | os.PathLike[str]) -> None:
-    Path(path).write_text(comparison.text(width=WIDTH) + "\n", encoding="utf-8")
+def _write_text(subject: Explanation | Comparison, path: str | os.PathLike[str]) -> None:
+    Path(path).write_text(subject.text(width=WIDTH) + "\n", encoding="utf-8")
 
 
-_OF_PLAN: Mapping[str, Callable[[Planned, str | os.PathLike[str]], None]] = {
-    ".html": html.write,
-    ".png": _write_pictures,
-    ".svg": _write_pictures,
-    ".txt": _write_tables,
-}
-_OF_COMPARISON: Mapping[str, Callable[[Comparison, str | os.PathLike[str]], None]] = {
-    ".html": comparison_page.write,
-    ".txt": _write_comparison,
-}
+def _write_explanation(explanation: Explanation, path: str | os.PathLike[str]) -> None:
+    head = '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Kept for the backward</title>\n'
+    Path(path).write_text(f"{head}{explanation._repr_html_()}\n</html>\n", encoding="utf-8")
+
+
+# (class, in words, {suffix: what writes it})
+_FORMS: tuple[tuple[type, str, Mapping[str, Callable[[Any, str | os.PathLike[str]], None]]], ...] = (
+    (Comparison, " of a comparison", {".html": comparison_page.write, ".txt": _write_text}),
+    (Explanation, " of an explanation", {".html": _write_explanation, ".txt": _write_text}),
+    (
+        Planned,
+        "",
+        {".html": html.write, ".png": _write_pictures, ".svg": _write_pictures, ".txt": _write_tables},
+    ),
+)
