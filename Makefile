@@ -110,8 +110,8 @@ lint: $(VENV)/.lint
 types: $(VENV)/.lint
 	$(BIN)/mypy
 
-docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict --quiet
+docs: $(VENV)/.docs  ## the site; fails with any warning, which --quiet would hide from --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: overhead, choosing, offload, planning-measured
 	$(BIN)/python benchmarks/overhead.py --out benchmarks/results

@@ -119,7 +119,7 @@ def checkpoint(
 
     Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
         >>> x = torch.randn(4, 8, requires_grad=True)

@@ -24,7 +24,7 @@ HOSTS = (
 def examine() -> dict[str, Any]:
     """Return what is installed here, as `reactivate doctor --json` prints it.
 
-    Example:
+    Examples:
         >>> from reactivate._doctor import examine
         >>> examine()["torch"] == torch.__version__
         True

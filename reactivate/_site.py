@@ -29,7 +29,7 @@ def site(fn: Callable[P, R], *, name: str) -> Callable[P, R]:
     Raises:
         UsageError: `fn` cannot be called, or `name` is no text.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> def attend(q, k, v):
         ...     return reactivate.site(torch.nn.functional.scaled_dot_product_attention, name="attention")(q, k, v)

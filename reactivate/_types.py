@@ -189,7 +189,7 @@ class Guard:
     the region's backward is done and is given to `recompute` for each recomputation; None keeps nothing and leaves the
     recomputations alone.
 
-    Example:
+    Examples:
         >>> import contextlib, reactivate
         >>> class Counter(reactivate.guards.Guard):
         ...     name = "counter"

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from forked import Forks
 from notebook import notebook
 
 import reactivate
+from reactivate import Plan
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -100,6 +102,31 @@ def test_pages_have_their_code_in_blocks_that_run() -> None:
     for page in ALL:
         fences = re.findall(r"^```(\w+)", page.read_text("utf-8"), re.MULTILINE)
         assert set(fences) <= {"python", "sh", "yaml", "toml", "json", "text"}, page.name
+
+
+def test_the_reference_lists_the_package_and_the_figures_of_a_plan() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    names = [name for name in reactivate.__all__ if name not in ("ReactivateError", "integrations", "report", "dropin")]
+    assert not [name for name in names if f"::: reactivate.{name}\n" not in page + "\n"]
+    shown = [Plan, *(base for base in Plan.__mro__ if f"::: {base.__module__}.{base.__name__}\n" in page)]
+    described = "\n".join(str(vars(kind)["__doc__"]) for kind in shown)
+    missing = [item.name for item in fields(Plan) if f"\n        {item.name}: " not in described]
+    assert not missing, f"docs/reference.md does not say what {missing} of a plan are"
+
+
+@pytest.mark.parametrize(("link", "is_right"), [("b.md#there", True), ("c.md", False), ("b.md#nowhere", False)])
+def test_make_docs_fails_on_a_broken_link(link: str, is_right: bool, tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    recipe = re.search(r"^docs:.*\n\t(.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    validation = re.search(r"^validation:\n(?:  .*\n)+", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert recipe is not None and validation is not None
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: two pages\n{validation[0]}")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"[a link]({link})\n")
+    (tmp_path / "docs" / "b.md").write_text("# There\n")
+    command = recipe[1].replace("$(BIN)/mkdocs", f"{shlex.quote(sys.executable)} -m mkdocs")
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is is_right, done.stderr
 
 
 @pytest.mark.parametrize("room", ["guards", "policies", "storage"])

@@ -46,6 +46,11 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     assert sum(1 for path in CODE for _ in docstrings(path)) > 2_000
 
 
+def test_examples_are_sections_that_the_reference_shows_as_code() -> None:
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in CODE for line, text in docstrings(path) if "\nExample:" in text]
+    assert not found, "write `Examples:` in " + ", ".join(found)
+
+
 @pytest.mark.parametrize("word", OTHER_WORDS)
 def test_one_word_for_one_thing(word: str) -> None:
     found = [

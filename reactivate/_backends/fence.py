@@ -44,7 +44,7 @@ def register_fence(device_type: str, fence: Fence | None) -> None:
         device_type: as in `torch.device(device_type)`.
         fence: see `Fence`.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> def barrier(tensors):  # of a device that compiles nothing: only what a real one does besides
         ...     return [tensor.detach().clone() for tensor in tensors]

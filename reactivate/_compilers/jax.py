@@ -51,7 +51,7 @@ def is_traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         fn: a function or a module.
         args, kwargs: its arguments, as deep as you like.
 
-    Example:
+    Examples:
         >>> from reactivate._compilers.jax import is_traced
         >>> is_traced(torch.sin, (torch.ones(2),), {})
         False

@@ -19,7 +19,7 @@ def is_recomputing() -> bool:
 
     For code with side effects that no guard knows, which would otherwise happen twice: metrics, logging, counters.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> seen = []
         >>> def f(x):
@@ -41,7 +41,7 @@ def current_region() -> RegionCall | None:
     with the region, also if the forward fails or no backward follows. A recomputation does not rewind the entries of a dict
     whose key is an identity, or a tuple with one in it. Buffers and attributes need none of this: they are rewound.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> from weakref import WeakKeyDictionary
         >>> scales = WeakKeyDictionary()

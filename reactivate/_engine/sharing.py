@@ -24,7 +24,7 @@ class shared_recompute:  # noqa: N801 - a context manager, named as one
     Raises:
         UsageError: when entered inside of itself.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> x = torch.ones(2, requires_grad=True)
         >>> h = reactivate.checkpoint(lambda x: (x.sin(), x.cos().exp()))(x)

@@ -26,7 +26,7 @@ def example_of(asked_by: str, model: Any, args: Any, kwargs: Any) -> tuple[tuple
     Raises:
         UsageError: `model` cannot be called, or there is no batch in `args`.
 
-    Example:
+    Examples:
         >>> from reactivate._inspect.arguments import example_of
         >>> example_of("plan", max, [1, 2], None), example_of("plan", print, {"end": ""}, None)
         (((1, 2), {}), ((), {'end': ''}))

@@ -78,7 +78,7 @@ def explain(
     Raises:
         UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> from reactivate import policies
         >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)))

@@ -107,7 +107,7 @@ def verify(
     Raises:
         UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
         >>> bool(reactivate.verify(model, torch.randn(2, 4)))

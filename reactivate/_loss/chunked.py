@@ -101,7 +101,7 @@ def chunked_cross_entropy(
     Raises:
         UsageError: an argument is not one of the above, or shapes do not fit.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> head = torch.nn.Linear(16, 1000)
         >>> hidden, targets = torch.randn(2, 64, 16, requires_grad=True), torch.randint(1000, (2, 64))

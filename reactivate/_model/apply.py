@@ -46,9 +46,10 @@ def apply(
     Args:
         model: changed in place, until `Handle.remove`.
         policy: see `reactivate.policies`. It says which modules are regions, and which calls inside of these are kept.
-        guards, early_stop, determinism: as for `checkpoint`. By default the regions of a plan are not compared with their
-            forwards (`determinism="metadata"`): checksums are not in its promise.
-
+        guards: as for `checkpoint`.
+        early_stop: as for `checkpoint`.
+        determinism: as for `checkpoint`. By default the regions of a plan are not compared with their forwards
+            ("metadata"): checksums are not in its promise.
         replace: replace a policy that is applied to the model already. If the new one is refused, the old one stays.
 
     Returns:
@@ -59,7 +60,7 @@ def apply(
         UsageError: another policy is applied to the model already, and `replace` is not set; or a part of this one matches
             no module. (A part that selects ops or names is looked at when every region has run: then the forward raises.)
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> from reactivate import policies
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

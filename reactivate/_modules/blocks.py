@@ -25,7 +25,7 @@ def blocks_of(model: Module) -> dict[str, Module]:
 
     A model without such lists has its blocks under numbered names (`stage1`, `stage2`), or in any `Sequential`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate._modules.blocks import blocks_of
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16)

@@ -9,7 +9,7 @@ THE_MODEL = "the model itself"
 def is_below(path: str, above: str) -> bool:
     """Return whether a module is, or is inside of, another.
 
-    Example:
+    Examples:
         >>> from reactivate._modules.paths import is_below
         >>> is_below("layers.1.mlp", "layers.1"), is_below("layers.10", "layers.1"), is_below("head", "")
         (True, False, True)

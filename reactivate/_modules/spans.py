@@ -35,7 +35,7 @@ class SpanPlace(NamedTuple):
     def of(cls, text: str) -> SpanPlace | None:
         """Return the place that a text names; None if it is the path of a module.
 
-        Example:
+        Examples:
             >>> from reactivate._modules.spans import SpanPlace
             >>> SpanPlace.of("encoder.layers[8:16]"), SpanPlace.of("encoder.layers.8")
             (SpanPlace(path='encoder.layers', start=8, stop=16), None)
@@ -56,7 +56,7 @@ def members_of(sequential: Module) -> list[Any]:
 def span_at(model: Module, text: str) -> SequentialSpan | None:
     """Return the span of a model that a text names; None if the model has none there.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate._modules.spans import span_at
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
@@ -78,7 +78,7 @@ def span_at(model: Module, text: str) -> SequentialSpan | None:
 def paths_in(model: Module, text: str) -> tuple[str, ...] | None:
     """Return the paths of the members of a span of a model; None if the text names none.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate._modules.spans import paths_in
         >>> model = torch.nn.ModuleDict({"layers": torch.nn.Sequential(*(torch.nn.ReLU() for _ in range(4)))})
@@ -104,7 +104,7 @@ def module_at(model: Module, path: str) -> Module:
 def why_without_spans(module: Module) -> str:
     """Say why several members of a module cannot be called as one; nothing if they can.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate._modules.spans import why_without_spans
         >>> why_without_spans(torch.nn.Sequential()), why_without_spans(torch.nn.ReLU())

@@ -19,7 +19,7 @@ def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
 
     It has the signature that it had. The other mistakes in a call stay errors of Python's.
 
-    Example:
+    Examples:
         >>> from reactivate._text.keywords import refuse_unknown
         >>> @refuse_unknown
         ... def fit(model, *, budget=None):

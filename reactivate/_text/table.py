@@ -49,7 +49,7 @@ class Table:
         columns, rows: what is in it.
         title: what stands above it.
 
-    Example:
+    Examples:
         >>> from reactivate._text.table import Column, Row, Table
         >>> table = Table([Column("site"), Column("kept", True)], [Row(["layers.0", "4 KiB"]), Row(["linear"], depth=1)])
         >>> table.text().split()[-4:]
@@ -85,7 +85,7 @@ class Table:
     def html(self) -> str:
         """Return the table as a part of a page, such as a notebook: its title, and a `table` with the styles that it needs.
 
-        Example:
+        Examples:
             >>> from reactivate._text.table import Column, Row, Table
             >>> print(Table([Column("site")], [Row(["a<b"])], "All").html())
             <p>All</p><table><thead><tr><th style="text-align: left">site</th></tr></thead>

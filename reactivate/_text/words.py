@@ -23,7 +23,7 @@ def nearest(name: str, known: Iterable[str], plainly: Callable[[str], str] = str
         known: those that there are.
         plainly: makes a name what is compared of it.
 
-    Example:
+    Examples:
         >>> from reactivate._text.words import nearest
         >>> nearest("conv", ["conv1d", "conv2d", "convert"]), nearest("Linaer", ["linear", "line"])
         (['conv1d', 'conv2d', 'convert'], ['linear', 'line'])
@@ -37,7 +37,7 @@ def nearest(name: str, known: Iterable[str], plainly: Callable[[str], str] = str
 def did_you_mean(name: str, known: Iterable[str], plainly: Callable[[str], str] = str.lower) -> str:
     """Return the nearest of the known names, as a question behind a space; empty if none is near.
 
-    Example:
+    Examples:
         >>> from reactivate._text.words import did_you_mean
         >>> did_you_mean("LamaConfig", ["LlamaConfig", "ResNet"])
         " Did you mean 'LlamaConfig'?"
@@ -49,7 +49,7 @@ def did_you_mean(name: str, known: Iterable[str], plainly: Callable[[str], str] 
 def described(value: Any) -> str:
     """Return a description of a value, short enough for a message.
 
-    Example:
+    Examples:
         >>> from reactivate._text.words import described
         >>> described(torch.ones(2, 3)), described(torch.nn.Linear), described("full")
         ('a Tensor of shape (2, 3)', 'the class Linear', "'full'")
@@ -69,7 +69,7 @@ def described(value: Any) -> str:
 def counted(number: int, thing: str) -> str:
     """Return a number of things.
 
-    Example:
+    Examples:
         >>> from reactivate._text.words import counted
         >>> counted(1, "region"), counted(2, "region")
         ('1 region', '2 regions')
@@ -80,7 +80,7 @@ def counted(number: int, thing: str) -> str:
 def alike(paths: Sequence[str]) -> str:
     """Return the paths of modules that are alike, by the first and the last.
 
-    Example:
+    Examples:
         >>> from reactivate._text.words import alike
         >>> alike(["layers.0", "layers.1", "layers.2"]), alike(["head"])
         ('layers.0…layers.2 (3 alike)', 'head')

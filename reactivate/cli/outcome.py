@@ -42,7 +42,7 @@ def print_json(document: Any) -> None:
 def code_of(error: BaseException) -> Code:
     """The exit code for what a command raised.
 
-    Example:
+    Examples:
         >>> from reactivate.cli.outcome import code_of
         >>> code_of(reactivate.errors.UsageError("no such option")).name, code_of(KeyError("x")).name
         ('USAGE', 'FAILED')

@@ -35,7 +35,7 @@ def where_of(name: str | None, on_meta: bool) -> Where:
     Raises:
         UsageError: there is no such device.
 
-    Example:
+    Examples:
         >>> from reactivate.cli.where import where_of
         >>> where_of("L40S", on_meta=False).on_meta
         True

@@ -48,7 +48,7 @@ def install(*, guards: Guards = DEFAULT, offload: Storage = dropin.offload) -> I
         UsageError: it is installed already; a guard is none, or could not restore anything; or `gc.freeze()` has hidden the
             references.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> with reactivate.dropin.install():
         ...     x = torch.ones(2, requires_grad=True)

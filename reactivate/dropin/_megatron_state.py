@@ -31,7 +31,7 @@ def parallel(*, group: Any = None, tracker: Any = None) -> Iterator[None]:
         group: the tensor-parallel process group, for `distribute_saved_activations`.
         tracker: the RNG tracker. A `guards.RngTracker` needs not be named.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> from reactivate.dropin import megatron
         >>> with megatron.parallel(tracker=reactivate.guards.RngTracker()):

@@ -62,7 +62,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         StorageError: an input is partitioned and not the same on all ranks; see `storage.Sharded`.
         ReactivateError: see `reactivate.checkpoint`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate.dropin.deepspeed import checkpoint
         >>> x = torch.ones(2, requires_grad=True)
@@ -112,7 +112,7 @@ def configure(
         UsageError: an unknown option in the file, or options that do not go together.
         UnsupportedError: `contiguous_checkpointing`.
 
-    Example:
+    Examples:
         >>> from reactivate.dropin import deepspeed
         >>> deepspeed.configure(None, {"activation_checkpointing": {"cpu_checkpointing": True}})
         >>> deepspeed.is_configured()

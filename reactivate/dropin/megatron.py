@@ -57,7 +57,7 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
         StorageError: `args[0]` is not the same on all ranks, as with sequence parallelism; see `storage.Sharded`.
         ReactivateError: see `reactivate.checkpoint`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate.dropin.megatron import checkpoint
         >>> x = torch.ones(2, requires_grad=True)
@@ -111,7 +111,7 @@ class CheckpointWithoutOutput(WithoutOutput):
 
     Source: `megatron.core.tensor_parallel.random`, Megatron Core 0.16; `ckpt_manager` in later ones.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate.dropin.megatron import CheckpointWithoutOutput
         >>> norm, linear = torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
@@ -164,7 +164,7 @@ def policy(
     Raises:
         UsageError: a field has a value that Megatron refuses, or one that stands for nothing here; the message says why.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 4)

@@ -118,7 +118,7 @@ def checkpoint(
         ReactivateError: see `reactivate.checkpoint`.
         ValueError: an option that does not go with another.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate.dropin.torch import checkpoint
         >>> x = torch.randn(4, requires_grad=True)

@@ -56,14 +56,15 @@ def checkpoint(
         use_reentrant: without meaning: both variants are the same here.
         context_fn: () -> (context for the forward, context for a recomputation), with both variants. TransformerEngine's own
             `get_activation_recompute_contexts` is left out, since the state that it lets layers keep is rewound.
-        determinism_check, debug: as in `torch.utils.checkpoint`, with both variants.
+        determinism_check: as in `torch.utils.checkpoint`, with both variants.
+        debug: as in `torch.utils.checkpoint`, with both variants.
         kwargs: for `function`.
 
     Raises:
         UsageError: an option has a value that it cannot have, or does not go with another.
         ReactivateError: see `reactivate.checkpoint`.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> x = torch.ones(2, requires_grad=True)
         >>> reactivate.dropin.transformer_engine.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()

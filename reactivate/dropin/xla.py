@@ -29,7 +29,7 @@ def context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[An
     Returns:
         A context for the forward pass, which does nothing, and one for recomputations.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> from torch.utils.checkpoint import checkpoint
         >>> x = torch.ones(2, requires_grad=True)
@@ -52,7 +52,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = T
     Raises:
         ReactivateError: see `reactivate.checkpoint`.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> x = torch.ones(2, requires_grad=True)
         >>> reactivate.dropin.xla.checkpoint(torch.sin, x).sum().backward()

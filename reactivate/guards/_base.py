@@ -18,7 +18,7 @@ class Guards:
     Args:
         members: the guards.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> fast = reactivate.guards.DEFAULT.without("rng")  # for a function that draws no random number
         >>> len(fast) < len(reactivate.guards.DEFAULT)

@@ -32,7 +32,7 @@ class ContextPair(Guard):
         keeps_random_numbers: if the contexts are dispatch modes, which may give back the results of random ops, let the
             ops after them draw the numbers of the forward pass all the same.
 
-    Example:
+    Examples:
         >>> import contextlib, reactivate
         >>> seen = []
         >>> @contextlib.contextmanager

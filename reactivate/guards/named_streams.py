@@ -41,7 +41,7 @@ def tensor_parallel_seeds(
 
     Source: `model_parallel_cuda_manual_seed` of megatron-core 0.16.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> reactivate.guards.tensor_parallel_seeds(1234, rank=1)
         {'data-parallel-rng': 1234, 'model-parallel-rng': 3953, 'expert-parallel-rng': 2259}
@@ -80,7 +80,7 @@ class RngTracker:
 
     A device whose first use is inside of a fork goes on with its own stream until the fork ends.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> tracker = reactivate.guards.RngTracker()
         >>> for name, seed in reactivate.guards.tensor_parallel_seeds(1234, rank=0).items():

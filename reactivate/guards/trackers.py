@@ -42,7 +42,7 @@ class TrackerGuard(Guard):
         tracker: the tracker, or a function that returns it: Megatron's `get_cuda_rng_tracker`, TransformerEngine's
             `CudaRNGStatesTracker`. `guards.RngTracker` needs no guard: the default ones know it.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> class Tracker:
         ...     def __init__(self): self.states = {"dropout": torch.Generator().manual_seed(1)}

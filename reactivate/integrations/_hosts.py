@@ -17,7 +17,7 @@ def bases_of(modules: Iterable[str], name: str) -> tuple[Any, ...]:
         modules: their paths. A module without its package is left out; one that cannot be imported raises as it does.
         name: of the class.
 
-    Example:
+    Examples:
         >>> from reactivate.integrations._hosts import bases_of
         >>> [base.__name__ for base in bases_of(["torch.nn", "not_installed.nn"], "Module")]
         ['Module']

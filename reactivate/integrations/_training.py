@@ -90,7 +90,7 @@ class Training:
 def without_wrappers(model: Module) -> Module:
     """Return the model in the wrappers of data parallelism and `torch.compile`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate.integrations._training import without_wrappers
         >>> model = torch.nn.Linear(2, 2)

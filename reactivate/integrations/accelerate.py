@@ -45,7 +45,7 @@ def prepare(
         UsageError: not exactly one of `policy`, `plan` and `budget` is given, or it cannot be understood; there is no
             model among the objects; `accelerator` cannot prepare; or accelerate is not installed.
 
-    Example:
+    Examples:
         >>> import importlib.util, torch
         >>> from reactivate.integrations.accelerate import prepare
         >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(3)))

@@ -38,7 +38,7 @@ class ActivationCheckpointing(*_BASES):  # type: ignore[misc]
         UsageError: not exactly one of `policy`, `plan` and `budget` is given, or it cannot be understood; or Lightning is
             not installed.
 
-    Example:
+    Examples:
         >>> import importlib.util
         >>> from reactivate.integrations.lightning import ActivationCheckpointing
         >>> if importlib.util.find_spec("lightning"):

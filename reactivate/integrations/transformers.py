@@ -35,7 +35,7 @@ class ActivationCheckpointing(*_BASES):  # type: ignore[misc]
         UsageError: not exactly one of `policy`, `plan` and `budget` is given, or it cannot be understood; or transformers
             is not installed. When training begins: `gradient_checkpointing` is on.
 
-    Example:
+    Examples:
         >>> import importlib.util
         >>> from reactivate.integrations.transformers import ActivationCheckpointing
         >>> if importlib.util.find_spec("transformers"):

@@ -134,7 +134,8 @@ class AdaptivePlan(PerCall):
 
         Args:
             model: the model that was planned, or a copy.
-            args, kwargs: as for `plan`.
+            args: as for `plan`.
+            kwargs: as for `plan`.
 
         Raises:
             PlanInfeasible: there is none.

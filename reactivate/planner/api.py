@@ -145,7 +145,7 @@ def plan(
         UnsupportedError: the model is on XLA; or its step depends on values, and no step can run that tells them: it does not
             fit, or only some of the ranks need it.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> layer = torch.nn.TransformerEncoderLayer(32, 2, 128, dropout=0.0, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)

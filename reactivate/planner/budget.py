@@ -45,7 +45,7 @@ class Budget:
             fixed_bytes: parameters, gradients and optimizer state.
             plain_activation_bytes: the peak above these of the step without any checkpointing.
 
-        Example:
+        Examples:
             >>> from reactivate.planner.budget import parse
             >>> parse("8KiB").total(1000, 600), parse("50%").total(1000, 600)
             (8192, 1300)
@@ -68,7 +68,7 @@ def parse(budget: int | str) -> Budget:
     Raises:
         UsageError: it is neither, or is nothing, or is more than 100 %.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.budget import parse
         >>> parse("1.5 GiB").total_bytes
         1610612736

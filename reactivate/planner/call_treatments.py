@@ -14,7 +14,7 @@ MOST_RUNS = 6  # of calls that are treated alike, in a name
 def of_calls(treatments: Sequence[Treatment]) -> Treatment:
     """Return the treatment of a unit whose calls, in their order, have these.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.call_treatments import of_calls
         >>> from reactivate.planner.treatments import FULL, KEEP
         >>> of_calls([FULL, FULL, KEEP]).name, of_calls([FULL, KEEP] * 4).name, of_calls([FULL, FULL]) == FULL

@@ -16,7 +16,8 @@ class Measurement:
         promised_bytes: the peak that the plan says, all included.
         measured_bytes: the peak that was found.
         activation_bytes: what of the promise the step allocates itself.
-        promised_seconds, measured_seconds: of forward and backward.
+        promised_seconds: of forward and backward.
+        measured_seconds: of the same.
         reserved_bytes: what an accelerator's allocator had taken from the device; None on a CPU.
         promised_reserved_bytes: what the plan says of that; None on a CPU, and of plans in older files.
         is_compiled: whether the model was compiled.

@@ -62,7 +62,7 @@ def guard_memory(step: Callable[P, R], *, undo_optimizer: bool = False) -> Calla
             alone in its collectives.
         UsageError: `step` is no function, or it reaches no model with a plan, or more than one.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> layer = torch.nn.TransformerEncoderLayer(32, 2, 128, dropout=0.0, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)

@@ -53,9 +53,9 @@ class Runner(Protocol):
 class Plan(Planned, ReadyMade):
     """A policy that fits a step into a budget: give it to `apply`. Printed, it is a table; its figures are attributes.
 
+    It has all attributes of `Planned`, and two more that a file has not.
+
     Attributes:
-        budget, budget_bytes, made_for, decisions, fixed, plain, predicted, frontier, policies, proof, optimizer_bytes,
-            planning_seconds, largest, device_bytes, storages, offered, uncertainty: as in `Planned`.
         runner: what can still run the step: `measure`, `at` and warnings about other shapes need it. A file has none.
         live: the storages themselves, by their names.
     """
@@ -150,7 +150,7 @@ class Plan(Planned, ReadyMade):
                 this process has compiled before is then compiled again when it is called.
 
         Returns:
-            A `Measurement`: `print` it.
+            A `Measurement`. `print` it.
 
         Raises:
             UsageError: the plan was loaded from a file, so that there is nothing to run: see `measure` in

@@ -150,7 +150,7 @@ def slowdown(plan: Planned, seconds: float) -> str:
 def seconds_in_words(seconds: float) -> str:
     """A number of seconds, to be read.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.plan_table import seconds_in_words
         >>> seconds_in_words(75.0), seconds_in_words(4.08), seconds_in_words(0.00026)
         ('75.0 s', '4.08 s', '260 µs')

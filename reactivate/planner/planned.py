@@ -14,7 +14,8 @@ class Decision:
     """The decision on a unit of the model.
 
     Attributes:
-        path, kind: the module, and the name of its class.
+        path: of the module.
+        kind: the name of its class.
         parameters: a digest of the names, shapes and dtypes of its parameters.
         treatment: what is done.
         held_bytes: what is alive after its forward, until its backward begins, and was not before.

@@ -28,7 +28,7 @@ def parse_reserve(reserve: int | str | None, budget: int | str | None) -> Budget
     Raises:
         UsageError: it is none of these, or there is a budget as well.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.reserve import parse_reserve
         >>> parse_reserve("2GiB", None).total_bytes, parse_reserve(None, None).share
         (2147483648, Fraction(1, 20))

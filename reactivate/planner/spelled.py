@@ -17,7 +17,7 @@ _PLAIN = (int, float, str, bool, type(None))
 def spelled_of(storage: Any) -> dict[str, Any] | None:
     """Return what makes a storage again; None where a file cannot say that.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.spelled import spelled_of
         >>> from reactivate.storage import Host
         >>> spelled_of(Host(limit=2**30))["limit"]

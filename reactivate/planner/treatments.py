@@ -251,7 +251,7 @@ class _InsideUnit(ReadyMade):
 def join(path: str, below: str) -> str:
     """Return a path below another; of a span, below the `Sequential`.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.treatments import join
         >>> join("layers.1", "mlp"), join("layers[0:2]", "1.mlp"), join("layers[0:2]", ""), join("[0:2]", "1")
         ('layers.1.mlp', 'layers.1.mlp', 'layers[0:2]', '1')

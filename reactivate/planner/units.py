@@ -18,7 +18,7 @@ def units_of(model: Module) -> dict[str, Module]:
     Recurrent layers (LSTM, GRU, RNN and their cells) are units wherever they are. A model without any of these has as units
     the layers of its own classes that repeat and have no modules inside; or is one unit itself, with the path "".
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate.planner.units import units_of
         >>> conv = lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.ReLU())

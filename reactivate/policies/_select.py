@@ -79,7 +79,7 @@ def meant(pattern: str, paths: Iterable[str]) -> str | None:
 
     Names that there are take the place of misspelled ones, and names in front that there are not are left out.
 
-    Example:
+    Examples:
         >>> from reactivate.policies._select import meant
         >>> paths = ["layers", "layers.0", "layers.0.self_attn"]
         >>> meant("layer.*.attn", paths), meant("*.self_atn", paths), meant("model.layers[0]", paths)

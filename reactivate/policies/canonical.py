@@ -48,7 +48,7 @@ _OVERLOAD = re.compile(r"(?<=\w)\.(default|tensor|scalar|out)$|(?<=[a-z])_$")
 def name_of(function: Any) -> str:
     """The name of an op, as a `TorchFunctionMode` sees it.
 
-    Example:
+    Examples:
         >>> name_of(torch.Tensor.matmul), name_of(torch.ops.aten.mm.default), name_of(torch.linalg.norm)
         ('matmul', 'mm', 'linalg.norm')
     """

@@ -47,7 +47,7 @@ def first_match(*policies: Policy) -> ReadyMade:
     Raises:
         UsageError: one of `policies` cannot be called, or there is none.
 
-    Example:
+    Examples:
         >>> from reactivate import policies
         >>> policy = policies.first_match(policies.save_ops("linear"), policies.full())
     """
@@ -74,7 +74,7 @@ def union(*policies: Policy) -> ReadyMade:
     Raises:
         UsageError: one of `policies` cannot be called, or there is none.
 
-    Example:
+    Examples:
         >>> from reactivate import policies
         >>> policy = policies.union(policies.every_nth(2, policies.save_ops("linear")), policies.save_ops("matmul"))
     """
@@ -136,7 +136,7 @@ def exclude(policy: Policy, *exceptions: Policy) -> ReadyMade:
         UsageError: one of them cannot be called, or there is no exception. From `apply` or the forward: an exception takes
             no answer of `policy` away.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> from reactivate import policies
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -178,7 +178,7 @@ def every_nth(n: int, policy: Policy, offset: int = 0) -> ReadyMade:
     Raises:
         UsageError: `n` or `offset` is out of range, or `policy` cannot be called.
 
-    Example:
+    Examples:
         >>> from reactivate import policies
         >>> policy = policies.every_nth(2, policies.save_ops("matmul", "linear"))
     """

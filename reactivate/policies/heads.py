@@ -39,7 +39,7 @@ def loss_by_rows(*modules: Selector) -> ReadyMade:
     Raises:
         UsageError: a selector is none of these, or there is none.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 8), torch.nn.Linear(8, 100))
         >>> tokens = torch.randint(100, (64,))

@@ -35,7 +35,7 @@ def full(*, inputs: Storage = DEVICE) -> ReadyMade:
     Args:
         inputs: where to keep what the blocks are called with: `storage.Host()` for the memory of the host.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 4)
@@ -96,7 +96,7 @@ def recompute_every(k: int, offset: int = 0, *, inputs: Storage = DEVICE) -> Rea
     Raises:
         UsageError: `k` or `offset` is out of range.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 4)
@@ -140,7 +140,7 @@ def recompute_modules(*modules: Selector, inputs: Storage = DEVICE) -> ReadyMade
         UsageError: a selector is none of these, or there is none. From `apply`: a span is not within a `Sequential`, or two
             spans overlap.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 2)

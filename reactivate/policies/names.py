@@ -42,7 +42,7 @@ def save_modules(*modules: Selector, storage: Storage = DEVICE) -> ReadyMade:
     Raises:
         UsageError: a selector is not one, or there is none.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> from reactivate import policies
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -83,7 +83,7 @@ def save_names(*names: str, storage: Storage = DEVICE) -> ReadyMade:
     Raises:
         UsageError: a name is no text, or there is none.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> project = torch.nn.Linear(4, 4)
         >>> def block(x):

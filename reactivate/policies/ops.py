@@ -103,7 +103,7 @@ def save_ops(*ops: Any, within: str | tuple[str, ...] = (), storage: Storage = D
     Raises:
         UsageError: there is no such op, it works in place, or none is given.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> policy = reactivate.policies.save_ops("linear", torch.matmul, torch.ops.aten.mm.default)
         >>> policy.ops
@@ -155,7 +155,7 @@ def compute_intensive(storage: Storage = DEVICE) -> ReadyMade:
     Args:
         storage: where to keep it.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> from reactivate import policies
         >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
@@ -193,7 +193,7 @@ def save(*kinds: str, within: str | tuple[str, ...] = (), storage: Storage = DEV
     Raises:
         UsageError: there is no such kind, or none is given.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> policy = reactivate.policies.save("attention", "routing")
         >>> "scaled_dot_product_attention" in policy.ops, "topk" in policy.ops

@@ -49,7 +49,7 @@ class Recipe:
     """A configuration that has been checked as far as it can be without a model. A subclass declares the fields,
     each with what it takes.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> recipe = reactivate.recipe.load({"ac_mode": "selective", "ac_option": 2})
         >>> recipe.to_dict()

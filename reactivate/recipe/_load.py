@@ -46,7 +46,7 @@ def load(source: Source, *, section: str | None = None) -> Recipe:
         UsageError: a key is unknown, a value is not among those that are allowed, or two of them contradict each other;
             or pydantic, or for a file PyYAML, is not installed.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> reactivate.recipe.load({"mode": "selective", "selective_ac_option": "2"})
         Torchtitan(mode='selective', selective_ac_option='2')
@@ -69,9 +69,12 @@ def apply(
 
     Args:
         model: changed in place, until `Handle.remove`.
-        source, section: as for `load`; or what `load` returned.
-        args, kwargs, loss: one call of the model and its loss, as for `reactivate.plan`. A memory budget becomes a plan
-            for it; other recipes do not look at it.
+        source: as for `load`; or what `load` returned.
+        args: of one call of the model, as for `reactivate.plan`. A memory budget becomes a plan for this call; other recipes
+            do not look at it.
+        kwargs: of the same call.
+        section: as for `load`.
+        loss: of the same call, as for `reactivate.plan`.
 
     Returns:
         What was done, as `reactivate.apply` returns it; without regions if the recipe switches checkpointing off.
@@ -80,7 +83,7 @@ def apply(
         UsageError: see `load` and `reactivate.apply`; or `model` has fewer layers than the recipe counts, or no module
             of a name that it lists; or the recipe is a memory budget, and there are no `args`.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 4)

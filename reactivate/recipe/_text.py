@@ -26,7 +26,7 @@ def parse_policy(text: str, asked_by: str = "--policy") -> Policy:
     Raises:
         UsageError: it is anything else; or a function does not take what it is given.
 
-    Example:
+    Examples:
         >>> from reactivate.recipe._text import parse_policy
         >>> parse_policy("first_match(save_ops('linear'), full())")
         first_match(save_ops('linear'), full())
@@ -48,7 +48,7 @@ def parse_storage(text: str, asked_by: str) -> Storage:
     Raises:
         UsageError: it is anything else.
 
-    Example:
+    Examples:
         >>> from reactivate.recipe._text import parse_storage
         >>> parse_storage("Host(limit=1000)", "--offload").limit, parse_storage("host", "--offload").limit
         (1000, None)

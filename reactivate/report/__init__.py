@@ -34,7 +34,7 @@ def write(subject: Planned | Explanation | Comparison, path: str | os.PathLike[s
     Raises:
         UsageError: `subject` is none of these, the suffix neither, or what draws it is not installed.
 
-    Example:
+    Examples:
         >>> import torch, reactivate
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
         >>> plan = reactivate.plan(model, torch.randn(4, 8), budget="100%")

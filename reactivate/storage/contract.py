@@ -268,7 +268,7 @@ def check(make_storage: MakeStorage, device: str = "cpu") -> None:
     Raises:
         AssertionError: it has not; the message names the property, and what was found.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> reactivate.storage.contract.check(lambda: reactivate.storage.Host(least_bytes=0))
     """

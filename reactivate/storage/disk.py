@@ -38,7 +38,7 @@ class Disk(Moving):
         ahead: how many tensors are being read while another one is used.
         last: how many tensors, of those taken in last, stay in memory.
 
-    Example:
+    Examples:
         >>> import reactivate, tempfile
         >>> disk = reactivate.storage.Disk(tempfile.gettempdir(), limit=100 * 2**30)
         >>> policy = reactivate.policies.full(inputs=disk)

@@ -29,7 +29,7 @@ class Host(Moving):
         last: how many tensors, of those taken in last, stay on the device.
         ahead: how many tensors are on their way back while another one is read.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> host = reactivate.storage.Host()
         >>> policy = reactivate.policies.save_ops("linear", storage=host)

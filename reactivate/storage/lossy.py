@@ -43,7 +43,7 @@ class Lossy:
     Raises:
         UsageError: an argument is none of these.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> lossy = reactivate.storage.Lossy(bits=8)
         >>> policy = reactivate.policies.full(inputs=lossy)

@@ -41,7 +41,7 @@ class Sharded:
 
     Source: the partitioned activation checkpoints of ZeRO (Rajbhandari et al., 2020, section 6.1).
 
-    Example:
+    Examples:
         >>> import reactivate, torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> policy = reactivate.policies.full(inputs=reactivate.storage.Sharded(dist.group.WORLD))

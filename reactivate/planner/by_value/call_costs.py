@@ -67,7 +67,7 @@ def costs_of(calls: Sequence[RecordedCall], saved: Collection[CallName]) -> Call
         calls: of the unit, in order.
         saved: the names of those that are saved; others than `calls` have do not matter.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.by_value.call_costs import RecordedCall, costs_of
         >>> from reactivate.planner.by_value.call_names import CallName
         >>> up = RecordedCall(CallName("up"), 3.0, {}, {0: 8}, needs_arguments=True)

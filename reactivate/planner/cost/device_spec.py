@@ -81,7 +81,7 @@ class DeviceSpec:
         What the device has no units for it computes in float32, float64 at half the rate of float32. (Consumer cards
         are far slower in float64.)
 
-        Example:
+        Examples:
             >>> from reactivate.planner.cost.devices import find
             >>> find("V100-32GB").rate("bfloat16") == find("V100-32GB").rate("float32")
             True
@@ -97,7 +97,7 @@ class DeviceSpec:
             moved_bytes: read and written.
             format_: of the products' inputs.
 
-        Example:
+        Examples:
             >>> from reactivate.planner.cost.devices import find
             >>> round(find("A100-80GB").seconds(flops=0, moved_bytes=2**30), 6)
             0.000663

@@ -38,7 +38,7 @@ def find(name: str) -> DeviceSpec:
     Raises:
         UsageError: there is none, or the file cannot be read or used.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.cost.devices import find
         >>> find("rtx 4090").name
         'RTX-4090'

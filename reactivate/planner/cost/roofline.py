@@ -30,7 +30,7 @@ def seconds_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     Args:
         op, args, kwargs, out: a call as `__torch_dispatch__` sees it, and its result, on real tensors or fake ones.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate.planner.cost.devices import find
         >>> from reactivate.planner.cost.roofline import seconds_of

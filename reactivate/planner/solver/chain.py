@@ -178,7 +178,7 @@ class Chain:
     Raises:
         UsageError: the parts do not fit together, or an entry has a time that is none.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.solver.chain import Chain, Candidate
         >>> keep, recompute = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
         >>> chain = Chain(menus=((keep, recompute),) * 3, outside=(0, 0, 0, 2))

@@ -40,7 +40,7 @@ def solve(chain: Chain, budget_bytes: int) -> Solution:
     Raises:
         Infeasible: there is none. It says from which budget on there is.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.solver.chain import Chain, Candidate
         >>> from reactivate.planner.solver.solve import solve
         >>> keep, recompute = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
@@ -54,7 +54,7 @@ def solve(chain: Chain, budget_bytes: int) -> Solution:
 def least(chain: Chain) -> Solution:
     """Find the solution with the smallest peak, to the byte; of several, the one that `solve` finds.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.solver.chain import Chain, Candidate
         >>> from reactivate.planner.solver.solve import least
         >>> keep, recompute = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
@@ -76,7 +76,7 @@ def frontier(chain: Chain, limit: int = 32) -> list[Solution]:
     Raises:
         UsageError: the limit is too low.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.solver.chain import Chain, Candidate
         >>> from reactivate.planner.solver.solve import frontier
         >>> keep, recompute = Candidate("keep", 0.0, 4, 5), Candidate("recompute", 1.0, 1, 6)
