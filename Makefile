@@ -79,12 +79,14 @@ test-oldest-engine: test-oldest  ## those of the engine only
 $(NEWEST)/.installed: $(if $(TORCH),,refresh)
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
-	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade torch$(TORCH:%===%) \
+	@echo 'Downloads about 3.2 GB: torch $(TORCH) with the CUDA libraries that it asks for on Linux (3.0 GB), and the libraries'
+	@echo 'of the tests. An hour on a slow line, and once: they stay in $(NEWEST).'
+	$(NEWEST)/bin/pip install --disable-pip-version-check --upgrade torch$(TORCH:%===%) \
 		--constraint $(NEWEST)/constraints.txt '.[test,models]'
 	$(NEWEST)/bin/pip uninstall --quiet --yes reactivate  # what runs is the package of this directory
 	touch $@
 
-newest: $(NEWEST)/.installed  ## the environment of the newest torch
+newest: $(NEWEST)/.installed  ## the environment of the newest torch: downloads 3.2 GB once
 
 test-newest: newest  ## the tests of `make test` on the newest torch, or on another one: TORCH=2.11.0
 	$(TEST) PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest -n $(JOBS) $(TESTS)

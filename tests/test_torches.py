@@ -1,13 +1,18 @@
-"""The table of torches: what it counts, and that a later run takes the place of an earlier one."""
+"""The torches and Pythons that are tested: what is pinned for each, what is downloaded, and what the table counts."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -20,6 +25,28 @@ def test_passes(): pass
 def test_is_skipped(): pass
 def test_fails(): {body}
 """
+
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_each_python_has_one_pin_of_each_package(python: str) -> None:
+    """Not all of them have the same last release for all Pythons."""
+    lines = [line.split(" #")[0] for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()]
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    here = Counter(pin.name for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python}))
+    assert here == Counter({pin.name for pin in pins}) and len(here) > 5
+    assert all(re.fullmatch(r"==[0-9.]+", str(pin.specifier)) for pin in pins)
+
+
+def test_make_newest_says_what_it_downloads(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    command = ["make", "--dry-run", "newest", f"XDG_CACHE_HOME={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    said, installed = done.stdout.index("Downloads about 3.2 GB: torch 2"), done.stdout.index("pip install")
+    assert said < installed and str(tmp_path) in done.stdout
 
 
 def measured(folder: Path, body: str, *more: str) -> int | str | None:

@@ -47,7 +47,9 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
 
 
 def test_examples_are_sections_that_the_reference_shows_as_code() -> None:
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in CODE for line, text in docstrings(path) if "\nExample:" in text]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}" for path in CODE for line, text in docstrings(path) if "\nExample:" in text
+    ]
     assert not found, "write `Examples:` in " + ", ".join(found)
 
 
