@@ -2,7 +2,7 @@
 
 Neither can be run without the hardware. So the simulated accelerator takes the name of one, and gets a device module that
 does what theirs is published to do. `torch.tpu` (0.2.0) lets only torch call most of its functions, has its generators in
-`default_generators`, and `torch.ops.tpu._optimization_barrier`. `torch.neuron` has the functions that `torch.cuda` has.
+`default_generators`, and `torch.tpu.ops.optimization_barrier`. `torch.neuron` has the functions that `torch.cuda` has.
 Both run ops later than they are called, as the simulated accelerator does.
 
 `test_simulated` runs this in a process of its own for each, with the name in SIMULATED_DEVICE.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -51,6 +51,10 @@ def from_torch_only(function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def optimization_barrier(inputs: Sequence[Tensor]) -> list[Tensor]:
+    return getattr(torch.ops, NAME)._optimization_barrier(inputs)  # type: ignore[no-any-return]
+
+
 class TpuModule(types.ModuleType):
     """`torch.tpu`, as far as a checkpoint may come to it."""
 
@@ -65,6 +69,7 @@ class TpuModule(types.ModuleType):
     device = staticmethod(from_torch_only(simulated.device))
     get_rng_state = staticmethod(from_torch_only(simulated.get_rng_state))
     set_rng_state = staticmethod(from_torch_only(simulated.set_rng_state))
+    ops = types.SimpleNamespace(optimization_barrier=optimization_barrier)
     _initialized = True
 
     @property
@@ -101,8 +106,9 @@ library.impl("_optimization_barrier", _barrier, "PrivateUse1")
 
 
 def fence(tensors: list[Tensor]) -> list[Tensor]:
-    """The fence that docs/heirs.md registers."""
-    return getattr(torch.ops, NAME)._optimization_barrier([tensor.detach() for tensor in tensors])  # type: ignore[no-any-return]
+    """The fence that docs/xla.md registers."""
+    barrier = torch.tpu.ops.optimization_barrier if is_tpu else optimization_barrier
+    return barrier([tensor.detach() for tensor in tensors])  # type: ignore[no-any-return]
 
 
 @pytest.fixture(autouse=True)
