@@ -89,7 +89,9 @@ def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
         UsageError, match=r"device='H10O-SXM' is not known. Did you mean 'H100-SXM'\? There are A100-40GB,"
     ):
         find("H10O-SXM")
-    with pytest.raises(UsageError, match=r"device='abacus' is not known. There are .*load\(path\)"):
+    with pytest.raises(
+        UsageError, match=r"device='abacus' is not known. There are .*JSON file: device=\"my_device.json\""
+    ):
         find("abacus")
     with pytest.raises(UsageError, match=r"'A100' is not known. Did you mean 'A100-\d0GB' or 'A100-\d0GB'\? There are"):
         find("A100")
