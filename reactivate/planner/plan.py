@@ -115,6 +115,10 @@ class Plan(Planned, ReadyMade):
     def may_match_nothing(self) -> bool:
         return True
 
+    @property
+    def is_found(self) -> bool:
+        return True
+
     def applied_to(self, model: Module) -> Callable[[], None]:
         for use in self.storages:
             if use.name not in self.live:

@@ -21,6 +21,38 @@ from reactivate.errors import UsageError
 Loss = Callable[[Any], Tensor]
 
 
+class Beginning:
+    """The random numbers that the first run of a step began with, and the modes of its modules: so do all others.
+
+    What random numbers decide, which layers run say, is the same in all steps that are compared: in those of a plan for
+    another budget, too, which may be made later.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[tuple[Any, Any]] | None = None
+        self._modes: list[tuple[Module, bool]] = []
+
+    @contextmanager
+    def of(self, states: Sequence[Step]) -> Iterator[None]:
+        """Begin a run with them; the first one defines them. Whoever runs the step puts modes back afterwards.
+
+        Args:
+            states: of the model, and of what else runs in the step.
+        """
+        if self._streams is None:
+            self._streams = [(source, source.read()) for state in states for source in state.sources]
+            self._modes = [(module, module.training) for state in states for module in state.modules]
+            yield
+            return
+        with ExitStack() as stack:
+            for source, value in self._streams:
+                stack.callback(source.write, source.read())
+                source.write(value)
+            for module, mode in self._modes:
+                module.training = mode
+            yield
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     """A training step: a model, its arguments, and the loss made of its result.
@@ -32,6 +64,7 @@ class TrainingStep:
         whole: forward and backward in the place of all that; None: model, loss and backward.
         caller: warns once for all runs of the step.
         is_compiled: whether the step runs as one compiled graph, which hands over all gradients when its backward ends.
+        beginning: what each run of the step begins with.
     """
 
     model: Module
@@ -41,6 +74,7 @@ class TrainingStep:
     whole: Callable[[], object] | None = None
     caller: Caller = field(default_factory=lambda: Caller("plan"), compare=False, repr=False)
     is_compiled: bool = False
+    beginning: Beginning = field(default_factory=lambda: Beginning(), compare=False, repr=False)
 
     def run_for_real(self, times: int = 1, watch: Callable[[Callable[[], None]], None] | None = None) -> None:
         """Run it, with gradients that are there already; then model, gradients and generators are as they were.
@@ -123,6 +157,7 @@ class TrainingStep:
         with ExitStack() as stack:
             for state in states:
                 stack.enter_context(state.held())
+            stack.enter_context(self.beginning.of(states))
             stack.enter_context(_with_gradients(leaves, lambda leaf: None))
             stack.enter_context(_refusing_optimizers())
             stack.enter_context(called(self.caller))

@@ -61,11 +61,12 @@ def decisions_of(choice: ChosenStep, paths: Sequence[str], model: Module) -> tup
     seconds: dict[str, float] = defaultdict(float)
     # A unit may be called often.
     proven = choice.proven
-    for path, entry, figures in zip(paths, proven.solution.entries, proven.reading.calls, strict=True):
+    for path, entry in zip(paths, proven.solution.entries, strict=True):
         unit = entry.span or path
         held[unit] += entry.held_bytes
-        moved[unit] += sum(figures.moved)
         seconds[unit] += entry.seconds
+    for path, figures in zip(proven.reading.paths, proven.reading.calls, strict=True):  # no spans where any are moved
+        moved[path] += sum(figures.moved)
     seconds |= dict.fromkeys(choice.heads, choice.head_seconds / max(len(choice.heads), 1))
     return tuple(
         Decision(path, class_name_of(module), digest_of(module), treatment, held[path], seconds[path], moved[path])
