@@ -6,31 +6,34 @@ import functools
 import gc
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.nn import Module
 
 from reactivate._engine.accounts import add_note, in_words, is_shortage
 from reactivate._model.apply import apply
-from reactivate._model.handle import FORWARD, AppliedForward, Owner
+from reactivate._model.handle import FORWARD, AppliedForward, Handle, Owner
 from reactivate._model.rollback import Rollback
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.warnings import warn
-from reactivate._text.words import described
-from reactivate.errors import PlanInfeasible, UnsupportedError, UsageError
+from reactivate._text.words import counted, described
+from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner.adaptive import AdaptivePlan
 from reactivate.planner.budget import parse
 from reactivate.planner.place import is_alone
 from reactivate.planner.plan import Plan
+from reactivate.planner.treatments import Treatment
+from reactivate.planner.written import with_unseen
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": "B"}
-_FACTORS = (1, 2, 4, 8)  # each time that the step fails again, more is taken to be missing
+_TRIES = 5  # under ever tighter plans: the last of them is the least
 _UNSAID = 0.05  # of the plan's peak: by how much it is tightened where the error does not say what was missing
 
 
@@ -78,80 +81,172 @@ def guard_memory(step: Callable[P, R], *, undo_optimizer: bool = False) -> Calla
     @functools.wraps(step)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         _refuse_ranks()
-        for factor in _FACTORS:
+        tries = 0
+        while True:
             before = Rollback(step, args, kwargs, copies_optimizer=undo_optimizer)
             applied = _applied_in(before.modules)
             try:
                 with before.watching():
-                    return step(*args, **kwargs)
+                    result = step(*args, **kwargs)
+                break
             except Exception as error:
                 if not is_shortage(error):
                     raise
-                tighter = _after(error, before, applied, factor)
-            _run_under(tighter, applied)  # outside of the handler, whose error keeps the tensors of the step
-        return step(*args, **kwargs)
+                shortage = error
+            # Outside of the handler, and without the frames of the step, which hold its tensors.
+            _let_go(shortage)
+            _undo(before, shortage)
+            tries = _tighten(applied, shortage, tries)
+        if tries:
+            _settle(applied)
+        return result
 
     return guarded
 
 
-def _after(error: Exception, before: Rollback, applied: Owner, factor: int) -> _Tighter:
-    """Put back what the step did, and return a tighter plan.
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames that an error went through hold: the step's tensors. Its lines can still be read."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def _undo(before: Rollback, shortage: Exception) -> None:
+    """Put back what the step did.
 
     Raises:
-        Exception: `error`, with the reason why the step cannot run again.
+        Exception: `shortage`, with the reason why the step cannot run again.
     """
     reason = before.cannot_undo()
     before.put_back()
     reason = reason or before.not_put_back()
     if reason:
         remedy = "; guard_memory(step, undo_optimizer=True) keeps copies of those" if "optimizer" in reason else ""
-        add_note(error, f"guard_memory did not run the step again: {reason}{remedy}.")
-        raise error
-    asked = _asked_bytes(error)
-    plan = _tighter_than(applied.policy, asked, factor)
-    if plan is None:
-        add_note(error, "guard_memory did not run the step again: no plan takes less memory.")
-        raise error
-    return _Tighter(plan, asked)
+        raise _given_up(shortage, f"{reason}{remedy}.")
 
 
-class _Tighter(NamedTuple):
-    plan: Plan | AdaptivePlan
-    asked_bytes: int | None
+def _given_up(shortage: Exception, reason: str) -> Exception:
+    add_note(shortage, f"guard_memory did not run the step again: {reason}")
+    return shortage
 
 
-def _tighter_than(policy: Any, asked: int | None, factor: int) -> Plan | AdaptivePlan | None:
-    peak_bytes = policy.recent_bytes if isinstance(policy, AdaptivePlan) else policy.predicted.peak_bytes
-    budget_bytes = peak_bytes - factor * (math.ceil(_UNSAID * peak_bytes) if asked is None else asked)
-    if budget_bytes <= 0:
-        return None
-    if isinstance(policy, AdaptivePlan):  # the shape that failed may have the least plan already
-        return policy.within(budget_bytes) if peak_bytes <= policy.budget_bytes else None
+def _tighten(applied: Owner, shortage: Exception, tries: int) -> int:
+    """Apply a tighter plan, and return how many of them this step has had.
+
+    Args:
+        applied: the plan.
+        shortage: what the step has raised.
+        tries: how many there were before.
+
+    Raises:
+        Exception: `shortage`, if there is no tighter plan, or memory runs out while one is made.
+    """
+    policy: Any = applied.policy
+    asked = _asked_bytes(shortage)
+    search = _adaptive_below if isinstance(policy, AdaptivePlan) else _plan_below
     try:
-        return policy.at(budget_bytes)  # type: ignore[no-any-return]
-    except PlanInfeasible:
-        return None
+        tighter, tries = search(policy, asked, tries)
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        _let_go(error)
+        tighter, reason = None, "memory ran out while a tighter plan was made, too."
+    else:
+        reason = (
+            "no plan takes less memory."
+            if not tries
+            else f"it did so {counted(tries, 'time')}, and the last plan is the least that there is."
+        )
+    if tighter is None:
+        raise _given_up(shortage, reason) from None
+    root = _root_of(applied)
+    if isinstance(tighter, Plan):
+        tighter = with_unseen(tighter, root)
+    _replace(applied, root, tighter)
+    missing = "" if asked is None else f" (it asked for {in_words(asked)} more)"
+    warn(
+        f"A step ran out of memory{missing}. Gradients, buffers, optimizers and random numbers were put back, the plan is for "
+        f"{in_words(tighter.budget_bytes)} from now on, and the step runs again, with all else that it does."
+    )
+    return tries
 
 
-def _run_under(tighter: _Tighter, applied: Owner) -> None:
+def _plan_below(plan: Plan, asked: int | None, tries: int) -> tuple[Plan | None, int]:
+    """Return a tighter plan, and how many tries there were; None if there is none.
+
+    The first one is tighter by what was missing, each next one by half of what is left above the least.
+    """
+    assert plan.runner is not None
+    least_bytes = plan.runner.least_bytes()
+    treated, peak_bytes = _treatments_of(plan), plan.predicted.peak_bytes
+    for number in range(tries, _TRIES):
+        half_bytes = (peak_bytes - least_bytes) // 2 if number else 0
+        budget_bytes = max(least_bytes, peak_bytes - max(_missing_bytes(asked, peak_bytes), half_bytes))
+        if number == _TRIES - 1:
+            budget_bytes = least_bytes
+        try:
+            found = plan.at(budget_bytes)
+        except Exception as error:
+            if not is_shortage(error):
+                raise
+            _let_go(error)  # of what a tighter plan may need less
+            peak_bytes = budget_bytes
+            continue
+        if not treated.items() <= _treatments_of(found).items():
+            return found, number + 1
+        peak_bytes = budget_bytes
+    return None, tries
+
+
+def _treatments_of(plan: Plan) -> dict[str, Treatment]:
+    return {decision.path: decision.treatment for decision in plan.decisions}
+
+
+def _adaptive_below(plan: AdaptivePlan, asked: int | None, tries: int) -> tuple[AdaptivePlan | None, int]:
+    """Return the same for a plan of all shapes: if none holds the budget, the least for a shape is taken."""
+    peak_bytes, floor_bytes = plan.recent_bytes, plan.profiled.fixed.total
+    if tries == _TRIES or peak_bytes > plan.budget_bytes:  # the shape that failed has the least plan already
+        return None, tries
+    half_bytes = (peak_bytes - floor_bytes) // 2 if tries else 0
+    budget_bytes = peak_bytes - max(_missing_bytes(asked, peak_bytes), half_bytes)
+    return plan.within(max(floor_bytes, budget_bytes)), tries + 1
+
+
+def _missing_bytes(asked: int | None, peak_bytes: int) -> int:
+    return math.ceil(_UNSAID * peak_bytes) if asked is None else asked
+
+
+def _settle(applied: Owner) -> None:
+    """Let a plan of all shapes have the budget that the last step was run with: no plan has held the one it has."""
+    policy = _applied_policy(applied)
+    if isinstance(policy, AdaptivePlan) and policy.recent_bytes > policy.budget_bytes:
+        _replace(applied, _root_of(applied), policy.within(policy.recent_bytes))
+
+
+def _applied_policy(applied: Owner) -> Any:
+    handle = Handle.of(_root_of(applied))
+    assert handle is not None
+    return handle.policy
+
+
+def _root_of(applied: Owner) -> Module:
     root = None if applied.root is None else applied.root()
     assert root is not None
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    return root
+
+
+def _replace(applied: Owner, root: Module, plan: Plan | AdaptivePlan) -> None:
     options = applied.options
     apply(
         root,
-        tighter.plan,
+        plan,
         guards=options.guards,
         early_stop=options.early_stop,
         determinism=options.determinism,  # type: ignore[arg-type]
         replace=True,
-    )
-    asked = "" if tighter.asked_bytes is None else f" (it asked for {in_words(tighter.asked_bytes)} more)"
-    warn(
-        f"A step ran out of memory{asked}. Gradients, buffers, optimizers and random numbers were put back, the plan is for "
-        f"{in_words(tighter.plan.budget_bytes)} from now on, and the step runs again, with all else that it does."
     )
 
 

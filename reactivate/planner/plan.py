@@ -42,6 +42,9 @@ class Runner(Protocol):
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
 
+    def least_bytes(self) -> int:
+        """Return the least budget for which there is a plan."""
+
     def measure(self, plan: Plan, *, compiled: bool | str = False) -> Any:
         """Run it with `plan`, compiled if that is asked for."""
 

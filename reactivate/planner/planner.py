@@ -274,7 +274,7 @@ class Planner:
             offered=tuple(map(repr, self._storages.values())),
             live=self._storages,
             uncertainty=self._uncertainty,
-            runner=StepRunner(self.step, self.place, self.costs, self.plan),
+            runner=StepRunner(self.step, self.place, self.costs, self.plan, self.smallest_bytes),
         )
 
     def _used(self, choice: ChosenStep) -> tuple[StorageSearch, ...]:

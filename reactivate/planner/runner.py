@@ -42,13 +42,22 @@ class StepRunner:
         place: where it runs.
         costs: what its ops cost.
         replan: from another budget to its plan.
+        least: returns the least budget for which there is one.
     """
 
-    def __init__(self, step: TrainingStep, place: Place, costs: Costs, replan: Callable[[Budget | None], Plan]) -> None:
+    def __init__(
+        self,
+        step: TrainingStep,
+        place: Place,
+        costs: Costs,
+        replan: Callable[[Budget | None], Plan],
+        least: Callable[[], int],
+    ) -> None:
         self._step = step
         self._place = place
         self._costs = costs
         self._replan = replan
+        self._least = least
 
     @property
     def device_bytes(self) -> int:
@@ -59,6 +68,11 @@ class StepRunner:
         """Return the plan for another budget."""
         with paused(self._step.model):
             return self._replan(budget)
+
+    def least_bytes(self) -> int:
+        """Return the least budget for which there is a plan."""
+        with paused(self._step.model):
+            return self._least()
 
     @uncounted()
     def measure(self, plan: Plan, *, compiled: bool | str = False) -> Measurement:
@@ -108,7 +122,7 @@ class StepRunner:
         try:
             with step.on_fakes(self._place.device) as (run, known), traced({}, known, self._costs) as trace:
                 run()
-        except Exception:  # a loss, say, that has targets of the other shape
+        except Exception:  # of the user's loss, say, which has targets of another shape: the warning has no peak then
             return None
         return trace.peak_bytes
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import Module
 
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.step import leaves_of
-from reactivate._modules.spans import module_at
+from reactivate._modules.paths import is_below
+from reactivate._modules.spans import SpanPlace, module_at
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.prediction import Fixed
 from reactivate.planner.digest import class_name_of, digest_of
 from reactivate.planner.offers import Offer
+from reactivate.planner.plan import Plan
 from reactivate.planner.planned import Circumstances, Decision, StorageUse
 from reactivate.planner.spelled import spelled_of
 from reactivate.planner.step import TrainingStep
+from reactivate.planner.treatments import FULL
+from reactivate.planner.units import units_of
 
 
 def infeasible(
@@ -73,6 +78,23 @@ def decisions_of(choice: ChosenStep, paths: Sequence[str], model: Module) -> tup
         for path, treatment in (*proven.treatments.items(), *choice.heads.items())
         for module in (module_at(model, path),)
     )
+
+
+def with_unseen(plan: Plan, model: Module) -> Plan:
+    """Return a plan that also recomputes the units that did not run in the step that it was made for.
+
+    Args:
+        plan: the plan.
+        model: its model.
+    """
+    paths = [decision.path for decision in plan.decisions if not decision.treatment.by_rows]
+    treated = [path if (place := SpanPlace.of(path)) is None else place.path for path in paths]
+    unseen = [
+        Decision(path, class_name_of(module), digest_of(module), FULL, 0, 0.0)
+        for path, module in units_of(model).items()
+        if not any(is_below(path, other) for other in treated)
+    ]
+    return replace(plan, decisions=(*plan.decisions, *unseen)) if unseen else plan
 
 
 def storages_of(choice: ChosenStep, offers: Sequence[Offer]) -> tuple[StorageUse, ...]:
