@@ -28,7 +28,7 @@ def text(plan: Planned, *, width: int | None = None, plain: bool = False) -> str
         width: in characters; that of the terminal if None, 120 where there is none.
         plain: without rich, as wide as it gets; so it is where rich is not installed.
     """
-    head = "\n".join(filter(None, [verdict(plan), proof(plan), memory(plan), copies(plan)]))
+    head = "\n".join(filter(None, [verdict(plan), circumstances(plan), proof(plan), memory(plan), copies(plan)]))
     tables = [block_table(plan), *([alive_table(plan)] if has_tensors(plan) else []), choice_table(plan)]
     drawn = (table.text(width=width, plain=plain) for table in tables)
     return "\n\n".join([head, *(table.strip("\n") for table in drawn)])
@@ -48,6 +48,12 @@ def verdict(plan: Planned) -> str:
         f"Step: {seconds_in_words(plan.predicted.seconds)}, plain {seconds_in_words(plan.plain.seconds)}"
         f"{_in_brackets(slowdown(plan, plan.predicted.seconds))}.{_beyond(plan)}"
     )
+
+
+def circumstances(plan: Planned) -> str:
+    """Say which step it is for: its device, the mode of the model, and what the backward begins from."""
+    made_for = plan.made_for
+    return f"For a step on {made_for.device}, in {made_for.mode}, whose backward begins from {made_for.loss}."
 
 
 def _beyond(plan: Planned) -> str:
@@ -71,7 +77,7 @@ def proof(plan: Planned) -> str:
     predicted = " Nothing ran: times are predicted." if plan.made_for.is_predicted else _certainty(plan)
     return (
         f"Proved by a {plan.proof.method} step, of {in_words(plan.proof.peak_bytes)}: {rounds}. Planned in "
-        f"{seconds_in_words(plan.planning_seconds)}, for {plan.made_for.device}.{predicted}{depends}"
+        f"{seconds_in_words(plan.planning_seconds)}.{predicted}{depends}"
     )
 
 

@@ -66,6 +66,7 @@ class Circumstances:
         is_predicted: whether nothing ran: times are those of a roofline, and what kernels allocate for themselves is not
             counted.
         units: how many blocks, and other modules of modules, the model had; 0 in older files.
+        trains: whether the model was in training mode, and not in `eval()`; true in older files.
     """
 
     model: str
@@ -75,6 +76,12 @@ class Circumstances:
     loss: str
     is_predicted: bool
     units: int = 0
+    trains: bool = True
+
+    @property
+    def mode(self) -> str:
+        """Return the mode of the model, in words."""
+        return "training mode" if self.trains else "eval() mode"
 
 
 @dataclass(frozen=True, repr=False)

@@ -65,7 +65,8 @@ class Planner:
         head: Head = "rows",
         ranks: Ranks | None = None,
     ) -> None:
-        self._head, self._loss = head, ""
+        self._head = head
+        self._loss, self._trains = "", step.model.training
         self.step, self.place, self.optimizer = step, place, optimizer
         self._profiled = known
         self._storages = storages or {}
@@ -86,7 +87,7 @@ class Planner:
 
     def look_at_plain(self) -> None:
         """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
-        with self.step.naming_loss(lambda name: setattr(self, "_loss", name)):
+        with self.step.observed(self._take_note):
             plain = self._trials.first(self.costs)
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
@@ -107,6 +108,9 @@ class Planner:
         self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
         self.plain = plain
         self.plain_reading = self._read(plain, {})
+
+    def _take_note(self, loss: str, trains: bool) -> None:
+        self._loss, self._trains = loss, trains
 
     def _measure(self, simulated: Trace) -> Trace:
         available = available_bytes(self.place.device)
@@ -260,7 +264,12 @@ class Planner:
             budget=budget.text,
             budget_bytes=allowed,
             made_for=circumstances_of(
-                self.step, device, self._loss, self._units_of_model, is_predicted=self.is_predicted
+                self.step,
+                device,
+                self._loss,
+                self._units_of_model,
+                is_predicted=self.is_predicted,
+                trains=self._trains,
             ),
             decisions=decisions_of(choice, self.plain_reading.paths, self.step.model),
             fixed=self.fixed,

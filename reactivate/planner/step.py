@@ -19,6 +19,7 @@ from reactivate._torch.containers import flatten, unflatten
 from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]
+UNLABELLED = "the sum of the model's output, whose .loss is None"
 
 
 class Beginning:
@@ -91,17 +92,22 @@ class TrainingStep:
                     watch(lambda: self._run(self.args, dict(self.kwargs or {})))
 
     @contextmanager
-    def naming_loss(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Tell what the backward begins from, now and, where only the output says, when the step runs.
+    def observed(self, tell: Callable[[str, bool], None]) -> Iterator[None]:
+        """Tell what the backward begins from, and whether the model trains, when a step calls the model.
 
         Args:
-            tell: called with that, in words. What it writes must be out of reach of the model, whose state is put back.
+            tell: called with that, in words, and in which mode the model is. What it writes must be out of reach of the
+                model, whose state is put back.
         """
-        tell("step()" if self.whole is not None else "loss(output)")
-        if self.whole is not None or self.loss is not None:
-            yield
-            return
-        handle = self.model.register_forward_hook(lambda model, args, output: tell(default_loss(output)[0]))
+
+        given = "step()" if self.whole is not None else "loss(output)" if self.loss is not None else ""
+        tell(given, self.model.training)
+
+        def look(model: Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                tell(given or default_loss(output)[0], model.training)
+
+        handle = self.model.register_forward_hook(look)
         try:
             yield
         finally:
@@ -210,7 +216,7 @@ def default_loss(output: Any) -> tuple[str, Callable[[], Tensor]]:
     """Return the name of the loss and what makes it: the output if it is a scalar, its `.loss`, else its sum."""
     loss = loss_in(output)
     if loss is None:
-        return "the sum of the model's output", lambda: _sum_of(output)
+        return UNLABELLED if hasattr(output, "loss") else "the sum of the model's output", lambda: _sum_of(output)
     return "the model's output" if loss is output else "the output's .loss", lambda: loss
 
 

@@ -115,8 +115,10 @@ def storages_of(choice: ChosenStep, offers: Sequence[Offer]) -> tuple[StorageUse
     )
 
 
-def circumstances_of(step: TrainingStep, device: str, loss: str, units: int, *, is_predicted: bool) -> Circumstances:
+def circumstances_of(
+    step: TrainingStep, device: str, loss: str, units: int, *, is_predicted: bool, trains: bool
+) -> Circumstances:
     """Return the circumstances that a plan is made for."""
     leaves = leaves_of("args", step.args) | leaves_of("kwargs", dict(step.kwargs or {}))
     inputs = tuple((name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items())
-    return Circumstances(class_name_of(step.model), inputs, device, torch.__version__, loss, is_predicted, units)
+    return Circumstances(class_name_of(step.model), inputs, device, torch.__version__, loss, is_predicted, units, trains)
