@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import guard_cases
 import numpy
 import pytest
 import torch
 from journal import Journal
 from oracle import assert_bitwise, random_states
 from plan_models import GPT, loss_of, tokens
+from ranks import errors_of, listed
 from torch import Tensor, nn
 
 import reactivate
@@ -191,7 +193,7 @@ def test_plans_go_down_to_the_least_and_then_the_error_is_raised_with_all_put_ba
         step()
     assert policy_of(model).budget_bytes == infeasible.value.least_bytes
     assert 3 <= len(model.fails.failed) <= 6
-    assert "the last plan is the least that there is" in said_in(caught.value)
+    assert "it has run" in said_in(caught.value) and "the last under the least plan" in said_in(caught.value)
     assert all(torch.equal(item.grad, torch.ones_like(item)) for item in model.parameters() if item.grad is not None)
     assert model.calls == len(model.seen) == 0
     assert_same(dict(model.state_dict()) | random_states(), dict(before) | states)
@@ -332,3 +334,8 @@ def test_what_is_refused(planned: tuple[Model, Plan], tmp_path: Path) -> None:
         step()
     with pytest.raises(UsageError, match="takes a function"):
         reactivate.guard_memory(plain)
+
+
+@pytest.mark.parametrize("name", listed(guard_cases.CASES))
+def test_ranks_that_run_a_step_together(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert not errors_of("guard_cases", name, tmp_path_factory)

@@ -32,6 +32,27 @@ def sharding_state(module: Module) -> Any:
     return None if ask is None else ask()
 
 
+def is_root(module: Module) -> bool:
+    """Return whether a sharded module has run its forward as the outermost one, so that it answers for those in it."""
+    return bool(getattr(sharding_state(module), "_is_root", False))
+
+
+def has_unreduced_gradients(modules: Iterable[Module]) -> bool:
+    """Return whether sharded modules keep gradients of whole parameters, which a backward without a reduction has left."""
+    return any(
+        _has_whole_gradient(parameter)
+        for state in map(sharding_state, sharded_in(modules))
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for parameter in getattr(group, "fsdp_params", ())
+    )
+
+
+def _has_whole_gradient(parameter: Any) -> bool:
+    whole = getattr(parameter, "_unsharded_param", None)
+    added_up = getattr(parameter, "unsharded_accumulated_grad", None)
+    return added_up is not None or (whole is not None and whole.grad is not None)
+
+
 def prepare_sharding(root: Module) -> None:
     """Make ready what the first forward pass of a sharded model would make ready."""
     ready = getattr(sharding_state(root), "_lazy_init", None)

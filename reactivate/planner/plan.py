@@ -34,7 +34,13 @@ VERSION = 1
 
 
 class Runner(Protocol):
-    """A runner: it can still run the step that a plan was made for."""
+    """A runner: it can still run the step that a plan was made for.
+
+    Attributes:
+        is_shared: whether several ranks plan together: each must come to `replan` and `least_bytes` with the others.
+    """
+
+    is_shared: bool
 
     @property
     def device_bytes(self) -> int:

@@ -283,7 +283,14 @@ class Planner:
             offered=tuple(map(repr, self._storages.values())),
             live=self._storages,
             uncertainty=self._uncertainty,
-            runner=StepRunner(self.step, self.place, self.costs, self.plan, self.smallest_bytes),
+            runner=StepRunner(
+                self.step,
+                self.place,
+                self.costs,
+                self.plan,
+                self.smallest_bytes,
+                is_shared=not self._ranks.is_alone,
+            ),
         )
 
     def _used(self, choice: ChosenStep) -> tuple[StorageSearch, ...]:

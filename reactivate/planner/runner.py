@@ -37,6 +37,7 @@ class StepRunner:
         costs: what its ops cost.
         replan: from another budget to its plan.
         least: returns the least budget for which there is one.
+        is_shared: whether several ranks plan together: each must come to `replan` and `least_bytes` with the others.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class StepRunner:
         costs: Costs,
         replan: Callable[[Budget | None], Plan],
         least: Callable[[], int],
+        *,
+        is_shared: bool = False,
     ) -> None:
+        self.is_shared = is_shared
         self._step = step
         self._place = place
         self._costs = costs
