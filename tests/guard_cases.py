@@ -60,7 +60,7 @@ class Model(GPT):
     """With running statistics, and places where memory runs out."""
 
     def __init__(self) -> None:
-        super().__init__(layers=4)
+        super().__init__(layers=3)
         self.statistics = nn.BatchNorm1d(32)
         self.fails: Callable[[str], None] = Failing({})
 

@@ -336,6 +336,7 @@ def test_what_is_refused(planned: tuple[Model, Plan], tmp_path: Path) -> None:
         reactivate.guard_memory(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", listed(guard_cases.CASES))
 def test_ranks_that_run_a_step_together(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert not errors_of("guard_cases", name, tmp_path_factory)

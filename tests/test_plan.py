@@ -630,7 +630,9 @@ def test_a_step_that_is_not_one_of_training_is_warned_of() -> None:
     model = WithLoss(layers=2)
     with nothing_told():
         plan = reactivate.plan(model, (tokens, tokens), budget="100%")
-    assert plan.made_for.trains and "on cpu, in training mode, whose backward begins from the output's .loss" in str(plan)
+    assert plan.made_for.trains and "on cpu, in training mode, whose backward begins from the output's .loss" in str(
+        plan
+    )
     with pytest.warns(UserWarning, match="WithLoss has returned no loss, so the sum.*put the labels") as told:
         plan = reactivate.plan(model, tokens, budget="100%")
     assert len(told) == 1 and "begins from the sum of the model's output, whose .loss is None" in str(plan)
@@ -682,7 +684,8 @@ def test_a_plan_from_a_file_tells_of_another_step_once(tmp_path: Path) -> None:
     other = OtherGPT(layers=2)
     reactivate.apply(other, Plan.load(tmp_path / "h100.json"))
     with pytest.warns(
-        UserWarning, match="made for a GPT, and this is a OtherGPT; H100-SXM, and the model is on cpu. Its promise is not"
+        UserWarning,
+        match="made for a GPT, and this is a OtherGPT; H100-SXM, and the model is on cpu. Its promise is not",
     ) as told:
         other(*case.args)
     assert len(told) == 1

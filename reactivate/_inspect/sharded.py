@@ -50,8 +50,13 @@ def resetting_sharding(modules: Iterable[Module]) -> Callable[[], None]:
     sharded = sharded_in(modules)
     for module in sharded:
         module.reshard()  # type: ignore[operator]  # weights that an evaluation has left gathered
+
+    def reset() -> None:
+        for module in filter(is_root, sharded):
+            getattr(module, _RESET)()
+
     if all(hasattr(module, _RESET) for module in sharded):
-        return lambda: [getattr(module, _RESET)() for module in filter(is_root, sharded)] and None
+        return reset
     restore = [_restoring(vars(item)) for item in _objects_of([sharding_state(module) for module in sharded])]
 
     def put_back() -> None:

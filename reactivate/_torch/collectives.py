@@ -12,7 +12,7 @@ _FakeWork = fastest(
     "the handle of a collective that is done",
     "torch._C._distributed_c10d.FakeWork",
     probe=lambda kind: bool(kind().wait()) and kind().boxed() is not None,
-    lost="plans of models that are sharded already: plan first, shard later; steps of several ranks that run again",
+    lost="plans of models that are sharded already: plan first, shard later",
 )
 _ProcessGroup, _world, _work_of = fastest(
     "the numbers of the collectives of all groups, and handles of those that are left out",
@@ -23,7 +23,7 @@ _ProcessGroup, _world, _work_of = fastest(
         all(map(callable, (kind.unbox, kind._get_sequence_number_for_group, work_of)))
         and isinstance(world.pg_map, dict)
     ),
-    lost="steps of several ranks that run again after a shortage of memory",
+    lost="`guard_memory` on several ranks",
 )
 
 
@@ -34,7 +34,7 @@ def finished_work() -> Any:
 
 def finished_work_with(tensors: list[Any]) -> Any:
     """Return one that hands over results, which those who reduce gradients ask it for."""
-    future = torch.futures.Future()
+    future: torch.futures.Future[list[Any]] = torch.futures.Future()
     future.set_result(tensors)
     return _work_of(future).boxed()
 

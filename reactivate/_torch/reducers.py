@@ -15,7 +15,7 @@ _reset_state, _rebuild_buckets = fastest(
     "torch._C._distributed_c10d.Reducer._reset_state",
     "torch._C._distributed_c10d.Reducer._rebuild_buckets",
     probe=lambda reset, rebuild: callable(reset) and callable(rebuild),
-    lost="steps of models in DistributedDataParallel that run again after a shortage of memory",
+    lost="`guard_memory` for models in `DistributedDataParallel`",
 )
 
 
@@ -31,7 +31,7 @@ def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:
 
 
 def reset_reducer(model: DistributedDataParallel) -> None:
-    """Make a reducer ready for a step, whatever the last one came to. All ranks do it, or it is not their reducer any more."""
+    """Make a reducer ready for a step, whatever the last one came to. All ranks have to do it."""
     _reset_state(model.reducer)
     model._has_rebuilt_buckets = False
 
@@ -49,7 +49,7 @@ def without_reducing(model: DistributedDataParallel) -> AbstractContextManager[N
 @contextmanager
 def _replaced(model: DistributedDataParallel, kind: type[_WithoutRebuilding]) -> Iterator[None]:
     reducer = model.reducer
-    model.reducer = kind(reducer)
+    model.reducer = kind(reducer)  # type: ignore[assignment]
     try:
         yield
     finally:

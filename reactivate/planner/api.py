@@ -195,18 +195,18 @@ def _warn_of_mistakes(found: Plan, model: Module, device: Any) -> None:
     name, made_for = type(model).__name__, found.made_for
     if not made_for.trains:
         warn(
-            f"plan: the {name} is in eval() mode, so dropout keeps nothing and norms read their statistics. In training mode a "
-            "step takes other memory: call model.train() first."
+            f"plan: the {name} is in eval() mode, so dropout keeps nothing and norms read their statistics. In training mode "
+            "a step takes other memory: call model.train() first."
         )
     if made_for.loss == UNLABELLED:
         warn(
-            f"plan: the {name} has returned no loss, so the sum of its output was taken for one. In training a step takes other "
-            "memory: put the labels into the arguments, or pass loss=."
+            f"plan: the {name} has returned no loss, so the sum of its output was taken for one. In training a step takes "
+            "other memory: put the labels into the arguments, or pass loss=."
         )
     if device is None and any(parameter.is_meta for parameter in model.parameters()):
         warn(
-            f"plan: the {name} is on the meta device, and its step was planned for a {made_for.device}. Name the device on which "
-            "it trains: plan(..., device='H100-SXM'), or another one that `reactivate devices` lists."
+            f"plan: the {name} is on the meta device, and its step was planned for a {made_for.device}. Name the device on "
+            "which it trains: plan(..., device='H100-SXM'), or another one that `reactivate devices` lists."
         )
 
 

@@ -52,7 +52,8 @@ class CallWatch:
         if self._is_checked and shapes in self._known:
             return
         handle = Handle.of(model)
-        if handle is None or handle.policy != self._plan:  # while the model is planned or measured
+        policy: object = None if handle is None else handle.policy
+        if policy != self._plan:  # while the model is planned or measured
             return
         if not self._is_checked:
             self._is_checked = True

@@ -17,7 +17,7 @@ from reactivate._text.warnings import warn
 from reactivate._text.words import described
 from reactivate.errors import ReactivateError, UsageError
 from reactivate.planner.adaptive import AdaptivePlan
-from reactivate.planner.guarded_ranks import GuardedRanks, CannotCatchUp, RankStep, RankWasShort
+from reactivate.planner.guarded_ranks import CannotCatchUp, GuardedRanks, RankStep, RankWasShort
 from reactivate.planner.plan import Plan
 from reactivate.planner.tighter import Ladder, NoTighterPlan, asked_bytes, let_go, replace_plan, root_of
 
@@ -166,7 +166,9 @@ class _Run:
             if self._cannot:
                 raise CannotCatchUp(self._cannot)
             self._on_ranks.catch_up(self, root_of(self.applied))
-        except Exception as error:  # the ranks cannot meet any more, whatever it is: it is told, and the shortage is raised
+        except (
+            Exception
+        ) as error:  # the ranks cannot meet any more, whatever it is: it is told, and the shortage is raised
             let_go(error)
             raise _noted(shortage, f"{_in_short(error)}. The other ranks wait for this one") from None
 
@@ -192,7 +194,9 @@ class _Run:
         self._on_ranks.reset()  # steps that were tried for a plan have gone through it
         told = self._ranks.gather((shortage is not None, reason))
         short = next(rank for rank, (is_short, _) in enumerate(told) if is_short)
-        reason = next((f"rank {rank}: {why}" if len(told) > 1 else why for rank, (_, why) in enumerate(told) if why), "")
+        reason = next(
+            (f"rank {rank}: {why}" if len(told) > 1 else why for rank, (_, why) in enumerate(told) if why), ""
+        )
         if reason and shortage is not None:
             raise _noted(shortage, reason)
         if reason:
@@ -206,8 +210,8 @@ class _Run:
         missing = "" if asked is None else f" (it asked for {in_words(asked)} more)"
         planned = "" if tighter is None else f" the plan is for {in_words(tighter.budget_bytes)} from now on,"
         warn(
-            f"{who} ran out of memory{missing}. Gradients, buffers, optimizers and random numbers were put back,{planned} and "
-            "the step runs again, with all else that it does."
+            f"{who} ran out of memory{missing}. Gradients, buffers, optimizers and random numbers were put back,{planned} "
+            "and the step runs again, with all else that it does."
         )
 
 
@@ -218,7 +222,11 @@ def _noted(shortage: Exception, reason: str) -> Exception:
 
 
 def _in_short(error: Exception) -> str:
-    return str(error) if isinstance(error, CannotCatchUp) else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return (
+        str(error)
+        if isinstance(error, CannotCatchUp)
+        else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    )
 
 
 def _applied_in(modules: Iterable[Module]) -> Owner:

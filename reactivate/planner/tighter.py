@@ -70,7 +70,9 @@ class Ladder:
         if isinstance(plan, AdaptivePlan):
             found: Plan | AdaptivePlan = self._adaptive_below(plan, asked)
         else:
-            found = self._plan_below(plan, None if is_shared else root_of(applied), asked, is_short=shortage is not None)
+            found = self._plan_below(
+                plan, None if is_shared else root_of(applied), asked, is_short=shortage is not None
+            )
         self._had += 1
         return found
 
@@ -108,7 +110,9 @@ class Ladder:
 
     def _adaptive_below(self, plan: AdaptivePlan, asked: int | None) -> AdaptivePlan:
         """Return the same for a plan of all shapes, which takes the least for a shape if none holds the budget."""
-        if self._tries == _TRIES or plan.recent_bytes > plan.budget_bytes:  # the shape that failed has the least already
+        if (
+            self._tries == _TRIES or plan.recent_bytes > plan.budget_bytes
+        ):  # the shape that failed has the least already
             raise NoTighterPlan(self._nothing_left())
         self._tries += 1
         return plan.within(self._budget_below(plan.recent_bytes, plan.profiled.fixed.total, asked))

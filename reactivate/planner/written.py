@@ -121,4 +121,6 @@ def circumstances_of(
     """Return the circumstances that a plan is made for."""
     leaves = leaves_of("args", step.args) | leaves_of("kwargs", dict(step.kwargs or {}))
     inputs = tuple((name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items())
-    return Circumstances(class_name_of(step.model), inputs, device, torch.__version__, loss, is_predicted, units, trains)
+    return Circumstances(
+        class_name_of(step.model), inputs, device, torch.__version__, loss, is_predicted, units, trains
+    )
