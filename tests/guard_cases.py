@@ -140,7 +140,7 @@ def assert_guarded(
     """Every bit is that of the plain model with enough memory, on every rank."""
     expected, none = trained(made(wrap), parts=parts)
     model = made(wrap)
-    plan = reactivate.plan(model, batch().chunk(parts)[0], budget="80%", loss=loss_of, **options)
+    plan = reactivate.plan(model, batch().chunk(parts)[0], budget="80%", loss=loss_of, head="keep", **options)
     reactivate.apply(model, plan)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

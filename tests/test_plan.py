@@ -664,6 +664,56 @@ def test_a_step_in_another_mode_than_the_planned_one_is_told_of_once() -> None:
         case.step()
 
 
+class Drawing(GPT):
+    """Runs some of its blocks: those that it draws, of those that it has."""
+
+    first = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks[self.first :]:
+            x = block(x) if torch.rand(()) < 0.7 else x
+        return self.head(self.norm(x))
+
+
+def test_a_plan_for_another_budget_is_for_the_step_that_was_planned() -> None:
+    """Whatever is drawn by then, and if the model itself runs other blocks by now."""
+    torch.manual_seed(3)
+    model = Drawing(layers=6)
+    plan = reactivate.plan(model, torch.randint(64, (4, 64)), budget="90%")
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        before = random_states()
+        tighter = plan.at(int(0.7 * plan.plain.peak_bytes) + seed)  # no plan that was tried before
+        found.append((tighter.predicted.peak_bytes, tighter.decisions))
+        assert_all_bitwise(before, random_states())
+    assert found[0] == found[1] == found[2]
+    assert abs(plan.measure().error) <= 0.0005
+    model.first = 4
+    assert plan.at("65%").decisions
+
+
+class Short(GPT):
+    """Has too little memory for a real step, from one moment on."""
+
+    is_short = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.is_short and not isinstance(self.embed.weight, FakeTensor):
+            raise torch.OutOfMemoryError("Out of memory. Tried to allocate 64.00 KiB.")
+        return super().forward(tokens)
+
+
+def test_a_plan_for_another_budget_needs_no_more_memory_than_there_is() -> None:
+    model = Short(layers=3)
+    plan = reactivate.plan(model, torch.randint(64, (4, 64)), budget="90%")
+    assert plan.proof.method == "real"
+    model.is_short = True
+    tighter = plan.at("55%")
+    assert tighter.proof.method == "simulated" and tighter.predicted.peak_bytes <= tighter.budget_bytes
+
+
 class OtherGPT(GPT):
     pass
 

@@ -91,6 +91,11 @@ class CallWatch:
         return said + f"The peak will be {in_words(total)}; the budget of {in_words(plan.budget_bytes)} {verdict}."
 
 
+def watching_loaded(model: Module, plan: Planned) -> Callable[[], None]:
+    """Watch a model with a plan from a file. Returns what ends that."""
+    return model.register_forward_pre_hook(CallWatch(plan, None, is_from_file=True), with_kwargs=True).remove
+
+
 def _again(plan: Planned) -> CallWatch:
     return CallWatch(plan, None, is_from_file=True)
 

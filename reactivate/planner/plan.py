@@ -19,7 +19,7 @@ from reactivate._types import Action, Policy, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.by_value.call_names import CallName
-from reactivate.planner.call_watch import CallWatch
+from reactivate.planner.call_watch import watching_loaded
 from reactivate.planner.cost.prediction import Copy, Fixed, LiveTensors, Moment, Point, Prediction, Proof
 from reactivate.planner.differences import differences_of
 from reactivate.planner.digest import bucket_bytes, class_name_of
@@ -34,13 +34,11 @@ VERSION = 1
 
 
 class Runner(Protocol):
-    """A runner: it can still run the step that a plan was made for.
+    """A runner: it can still run the step that a plan was made for."""
 
-    Attributes:
-        is_shared: whether several ranks plan together: each must come to `replan` and `least_bytes` with the others.
-    """
-
-    is_shared: bool
+    @property
+    def is_shared(self) -> bool:
+        """True if several ranks plan together."""
 
     @property
     def device_bytes(self) -> int:
@@ -147,10 +145,7 @@ class Plan(Planned, ReadyMade):
                 f"apply: this plan was made for {self.made_for.model}, and this model is another: "
                 f"{'; '.join(differences[:3])}{'; ...' if len(differences) > 3 else ''}. Plan again, for this model."
             )
-        if self.runner is not None:
-            return self.runner.watch(model, self)
-        watch = CallWatch(self, None, is_from_file=True)
-        return model.register_forward_pre_hook(watch, with_kwargs=True).remove
+        return watching_loaded(model, self) if self.runner is None else self.runner.watch(model, self)
 
     # -- its step -------------------------------------------------------------------------------------------------------
 

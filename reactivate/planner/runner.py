@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Module
@@ -28,6 +28,22 @@ from reactivate.planner.step import TrainingStep
 _TIMED = 3
 
 
+class Replanner(Protocol):
+    """A planner of a step that it has profiled.
+
+    Attributes:
+        is_shared: whether several ranks plan together.
+    """
+
+    is_shared: bool
+
+    def plan(self, asked: Budget | None) -> Plan:
+        """Return the plan for a budget."""
+
+    def smallest_bytes(self) -> int:
+        """Return the least budget for which there is a plan."""
+
+
 class StepRunner:
     """The step of a plan.
 
@@ -35,27 +51,19 @@ class StepRunner:
         step: the step.
         place: where it runs.
         costs: what its ops cost.
-        replan: from another budget to its plan.
-        least: returns the least budget for which there is one.
-        is_shared: whether several ranks plan together: each must come to `replan` and `least_bytes` with the others.
+        planner: plans it for other budgets.
     """
 
-    def __init__(
-        self,
-        step: TrainingStep,
-        place: Place,
-        costs: Costs,
-        replan: Callable[[Budget | None], Plan],
-        least: Callable[[], int],
-        *,
-        is_shared: bool = False,
-    ) -> None:
-        self.is_shared = is_shared
+    def __init__(self, step: TrainingStep, place: Place, costs: Costs, planner: Replanner) -> None:
         self._step = step
         self._place = place
         self._costs = costs
-        self._replan = replan
-        self._least = least
+        self._planner = planner
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether several ranks plan together: each must come to `replan` and `least_bytes` with the others."""
+        return self._planner.is_shared
 
     @property
     def device_bytes(self) -> int:
@@ -65,12 +73,12 @@ class StepRunner:
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
         with paused(self._step.model):
-            return self._replan(budget)
+            return self._planner.plan(budget)
 
     def least_bytes(self) -> int:
         """Return the least budget for which there is a plan."""
         with paused(self._step.model):
-            return self._least()
+            return self._planner.smallest_bytes()
 
     @uncounted()
     def measure(self, plan: Plan, *, compiled: bool | str = False) -> Measurement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,18 @@ from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]
 UNLABELLED = "the sum of the model's output, whose .loss is None"
+
+
+class StepFacts(NamedTuple):
+    """The facts of a step that a plan tells.
+
+    Attributes:
+        loss: what the backward begins from, in words.
+        trains: whether the model is in training mode.
+    """
+
+    loss: str
+    trains: bool
 
 
 class Beginning:
@@ -92,20 +104,18 @@ class TrainingStep:
                     watch(lambda: self._run(self.args, dict(self.kwargs or {})))
 
     @contextmanager
-    def observed(self, tell: Callable[[str, bool], None]) -> Iterator[None]:
-        """Tell what the backward begins from, and whether the model trains, when a step calls the model.
+    def observed(self, tell: Callable[[StepFacts], None]) -> Iterator[None]:
+        """Tell what there is to say of the step: now, and when it calls the model.
 
         Args:
-            tell: called with that, in words, and in which mode the model is. What it writes must be out of reach of the
-                model, whose state is put back.
+            tell: called with that. What it writes must be out of reach of the model, whose state is put back.
         """
-
         given = "step()" if self.whole is not None else "loss(output)" if self.loss is not None else ""
-        tell(given, self.model.training)
+        tell(StepFacts(given, self.model.training))
 
         def look(model: Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled():
-                tell(given or default_loss(output)[0], model.training)
+                tell(StepFacts(given or default_loss(output)[0], model.training))
 
         handle = self.model.register_forward_hook(look)
         try:

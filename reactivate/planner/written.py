@@ -21,7 +21,7 @@ from reactivate.planner.offers import Offer
 from reactivate.planner.plan import Plan
 from reactivate.planner.planned import Circumstances, Decision, StorageUse
 from reactivate.planner.spelled import spelled_of
-from reactivate.planner.step import TrainingStep
+from reactivate.planner.step import StepFacts, TrainingStep
 from reactivate.planner.treatments import FULL
 from reactivate.planner.units import units_of
 
@@ -116,11 +116,10 @@ def storages_of(choice: ChosenStep, offers: Sequence[Offer]) -> tuple[StorageUse
 
 
 def circumstances_of(
-    step: TrainingStep, device: str, loss: str, units: int, *, is_predicted: bool, trains: bool
+    step: TrainingStep, device: str, facts: StepFacts, units: int, *, is_predicted: bool
 ) -> Circumstances:
     """Return the circumstances that a plan is made for."""
     leaves = leaves_of("args", step.args) | leaves_of("kwargs", dict(step.kwargs or {}))
     inputs = tuple((name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items())
-    return Circumstances(
-        class_name_of(step.model), inputs, device, torch.__version__, loss, is_predicted, units, trains
-    )
+    model = class_name_of(step.model)
+    return Circumstances(model, inputs, device, torch.__version__, facts.loss, is_predicted, units, facts.trains)
