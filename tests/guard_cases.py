@@ -112,8 +112,8 @@ def trained(
     def step(batches: list[Tensor]) -> Tensor:
         optimizer.zero_grad()
         for number, tokens in enumerate(batches, start=1):
-            is_last = number == len(batches)
-            with nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
+            is_added = number == 1 < len(batches) and hasattr(model, "no_sync")
+            with model.no_sync() if is_added else nullcontext():
                 loss = loss_of(model(tokens))
                 loss.backward()
         fails("before the optimizer")
@@ -185,9 +185,10 @@ def a_torch_that_has_no_name_for_sharding_between_steps() -> None:
 
 @case(CASES, 2)
 def a_rank_is_short_in_a_micro_batch_and_all_optimizers_are_undone() -> None:
+    """Of four, of which all but the first are reduced."""
     places = {1: ("backward", (1,), 1), 2: ("after the optimizer", (0,), 1)}
     guard = functools.partial(reactivate.guard_memory, undo_optimizer=True)
-    assert_guarded(wrapped, Failing(places), parts=2, guard=guard)
+    assert_guarded(functools.partial(wrapped, gradient_as_bucket_view=True), Failing(places), parts=4, guard=guard)
 
 
 @case(CASES, 2)
@@ -249,6 +250,14 @@ def gradients_that_no_rank_has_reduced_are_not_lost_silently() -> None:
         step()
     said = "".join([*getattr(caught.value, "__notes__", ()), *map(str, caught.value.args)])
     assert "fully_shard has gradients of earlier steps that it has not reduced" in said
+
+
+@case(CASES, 1)
+def the_only_rank_is_short() -> None:
+    """What communicates for the model has not come to the end of its step."""
+    every = functools.partial(wrapped, find_unused_parameters=True)
+    assert_guarded(every, Failing({0: ("backward", (0,), 1), 2: ("backward", (0,), 1)}))
+    assert_guarded(sharded, Failing({0: ("forward", (0,), 1), 2: ("backward", (0,), 1)}))
 
 
 def on_one_rank(step: Any) -> Any:

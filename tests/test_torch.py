@@ -386,11 +386,13 @@ def collectives_are_counted_and_reducers_reset() -> None:
     "sharding_state",
     "prepare_sharding",
     "has_unreduced_gradients",
+    "drop_unreduced_gradients",
 )
 def a_plain_module_is_not_sharded() -> None:
     """Behaviour: `test_plan_sharded` and `test_guard_memory`."""
     module = nn.Linear(2, 2)
     assert not room.is_root(module) and not room.has_unreduced_gradients([module])
+    room.drop_unreduced_gradients([module])
     assert not isinstance(module, room.sharded_class()) and not room.is_sharded(module)
     assert room.sharded_in([module]) == []
     assert room.sharding_state(module) is None

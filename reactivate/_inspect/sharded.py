@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._torch.sharding import is_root, sharded_in, sharding_state
+from reactivate._torch.sharding import drop_unreduced_gradients, is_root, sharded_in, sharding_state
 
 _LIBRARY = "torch.distributed.fsdp"
 _CONTAINERS = (list, dict, set)
@@ -54,6 +54,7 @@ def resetting_sharding(modules: Iterable[Module]) -> Callable[[], None]:
     def reset() -> None:
         for module in filter(is_root, sharded):
             getattr(module, _RESET)()
+        drop_unreduced_gradients(sharded)
 
     if all(hasattr(module, _RESET) for module in sharded):
         return reset
@@ -64,6 +65,7 @@ def resetting_sharding(modules: Iterable[Module]) -> Callable[[], None]:
             module.reshard()  # type: ignore[operator]
         for part in reversed(restore):
             part()
+        drop_unreduced_gradients(sharded)
 
     return put_back
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.nn import Module
+
+
+_ADDED_UP = "unsharded_accumulated_grad"
 
 
 def sharded_class() -> Any:
@@ -40,17 +43,26 @@ def is_root(module: Module) -> bool:
 def has_unreduced_gradients(modules: Iterable[Module]) -> bool:
     """Return whether sharded modules keep gradients of whole parameters, which a backward without a reduction has left."""
     return any(
-        _has_whole_gradient(parameter)
-        for state in map(sharding_state, sharded_in(modules))
-        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for parameter in getattr(group, "fsdp_params", ())
+        getattr(parameter, _ADDED_UP, None) is not None or (whole is not None and whole.grad is not None)
+        for parameter, whole in _parameters_in(modules)
     )
 
 
-def _has_whole_gradient(parameter: Any) -> bool:
-    whole = getattr(parameter, "_unsharded_param", None)
-    added_up = getattr(parameter, "unsharded_accumulated_grad", None)
-    return added_up is not None or (whole is not None and whole.grad is not None)
+def drop_unreduced_gradients(modules: Iterable[Module]) -> None:
+    """Let go of these gradients: those of a backward that an error has ended."""
+    for parameter, whole in _parameters_in(modules):
+        if whole is not None:
+            whole.grad = None
+        if getattr(parameter, _ADDED_UP, None) is not None:
+            setattr(parameter, _ADDED_UP, None)
+
+
+def _parameters_in(modules: Iterable[Module]) -> Iterator[tuple[Any, Any]]:
+    """Yield what is known of each sharded parameter, and the whole of it; None if it was never gathered."""
+    for state in map(sharding_state, sharded_in(modules)):
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            for parameter in getattr(group, "fsdp_params", ()):
+                yield parameter, getattr(parameter, "_unsharded_param", None)
 
 
 def prepare_sharding(root: Module) -> None:
