@@ -84,6 +84,24 @@ def a_wrapped_model_is_planned_with_its_buckets() -> None:
 
 
 @case(CASES, 2)
+def micro_batches_after_a_plan_are_reduced_once() -> None:
+    """Simulated steps leave no reducer behind that waits for gradients."""
+    found = []
+    for is_planned in (False, True):
+        model = DistributedDataParallel(model_of())
+        if is_planned:
+            reactivate.plan(model, batch(), budget="60%", loss=loss_of)
+            reactivate.explain(model, batch(), fake=True)
+        torch.manual_seed(1)
+        with model.no_sync():
+            loss_of(model(batch())).backward()
+        own = [parameter.grad.clone() for parameter in model.parameters()]
+        loss_of(model(batch())).backward()
+        found.append([*own, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@case(CASES, 2)
 def a_plan_is_refused_once_the_model_is_wrapped() -> None:
     model = model_of()
     plan = reactivate.plan(model, batch(), budget="60%", loss=loss_of)

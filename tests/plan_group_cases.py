@@ -106,7 +106,7 @@ def an_error_of_one_rank_is_one_of_all() -> None:
         return loss_of(logits)
 
     words = ("no targets",) if dist.get_rank() else ("rank 1 of the 2", "no targets")
-    with refused(UnsupportedError if dist.get_rank() else UsageError, *words):
+    with refused(ValueError if dist.get_rank() else UsageError, *words):
         reactivate.plan(model_of(), batch(), budget="60%", loss=broken, group=dist.group.WORLD)
     assert_agreed(planned(model_of()))
 

@@ -7,7 +7,8 @@ import dataclasses
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -600,6 +601,146 @@ def test_other_shapes_are_told_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         case.model(torch.randint(64, (3, 64)))
+
+
+@dataclasses.dataclass
+class Output:
+    loss: Tensor | None
+    logits: Tensor
+
+
+class WithLoss(GPT):
+    """Returns its loss if it is given labels, as models of transformers do."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Output:
+        logits = super().forward(tokens)
+        loss = None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return Output(loss, logits)
+
+
+@contextmanager
+def nothing_told() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_a_step_that_is_not_one_of_training_is_warned_of() -> None:
+    tokens = torch.randint(64, (4, 64))
+    model = WithLoss(layers=2)
+    with nothing_told():
+        plan = reactivate.plan(model, (tokens, tokens), budget="100%")
+    assert plan.made_for.trains and "on cpu, in training mode, whose backward begins from the output's .loss" in str(
+        plan
+    )
+    with pytest.warns(UserWarning, match="WithLoss has returned no loss, so the sum.*put the labels") as told:
+        plan = reactivate.plan(model, tokens, budget="100%")
+    assert len(told) == 1 and "begins from the sum of the model's output, whose .loss is None" in str(plan)
+    with nothing_told():
+        plan.at("90%")
+        reactivate.plan(model, tokens, budget="100%", loss=lambda output: output.logits.sum())
+    model.eval()
+    with pytest.warns(UserWarning, match=r"is in eval\(\) mode.*call model.train\(\) first") as told:
+        plan = reactivate.plan(model, (tokens, tokens), budget="100%")
+    assert len(told) == 1 and "on cpu, in eval() mode" in str(plan)
+    with torch.device("meta"):
+        elsewhere = GPT(layers=2)
+    with pytest.warns(UserWarning, match="is on the meta device, and its step was planned for a cpu. Name the device"):
+        reactivate.plan(elsewhere, tokens, budget="1GiB")
+    with nothing_told():
+        reactivate.plan(elsewhere, tokens, budget="1GiB", device="A100-80GB")
+
+
+def test_a_step_in_another_mode_than_the_planned_one_is_told_of_once() -> None:
+    case = gpt(layers=2)
+    case.model.eval()
+    plan = planned(case, "60%")
+    case.model.train()
+    assert plan.at("70%").made_for.trains is False  # it is for the step that was planned
+    reactivate.apply(case.model, plan)
+    with pytest.warns(UserWarning, match=r"made for a model in eval\(\) mode, and this one is in training mode"):
+        case.step()
+    with nothing_told():
+        case.step()
+
+
+class Drawing(GPT):
+    """Runs some of its blocks: those that it draws, of those that it has."""
+
+    first = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks[self.first :]:
+            x = block(x) if torch.rand(()) < 0.7 else x
+        return self.head(self.norm(x))
+
+
+def test_a_plan_for_another_budget_is_for_the_step_that_was_planned() -> None:
+    """Whatever is drawn by then, and if the model itself runs other blocks by now."""
+    torch.manual_seed(3)
+    model = Drawing(layers=6)
+    plan = reactivate.plan(model, torch.randint(64, (4, 64)), budget="90%")
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        before = random_states()
+        tighter = plan.at(int(0.7 * plan.plain.peak_bytes) + seed)  # no plan that was tried before
+        found.append((tighter.predicted.peak_bytes, tighter.decisions))
+        assert_all_bitwise(before, random_states())
+    assert found[0] == found[1] == found[2]
+    assert abs(plan.measure().error) <= 0.0005
+    model.first = 4
+    assert plan.at("65%").decisions
+
+
+class Short(GPT):
+    """Has too little memory for a real step, from one moment on."""
+
+    is_short = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.is_short and not isinstance(self.embed.weight, FakeTensor):
+            raise torch.OutOfMemoryError("Out of memory. Tried to allocate 64.00 KiB.")
+        return super().forward(tokens)
+
+
+def test_a_plan_for_another_budget_needs_no_more_memory_than_there_is() -> None:
+    model = Short(layers=3)
+    plan = reactivate.plan(model, torch.randint(64, (4, 64)), budget="90%")
+    assert plan.proof.method == "real"
+    model.is_short = True
+    tighter = plan.at("55%")
+    assert tighter.proof.method == "simulated" and tighter.predicted.peak_bytes <= tighter.budget_bytes
+
+
+class OtherGPT(GPT):
+    pass
+
+
+def test_a_plan_from_a_file_tells_of_another_step_once(tmp_path: Path) -> None:
+    case = gpt(layers=2)
+    planned(case, "100%").save(tmp_path / "plan.json")
+    planned(case, "100%", device="H100-SXM").save(tmp_path / "h100.json")
+    handle = reactivate.apply(case.model, Plan.load(tmp_path / "plan.json"))
+    with nothing_told():
+        case.step()
+    shorter = case.args[0][:2]
+    with pytest.warns(UserWarning, match=r"shape \(4, 64\), and the model is called with \(2, 64\).*is not promised"):
+        case.model(shorter)
+    with nothing_told():
+        case.model(shorter)
+    handle.remove()
+    other = OtherGPT(layers=2)
+    reactivate.apply(other, Plan.load(tmp_path / "h100.json"))
+    with pytest.warns(
+        UserWarning,
+        match="made for a GPT, and this is a OtherGPT; H100-SXM, and the model is on cpu. Its promise is not",
+    ) as told:
+        other(*case.args)
+    assert len(told) == 1
+    with nothing_told():
+        other(*case.args)
 
 
 def test_the_plan_reaches_the_compiler() -> None:

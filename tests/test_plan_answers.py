@@ -19,6 +19,7 @@ from reactivate.errors import UnsupportedError
 from reactivate.planner import first_trial
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
+from reactivate.planner.profile import tracer
 from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.op_costs import Modelled
 from reactivate.planner.profile.simulate import simulate
@@ -387,6 +388,57 @@ def test_a_policy_that_lacks_an_answer_is_tried_for_real(
         assert verdict.is_same and verdict.regions > 0, verdict
     plan = reactivate.plan(model, x, budget="75%")
     assert plan.fixed.total + peak_of(model, x, plan) + plan.proof.margin_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "steps"),
+    [
+        ("experts", {}, 0),  # beside the real step, to learn whether sizes depend on the data
+        ("experts", {"device": "H100-SXM"}, 0),  # alone
+        ("experts", {"device": "H100-SXM"}, 1),  # with the values of the real step
+        ("experts", {"device": "H100-SXM"}, 3),  # a policy
+    ],
+)
+def test_an_error_of_our_own_is_not_one_for_the_want_of_values(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], steps: int
+) -> None:
+    seen = Journal()
+    enter = tracer._Tracer._enter
+
+    def broken(self: Any, tensor: Tensor, *rest: Any) -> None:
+        if isinstance(tensor, FakeTensor):
+            if not any(item is self for item in seen):
+                seen.append(self)
+            if len(seen) > steps:
+                raise AttributeError("of our own")
+        enter(self, tensor, *rest)
+
+    monkeypatch.setattr(tracer._Tracer, "_enter", broken)
+    model, x = made(name)
+    with pytest.raises(AttributeError, match="of our own"):
+        reactivate.plan(model, x, budget="60%", **options)
+
+
+class Printing(nn.Module):
+    """Writes a number into a text, which torch refuses for fake tensors with a `TypeError`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Masked() for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        self.said = f"{x.mean():.2f}"
+        return x
+
+
+def test_a_step_that_prints_a_number_is_planned() -> None:
+    torch.manual_seed(0)
+    model, x = Printing(), torch.randn(512, 32)
+    plan = reactivate.plan(model, x, budget="75%", device="H100-SXM")
+    assert plan.proof.method == "real"
+    verdict = reactivate.verify(model, x, policy=plan)
+    assert verdict.is_same and verdict.regions > 0, verdict
 
 
 def test_for_a_device_that_is_not_here() -> None:

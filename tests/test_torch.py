@@ -11,6 +11,7 @@ import pkgutil
 import random
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from functorch.compile import aot_function, make_boxed_func
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -303,16 +306,93 @@ def a_plain_tensor_is_not_distributed() -> None:
     assert not room.is_distributed(torch.ones(2))
 
 
-@needs("finished_work")
+@needs("lacks_values")
+def errors_for_the_want_of_values_are_known() -> None:
+    def error_of(run: Callable[[Tensor], Any]) -> BaseException:
+        with room.FakeTensorMode():
+            x = torch.empty(3)
+        try:
+            run(x)
+        except Exception as error:
+            return error
+        raise AssertionError("nothing was raised")
+
+    def of_ours(x: Tensor) -> None:
+        x.no_such_name
+
+    def of_users(x: Tensor) -> None:
+        raise ValueError(f"a batch of {len(x)}")
+
+    wants = (Tensor.item, Tensor.tolist, Tensor.nonzero, Tensor.numpy, "{:.2f}".format, lambda x: x[x > 0])
+    assert all(room.lacks_values(error_of(run)) for run in wants)
+    assert not any(room.lacks_values(error_of(run)) for run in (of_ours, of_users))
+    assert not any(map(room.lacks_values, (torch.OutOfMemoryError("no more"), UnsupportedError("of ours"))))
+
+
+@needs("finished_work", "finished_work_with")
 def a_collective_that_nobody_ran_is_done() -> None:
-    """Behaviour: `test_plan_sharded`."""
+    """Behaviour: `test_plan_sharded` and `test_guard_memory`."""
     assert isinstance(room.finished_work(), torch.ScriptObject)
+    assert isinstance(room.finished_work_with([torch.ones(2)]), torch.ScriptObject)
 
 
-@needs("sharded_class", "sharded_in", "is_sharded", "sharding_state", "prepare_sharding")
+@needs(
+    "issued",
+    "group_name_of",
+    "rebuild_buckets",
+    "has_rebuilt_buckets",
+    "reset_reducer",
+    "without_rebuilding",
+    "without_reducing",
+)
+def collectives_are_counted_and_reducers_reset() -> None:
+    """Behaviour: `test_guard_memory` and `test_plan_ranks`."""
+    directory = tempfile.TemporaryDirectory()
+    dist.init_process_group("gloo", store=dist.FileStore(f"{directory.name}/store", 1), rank=0, world_size=1)
+    try:
+        before = room.issued()
+        names: list[Any] = []
+
+        class Look(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                names.append(room.group_name_of(func, args, kwargs or {}))
+                return func(*args, **(kwargs or {}))
+
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        begun = room.issued()
+        with Look():
+            model(torch.ones(1, 2)).sum().backward()
+            dist.all_reduce(torch.ones(2))
+        ((name, number),) = room.issued().items()
+        assert begun[name] > before[name] and number - begun[name] == names.count(name) == 2
+        assert not room.has_rebuilt_buckets(model)
+        room.rebuild_buckets(model)
+        assert room.has_rebuilt_buckets(model)
+        with room.without_rebuilding(model), room.without_reducing(model):
+            model(torch.ones(1, 2))
+        room.reset_reducer(model)
+        assert not room.has_rebuilt_buckets(model)
+        model(torch.ones(1, 2)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+        directory.cleanup()
+
+
+@needs(
+    "sharded_class",
+    "sharded_in",
+    "is_sharded",
+    "is_root",
+    "sharding_state",
+    "prepare_sharding",
+    "has_unreduced_gradients",
+    "drop_unreduced_gradients",
+)
 def a_plain_module_is_not_sharded() -> None:
-    """Behaviour: `test_plan_sharded`."""
+    """Behaviour: `test_plan_sharded` and `test_guard_memory`."""
     module = nn.Linear(2, 2)
+    assert not room.is_root(module) and not room.has_unreduced_gradients([module])
+    room.drop_unreduced_gradients([module])
     assert not isinstance(module, room.sharded_class()) and not room.is_sharded(module)
     assert room.sharded_in([module]) == []
     assert room.sharding_state(module) is None

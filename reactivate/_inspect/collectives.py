@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from reactivate._torch.collectives import finished_work
+import torch
+from torch import Tensor
+
+from reactivate._torch.collectives import finished_work, finished_work_with
+from reactivate._torch.containers import flatten, unflatten
 
 _WRITING = "c10d"
+_IN_PLACE = ("::allreduce_", "::allreduce_coalesced_", "::broadcast_", "::reduce_", "::barrier")
 _FUNCTIONAL = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 
 
@@ -23,5 +28,31 @@ def simulated_collective(op: Any, args: Any, kwargs: Any) -> Any:
     """Return what a collective would, without running it."""
     if op.namespace in _FUNCTIONAL:  # torch says how large the results are
         return op(*args, **kwargs)
-    work = finished_work()
+    return _as_returned(op, args, finished_work())
+
+
+def skipped_collective(op: Any, args: Any, kwargs: Any) -> Any:
+    """Return what a collective would, for real tensors, without running it: zeros for what comes from other ranks."""
+    if op.namespace == _WRITING:
+        tensors = _tensors_in(args[0])
+        if not op._schema.name.endswith(_IN_PLACE):
+            for tensor in tensors:
+                tensor.zero_()
+        return _as_returned(op, args, finished_work_with(tensors))
+    leaves, structure = flatten((args, kwargs))
+    if op._schema.is_mutable:
+        own = kwargs.get("out", args[0])
+        return own.zero_() if "out" in kwargs else own
+    meta = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    given = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    described = op(*unflatten(meta, structure)[0], **unflatten(meta, structure)[1])
+    results, structure = flatten(described)
+    return unflatten([torch.zeros_like(item, device=given.device) for item in results], structure)
+
+
+def _as_returned(op: Any, args: Any, work: Any) -> Any:
     return work if len(op._schema.returns) == 1 else (args[0], work)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]

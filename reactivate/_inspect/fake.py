@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._engine.inputs.capture import Capture
@@ -18,6 +19,7 @@ from reactivate._inspect.sharded import sharding_faked
 from reactivate._torch.containers import flatten, leaves_at_op, unflatten
 from reactivate._torch.fake import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
 from reactivate._torch.ops import DEVICE_QUERY
+from reactivate._torch.reducers import without_reducing
 from reactivate._torch.sharding import sharded_in
 
 
@@ -73,7 +75,13 @@ def faked(
     try:
         for namespace, before in zip(namespaces, originals):
             namespace.update({name: fake(item) for name, item in before.items()})
-        with sharding_faked(modules, fake), mode, _Values(known, gathers=bool(sharded_in(modules))):
+        with ExitStack() as stack:
+            for module in modules:
+                if isinstance(module, DistributedDataParallel):  # gradients of fake parameters never come to it
+                    stack.enter_context(without_reducing(module))
+            stack.enter_context(sharding_faked(modules, fake))
+            stack.enter_context(mode)
+            stack.enter_context(_Values(known, gathers=bool(sharded_in(modules))))
             yield faked
     finally:
         for namespace, before in zip(namespaces, originals):

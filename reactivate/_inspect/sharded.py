@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._torch.sharding import sharded_in, sharding_state
+from reactivate._torch.sharding import drop_unreduced_gradients, is_root, sharded_in, sharding_state
 
 _LIBRARY = "torch.distributed.fsdp"
 _CONTAINERS = (list, dict, set)
+_RESET = "reset_iter_state"  # newer versions of torch have a name for that
 
 
 @contextmanager
@@ -38,6 +39,35 @@ def sharding_faked(modules: Iterable[Module], fake: Callable[[Any], Any]) -> Ite
     finally:
         for put_back in reversed(restore):
             put_back()
+
+
+def resetting_sharding(modules: Iterable[Module]) -> Callable[[], None]:
+    """Bring sharded modules to where they are between two steps, and return what brings them there after an error in one.
+
+    Args:
+        modules: all modules of a step.
+    """
+    sharded = sharded_in(modules)
+    for module in sharded:
+        module.reshard()  # type: ignore[operator]  # weights that an evaluation has left gathered
+
+    def reset() -> None:
+        for module in filter(is_root, sharded):
+            getattr(module, _RESET)()
+        drop_unreduced_gradients(sharded)
+
+    if all(hasattr(module, _RESET) for module in sharded):
+        return reset
+    restore = [_restoring(vars(item)) for item in _objects_of([sharding_state(module) for module in sharded])]
+
+    def put_back() -> None:
+        for module in sharded:
+            module.reshard()  # type: ignore[operator]
+        for part in reversed(restore):
+            part()
+        drop_unreduced_gradients(sharded)
+
+    return put_back
 
 
 def _objects_of(states: Iterable[Any]) -> list[Any]:

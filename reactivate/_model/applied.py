@@ -13,7 +13,7 @@ from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import serve
 from reactivate._engine.record import Options
 from reactivate._model.cache_watch import CacheWatch
-from reactivate._model.forwards import HeadForward, RegionForward, SavedForward, SpansForward
+from reactivate._model.forwards import FoundForward, HeadForward, RegionForward, SavedForward, SpansForward
 from reactivate._model.handle import FORWARD, AppliedForward, Handle, own_forward_of
 from reactivate._model.selection import Selection
 from reactivate._types import DEVICE, Policy, Storage
@@ -51,6 +51,8 @@ class Applied:
                 found[id(module)] = self.placed(kind, module, path, hidden)
         self.unmatched.regions = self.cache_watch.regions = len(self.handle.regions)
         self.handle.kept = chosen.kept_beside()
+        if not found and isinstance(self.policy, ReadyMade) and self.policy.is_found:
+            found[id(model)] = FoundForward(self, model, "", own_forward_of(model))
         return list(found.values())
 
     def placed(self, kind: type[AppliedForward], module: Module, path: str, hidden: Any) -> AppliedForward:

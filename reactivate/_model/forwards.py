@@ -131,6 +131,17 @@ class SavedForward(AppliedForward):
         return self.original()(*args, **kwargs)
 
 
+class FoundForward(AppliedForward):
+    """Nothing of the model is selected: the policy is here to be found."""
+
+    @property
+    def stands_for(self) -> None:
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.in_graph(*args, **kwargs) if is_compiling() else self.original()(*args, **kwargs)
+
+
 class HeadForward(AppliedForward):
     """The module returns logits whose loss is computed by rows."""
 

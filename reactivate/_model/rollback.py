@@ -68,10 +68,16 @@ class Rollback:
         self._groups = list(map(_Groups, optimizers.values()))
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Take note of each optimizer before its first step inside of the context."""
+    def watching(self, begins: Callable[[], None] | None = None) -> Iterator[None]:
+        """Take note of each optimizer before its first step inside of the context.
+
+        Args:
+            begins: called before that.
+        """
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if begins is not None:
+                begins()
             if id(optimizer) not in self._optimizers:
                 self._optimizers[id(optimizer)] = _OptimizerState(optimizer, copies=self._copies_optimizer)
 
@@ -126,7 +132,7 @@ class Rollback:
         for leaf, gradient, content in self._gradients:
             leaf.grad = gradient
             if gradient is not None:
-                gradient.copy_(content)
+                _here(gradient).copy_(content)
         for source, value in self._streams:
             source.write(value)
 
@@ -160,7 +166,7 @@ class _OptimizerState:
     def put_back(self) -> None:
         """Let the optimizer, its state and its parameters be as they were."""
         for tensor, copy in zip(self.copied, self._copies):
-            tensor.copy_(copy)
+            _here(tensor).copy_(copy)
         self._groups.put_back()
         self._optimizer.state.clear()
         self._optimizer.state.update({parameter: dict(entries) for parameter, entries in self._state.items()})
@@ -183,14 +189,20 @@ class _Groups:
             value.copy_(content)
 
 
+def _here(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor that this rank has, of others the tensor itself: the same memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def _has_sum(leaf: Tensor) -> bool:
+    here = _here(leaf.detach())
     return (
-        type(leaf) in (Tensor, Parameter) and leaf.layout is torch.strided and not (leaf.is_meta or leaf.is_complex())
+        type(here) in (Tensor, Parameter) and here.layout is torch.strided and not (here.is_meta or here.is_complex())
     )
 
 
 def _flat(leaf: Tensor) -> Tensor:
-    return leaf.detach().reshape(-1)
+    return _here(leaf.detach()).reshape(-1)
 
 
 def _namespaces_of(module: Module) -> Iterator[dict[str, Any]]:
@@ -200,4 +212,4 @@ def _namespaces_of(module: Module) -> Iterator[dict[str, Any]]:
 
 
 def _on_host(tensor: Tensor | None) -> Any:
-    return None if tensor is None else tensor.detach().to("cpu", copy=True)
+    return None if tensor is None else _here(tensor.detach()).to("cpu", copy=True)

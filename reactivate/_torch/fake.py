@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +47,29 @@ without_dispatch: Any = fastest(
 def device_of(fake: Any) -> torch.device:
     """Return the device that a fake tensor gives as its own: torch asks several times an op, through every mode."""
     return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device  # type: ignore[no-any-return]
+
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_OF_CPP = (RuntimeError, NotImplementedError)
+
+
+def lacks_values(error: BaseException) -> bool:
+    """Return whether torch has raised an error, as it does where a fake tensor has no values or an op no kernel for it.
+
+    It has classes of its own for most of these. The others are plain errors of its C++, or come out of its Python, where a
+    tensor is written as a text, say. An error that other code has raised has another reason: in the user's, in ours.
+    """
+    kind = type(error)
+    if issubclass(kind, torch.OutOfMemoryError):
+        return False
+    return kind in _OF_CPP or kind.__module__.startswith("torch.") or _is_raised_in_torch(error)
+
+
+def _is_raised_in_torch(error: BaseException) -> bool:
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    return where is not None and where.tb_frame.f_code.co_filename.startswith(_TORCH)
 
 
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")

@@ -122,7 +122,7 @@ def _holds(probe: Callable[..., bool], found: tuple[Any, ...]) -> bool:
     try:
         with torch.inference_mode(False), torch.enable_grad():  # whatever is around the import
             return bool(probe(*found))
-    except Exception:  # whatever it says, it is not what was expected
+    except Exception:  # whatever it raises, it is not what was expected: the public way is taken, and `ways` tells
         return False
 
 
@@ -135,7 +135,7 @@ def layout(what: str, find_it: Callable[[], Place | None]) -> Place | None:
     """
     try:
         found = find_it()
-    except Exception:  # a layout that is not as expected may do anything but what was expected
+    except Exception:  # a layout that is not as expected may raise anything: likewise
         found = None
     ways.append(Way((), what, found is not None))
     return found

@@ -47,7 +47,7 @@ def config_of(target: str, settings: Mapping[str, Any]) -> Any:
     _check_settings(kind, settings)
     try:
         config = kind(**{**fields, **settings})
-    except Exception as error:
+    except Exception as error:  # of the class, whichever it raises
         raise UsageError(f"{kind.__name__} refuses this: {' '.join(str(error).split())[:400]}") from None
     if "use_cache" not in settings:
         config.use_cache = False  # which a step of training has no use for
@@ -180,7 +180,9 @@ def _check_settings(kind: Any, settings: Mapping[str, Any]) -> None:
         return
     try:
         default = kind()
-    except Exception:  # one that cannot be without values
+    except (
+        Exception
+    ):  # of the class: it cannot be made without fields, and says what is wrong with those that are given
         return
     known = {*vars(default), *default.attribute_map}
     for name in settings:

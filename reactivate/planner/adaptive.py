@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch.nn import Module
 
-from reactivate._engine.accounts import in_words
+from reactivate._engine.accounts import in_words, is_shortage
 from reactivate._engine.mismatch.check import uncounted
 from reactivate._inspect.arguments import example_of
 from reactivate._model.apply import paused
@@ -199,6 +199,8 @@ class AdaptivePlan(PerCall):
         try:
             planner.look_at_plain()
         except Exception as error:
+            if is_shortage(error):
+                raise
             cause = error.__cause__ or error
             raise UsageError(
                 f'plan(shapes="adaptive"): the step does not run with inputs of shape {shapes}: '

@@ -17,6 +17,7 @@ from reactivate._engine.mismatch.check import uncounted
 from reactivate._inspect.arguments import check_module, example_of
 from reactivate._model.apply import paused
 from reactivate._text.keywords import refuse_unknown
+from reactivate._text.warnings import warn
 from reactivate._text.words import described, name_of
 from reactivate._types import Storage
 from reactivate.errors import UsageError
@@ -34,7 +35,7 @@ from reactivate.planner.ranks import Ranks
 from reactivate.planner.reserve import parse_reserve, within_device
 from reactivate.planner.sharding import begin_sharded, check_group
 from reactivate.planner.solver.maximize import largest
-from reactivate.planner.step import Loss, TrainingStep
+from reactivate.planner.step import UNLABELLED, Loss, TrainingStep
 
 
 @overload
@@ -175,6 +176,7 @@ def plan(
         head = "rows" if may_slice and not (shapes or compiled or group) else "keep"
         if maximize is not None:
             found = largest(planned, place, optimizer, tell, asked, maximize, offered, head)
+            _warn_of_mistakes(found, model, device)
             return replace(found, planning_seconds=perf_counter() - began)
         is_adaptive = shapes is not None
         planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=is_adaptive, head=head, ranks=ranks)
@@ -185,7 +187,28 @@ def plan(
         if compiled and not planner.is_predicted:
             found = holding_compiled(found, compiled, planner.plan)
     found = replace(found, planning_seconds=perf_counter() - began)
+    _warn_of_mistakes(found, model, device)
     return found if shapes is None else adaptive_plan(planner, found)
+
+
+def _warn_of_mistakes(found: Plan, model: Module, device: Any) -> None:
+    """Warn of a step that is most likely not the one that trains."""
+    name, made_for = type(model).__name__, found.made_for
+    if not made_for.trains:
+        warn(
+            f"plan: the {name} is in eval() mode, so dropout keeps nothing and norms read their statistics. In training mode "
+            "a step takes other memory: call model.train() first."
+        )
+    if made_for.loss == UNLABELLED:
+        warn(
+            f"plan: the {name} has returned no loss, so the sum of its output was taken for one. In training a step takes "
+            "other memory: put the labels into the arguments, or pass loss=."
+        )
+    if device is None and any(parameter.is_meta for parameter in model.parameters()):
+        warn(
+            f"plan: the {name} is on the meta device, and its step was planned for a {made_for.device}. Name the device on "
+            "which it trains: plan(..., device='H100-SXM'), or another one that `reactivate devices` lists."
+        )
 
 
 def _check_shapes(shapes: Any, **others: Any) -> None:

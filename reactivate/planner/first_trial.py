@@ -15,9 +15,8 @@ from time import perf_counter
 import torch
 from torch.nn import Module
 
-from reactivate._torch.fake import unlogged
+from reactivate._torch.fake import lacks_values, unlogged
 from reactivate._torch.sharding import is_sharded
-from reactivate.errors import UsageError
 from reactivate.planner.place import RESERVE, Place, available_bytes, is_alone
 from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.costs import seconds_of
@@ -143,7 +142,11 @@ class PlainStep:
 
         try:
             return self._with(answers, costs, watch)
-        except (_Stopped, Exception):  # whatever fake tensors raise where they need values
+        except _Stopped:
+            return None
+        except Exception as error:
+            if not lacks_values(error):
+                raise
             return None
 
     # -- a step that does not fit, or is not to run -------------------------------------------------------------------
@@ -155,9 +158,9 @@ class PlainStep:
         try:
             with unlogged():
                 found = FirstTrial(self._run({}, costs))
-        except UsageError:
-            raise
         except Exception as error:
+            if not lacks_values(error):
+                raise
             reason = error
         all_fail = all(self._ranks.gather(reason is not None))
         if found is not None:
@@ -209,6 +212,8 @@ class PlainStep:
                 found = self._with(answers, costs)
                 return replace(found, margin=max(self._ranks.gather(found.margin)))
             except Exception as error:  # an op that no fake tensor and no real step can tell enough of
+                if not lacks_values(error):
+                    raise
                 reason = error
             if self._never_real:
                 raise among_ranks(reason) from reason

@@ -3,64 +3,61 @@
 from __future__ import annotations
 
 import functools
-import gc
-import math
-import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from reactivate._engine.accounts import add_note, in_words, is_shortage
-from reactivate._model.apply import apply
 from reactivate._model.handle import FORWARD, AppliedForward, Owner
 from reactivate._model.rollback import Rollback
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.warnings import warn
 from reactivate._text.words import described
-from reactivate.errors import PlanInfeasible, UnsupportedError, UsageError
+from reactivate.errors import ReactivateError, UsageError
 from reactivate.planner.adaptive import AdaptivePlan
-from reactivate.planner.budget import parse
-from reactivate.planner.place import is_alone
+from reactivate.planner.guarded_ranks import CannotCatchUp, GuardedRanks, RankStep, RankWasShort
 from reactivate.planner.plan import Plan
+from reactivate.planner.tighter import Ladder, NoTighterPlan, asked_bytes, let_go, replace_plan, root_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
-_UNITS = {"bytes": "B"}
-_FACTORS = (1, 2, 4, 8)  # each time that the step fails again, more is taken to be missing
-_UNSAID = 0.05  # of the plan's peak: by how much it is tightened where the error does not say what was missing
-
 
 @refuse_unknown
-def guard_memory(step: Callable[P, R], *, undo_optimizer: bool = False) -> Callable[P, R]:
+def guard_memory(
+    step: Callable[P, R], *, undo_optimizer: bool = False, group: ProcessGroup | None = None
+) -> Callable[P, R]:
     """Wrap a training step so that it runs again, under a tighter plan, if it runs out of memory.
 
     Gradients, buffers, attributes of modules and of objects that the step can reach, optimizers, schedulers, gradient scalers
     and random number generators are put back to what they were before the step. The plan that is applied to the step's model
-    is tightened by what was missing, by twice that if the step fails again, and stays so. One warning tells. The result is
-    bitwise that of a step with enough memory.
+    is tightened by what was missing; if the step fails again, by half of what is left above the least plan; and stays so. A
+    warning tells each time. The result is bitwise that of a step with enough memory.
 
     All else that the step does is done twice: taking a batch from an iterator, writing to a file. Pass the batch as an
     argument, and leave the rest out of the step. Each call copies the gradients that there are to the host:
     set them to None before, or accumulate inside of the step.
+
+    Several ranks make each call together. They agree on one number, right before an optimizer in the step begins, or at the
+    end of the step: if any of them was short, all put back what the step did, and run it again.
 
     Args:
         step: forward, backward, and the optimizer's step if you like. The model in it has a plan applied, one that was made
             in this process.
         undo_optimizer: whether to copy parameters and the optimizer's state to the host before each optimizer step. Without
             that, a step in which an optimizer has begun to write is not run again.
+        group: the ranks that run the step together; None: all that there are.
 
     Returns:
         A function like `step`. It raises the error of `step` if there is no tighter plan, or if something cannot be put back;
         a note in the error says which, and all else has been put back.
 
     Raises:
-        UnsupportedError: the process is one of several in `torch.distributed`: a rank that runs its step again would wait
-            alone in its collectives.
-        UsageError: `step` is no function, or it reaches no model with a plan, or more than one.
+        ReactivateError: another rank has run out of memory, and the step cannot be run again; says why.
+        UsageError: `step` is no function, or it reaches no model with a plan, or more than one; or `group` is no group that
+            this process is in.
 
     Examples:
         >>> import torch, reactivate
@@ -74,91 +71,162 @@ def guard_memory(step: Callable[P, R], *, undo_optimizer: bool = False) -> Calla
     """
     if not callable(step) or isinstance(step, (type, Module)):
         raise UsageError(f"guard_memory takes a function that runs a training step; got {described(step)}.")
+    ranks = GuardedRanks(group)
 
     @functools.wraps(step)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-        _refuse_ranks()
-        for factor in _FACTORS:
-            before = Rollback(step, args, kwargs, copies_optimizer=undo_optimizer)
-            applied = _applied_in(before.modules)
+        ladder = Ladder()
+        while True:
+            run = _Run(ranks, step, args, kwargs, undo_optimizer=undo_optimizer)
+            shortage: Exception | None = None
             try:
-                with before.watching():
-                    return step(*args, **kwargs)
+                result: R = run()
+                break
+            except RankWasShort:
+                pass
             except Exception as error:
                 if not is_shortage(error):
                     raise
-                tighter = _after(error, before, applied, factor)
-            _run_under(tighter, applied)  # outside of the handler, whose error keeps the tensors of the step
-        return step(*args, **kwargs)
+                shortage = error
+            run.undo(shortage)  # outside of the handlers, whose errors keep the tensors of the step
+            run.tighten(ladder, shortage)
+        ladder.settle(run.applied)
+        return result
 
     return guarded
 
 
-def _after(error: Exception, before: Rollback, applied: Owner, factor: int) -> _Tighter:
-    """Put back what the step did, and return a tighter plan.
+class _Run:
+    """One run of a guarded step.
 
-    Raises:
-        Exception: `error`, with the reason why the step cannot run again.
+    Args:
+        ranks: all that run it together.
+        step, args, kwargs: the step.
+        undo_optimizer: whether an optimizer's step can be undone.
+
+    Attributes:
+        applied: the plan, with its model.
     """
-    reason = before.cannot_undo()
-    before.put_back()
-    reason = reason or before.not_put_back()
-    if reason:
-        remedy = "; guard_memory(step, undo_optimizer=True) keeps copies of those" if "optimizer" in reason else ""
-        add_note(error, f"guard_memory did not run the step again: {reason}{remedy}.")
-        raise error
-    asked = _asked_bytes(error)
-    plan = _tighter_than(applied.policy, asked, factor)
-    if plan is None:
-        add_note(error, "guard_memory did not run the step again: no plan takes less memory.")
-        raise error
-    return _Tighter(plan, asked)
+
+    def __init__(
+        self,
+        ranks: GuardedRanks,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        undo_optimizer: bool,
+    ) -> None:
+        self._ranks = ranks
+        self._step = functools.partial(step, *args, **kwargs)
+        self._before = Rollback(step, args, kwargs, copies_optimizer=undo_optimizer)
+        self._on_ranks = RankStep(ranks, self._before.modules)
+        self._agrees_at_end = undo_optimizer
+        self._cannot = ""  # run again, and why
+        self.applied = _applied_in(self._before.modules)
+
+    def __call__(self) -> Any:
+        """Run it.
+
+        Raises:
+            RankWasShort: another rank ran out of memory.
+            Exception: whatever the step raises.
+        """
+        with self._before.watching(None if self._agrees_at_end else self._on_ranks.agree):
+            result = self._step()
+        self._on_ranks.agree()
+        return result
+
+    def undo(self, shortage: Exception | None) -> None:
+        """Put back what the step did, on all ranks.
+
+        Args:
+            shortage: what it has raised; None if another rank was short.
+
+        Raises:
+            Exception: `shortage`, with the reason why the other ranks cannot be told.
+        """
+        if shortage is not None:
+            let_go(shortage)
+            self._put_back()
+            if self._ranks.are_many:
+                self._catch_up(shortage)
+        if shortage is None or self._ranks.are_many:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        self._on_ranks.reset()
+        reason = self._before.cannot_undo() or self._on_ranks.cannot_undo()
+        self._before.put_back()
+        self._cannot = self._cannot or reason or self._before.not_put_back()
+
+    def _catch_up(self, shortage: Exception) -> None:
+        """Take the part of this rank in the collectives of the others, so that they come to the end of the step."""
+        try:
+            if self._cannot:
+                raise CannotCatchUp(self._cannot)
+            self._on_ranks.catch_up(self, root_of(self.applied))
+        except (
+            Exception
+        ) as error:  # the ranks cannot meet any more, whatever it is: it is told, and the shortage is raised
+            let_go(error)
+            raise _noted(shortage, f"{_in_short(error)}. The other ranks wait for this one") from None
+
+    def tighten(self, ladder: Ladder, shortage: Exception | None) -> None:
+        """Apply a tighter plan where memory was short.
+
+        Args:
+            ladder: the plans that this call has had.
+            shortage: as for `undo`.
+
+        Raises:
+            Exception: `shortage`, with the reason why the step cannot run again.
+            ReactivateError: it is another rank that was short, with that reason.
+        """
+        try:
+            if self._cannot:
+                raise NoTighterPlan(self._cannot)
+            tighter, reason = ladder.below(self.applied, shortage), ""
+        except NoTighterPlan as error:
+            tighter, reason = None, str(error)
+        except ReactivateError as error:  # the other ranks are to hear of it
+            tighter, reason = None, f"no tighter plan can be made: {error}"
+        self._on_ranks.reset()  # steps that were tried for a plan have gone through it
+        told = self._ranks.gather((shortage is not None, reason))
+        short = next(rank for rank, (is_short, _) in enumerate(told) if is_short)
+        reason = next(
+            (f"rank {rank}: {why}" if len(told) > 1 else why for rank, (_, why) in enumerate(told) if why), ""
+        )
+        if reason and shortage is not None:
+            raise _noted(shortage, reason)
+        if reason:
+            raise ReactivateError(
+                f"guard_memory: rank {short} of {len(told)} has run out of memory, and the step does not run again: {reason}."
+            )
+        if tighter is not None:
+            replace_plan(self.applied, tighter)
+        who = "A step" if shortage is not None else f"Rank {short}"
+        asked = None if shortage is None else asked_bytes(shortage)
+        missing = "" if asked is None else f" (it asked for {in_words(asked)} more)"
+        planned = "" if tighter is None else f" the plan is for {in_words(tighter.budget_bytes)} from now on,"
+        warn(
+            f"{who} ran out of memory{missing}. Gradients, buffers, optimizers and random numbers were put back,{planned} "
+            "and the step runs again, with all else that it does."
+        )
 
 
-class _Tighter(NamedTuple):
-    plan: Plan | AdaptivePlan
-    asked_bytes: int | None
+def _noted(shortage: Exception, reason: str) -> Exception:
+    remedy = "; guard_memory(step, undo_optimizer=True) keeps copies of those" if "an optimizer had" in reason else ""
+    add_note(shortage, f"guard_memory does not run the step again: {reason}{remedy}.")
+    return shortage
 
 
-def _tighter_than(policy: Any, asked: int | None, factor: int) -> Plan | AdaptivePlan | None:
-    peak_bytes = policy.recent_bytes if isinstance(policy, AdaptivePlan) else policy.predicted.peak_bytes
-    budget_bytes = peak_bytes - factor * (math.ceil(_UNSAID * peak_bytes) if asked is None else asked)
-    if budget_bytes <= 0:
-        return None
-    if isinstance(policy, AdaptivePlan):  # the shape that failed may have the least plan already
-        return policy.within(budget_bytes) if peak_bytes <= policy.budget_bytes else None
-    try:
-        return policy.at(budget_bytes)  # type: ignore[no-any-return]
-    except PlanInfeasible:
-        return None
-
-
-def _run_under(tighter: _Tighter, applied: Owner) -> None:
-    root = None if applied.root is None else applied.root()
-    assert root is not None
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-    options = applied.options
-    apply(
-        root,
-        tighter.plan,
-        guards=options.guards,
-        early_stop=options.early_stop,
-        determinism=options.determinism,  # type: ignore[arg-type]
-        replace=True,
+def _in_short(error: Exception) -> str:
+    return (
+        str(error)
+        if isinstance(error, CannotCatchUp)
+        else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     )
-    asked = "" if tighter.asked_bytes is None else f" (it asked for {in_words(tighter.asked_bytes)} more)"
-    warn(
-        f"A step ran out of memory{asked}. Gradients, buffers, optimizers and random numbers were put back, the plan is for "
-        f"{in_words(tighter.plan.budget_bytes)} from now on, and the step runs again, with all else that it does."
-    )
-
-
-def _asked_bytes(error: Exception) -> int | None:
-    """Return how much the step asked for when there was no more, if the error says that."""
-    found = _ASKED.search(str(error))
-    return None if found is None else parse(f"{found[1]} {_UNITS.get(found[2], found[2])}").total_bytes
 
 
 def _applied_in(modules: Iterable[Module]) -> Owner:
@@ -183,11 +251,3 @@ def _applied_in(modules: Iterable[Module]) -> Owner:
             "again, and apply the plan to the model."
         )
     return found[0]
-
-
-def _refuse_ranks() -> None:
-    if not is_alone():
-        raise UnsupportedError(
-            "guard_memory is not supported in a process group of several ranks: one that runs its step again would wait "
-            'alone in its collectives. Use plan(..., shapes="adaptive") with a budget that leaves room.'
-        )

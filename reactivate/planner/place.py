@@ -107,7 +107,7 @@ def place_of(
         )
     if has_values and own.type != "cpu":
         _require_counts(own)
-    return Place(own, _spec_of(own), has_values, memory_bytes(own) if has_values else 0, has_values)
+    return Place(own, spec_of(own), has_values, memory_bytes(own) if has_values else 0, has_values)
 
 
 def _require_counts(device: torch.device) -> None:
@@ -129,7 +129,7 @@ def _is_torch_device(name: str) -> bool:
     return True
 
 
-def _spec_of(device: torch.device) -> DeviceSpec:
+def spec_of(device: torch.device) -> DeviceSpec:
     """The roofline of a device that is here, where it is in the table: else that of a CPU, of which only ratios count."""
     if device.type == "cuda" and torch.cuda.is_available():
         try:

@@ -19,6 +19,7 @@ from reactivate._types import Action, Policy, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.by_value.call_names import CallName
+from reactivate.planner.call_watch import watching_loaded
 from reactivate.planner.cost.prediction import Copy, Fixed, LiveTensors, Moment, Point, Prediction, Proof
 from reactivate.planner.differences import differences_of
 from reactivate.planner.digest import bucket_bytes, class_name_of
@@ -36,11 +37,18 @@ class Runner(Protocol):
     """A runner: it can still run the step that a plan was made for."""
 
     @property
+    def is_shared(self) -> bool:
+        """True if several ranks plan together."""
+
+    @property
     def device_bytes(self) -> int:
         """The memory of the device that it runs on; 0 where nobody says."""
 
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
+
+    def least_bytes(self) -> int:
+        """Return the least budget for which there is a plan."""
 
     def measure(self, plan: Plan, *, compiled: bool | str = False) -> Any:
         """Run it with `plan`, compiled if that is asked for."""
@@ -118,6 +126,10 @@ class Plan(Planned, ReadyMade):
     def may_match_nothing(self) -> bool:
         return True
 
+    @property
+    def is_found(self) -> bool:
+        return True
+
     def applied_to(self, model: Module) -> Callable[[], None]:
         for use in self.storages:
             if use.name not in self.live:
@@ -136,7 +148,7 @@ class Plan(Planned, ReadyMade):
                 f"apply: this plan was made for {self.made_for.model}, and this model is another: "
                 f"{'; '.join(differences[:3])}{'; ...' if len(differences) > 3 else ''}. Plan again, for this model."
             )
-        return super().applied_to(model) if self.runner is None else self.runner.watch(model, self)
+        return watching_loaded(model, self) if self.runner is None else self.runner.watch(model, self)
 
     # -- its step -------------------------------------------------------------------------------------------------------
 

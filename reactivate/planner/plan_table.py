@@ -39,7 +39,7 @@ def html(plan: Planned) -> str:
 
 
 def _head(plan: Planned) -> list[str]:
-    return list(filter(None, [verdict(plan), proof(plan), memory(plan), copies(plan)]))
+    return list(filter(None, [verdict(plan), circumstances(plan), proof(plan), memory(plan), copies(plan)]))
 
 
 def _tables(plan: Planned) -> list[Table]:
@@ -60,6 +60,12 @@ def verdict(plan: Planned) -> str:
         f"Step: {seconds_in_words(plan.predicted.seconds)}, plain {seconds_in_words(plan.plain.seconds)}"
         f"{_in_brackets(slowdown(plan, plan.predicted.seconds))}.{_beyond(plan)}"
     )
+
+
+def circumstances(plan: Planned) -> str:
+    """Say which step it is for: its device, the mode of the model, and what the backward begins from."""
+    made_for = plan.made_for
+    return f"For a step on {made_for.device}, in {made_for.mode}, whose backward begins from {made_for.loss}."
 
 
 def _beyond(plan: Planned) -> str:
@@ -83,7 +89,7 @@ def proof(plan: Planned) -> str:
     predicted = " Nothing ran: times are predicted." if plan.made_for.is_predicted else _certainty(plan)
     return (
         f"Proved by a {plan.proof.method} step, of {in_words(plan.proof.peak_bytes)}: {rounds}. Planned in "
-        f"{seconds_in_words(plan.planning_seconds)}, for {plan.made_for.device}.{predicted}{depends}"
+        f"{seconds_in_words(plan.planning_seconds)}.{predicted}{depends}"
     )
 
 

@@ -67,6 +67,7 @@ class Circumstances:
         is_predicted: whether nothing ran: times are those of a roofline, and what kernels allocate for themselves is not
             counted.
         units: how many blocks, and other modules that contain modules, the model had; 0 in older files.
+        trains: whether the model was in training mode, and not in `eval()`; true in older files.
     """
 
     model: str
@@ -76,6 +77,12 @@ class Circumstances:
     loss: str
     is_predicted: bool
     units: int = 0
+    trains: bool = True
+
+    @property
+    def mode(self) -> str:
+        """Return the mode of the model, in words."""
+        return "training mode" if self.trains else "eval() mode"
 
 
 @dataclass(frozen=True, repr=False)

@@ -38,7 +38,7 @@ from reactivate.planner.ranks import Ranks
 from reactivate.planner.runner import StepRunner
 from reactivate.planner.solver.chain import Chain
 from reactivate.planner.solver.solution import Search
-from reactivate.planner.step import TrainingStep
+from reactivate.planner.step import StepFacts, TrainingStep
 from reactivate.planner.storage_search import StorageSearch
 from reactivate.planner.together import SharedSearch
 from reactivate.planner.treatments import FULL, Assignment, Treatment
@@ -65,16 +65,16 @@ class Planner:
         head: Head = "rows",
         ranks: Ranks | None = None,
     ) -> None:
-        self._head, self._loss = head, ""
-        self.step, self.place, self.optimizer = step, place, optimizer
+        self.step, self.place, self.optimizer, self._head = step, place, optimizer, head
         self._profiled = known
-        self._storages = storages or {}
-        self._tell = tell
+        self._storages, self._tell = storages or {}, tell
+        self._facts = StepFacts("", step.model.training)
         self._overhead = measure_overhead()
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
         here = place if known is None else replace(place, is_here=False)
         self._ranks = ranks or Ranks()
+        self.is_shared = not self._ranks.is_alone
         self._ranks.check_same("the model", digests_of(self.units))
         needs_fakes = needs_fakes or bool(storages)
         self._trials = Trials(step, here, self.units, tell, self._ranks, needs_fakes=needs_fakes)
@@ -86,7 +86,7 @@ class Planner:
 
     def look_at_plain(self) -> None:
         """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
-        with self.step.naming_loss(lambda name: setattr(self, "_loss", name)):
+        with self.step.observed(lambda facts: setattr(self, "_facts", facts)):
             plain = self._trials.first(self.costs)
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
@@ -260,7 +260,7 @@ class Planner:
             budget=budget.text,
             budget_bytes=allowed,
             made_for=circumstances_of(
-                self.step, device, self._loss, self._units_of_model, is_predicted=self.is_predicted
+                self.step, device, self._facts, self._units_of_model, is_predicted=self.is_predicted
             ),
             decisions=decisions_of(choice, self.plain_reading.paths, self.step.model),
             fixed=self.fixed,
@@ -274,7 +274,7 @@ class Planner:
             offered=tuple(map(repr, self._storages.values())),
             live=self._storages,
             uncertainty=self._uncertainty,
-            runner=StepRunner(self.step, self.place, self.costs, self.plan),
+            runner=StepRunner(self.step, self.place, self.costs, self),
         )
 
     def _used(self, choice: ChosenStep) -> tuple[StorageSearch, ...]:

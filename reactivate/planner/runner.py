@@ -5,21 +5,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._engine.accounts import in_words
-from reactivate._engine.current import is_recomputing
 from reactivate._engine.mismatch.check import uncounted
-from reactivate._inspect.step import leaves_of
 from reactivate._model.apply import apply, paused
-from reactivate._model.handle import Handle
-from reactivate._text.warnings import warn
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
+from reactivate.planner.call_watch import CallWatch
 from reactivate.planner.compiled_step import compiled_step
 from reactivate.planner.measurement import Measurement
 from reactivate.planner.peak_watch import PeakWatch
@@ -31,7 +26,22 @@ from reactivate.planner.profile.tracer import traced
 from reactivate.planner.step import TrainingStep
 
 _TIMED = 3
-Shapes = tuple[tuple[int, ...], ...]
+
+
+class Replanner(Protocol):
+    """A planner of a step that it has profiled.
+
+    Attributes:
+        is_shared: whether several ranks plan together.
+    """
+
+    is_shared: bool
+
+    def plan(self, asked: Budget | None) -> Plan:
+        """Return the plan for a budget."""
+
+    def smallest_bytes(self) -> int:
+        """Return the least budget for which there is a plan."""
 
 
 class StepRunner:
@@ -41,14 +51,19 @@ class StepRunner:
         step: the step.
         place: where it runs.
         costs: what its ops cost.
-        replan: from another budget to its plan.
+        planner: plans it for other budgets.
     """
 
-    def __init__(self, step: TrainingStep, place: Place, costs: Costs, replan: Callable[[Budget | None], Plan]) -> None:
+    def __init__(self, step: TrainingStep, place: Place, costs: Costs, planner: Replanner) -> None:
         self._step = step
         self._place = place
         self._costs = costs
-        self._replan = replan
+        self._planner = planner
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether several ranks plan together: each must come to `replan` and `least_bytes` with the others."""
+        return self._planner.is_shared
 
     @property
     def device_bytes(self) -> int:
@@ -58,7 +73,12 @@ class StepRunner:
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
         with paused(self._step.model):
-            return self._replan(budget)
+            return self._planner.plan(budget)
+
+    def least_bytes(self) -> int:
+        """Return the least budget for which there is a plan."""
+        with paused(self._step.model):
+            return self._planner.smallest_bytes()
 
     @uncounted()
     def measure(self, plan: Plan, *, compiled: bool | str = False) -> Measurement:
@@ -91,7 +111,7 @@ class StepRunner:
         """Warn when `model` is called with other shapes than the plan was made for, or takes more than its budget."""
         if self._step.whole is not None:
             return lambda: None  # whose arguments nobody knows
-        remove = model.register_forward_pre_hook(_Watch(plan, self), with_kwargs=True).remove
+        remove = model.register_forward_pre_hook(CallWatch(plan, self.peak_with), with_kwargs=True).remove
         if not plan.proof.margin_bytes or self._place.device.type == "cpu":
             return remove
         peak = model.register_forward_pre_hook(PeakWatch(plan.budget_bytes, self._place.device))
@@ -108,56 +128,6 @@ class StepRunner:
         try:
             with step.on_fakes(self._place.device) as (run, known), traced({}, known, self._costs) as trace:
                 run()
-        except Exception:  # a loss, say, that has targets of the other shape
+        except Exception:  # of the user's loss, say, which has targets of another shape: the warning has no peak then
             return None
         return trace.peak_bytes
-
-
-class _Watch:
-    """Looks at the shapes that a model is called with, each once."""
-
-    def __init__(self, plan: Plan, runner: StepRunner | None) -> None:
-        self._plan = plan
-        self._runner = runner
-        self._known = {tuple(shape for _, shape, _ in plan.made_for.inputs)}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Watch, (self._plan, None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
-        return _Watch(self._plan, None)
-
-    def __call__(self, model: Module, args: Any, kwargs: Any) -> None:
-        if is_compiling() or is_recomputing() or not torch.is_grad_enabled():
-            return
-        shapes = _shapes_of(args, kwargs)
-        if shapes in self._known:
-            return
-        handle = Handle.of(model)
-        if handle is None or handle.policy != self._plan:  # while the model is planned or measured
-            return
-        self._known.add(shapes)
-        warn(self._words(shapes, args, kwargs))
-
-    def _words(self, shapes: Shapes, args: Any, kwargs: Any) -> str:
-        plan = self._plan
-        planned = tuple(shape for _, shape, _ in plan.made_for.inputs)
-        said = (
-            f"This plan was made for inputs of shape {_list(planned)}, and the model is called with {_list(shapes)}. "
-        )
-        can_tell = self._runner is not None and not plan.storages  # how long these leave tensors in memory
-        peak = self._runner.peak_with(args, dict(kwargs)) if self._runner is not None and can_tell else None
-        if peak is None:
-            return said + f"Its budget of {in_words(plan.budget_bytes)} is not promised for these: plan again."
-        total = plan.fixed.total + peak
-        verdict = "still holds" if total <= plan.budget_bytes else "does not hold: plan again"
-        return said + f"The peak will be {in_words(total)}; the budget of {in_words(plan.budget_bytes)} {verdict}."
-
-
-def _shapes_of(args: Any, kwargs: Any) -> Shapes:
-    leaves = leaves_of("args", tuple(args)) | leaves_of("kwargs", dict(kwargs))
-    return tuple(tuple(leaf.shape) for leaf in leaves.values())
-
-
-def _list(shapes: Shapes) -> str:
-    return ", ".join(map(str, shapes)) or "none"

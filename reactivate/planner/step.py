@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,51 @@ from reactivate._torch.containers import flatten, unflatten
 from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]
+UNLABELLED = "the sum of the model's output, whose .loss is None"
+
+
+class StepFacts(NamedTuple):
+    """The facts of a step that a plan tells.
+
+    Attributes:
+        loss: what the backward begins from, in words.
+        trains: whether the model is in training mode.
+    """
+
+    loss: str
+    trains: bool
+
+
+class Beginning:
+    """The random numbers that the first run of a step began with, and the modes of its modules: so do all others.
+
+    What random numbers decide, which layers run say, is the same in all steps that are compared: in those of a plan for
+    another budget, too, which may be made later.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[tuple[Any, Any]] | None = None
+        self._modes: list[tuple[Module, bool]] = []
+
+    @contextmanager
+    def of(self, states: Sequence[Step]) -> Iterator[None]:
+        """Begin a run with them; the first one defines them. Whoever runs the step puts modes back afterwards.
+
+        Args:
+            states: of the model, and of what else runs in the step.
+        """
+        if self._streams is None:
+            self._streams = [(source, source.read()) for state in states for source in state.sources]
+            self._modes = [(module, module.training) for state in states for module in state.modules]
+            yield
+            return
+        with ExitStack() as stack:
+            for source, value in self._streams:
+                stack.callback(source.write, source.read())
+                source.write(value)
+            for module, mode in self._modes:
+                module.training = mode
+            yield
 
 
 @dataclass(frozen=True)
@@ -33,6 +78,7 @@ class TrainingStep:
         whole: forward and backward in the place of all that; None: model, loss and backward.
         caller: warns once for all runs of the step.
         is_compiled: whether the step runs as one compiled graph, which hands over all gradients when its backward ends.
+        beginning: what each run of the step begins with.
     """
 
     model: Module
@@ -42,6 +88,7 @@ class TrainingStep:
     whole: Callable[[], object] | None = None
     caller: Caller = field(default_factory=lambda: Caller("plan"), compare=False, repr=False)
     is_compiled: bool = False
+    beginning: Beginning = field(default_factory=lambda: Beginning(), compare=False, repr=False)
 
     def run_for_real(self, times: int = 1, watch: Callable[[Callable[[], None]], None] | None = None) -> None:
         """Run it, with gradients that are there already; then model, gradients and generators are as they were.
@@ -58,17 +105,20 @@ class TrainingStep:
                     watch(lambda: self._run(self.args, dict(self.kwargs or {})))
 
     @contextmanager
-    def naming_loss(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Tell what the backward begins from, now and, where only the output says, when the step runs.
+    def observed(self, tell: Callable[[StepFacts], None]) -> Iterator[None]:
+        """Tell what there is to say of the step: now, and when it calls the model.
 
         Args:
-            tell: called with that, in words. What it writes must be out of reach of the model, whose state is put back.
+            tell: called with that. What it writes must be out of reach of the model, whose state is put back.
         """
-        tell("step()" if self.whole is not None else "loss(output)")
-        if self.whole is not None or self.loss is not None:
-            yield
-            return
-        handle = self.model.register_forward_hook(lambda model, args, output: tell(default_loss(output)[0]))
+        given = "step()" if self.whole is not None else "loss(output)" if self.loss is not None else ""
+        tell(StepFacts(given, self.model.training))
+
+        def look(model: Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                tell(StepFacts(given or default_loss(output)[0], model.training))
+
+        handle = self.model.register_forward_hook(look)
         try:
             yield
         finally:
@@ -124,6 +174,7 @@ class TrainingStep:
         with ExitStack() as stack:
             for state in states:
                 stack.enter_context(state.held())
+            stack.enter_context(self.beginning.of(states))
             stack.enter_context(_with_gradients(leaves, lambda leaf: None))
             stack.enter_context(_refusing_optimizers())
             stack.enter_context(called(self.caller))
@@ -178,7 +229,7 @@ def default_loss(output: Any) -> tuple[str, Callable[[], Tensor]]:
     """Return the name of the loss and what makes it: the output if it is a scalar, its `.loss`, else its sum."""
     loss = loss_in(output)
     if loss is None:
-        return "the sum of the model's output", lambda: _sum_of(output)
+        return UNLABELLED if hasattr(output, "loss") else "the sum of the model's output", lambda: _sum_of(output)
     return "the model's output" if loss is output else "the output's .loss", lambda: loss
 
 

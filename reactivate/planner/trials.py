@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch.nn import Module
 
-from reactivate._torch.fake import unlogged
+from reactivate._engine.accounts import is_shortage
+from reactivate._torch.fake import lacks_values, unlogged
 from reactivate._types import Storage
 from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.recorded_calls import recorded_calls
@@ -103,8 +104,8 @@ class Trials:
         try:
             with unlogged():
                 return record(with_values=False)
-        except Exception:  # whatever fake tensors raise where they need values
-            if not self.need_values:
+        except Exception as error:
+            if not (self.need_values and lacks_values(error)):
                 raise
         if fits and self._plain.may_run:
             return record(with_values=True)
@@ -156,10 +157,35 @@ class Trials:
             self._place.device,
             rehearsal=rehearsal,
         )
-        if known.with_values or known.answers is None:
-            return run(with_values=known.with_values)
+        if known.with_values:
+            return _run_if_it_fits(run)
+        if known.answers is None:
+            return run()
         try:
             with unlogged():
                 return run(answers=known.answers)
-        except Exception as error:  # whatever fake tensors raise where an answer is missing
+        except Exception as error:
+            if not lacks_values(error):
+                raise
             return self._plain.with_more_answers(treatments, costs, known.answers, error)
+
+
+def _run_if_it_fits(run: Callable[..., Trace]) -> Trace:
+    """Run a step for real; simulate it where memory is short by now: for a tighter plan, in the middle of a training.
+
+    Raises:
+        Exception: whatever the step raises: that memory ran out, if it cannot be simulated.
+    """
+    try:
+        return run(with_values=True)
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        shortage = error
+    try:
+        with unlogged():
+            return run()
+    except Exception as error:
+        if not lacks_values(error):
+            raise
+        raise shortage from None

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import Module
 
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.step import leaves_of
-from reactivate._modules.spans import module_at
+from reactivate._modules.paths import is_below
+from reactivate._modules.spans import SpanPlace, module_at
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.prediction import Fixed
 from reactivate.planner.digest import class_name_of, digest_of
 from reactivate.planner.offers import Offer
+from reactivate.planner.plan import Plan
 from reactivate.planner.planned import Circumstances, Decision, StorageUse
 from reactivate.planner.spelled import spelled_of
-from reactivate.planner.step import TrainingStep
+from reactivate.planner.step import StepFacts, TrainingStep
+from reactivate.planner.treatments import FULL
+from reactivate.planner.units import units_of
 
 
 def infeasible(
@@ -70,17 +75,35 @@ def decisions_of(choice: ChosenStep, paths: Sequence[str], model: Module) -> tup
     seconds: dict[str, float] = defaultdict(float)
     # A unit may be called often.
     proven = choice.proven
-    for path, entry, figures in zip(paths, proven.solution.entries, proven.reading.calls, strict=True):
+    for path, entry in zip(paths, proven.solution.entries, strict=True):
         unit = entry.span or path
         held[unit] += entry.held_bytes
-        moved[unit] += sum(figures.moved)
         seconds[unit] += entry.seconds
+    for path, figures in zip(proven.reading.paths, proven.reading.calls, strict=True):  # no spans where any are moved
+        moved[path] += sum(figures.moved)
     seconds |= dict.fromkeys(choice.heads, choice.head_seconds / max(len(choice.heads), 1))
     return tuple(
         Decision(path, class_name_of(module), digest_of(module), treatment, held[path], seconds[path], moved[path])
         for path, treatment in (*proven.treatments.items(), *choice.heads.items())
         for module in (module_at(model, path),)
     )
+
+
+def with_unseen(plan: Plan, model: Module) -> Plan:
+    """Return a plan that also recomputes the units that did not run in the step that it was made for.
+
+    Args:
+        plan: the plan.
+        model: its model.
+    """
+    paths = [decision.path for decision in plan.decisions if not decision.treatment.by_rows]
+    treated = [path if (place := SpanPlace.of(path)) is None else place.path for path in paths]
+    unseen = [
+        Decision(path, class_name_of(module), digest_of(module), FULL, 0, 0.0)
+        for path, module in units_of(model).items()
+        if not any(is_below(path, other) for other in treated)
+    ]
+    return replace(plan, decisions=(*plan.decisions, *unseen)) if unseen else plan
 
 
 def storages_of(choice: ChosenStep, offers: Sequence[Offer]) -> tuple[StorageUse, ...]:
@@ -101,8 +124,11 @@ def storages_of(choice: ChosenStep, offers: Sequence[Offer]) -> tuple[StorageUse
     )
 
 
-def circumstances_of(step: TrainingStep, device: str, loss: str, units: int, *, is_predicted: bool) -> Circumstances:
+def circumstances_of(
+    step: TrainingStep, device: str, facts: StepFacts, units: int, *, is_predicted: bool
+) -> Circumstances:
     """Return the circumstances that a plan is made for."""
     leaves = leaves_of("args", step.args) | leaves_of("kwargs", dict(step.kwargs or {}))
     inputs = tuple((name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items())
-    return Circumstances(class_name_of(step.model), inputs, device, torch.__version__, loss, is_predicted, units)
+    model = class_name_of(step.model)
+    return Circumstances(model, inputs, device, torch.__version__, facts.loss, is_predicted, units, facts.trains)

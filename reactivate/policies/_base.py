@@ -126,6 +126,11 @@ class ReadyMade:
         """Return whether it is all right if no site matches: for a policy that lists more than any one model has."""
         return False
 
+    @property
+    def is_found(self) -> bool:
+        """Return whether `Handle.of` finds it on a model of which it selects nothing: a plan can still plan again."""
+        return False
+
 
 class PerCall(ReadyMade):
     """A policy that is another one for each call of the model."""

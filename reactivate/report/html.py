@@ -158,6 +158,7 @@ def _circumstances(plan: Planned) -> dict[str, list[str]]:
     return {
         "model": [made_for.model],
         "inputs": [f"{name}: {dtype} of {shape}" for name, shape, dtype in made_for.inputs],
+        "mode": [made_for.mode],
         "loss": [made_for.loss],
         "device": [made_for.device + (", which was not there: times are predicted" if made_for.is_predicted else "")],
         "torch": [made_for.torch],

@@ -57,7 +57,7 @@ class Write:
         assert run is not None
         try:
             self.file.write(self.area, run)
-        except Exception as error:
+        except Exception as error:  # on the thread that writes: whoever reads the tensor raises it
             self.error = error.with_traceback(None)
 
     def drop(self) -> None:

@@ -71,7 +71,7 @@ def _copied(item: Any, memo: dict[int, Any]) -> Any:
         return item
     try:
         return _copy_of(item, memo)
-    except Exception:  # each class has errors of its own
+    except Exception:  # each class has errors of its own; that it has no copy is refused by name where it matters
         return NoCopy(kind)
 
 
@@ -155,7 +155,7 @@ def parts_of(iterator: Any) -> tuple[Any, ...]:
     """Return what an iterator is made of: inner iterators, containers, functions. Nothing if it does not say."""
     try:
         _, arguments, state = _made_of(iterator)
-    except Exception:
+    except Exception:  # whatever its class raises: such an iterator has no copy either
         return ()
     return (*arguments, *state) if type(state) is tuple else (*arguments, state)
 
@@ -166,7 +166,7 @@ def position_of(iterator: Any) -> Any:
         return _part_of(tuple(iterator))
     try:
         _, *parts = _reduced(iterator)
-    except Exception:  # it does not say
+    except Exception:  # it does not say, so it counts as gone on with
         return object()
     if type(iterator).__name__.startswith(("dict_", "odict_", "set_")):  # these list what is left, anew each time
         return [_Same(item) for item in parts[0][0]]

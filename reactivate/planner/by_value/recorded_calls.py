@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,7 @@ from reactivate._engine.record import Record, observed_by
 from reactivate._model.apply import apply
 from reactivate._modules.paths import is_below
 from reactivate._torch.containers import flatten
+from reactivate._torch.reducers import without_reducing
 from reactivate._torch.saved import SavedTensor, data_of
 from reactivate._types import Action, Recompute, Save, Site
 from reactivate.planner.by_value.call_costs import RecordedCall
@@ -68,6 +70,9 @@ def recorded_calls(
     policy = _SaveAll({path: units[path] for path in recorded}, units.keys(), functions)
     recorder = _Recorder(policy, recorded, costs)
     with ExitStack() as stack:
+        for module in step.model.modules():
+            if isinstance(module, DistributedDataParallel):  # which would wait for a backward that does not come
+                stack.enter_context(without_reducing(module))
         stack.callback(apply(step.model, policy, early_stop=False).remove)
         run, _ = stack.enter_context(
             on_tensors(step, device, None if with_values else answers, with_values=with_values)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.fake import has_no_memory
 from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.fake import FakeTensor, device_of
+from reactivate._torch.fake import FakeTensor, device_of, lacks_values
 from reactivate._torch.ops import DEVICE_QUERY, returns_arguments
 from reactivate.planner.profile.value_names import ValueNames
 
@@ -110,7 +110,9 @@ class _Giving(TorchDispatchMode):
         call = self._names.call(func, args, kwargs)
         try:
             result = self._as_real(call, func(*args, **kwargs))
-        except Exception:  # whatever fake tensors raise where they need values
+        except Exception as error:
+            if not lacks_values(error):
+                raise
             fakes = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, FakeTensor)]
             described = self._answer(call) if fakes else None
             if described is None:

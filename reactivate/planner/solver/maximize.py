@@ -85,7 +85,7 @@ def _search(attempt: Callable[[int], Plan], guess: int, name: str, size: int) ->
                 raise
         except UsageError:
             raise
-        except Exception as found:
+        except Exception as found:  # whatever a model raises at a size that it does not take: a warning tells
             error, high = found, wanted
             if wanted <= size:
                 raise
@@ -124,7 +124,7 @@ def _guess(
             other = _prepared(_resized(step, dimension, size, wanted), place, optimizer, tell)
         except UsageError:
             raise
-        except Exception as found:
+        except Exception as found:  # likewise: the next size is tried, and an error tells if none runs
             error = error or found
             continue
         peak = first.smallest_bytes()
