@@ -21,6 +21,7 @@ from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import parse
+from reactivate.planner.collector import older_objects_left_out
 from reactivate.planner.compiled_step import check_compiled, holding_compiled
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.head_search import HEADS, Head
@@ -166,7 +167,7 @@ def plan(
     check_compiled("plan", compiled, step=step, maximize=maximize, storages=storages)
     kept_free = parse_reserve(reserve, budget)
     ranks = Ranks(group)
-    with paused(model), progress("plan") as tell, ranks.together():
+    with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together():
         begin_sharded(model)
         place = replace(place_of(model, args, kwargs, device), reserve=kept_free)
         planned = TrainingStep(model, args, kwargs, loss, step, is_compiled=bool(compiled))

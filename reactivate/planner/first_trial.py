@@ -108,18 +108,19 @@ class PlainStep:
         answers = RealAnswers()
         try:
             trace, seconds = self._timed(costs, answers)
-            if seconds > QUICK:  # maybe since it was the first
+            if seconds <= QUICK and not trace.depends_on_data:
+                return FirstTrial(trace, with_values=True)
+            began = perf_counter()
+            is_short = len(trace.ops) <= MOST_OPS
+            found = self._within(math.inf if trace.depends_on_data and is_short else seconds, costs, answers)
+            simulating = perf_counter() - began
+            if found is not None and seconds > max(QUICK, simulating):  # maybe since it was the first
                 trace, seconds = self._timed(costs)
         except (_Stopped, torch.OutOfMemoryError):
             return None
-        if seconds <= QUICK and not trace.depends_on_data:
-            return FirstTrial(trace, with_values=True)
-        began = perf_counter()
-        is_short = len(trace.ops) <= MOST_OPS
-        found = self._within(math.inf if trace.depends_on_data and is_short else seconds, costs, answers)
         if found is None:  # nobody knows whether its sizes depend on the data
             return FirstTrial(trace, with_values=True, margin=MARGIN if trace.depends_on_data else 0.0)
-        if seconds <= max(QUICK, perf_counter() - began):
+        if seconds <= max(QUICK, simulating):
             return replace(found, trace=trace, with_values=True)
         return found
 

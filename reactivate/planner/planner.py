@@ -124,8 +124,9 @@ class Planner:
             looked = look_at(self.step, self.place, self._tell)
         finally:
             handle.remove()
+        priced = looked.costs.priced(simulated, self.costs) if isinstance(self.costs, Modelled) else None
         self.costs, self._uncertainty = looked.costs, looked.uncertainty
-        plain = self._simulated({})
+        plain = self._simulated({}) if priced is None else priced
         same = plain if not policy.treatments else self._simulated(policy.treatments)
         self.plain_seconds = looked.seconds * plain.seconds / same.seconds
         return plain
@@ -198,7 +199,8 @@ class Planner:
     @functools.cached_property
     def _head_searches(self) -> tuple[HeadSearch, ...]:
         """One, prepared when a plan needs it; none where no loss can be computed by rows, or is to be."""
-        if self._head == "keep":
+        has_loss = any(op.name.startswith("nll_loss") for op in self.plain.ops)  # which a cross-entropy of labels runs
+        if self._head == "keep" or not has_loss:
             return ()
         self._tell("the loss by rows")
         found = HeadSearch.of(self, self.step.model)

@@ -20,6 +20,7 @@ from reactivate._model.handle import Handle
 from reactivate._text.warnings import warn
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
+from reactivate.planner.collector import older_objects_left_out
 from reactivate.planner.compiled_step import compiled_step
 from reactivate.planner.measurement import Measurement
 from reactivate.planner.peak_watch import PeakWatch
@@ -57,7 +58,7 @@ class StepRunner:
 
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
-        with paused(self._step.model):
+        with paused(self._step.model), older_objects_left_out():
             return self._replan(budget)
 
     @uncounted()

@@ -44,13 +44,13 @@ def measure(step: Callable[[], object], device: torch.device, spec: DeviceSpec, 
         spec: of the device, for ops that do not run in `step`.
         takes_memory: whether to see what ops take for themselves.
     """
-    meter = _Meter(device, spec, is_marked=takes_memory)
+    meter = _Meter(device, spec, takes_memory=takes_memory)
     with _watched(device) if takes_memory else nullcontext(dict) as tops, meter:
         step()
     found = tops()
     seen: dict[Key, list[Cost]] = {}
     for number, (key, cost) in enumerate(meter.seen):
-        seen.setdefault(key, []).append(cost._replace(top_bytes=found.get(number, cost.top_bytes)))
+        seen.setdefault(key, []).append(cost._replace(top_bytes=found[number]) if number in found else cost)
     return Sample(seen, meter.modelled)
 
 
@@ -59,29 +59,29 @@ class _Meter(TorchDispatchMode):
 
     Args:
         device, spec: as for `measure`.
-        is_marked: whether a profiler is to see where ops begin and end.
+        takes_memory: whether to take down the memory of results, and to tell a profiler where ops begin and end.
     """
 
-    def __init__(self, device: torch.device, spec: DeviceSpec, *, is_marked: bool) -> None:
+    def __init__(self, device: torch.device, spec: DeviceSpec, *, takes_memory: bool) -> None:
         super().__init__()
         self.seen: list[tuple[Key, Cost]] = []
         self.modelled: dict[Key, float] = {}
         self._spec = spec
         self._is_cpu = device.type == "cpu"
-        self._is_marked = is_marked
+        self._takes_memory = takes_memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         key = key_of(func, args, kwargs)
         run = self._on_cpu if self._is_cpu else self._on_accelerator
         result, seconds, top = run(func, args, kwargs)
-        self.seen.append((key, Cost(seconds, top, tuple(sizes_of(result)))))
+        self.seen.append((key, Cost(seconds, top, tuple(sizes_of(result)) if self._takes_memory else ())))
         if key not in self.modelled:
             self.modelled[key] = roofline.seconds_of(func, args, kwargs, result, self._spec)
         return result
 
     def _on_cpu(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, int]:
-        with record_function(f"{_MARK}{len(self.seen)}") if self._is_marked else _UNMARKED:
+        with record_function(f"{_MARK}{len(self.seen)}") if self._takes_memory else _UNMARKED:
             began = perf_counter()
             result = func(*args, **kwargs)
             return result, perf_counter() - began, 0

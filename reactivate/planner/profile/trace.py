@@ -147,6 +147,7 @@ class Trace:
 
     Attributes:
         ops: every op, in order.
+        costs: of each op, one object for ops that are alike.
         calls: of the units, in order, for each pass over the model.
         allocations: every memory of a tensor.
         moves: every transfer to and from a storage, in order.
@@ -160,6 +161,7 @@ class Trace:
     """
 
     ops: list[Op] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
     calls: list[list[UnitCall]] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
     depends_on_data: bool = False

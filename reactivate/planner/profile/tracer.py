@@ -7,10 +7,11 @@ born and dies. That gives the peak of the real step to the byte, but for what ke
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -27,7 +28,7 @@ from reactivate._engine.record import Record, observed_by
 from reactivate._loss.logits import Logits
 from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import FakeTensor, device_of
-from reactivate._torch.ops import DEVICE_QUERY, tensor_positions
+from reactivate._torch.ops import DEVICE_QUERY, tensor_positions, written_arguments
 from reactivate.planner.profile.call_numbers import CallNumbers
 from reactivate.planner.profile.module_stack import ModuleStack
 from reactivate.planner.profile.places import Places
@@ -41,6 +42,27 @@ NUMBERS, STATE, ASIDE = "numbers", "state of a region", "state put aside"
 
 _NUMBERS = (bool, int, float, complex)
 _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+
+
+class _Traits(NamedTuple):
+    """The traits of an op, asked for once: a step has thousands of calls.
+
+    Attributes:
+        name: by which users call it.
+        is_of_data: whether its result's size, or its meaning for Python, is in the numbers that it is given.
+        writes: whether it writes to an argument.
+        tensors_at: the positions of the arguments that are tensors.
+    """
+
+    name: str
+    is_of_data: bool
+    writes: bool
+    tensors_at: tuple[int, ...]
+
+
+@functools.cache
+def _traits_of(op: Any) -> _Traits:
+    return _Traits(name_of(op), not _OF_DATA.isdisjoint(op.tags), bool(written_arguments(op)), tensor_positions(op))
 
 
 @contextmanager
@@ -118,16 +140,18 @@ class _Tracer(TorchDispatchMode):
 
     def know(self, tensor: Tensor) -> list[int]:
         """`tensor` is read: if no op has made it, it was there before. Return the bytes of each memory that is new."""
-        new = [storage for storage in storages_of(tensor) if not self._is_known(storage)]
-        for storage in new:
-            self._storages[id(storage)] = weakref.ref(storage)
-        return [int(storage.nbytes()) for storage in new]
+        new = []
+        for storage in storages_of(tensor):
+            if not self._is_known(storage):
+                self._storages[id(storage)] = weakref.ref(storage)
+                new.append(int(storage.nbytes()))
+        return new
 
-    def _enter_numbers(self, op: Any, args: Any) -> None:
+    def _enter_numbers(self, traits: _Traits, args: Any) -> None:
         """Numbers in the place of tensors become small tensors, which autograd saves: until when, no mode sees."""
         if self._costs.rounding > 1 or not torch.is_grad_enabled():  # an accelerator's memory holds no numbers
             return
-        numbers = [args[at] for at in tensor_positions(op) if at < len(args) and isinstance(args[at], _NUMBERS)]
+        numbers = [args[at] for at in traits.tensors_at if at < len(args) and isinstance(args[at], _NUMBERS)]
         if numbers and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args):
             sizes = [16 if isinstance(number, complex) else 8 for number in numbers]
             self._allocate(sum(sizes), self._origin(NUMBERS))
@@ -148,7 +172,7 @@ class _Tracer(TorchDispatchMode):
     def _origin(self, op: str, tensor: Tensor | None = None) -> Origin:
         if tensor is None:
             return Origin(op, self._modules.innermost)
-        return Origin(op, self._modules.innermost, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        return Origin(op, self._modules.innermost, tuple(tensor.shape), _dtype_name(tensor.dtype))
 
     def _allocate(self, size_bytes: int, origin: Origin) -> Allocation:
         allocation = Allocation(size_bytes, len(self.trace.ops), origin=origin)
@@ -186,27 +210,29 @@ class _Tracer(TorchDispatchMode):
             return NotImplemented
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
+        traits = _traits_of(func)
         self._resized.look()
         before = self._live_bytes
         for leaf in leaves_at_op((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.know(leaf)
-        self._enter_numbers(func, args)
+        self._enter_numbers(traits, args)
         result = func(*args, **kwargs)
-        self._resized.watch(func, args, kwargs, self._own)
+        if traits.writes:
+            self._resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
-        name = name_of(func)
-        sizes = iter(cost.result_bytes)
+        has_own_sizes = self.trace.is_real or traits.is_of_data  # no two calls need return as much
+        sizes = iter(() if has_own_sizes else cost.result_bytes)
         for leaf in leaves_at_op(result):
             if isinstance(leaf, Tensor):
-                self._enter(leaf, name, next(sizes, 0))
-        is_recomputation = is_recomputing()
+                self._enter(leaf, traits.name, next(sizes, 0))
         turn, position, is_backward = self._place.now()
-        top = max(self._live_bytes, before + cost.top_bytes)
-        op = Op(turn, position, is_backward, is_recomputation, before, top, self._live_bytes, cost.seconds, name)
+        live = self._live_bytes
+        top = max(live, before + cost.top_bytes)
+        op = Op(turn, position, is_backward, is_recomputing(), before, top, live, cost.seconds, traits.name)
         self.trace.ops.append(op)
-        if not _OF_DATA.isdisjoint(func.tags):
-            self.trace.depends_on_data = True
+        self.trace.costs.append(cost)
+        self.trace.depends_on_data |= traits.is_of_data
         if self._watch is not None:
             self._watch(top)
         return result
@@ -269,6 +295,11 @@ class _Tracer(TorchDispatchMode):
     def recomputation_done(self, record: Record) -> None:
         """A region was recomputed."""
         self._release(self._aside.pop())
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Functions(TorchFunctionMode):
