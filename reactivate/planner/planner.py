@@ -173,7 +173,7 @@ class Planner:
             for path, treatment in treatments.items()
             if treatment.sees_functions
         }
-        return read(trace, self._scale, self._overhead, seeing)
+        return read(self._trials.margin.over(trace), self._scale, self._overhead, seeing)
 
     def attempt(
         self, treatments: Mapping[str, Treatment], offer: Offer | None = None, *, at_once: bool = False
@@ -257,8 +257,8 @@ class Planner:
         return self.place.spec.name if self.is_predicted else str(self.place.device)
 
     def own_bytes(self, allowed_bytes: int) -> int:
-        """Return what of a budget is for the step itself: without what is there all the time, and the margin."""
-        return int((allowed_bytes - self.fixed.total) / (1 + self._trials.margin))
+        """Return what of a budget is for the step itself: without what is there all the time."""
+        return allowed_bytes - self.fixed.total
 
     def _fastest(self, budget_bytes: int) -> ChosenStep | None:
         """The fastest choice that holds: without storages, or with one of them."""
@@ -270,14 +270,14 @@ class Planner:
         return min(choices, key=lambda choice: choice.seconds, default=None)
 
     def _shared(self, budget_bytes: int) -> SharedSearch:
-        return SharedSearch(self._ranks, self.search, budget_bytes, self.plain.peak_bytes)
+        return SharedSearch(self._ranks, self.search, budget_bytes, self.plain.needed_bytes)
 
     def smallest_bytes(self) -> int:
         """The least budget for which there is a plan."""
-        peaks = [self._shared(-self.fixed.total).smallest().trace.peak_bytes]
+        peaks = [self._shared(-self.fixed.total).smallest().trace.needed_bytes]
         searches: tuple[HeadSearch | StorageSearch, ...] = (*self._head_searches, *self._storage_searches)
-        peaks += [found.trace_bytes for search in searches if (found := search.smallest()) is not None]
-        own_bytes = max(self.fixed.total + min(peaks) + self._trials.margin_of(min(peaks)), self.optimizer_bytes)
+        peaks += [found.needed_bytes for search in searches if (found := search.smallest()) is not None]
+        own_bytes = max(self.fixed.total + min(peaks), self.optimizer_bytes)
         return max(self._ranks.gather(own_bytes))
 
     def default_budget(self) -> Budget:

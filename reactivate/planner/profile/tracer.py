@@ -26,10 +26,13 @@ from reactivate._engine.current import is_recomputing
 from reactivate._engine.kept_calls.site_log import opened
 from reactivate._engine.record import Record, observed_by
 from reactivate._loss.logits import Logits
+from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import FakeTensor, device_of
 from reactivate._torch.ops import DEVICE_QUERY, tensor_positions, written_arguments
+from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.call_numbers import CallNumbers
+from reactivate.planner.profile.data_scope import DataScope
 from reactivate.planner.profile.module_stack import ModuleStack
 from reactivate.planner.profile.places import Places
 from reactivate.planner.profile.resized import Resized
@@ -44,25 +47,35 @@ _NUMBERS = (bool, int, float, complex)
 _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
+_INDEXING = frozenset({"index", "_unsafe_index"})
+
+
 class _Traits(NamedTuple):
     """The traits of an op, asked for once: a step has thousands of calls.
 
     Attributes:
         name: by which users call it.
         is_of_data: whether its result's size, or its meaning for Python, is in the numbers that it is given.
+        is_index: whether that is so only where it is given a mask.
         writes: whether it writes to an argument.
         tensors_at: the positions of the arguments that are tensors.
     """
 
     name: str
     is_of_data: bool
+    is_index: bool
     writes: bool
     tensors_at: tuple[int, ...]
 
 
 @functools.cache
 def _traits_of(op: Any) -> _Traits:
-    return _Traits(name_of(op), not _OF_DATA.isdisjoint(op.tags), bool(written_arguments(op)), tensor_positions(op))
+    name, is_of_data = name_of(op), not _OF_DATA.isdisjoint(op.tags)
+    return _Traits(name, is_of_data, name in _INDEXING, bool(written_arguments(op)), tensor_positions(op))
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)
 
 
 @contextmanager
@@ -75,6 +88,7 @@ def traced(
     rehearsal: Rehearsal | None = None,
     watch: Callable[[int], None] | None = None,
     model: Module | None = None,
+    answers: RealAnswers | None = None,
 ) -> Iterator[Trace]:
     """Take down what runs inside of the context.
 
@@ -82,17 +96,22 @@ def traced(
         units: the model's blocks by their paths, none inside of another.
         known: tensors that are there before the step and do not count.
         costs: what ops cost.
-        count_functions: whether to count the calls of torch's functions.
+        count_functions: whether to count the calls of torch's functions, and to find where sizes depend on data.
         rehearsal: of the storage that is used.
         watch: called after each op with the bytes that are alive; it may raise.
         model: the model in whose forwards the calls of units are counted, and whose modules are named as the origin of what
             they allocate.
+        answers: those that the step is given; None for one that runs for real, or needs none.
     """
     paths = {id(module): path for path, module in units.items()}
-    tracer = _Tracer(paths, costs, watch, CallNumbers(model), ModuleStack(model))
+    known = list(known)
+    scope = DataScope(known, () if model is None else model.buffers()) if count_functions else None
+    tracer = _Tracer(paths, costs, watch, CallNumbers(model), ModuleStack(model), scope)
     tracer.trace.rounding = costs.rounding
     for tensor in known:
         tracer.trace.standing += tracer.know(tensor)
+    if answers is not None:
+        answers.tell = tracer.needs_data
     with ExitStack() as stack:
         for handle in (
             register_module_forward_pre_hook(tracer.unit_begins),
@@ -107,6 +126,7 @@ def traced(
             rehearsal.tell = tracer.moved
         yield tracer.trace
     tracer.trace.uncounted = frozenset(tracer.numbers.uncounted)
+    tracer.trace.of_data = set() if scope is None else scope.paths
     if rehearsal is not None:
         tracer.trace.stored_bytes, tracer.trace.failures = rehearsal.most_stored_bytes, rehearsal.failures
 
@@ -119,11 +139,13 @@ class _Tracer(TorchDispatchMode):
         watch: Callable[[int], None] | None,
         numbers: CallNumbers,
         modules: ModuleStack,
+        scope: DataScope | None,
     ) -> None:
         super().__init__()
         self.numbers = numbers
         self._watch = watch
         self._modules = modules
+        self._scope = scope
         self.trace = Trace()
         self._units = units
         self._costs = costs
@@ -175,10 +197,16 @@ class _Tracer(TorchDispatchMode):
         return Origin(op, self._modules.innermost, tuple(tensor.shape), _dtype_name(tensor.dtype))
 
     def _allocate(self, size_bytes: int, origin: Origin) -> Allocation:
-        allocation = Allocation(size_bytes, len(self.trace.ops), origin=origin)
+        allocation = Allocation(size_bytes, len(self.trace.ops), origin=origin, place=self._module_now())
         self.trace.allocations.append(allocation)
         self._live_bytes += size_bytes
         return allocation
+
+    def _module_now(self) -> str:
+        """Return the path of the module that runs, or whose gradients are computed."""
+        path = self._modules.innermost
+        node = None if path else current_node_number()
+        return path if node is None else self._modules.maker_of(node)
 
     def _release(self, allocation: Allocation) -> None:
         allocation.died = len(self.trace.ops)
@@ -232,10 +260,19 @@ class _Tracer(TorchDispatchMode):
         op = Op(turn, position, is_backward, is_recomputing(), before, top, live, cost.seconds, traits.name)
         self.trace.ops.append(op)
         self.trace.costs.append(cost)
-        self.trace.depends_on_data |= traits.is_of_data
+        if self._scope is not None:
+            given, made = ([leaf for leaf in leaves_at_op(of) if isinstance(leaf, Tensor)] for of in ((args, kwargs), result))
+            has_numbers = self.trace.is_real and traits.is_of_data  # fake tensors have none, and say where these are missed
+            reads_numbers = has_numbers and (not traits.is_index or any(map(_is_mask, given[1:])))
+            self._scope.ran(given, made, self._module_now(), reads_numbers=reads_numbers)
         if self._watch is not None:
             self._watch(top)
         return result
+
+    def needs_data(self) -> None:
+        """The op that runs needs the numbers in tensors."""
+        if self._scope is not None:
+            self._scope.paths.add(self._module_now())
 
     # -- units --------------------------------------------------------------------------------------------------------
 
@@ -244,6 +281,7 @@ class _Tracer(TorchDispatchMode):
         self._modules.begins(module)
         if is_recomputing():
             return
+        self._modules.mark(next_node_number())
         self.numbers.begins(module)
         path = self._units.get(id(module))
         if path is None:
@@ -253,14 +291,19 @@ class _Tracer(TorchDispatchMode):
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
                 self.trace.calls.append([])
-            self._call = self._last = UnitCall(path, self._live_bytes, number=self.numbers.next(path))
+            number = self.numbers.next(path)
+            self._call = self._last = UnitCall(path, self._live_bytes, number=number, op=len(self.trace.ops))
             self.trace.calls[turn].append(self._call)
 
     def unit_ends(self, module: Module, args: Any, result: Any) -> None:
         """A module has returned, or raised."""
+        path, outer = self._modules.path_of(module), self._modules.outer
         self._modules.ends(module)
         if is_recomputing():
             return
+        self._modules.mark(next_node_number())
+        if self._scope is not None and path is not None:
+            self._scope.returned(path, outer, result)
         self.numbers.ends(module)
         if id(module) in self._units and self._place.unit_ends():
             self._call = None
