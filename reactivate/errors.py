@@ -65,7 +65,8 @@ class PlanInfeasible(ReactivateError):
 
     Attributes:
         budget_bytes: what was allowed.
-        least_bytes: the least budget for which there is a plan.
+        least_bytes: the least budget for which there is a plan; where what is there all the time is larger than the device
+            already, that.
     """
 
     def __init__(self, message: str, *, budget_bytes: int, least_bytes: int) -> None:

@@ -57,6 +57,17 @@ def blocks(layers: int = 3, batch: int = 64, dim: int = 16) -> tuple[nn.Module, 
     return nn.Sequential(*made), torch.randn(batch, dim)
 
 
+class Classifier(nn.Sequential):
+    """Most of its step is its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(super().forward(x), torch.zeros(len(x), dtype=torch.long))
+
+
+def classifier() -> tuple[nn.Module, Tensor]:
+    return Classifier(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)), nn.Linear(8, 2000)), torch.randn(64, 8)
+
+
 def with_keywords() -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:
     return nn.Linear(4, 4), (), {"input": torch.randn(2, 4)}
 
@@ -176,6 +187,28 @@ def test_plan_says_the_least_where_nothing_fits() -> None:
     assert answer("plan", "test_cli:blocks", "--meta", "--budget", least)["budget_bytes"] == least
     assert answer("plan", "test_cli:blocks", "--meta", "--budget", least - 1, code=1)["least_bytes"] == least
     assert f"budget={least}" in line("plan", "test_cli:blocks", "--meta", "--budget", "1KiB", code=1)
+
+
+def test_plan_takes_the_loss_by_rows_or_does_not() -> None:
+    command_line = ("plan", "test_cli:classifier", "--budget", "95%")
+    kept = answer(*command_line, "--head", "keep", code=1)
+    assert kept["least_bytes"] > kept["budget_bytes"]
+    for head in ((), ("--head", "rows")):
+        plan = reactivate.Plan.from_json(answer(*command_line, *head))
+        assert [item.path for item in plan.decisions if item.treatment.by_rows] == ["2"]
+
+
+def test_plan_for_a_device_that_is_too_small_says_no(tmp_path: Path) -> None:
+    """A budget that is more than the device has never makes a plan that does not fit there."""
+    least = answer("plan", "test_cli:blocks", "--device", "H100-SXM", "--budget", "1KiB", code=1)["least_bytes"]
+    small = tmp_path / "small.json"
+    rates = {"bandwidth_bytes_per_second": 1e9, "flops_per_second": {"float32": 1e9}}
+    for memory_bytes, code in ((least, 0), (least - 1, 1)):
+        small.write_text(json.dumps({"name": "small", "memory_bytes": memory_bytes, **rates}))
+        result = run("plan", "test_cli:blocks", "--device", small, "--budget", "75GiB")
+        assert result.exit_code == code, result.output
+        assert "does not fit" not in result.output and ("fits into" in result.stdout) == (code == 0)
+    assert "all that small has" in result.stderr
 
 
 def test_plan_for_a_device_that_is_not_here(tmp_path: Path) -> None:

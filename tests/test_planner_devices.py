@@ -12,6 +12,7 @@ import pytest
 
 from reactivate.errors import UsageError
 from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec, find, load
+from reactivate.planner.cost.overhead import Overhead
 
 TPUS = [device for device in DEVICES.values() if device.name.startswith(("TPU", "Trainium"))]
 GPUS = [device for device in DEVICES.values() if device.name != "cpu" and device not in TPUS]
@@ -54,7 +55,20 @@ def test_a_part_of_a_package_has_its_part_of_the_published_numbers() -> None:
     assert {name: 4 * rate / 1e12 for name, rate in trainium.flops_per_second.items()} == {
         "float32": 181, "tfloat32": 667, "bfloat16": 667, "float16": 667, "float8": 1299
     }  # fmt: skip
-    assert 2 * gb200.memory_bytes == 372 * 10**9 and 2 * gb200.bandwidth_bytes_per_second == 16e12
+    assert 2 * gb200.bandwidth_bytes_per_second == 16e12
+
+
+@pytest.mark.parametrize(
+    ("name", "gibibytes"), [("H100-SXM", 79.11), ("A100-80GB", 79.25), ("H200", 139.72), ("T4", 14.56)]
+)
+def test_memory_is_what_torch_reports(name: str, gibibytes: float) -> None:
+    assert DEVICES[name].memory_bytes == round(gibibytes * 2**30)
+
+
+def test_the_overhead_of_a_device_is_part_of_its_description(tmp_path: Path) -> None:
+    slow = load(saved(tmp_path / "slow.json", {**MINE, "overhead": {"region_seconds": 1}}))
+    assert slow.overhead == Overhead(region_seconds=1) != load(saved(tmp_path / "mine.json", MINE)).overhead
+    assert Overhead().region_seconds > Overhead().saved_call_seconds > Overhead().saved_tensor_seconds > 0
 
 
 def test_rates_are_those_without_sparsity() -> None:
@@ -152,6 +166,8 @@ def test_a_device_of_ones_own(tmp_path: Path) -> None:
         ({"flops_per_second": {"float16": 1e12}}, 'It takes {"float32": FLOPs per second'),
         ({"flops_per_second": {"float32": 1e12, "fp16": 1e12}}, "has the format 'fp16'. It takes float64, float32"),
         ({"flops_per_second": {"float32": 1e12, "float8": "2e12"}}, "flops_per_second['float8']='2e12'"),
+        ({"overhead": {"region": 1}}, "It takes an object with region_seconds, saved_tensor_seconds"),
+        ({"overhead": {"region_seconds": -1}}, "overhead: region_seconds=-1 is not allowed"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused_by_key(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -31,14 +31,15 @@ def leaves_at_op(value: Any) -> list[Any]:
 
 
 def _collect(value: Any, found: list[Any]) -> None:
-    if isinstance(value, (tuple, list)):
-        for item in value:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        value = (value,)
+    for item in value:
+        if isinstance(item, (tuple, list, dict)):
             _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
-    elif value is not None:
-        found.append(value)
+        elif item is not None:
+            found.append(item)
 
 
 def unflatten(leaves: list[Any], structure: Any) -> Any:

@@ -17,6 +17,12 @@ from reactivate._torch.ways import fastest, find
 
 FakeTensor, FakeTensorMode = find("torch._subclasses.FakeTensor"), find("torch._subclasses.FakeTensorMode")
 
+# What fake tensors raise where the numbers in a tensor decide, and not only because they cannot run an op.
+NEEDS_NUMBERS = (
+    find("torch._subclasses.fake_tensor.DataDependentOutputException"),
+    find("torch._subclasses.fake_tensor.DynamicOutputShapeException"),
+)
+
 # What AOTAutograd calls a function with, to trace it.
 STAND_INS = FakeTensor, find("torch._subclasses.functional_tensor.FunctionalTensor")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.nn import Module
 
-
 _ADDED_UP = "unsharded_accumulated_grad"
 
 

@@ -18,6 +18,7 @@ from reactivate._text.warnings import warn
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
+from reactivate.planner.collector import older_objects_left_out
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.shape_plan import ShapePlan, choose, table_of
@@ -143,7 +144,7 @@ class AdaptivePlan(PerCall):
         """
         args, kwargs = example_of("of_batch", model, args, kwargs)
         began = perf_counter()
-        with paused(model):
+        with paused(model), older_objects_left_out():
             found = self._planner_of(model, args, kwargs or {}).prepare().plan(parse(self.budget_bytes))
         return replace(found, planning_seconds=perf_counter() - began)
 
@@ -182,7 +183,7 @@ class AdaptivePlan(PerCall):
     @uncounted()
     def _planned(self, shapes: CallShapes, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
         began = perf_counter()
-        with paused(model):
+        with paused(model), older_objects_left_out():
             planner = self._planner_of(model, args, kwargs)
             self._look_at_plain(planner, shapes)
             treatments, peak_bytes, seconds = choose(planner, self.budget_bytes)

@@ -23,8 +23,10 @@ from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import parse
+from reactivate.planner.collector import older_objects_left_out
 from reactivate.planner.compiled_step import check_compiled, holding_compiled
 from reactivate.planner.cost.devices import DeviceSpec
+from reactivate.planner.data_margin import parse_margin
 from reactivate.planner.head_search import HEADS, Head
 from reactivate.planner.offers import storages_in
 from reactivate.planner.place import place_of
@@ -55,6 +57,7 @@ def plan(
     head: Head | None = None,
     group: ProcessGroup | None = None,
     reserve: int | str | None = None,
+    margin: int | str | None = None,
     compiled: bool | str = False,
 ) -> Plan: ...
 
@@ -71,6 +74,7 @@ def plan(
     device: torch.device | str | DeviceSpec | None = None,
     shapes: Literal["adaptive"],
     reserve: int | str | None = None,
+    margin: int | str | None = None,
 ) -> AdaptivePlan: ...
 
 
@@ -92,6 +96,7 @@ def plan(
     head: Head | None = None,
     group: ProcessGroup | None = None,
     reserve: int | str | None = None,
+    margin: int | str | None = None,
     compiled: bool | str = False,
 ) -> Plan | AdaptivePlan:
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
@@ -132,6 +137,8 @@ def plan(
             may differ. Costs a few exchanges of kilobytes; every rank waits for the slowest one, as does `Plan.at`.
         reserve: what the default budget of an accelerator leaves free for fragmentation and all that a simulation of its
             allocator does not see: bytes, "2GiB", or a share of the memory that is there, "5%" unless said.
+        margin: what is left free for other batches, where sizes depend on the numbers in tensors, as the loads of experts do:
+            the share by which memory of such a size may be larger, "5%" unless said; 0 for none.
         compiled: whether the model will run under `torch.compile` as a whole; or under which of its backends. The plan counts
             what a compiled step takes beside, and its compiled step is run, if it can run here, until one holds.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
@@ -166,11 +173,11 @@ def plan(
     _check_shapes(shapes, step=step, maximize=maximize, storages=storages, group=group, compiled=compiled or None)
     check_group(model, group, maximize=maximize, storages=storages, compiled=compiled or None)
     check_compiled("plan", compiled, step=step, maximize=maximize, storages=storages)
-    kept_free = parse_reserve(reserve, budget)
+    kept_free, spare = parse_reserve(reserve, budget), parse_margin(margin)
     ranks = Ranks(group)
-    with paused(model), progress("plan") as tell, ranks.together():
+    with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together():
         begin_sharded(model)
-        place = replace(place_of(model, args, kwargs, device), reserve=kept_free)
+        place = replace(place_of(model, args, kwargs, device), reserve=kept_free, margin=spare)
         planned = TrainingStep(model, args, kwargs, loss, step, is_compiled=bool(compiled))
         may_slice = head == "rows" or (head is None and place.device.type == place.spec.name == "cpu")
         head = "rows" if may_slice and not (shapes or compiled or group) else "keep"

@@ -34,6 +34,11 @@ class ChosenStep:
         return self.proven.trace.peak_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        """Return the same, with what is to be left free beside it."""
+        return self.proven.trace.needed_bytes
+
+    @property
     def seconds(self) -> float:
         """Return what the step takes."""
         return self.own_seconds + self.flow.waited_seconds

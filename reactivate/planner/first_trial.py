@@ -28,7 +28,6 @@ from reactivate.planner.step import TrainingStep
 from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.planner.unsimulated import among_ranks, too_large, without_values
 
-MARGIN = 0.05  # of its own peak, where the sizes of a step depend on its data: the loads of experts, say
 QUICK = 0.2  # seconds of a real step that no simulation is compared with
 MOST_OPS = 20_000  # of a step that is simulated only to find out whether sizes depend on the data
 
@@ -45,13 +44,13 @@ class FirstTrial:
         trace: the plain step, with the calls of functions counted.
         with_values: whether they run for real.
         answers: those that simulated ones need; None if they need none.
-        margin: the part of a plan's own peak that is left free for batches with other sizes inside of the model.
+        of_data: the paths of the modules whose sizes depend on the data of the step.
     """
 
     trace: Trace
     with_values: bool = False
     answers: RealAnswers | None = None
-    margin: float = 0.0
+    of_data: frozenset[str] = frozenset()
 
 
 class PlainStep:
@@ -107,18 +106,19 @@ class PlainStep:
         answers = RealAnswers()
         try:
             trace, seconds = self._timed(costs, answers)
-            if seconds > QUICK:  # maybe since it was the first
+            if seconds <= QUICK and not trace.of_data:
+                return FirstTrial(trace, with_values=True)
+            began = perf_counter()
+            is_short = len(trace.ops) <= MOST_OPS
+            found = self._within(math.inf if trace.of_data and is_short else seconds, costs, answers)
+            simulating = perf_counter() - began
+            if found is not None and seconds > max(QUICK, simulating):  # maybe since it was the first
                 trace, seconds = self._timed(costs)
         except (_Stopped, torch.OutOfMemoryError):
             return None
-        if seconds <= QUICK and not trace.depends_on_data:
-            return FirstTrial(trace, with_values=True)
-        began = perf_counter()
-        is_short = len(trace.ops) <= MOST_OPS
-        found = self._within(math.inf if trace.depends_on_data and is_short else seconds, costs, answers)
         if found is None:  # nobody knows whether its sizes depend on the data
-            return FirstTrial(trace, with_values=True, margin=MARGIN if trace.depends_on_data else 0.0)
-        if seconds <= max(QUICK, perf_counter() - began):
+            return FirstTrial(trace, with_values=True, of_data=frozenset(trace.of_data))
+        if seconds <= max(QUICK, simulating):
             return replace(found, trace=trace, with_values=True)
         return found
 
@@ -210,7 +210,7 @@ class PlainStep:
             self._run(dict.fromkeys(self._units, FULL), costs, answers, watch, with_values=True)
             try:
                 found = self._with(answers, costs)
-                return replace(found, margin=max(self._ranks.gather(found.margin)))
+                return replace(found, of_data=frozenset().union(*self._ranks.gather(found.of_data)))
             except Exception as error:  # an op that no fake tensor and no real step can tell enough of
                 if not lacks_values(error):
                     raise
@@ -221,7 +221,7 @@ class PlainStep:
             plain = self._run({}, costs, None, watch, with_values=True)
         except (_Stopped, torch.OutOfMemoryError):
             raise too_large(reason, available_bytes(self._place.device), self._place.device) from reason
-        return FirstTrial(plain, with_values=True, margin=MARGIN if plain.depends_on_data else 0.0)
+        return FirstTrial(plain, with_values=True, of_data=frozenset(plain.of_data))
 
     # -- both ---------------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class PlainStep:
         """Simulate it with answers; if it needs them, other batches may come to others."""
         with unlogged():
             trace = self._run({}, costs, answers, watch)
-        return FirstTrial(trace, answers=answers, margin=MARGIN) if answers.are_used else FirstTrial(trace)
+        return FirstTrial(trace, answers=answers if answers.are_used else None, of_data=frozenset(trace.of_data))
 
     def _run(
         self,

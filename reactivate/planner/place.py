@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ class Place:
         memory_bytes: the memory of the device, all of it; 0 where nobody says.
         has_values: whether the tensors of the step have values, here or elsewhere.
         reserve: the part of an accelerator's memory that a default budget leaves free.
+        margin: the part by which memory may be larger whose size depends on the data of the step.
     """
 
     device: torch.device
@@ -40,6 +42,7 @@ class Place:
     memory_bytes: int = 0
     has_values: bool = True
     reserve: Budget = field(default_factory=lambda: parse(RESERVED))
+    margin: Fraction = Fraction(0)
 
     @property
     def is_host(self) -> bool:

@@ -13,6 +13,7 @@ from reactivate._modules.spans import SpanPlace
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 from reactivate.planner.alive_table import ALL_THE_TIME, alive_table, has_tensors
+from reactivate.planner.budget import parse
 from reactivate.planner.cost.alive import MADE_IN_STEP
 from reactivate.planner.cost.prediction import Moment, Point
 from reactivate.planner.planned import Decision, Planned, StorageUse
@@ -70,10 +71,10 @@ def circumstances(plan: Planned) -> str:
 
 def _beyond(plan: Planned) -> str:
     """Say that the budget is more than the device has, if it is."""
-    if not plan.device_bytes or plan.budget_bytes <= plan.device_bytes:
+    asked = parse(plan.budget).total(plan.fixed.total, plan.plain.peak_bytes - plan.fixed.total)
+    if plan.budget_bytes != plan.device_bytes or asked <= plan.device_bytes:
         return ""
-    fits = "The peak fits." if plan.peak_bytes <= plan.device_bytes else "The peak does not fit: lower the budget."
-    return f" The budget is more than the {in_words(plan.device_bytes)} that {plan.made_for.device} has. {fits}"
+    return f" That is all that {plan.made_for.device} has: the budget of {in_words(asked)} is more."
 
 
 def proof(plan: Planned) -> str:

@@ -19,7 +19,7 @@ from reactivate.planner.containers import with_containers
 from reactivate.planner.cost.flow import Flow
 from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
 from reactivate.planner.cost.overhead import measure_overhead
-from reactivate.planner.cost.prediction import Point
+from reactivate.planner.cost.prediction import Fixed, Point
 from reactivate.planner.cost.timeline import prediction_of
 from reactivate.planner.digest import digests_of
 from reactivate.planner.head_search import Head, HeadSearch
@@ -45,7 +45,7 @@ from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.planner.trials import Trials
 from reactivate.planner.units import units_of
 from reactivate.planner.unsimulated import NO_STORAGES
-from reactivate.planner.written import circumstances_of, decisions_of, infeasible, storages_of
+from reactivate.planner.written import circumstances_of, decisions_of, infeasible, no_room, storages_of
 from reactivate.storage.rehearsal import Rehearsal
 
 
@@ -69,7 +69,7 @@ class Planner:
         self._profiled = known
         self._storages, self._tell = storages or {}, tell
         self._facts = StepFacts("", step.model.training)
-        self._overhead = measure_overhead()
+        self._overhead = measure_overhead() if place.is_here else place.spec.overhead
         self.units = units_of(step.model)
         self._units_of_model = len(self.units)
         here = place if known is None else replace(place, is_here=False)
@@ -85,15 +85,22 @@ class Planner:
     # -- the plain step -----------------------------------------------------------------------------------------------
 
     def look_at_plain(self) -> None:
-        """Simulate the plain step, measure it where that can be, and simulate it again with what was measured."""
+        """Simulate the plain step, measure it where that can be, and simulate it again with what was measured.
+
+        Raises:
+            PlanInfeasible: what is there all the time is larger than the device; nothing has run then.
+        """
+        fixed = functools.partial(fixed_of, self.step.model, self.step.args, self.step.kwargs)
+        self._check_room(fixed(0))
+        needs = functools.partial(optimizer_memory, self.optimizer, self.step.model, self.costs, self.place.device)
+        self._optimizer_needs = needs() if self._profiled is None else self._profiled.optimizer_bytes
+        self.fixed = fixed(self._optimizer_needs[0])
+        self._check_room(self.fixed)
         with self.step.observed(lambda facts: setattr(self, "_facts", facts)):
             plain = self._trials.first(self.costs)
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
-        needs = functools.partial(optimizer_memory, self.optimizer, self.step.model, self.costs, self.place.device)
-        self._optimizer_needs = needs() if self._profiled is None else self._profiled.optimizer_bytes
-        self.fixed = fixed_of(self.step.model, self.step.args, self.step.kwargs, self._optimizer_needs[0])
         if self._profiled is not None:
             self.plain_seconds = plain.seconds * self._profiled.scale
             self.fixed = replace(self.fixed, others=self._profiled.others_bytes)
@@ -107,6 +114,16 @@ class Planner:
         self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
         self.plain = plain
         self.plain_reading = self._read(plain, {})
+
+    def _check_room(self, fixed: Fixed) -> None:
+        """See to it that the device of each rank has room for what is there all the time.
+
+        Raises:
+            PlanInfeasible: it has not.
+        """
+        for others, memory_bytes in self._ranks.gather((fixed, self.place.memory_bytes)):
+            if 0 < memory_bytes < others.total:
+                raise no_room(others, self._device, memory_bytes)
 
     def _measure(self, simulated: Trace) -> Trace:
         available = available_bytes(self.place.device)
@@ -124,8 +141,9 @@ class Planner:
             looked = look_at(self.step, self.place, self._tell)
         finally:
             handle.remove()
+        priced = looked.costs.priced(simulated, self.costs) if isinstance(self.costs, Modelled) else None
         self.costs, self._uncertainty = looked.costs, looked.uncertainty
-        plain = self._simulated({})
+        plain = self._simulated({}) if priced is None else priced
         same = plain if not policy.treatments else self._simulated(policy.treatments)
         self.plain_seconds = looked.seconds * plain.seconds / same.seconds
         return plain
@@ -155,7 +173,7 @@ class Planner:
             for path, treatment in treatments.items()
             if treatment.sees_functions
         }
-        return read(trace, self._scale, self._overhead, seeing)
+        return read(self._trials.margin.over(trace), self._scale, self._overhead, seeing)
 
     def attempt(
         self, treatments: Mapping[str, Treatment], offer: Offer | None = None, *, at_once: bool = False
@@ -198,7 +216,8 @@ class Planner:
     @functools.cached_property
     def _head_searches(self) -> tuple[HeadSearch, ...]:
         """One, prepared when a plan needs it; none where no loss can be computed by rows, or is to be."""
-        if self._head == "keep":
+        has_loss = any(op.name.startswith("nll_loss") for op in self.plain.ops)  # which a cross-entropy of labels runs
+        if self._head == "keep" or not has_loss:
             return ()
         self._tell("the loss by rows")
         found = HeadSearch.of(self, self.step.model)
@@ -216,18 +235,30 @@ class Planner:
     def plan(self, asked: Budget | None) -> Plan:
         """The plan for a budget, once it is prepared."""
         budget = self.default_budget() if asked is None else asked
-        allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
+        allowed = self.allowed_bytes(budget)
         self._tell("the plan, solved and proved")
         is_enough = all(self._ranks.gather(self.optimizer_bytes <= allowed))
         found = self._fastest(self.own_bytes(allowed)) if is_enough else None
         if found is None:
             least, advice = self.smallest_bytes(), "".join(search.advice() for search in self._head_searches)
-            raise infeasible(budget.text, allowed, least, self.fixed, self.plain.peak_bytes, advice)
+            asked_by = None if asked is None else budget.text
+            device = self._device, self.place.memory_bytes
+            raise infeasible(asked_by, allowed, least, self.fixed, self.plain.peak_bytes, device, advice)
         return self._written(found, budget, allowed)
 
+    def allowed_bytes(self, budget: Budget) -> int:
+        """Return what a budget allows, all included: no more than the device has."""
+        allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
+        return min(allowed, self.place.memory_bytes or allowed)
+
+    @property
+    def _device(self) -> str:
+        """The device that is planned for, by name."""
+        return self.place.spec.name if self.is_predicted else str(self.place.device)
+
     def own_bytes(self, allowed_bytes: int) -> int:
-        """Return what of a budget is for the step itself: without what is there all the time, and the margin."""
-        return int((allowed_bytes - self.fixed.total) / (1 + self._trials.margin))
+        """Return what of a budget is for the step itself: without what is there all the time."""
+        return allowed_bytes - self.fixed.total
 
     def _fastest(self, budget_bytes: int) -> ChosenStep | None:
         """The fastest choice that holds: without storages, or with one of them."""
@@ -239,14 +270,14 @@ class Planner:
         return min(choices, key=lambda choice: choice.seconds, default=None)
 
     def _shared(self, budget_bytes: int) -> SharedSearch:
-        return SharedSearch(self._ranks, self.search, budget_bytes, self.plain.peak_bytes)
+        return SharedSearch(self._ranks, self.search, budget_bytes, self.plain.needed_bytes)
 
     def smallest_bytes(self) -> int:
         """The least budget for which there is a plan."""
-        peaks = [self._shared(-self.fixed.total).smallest().trace.peak_bytes]
+        peaks = [self._shared(-self.fixed.total).smallest().trace.needed_bytes]
         searches: tuple[HeadSearch | StorageSearch, ...] = (*self._head_searches, *self._storage_searches)
-        peaks += [found.trace_bytes for search in searches if (found := search.smallest()) is not None]
-        own_bytes = max(self.fixed.total + min(peaks) + self._trials.margin_of(min(peaks)), self.optimizer_bytes)
+        peaks += [found.needed_bytes for search in searches if (found := search.smallest()) is not None]
+        own_bytes = max(self.fixed.total + min(peaks), self.optimizer_bytes)
         return max(self._ranks.gather(own_bytes))
 
     def default_budget(self) -> Budget:
@@ -255,12 +286,11 @@ class Planner:
 
     def _written(self, choice: ChosenStep, budget: Budget, allowed: int) -> Plan:
         total, trace = self.fixed.total, choice.proven.trace
-        device = self.place.spec.name if self.is_predicted else str(self.place.device)
         return Plan(
             budget=budget.text,
             budget_bytes=allowed,
             made_for=circumstances_of(
-                self.step, device, self._facts, self._units_of_model, is_predicted=self.is_predicted
+                self.step, self._device, self._facts, self._units_of_model, is_predicted=self.is_predicted
             ),
             decisions=decisions_of(choice, self.plain_reading.paths, self.step.model),
             fixed=self.fixed,

@@ -15,6 +15,7 @@ from reactivate._model.apply import apply, paused
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.call_watch import CallWatch
+from reactivate.planner.collector import older_objects_left_out
 from reactivate.planner.compiled_step import compiled_step
 from reactivate.planner.measurement import Measurement
 from reactivate.planner.peak_watch import PeakWatch
@@ -72,12 +73,12 @@ class StepRunner:
 
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
-        with paused(self._step.model):
+        with paused(self._step.model), older_objects_left_out():
             return self._planner.plan(budget)
 
     def least_bytes(self) -> int:
         """Return the least budget for which there is a plan."""
-        with paused(self._step.model):
+        with paused(self._step.model), older_objects_left_out():
             return self._planner.smallest_bytes()
 
     @uncounted()

@@ -55,11 +55,11 @@ def choose(planner: Planner, budget_bytes: int) -> tuple[dict[str, Treatment], i
         budget_bytes: all included.
     """
     total, own_bytes = planner.fixed.total, planner.own_bytes(budget_bytes)
-    if planner.plain.peak_bytes <= own_bytes:
-        return dict.fromkeys(planner.units, KEEP), total + planner.plain.peak_bytes, 0.0
+    if planner.plain.needed_bytes <= own_bytes:
+        return dict.fromkeys(planner.units, KEEP), total + planner.plain.needed_bytes, 0.0
     planner.tabulate()
     found = planner.search.fit(own_bytes) or planner.search.smallest()
-    return found.treatments, total + found.trace.peak_bytes, found.solution.seconds
+    return found.treatments, total + found.trace.needed_bytes, found.solution.seconds
 
 
 _COLUMNS = (

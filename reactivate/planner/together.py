@@ -49,7 +49,7 @@ class SharedSearch:
 
     def _worst(self, found: Proven) -> int:
         """Return by how much a choice is too large where it fits least; not above 0 where it fits all."""
-        return max(self._ranks.gather(found.trace.peak_bytes - self._room_bytes))
+        return max(self._ranks.gather(found.trace.needed_bytes - self._room_bytes))
 
     def _proposed(self, propose: Callable[[], Proven | None]) -> Proven | None:
         own = propose() if self._ranks.number == self._leader else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping
 
 from torch.nn import Module
@@ -14,6 +13,7 @@ from reactivate._types import Storage
 from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.recorded_calls import recorded_calls
 from reactivate.planner.cost.prediction import Proof
+from reactivate.planner.data_margin import DataMargin
 from reactivate.planner.first_trial import FirstTrial, PlainStep
 from reactivate.planner.place import Place, available_bytes
 from reactivate.planner.profile.simulate import simulate
@@ -79,9 +79,9 @@ class Trials:
         return self._known.with_values
 
     @property
-    def margin(self) -> float:
-        """Return the part of a plan's own peak that is left free for batches with other sizes inside of the model."""
-        return self._known.margin
+    def margin(self) -> DataMargin:
+        """Return the room that is left for batches with other sizes inside of the model."""
+        return DataMargin(self._place.margin, self._known.of_data)
 
     def record(
         self, functions: Mapping[str, Collection[str]], costs: Costs, plain_bytes: int
@@ -117,10 +117,6 @@ class Trials:
         """Return whether steps need values: they run for real, or with answers."""
         return self.with_values or self._known.answers is not None
 
-    def margin_of(self, peak_bytes: int) -> int:
-        """Return the bytes that stay free beside a peak."""
-        return math.ceil(peak_bytes * self.margin)
-
     def proof_of(self, trace: Trace, fixed_bytes: int, rounds: int) -> Proof:
         """Return what the last of some trials has proved.
 
@@ -130,7 +126,7 @@ class Trials:
             rounds: how many trials there were.
         """
         method = "real" if trace.is_real else "simulated"
-        return Proof(method, fixed_bytes + trace.peak_bytes, rounds, self.margin_of(trace.peak_bytes))
+        return Proof(method, fixed_bytes + trace.peak_bytes, rounds, trace.margin_bytes)
 
     def run(
         self,

@@ -27,39 +27,83 @@ from reactivate.planner.units import units_of
 
 
 def infeasible(
-    asked: str, allowed: int, least_bytes: int, fixed: Fixed, plain_bytes: int, advice: str = ""
+    asked: str | None,
+    allowed: int,
+    least_bytes: int,
+    fixed: Fixed,
+    plain_bytes: int,
+    device: tuple[str, int] = ("", 0),
+    advice: str = "",
 ) -> PlanInfeasible:
     """Return the error that says that nothing fits, and what would.
 
     Args:
-        asked: the budget as it was written.
+        asked: the budget as it was written; None for the default one.
         allowed: in bytes.
         least_bytes: the least that there is a plan for.
         fixed: what is there all the time.
         plain_bytes: the peak of the plain step, above that.
+        device: its name, and the bytes that it has; 0 where nobody says.
         advice: what else there is to do.
     """
+    name, memory_bytes = device
     share = -(-100 * (least_bytes - fixed.total) // max(plain_bytes, 1))
-    others = f", others {in_words(fixed.others)}" if fixed.others else ""
+    limit = f"{in_words(allowed)} ({allowed} bytes)"
+    if asked is None:
+        limit += f", which {name} has free without the reserve"
+    elif allowed == memory_bytes:
+        limit += f", which is all that {name} has"
+    is_within = not memory_bytes or least_bytes <= memory_bytes
+    more = f"budget={least_bytes}, or '{share}%' of the plain step's activation peak" if is_within else "more than it has"
+    raised = ["Raise the budget"] if is_within else ["Plan for a device with more memory"]
+    remedies = [*raised, _FEWER if allowed <= fixed.total else "make the batch smaller"]
     return PlanInfeasible(
-        f"plan(budget={asked!r}): no plan keeps this step within {in_words(allowed)} ({allowed} bytes); the least "
-        f"that does takes {in_words(least_bytes)}: budget={least_bytes}, or '{share}%' of the plain step's activation "
-        f"peak. Of that, {in_words(fixed.total)} "
-        f"are there all the time (parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
-        f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}{others}). Raise the budget, or make "
-        f"the batch smaller.{advice}{_about_unit(asked, allowed)}",
+        f"plan({'' if asked is None else f'budget={asked!r}'}): no plan keeps this step within {limit}; the least "
+        f"that does takes {in_words(least_bytes)}: {more}. Of that, {in_words(fixed.total)} "
+        f"are there all the time ({_parts_of(fixed)}). {', or '.join(remedies)}.{advice}{_about_unit(asked, allowed)}",
         budget_bytes=allowed,
         least_bytes=least_bytes,
     )
 
 
-def _about_unit(asked: str, allowed: int) -> str:
+def _about_unit(asked: str | None, allowed: int) -> str:
     """Say how a share and a unit are written, where a number of bytes may have been meant as one of these."""
-    amount = asked.removesuffix("B")
+    amount = (asked or "").removesuffix("B")
     if not amount.isdigit() or allowed >= 2**20:
         return ""
     share = f'"{amount}%" is a share, ' if allowed <= 100 else ""
     return f' A number alone is one of bytes: {share}"{amount}GiB" has a unit.'
+
+
+def no_room(fixed: Fixed, device: str, memory_bytes: int) -> PlanInfeasible:
+    """Return the error for a step of which what is there all the time is larger than the device.
+
+    Args:
+        fixed: that.
+        device: its name.
+        memory_bytes: what it has.
+    """
+    return PlanInfeasible(
+        f"plan: {device} has {in_words(memory_bytes)}, and what this step has there all the time takes "
+        f"{in_words(fixed.total)} ({_parts_of(fixed)}), whatever is recomputed. Nothing was run. Plan for a device with more "
+        f"memory, or {_FEWER}.",
+        budget_bytes=memory_bytes,
+        least_bytes=fixed.total,
+    )
+
+
+_FEWER = (
+    "put fewer bytes of parameters on the device: shard the model (fully_shard), freeze what is not trained, take a smaller "
+    "dtype, or an optimizer with less state"
+)
+
+
+def _parts_of(fixed: Fixed) -> str:
+    others = f", others {in_words(fixed.others)}" if fixed.others else ""
+    return (
+        f"parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
+        f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}{others}"
+    )
 
 
 def decisions_of(choice: ChosenStep, paths: Sequence[str], model: Module) -> tuple[Decision, ...]:

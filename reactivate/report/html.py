@@ -55,7 +55,7 @@ class HtmlTable:
         unfolded: for each row what is in it that it only sums up.
         marked: the number of the row that stands out, or None.
         calls: for each row the call that a button copies; an empty text for none.
-        is_wide: whether it has many columns, and is as wide as the page.
+        is_wide: whether it is as wide as the page: names of modules, and more than three columns, need that.
     """
 
     heading: str
@@ -79,8 +79,9 @@ def page(plan: Planned) -> str:
         proof=plan_table.proof(plan),
         copies=plan_table.copies(plan),
         pictures=_pictures(plan),
-        tables=(_blocks(plan), _memory(plan), _choices(plan)),
-        wide=_alive(plan),
+        blocks=_blocks(plan),
+        memory=_memory(plan),
+        tables=(_choices(plan), *_alive(plan)),
         circumstances=_circumstances(plan),
     )
 
@@ -120,7 +121,7 @@ def _inline(figure: Figure, name: str, spots: Iterable[Band | Dot]) -> str:
 def _blocks(plan: Planned) -> HtmlTable:
     runs = plan_table.runs(plan.decisions)
     paths = [[decision.path for decision in alike] if len(alike) > 1 else [] for alike in runs]
-    return HtmlTable("Blocks", plan_table.block_table(plan), [*paths, []])
+    return HtmlTable("Blocks", plan_table.block_table(plan), [*paths, []], is_wide=True)
 
 
 def _memory(plan: Planned) -> HtmlTable:
@@ -139,7 +140,7 @@ def _choices(plan: Planned) -> HtmlTable:
     table, choices = plan_table.choice_table(plan, most), plan_table.choices(plan, most)
     chosen = next(index for index, choice in enumerate(choices) if choice.is_chosen)
     calls = tuple(plan_table.call_of(plan, choice.point) for choice in choices)
-    return HtmlTable("Other choices", table, [[] for _ in table.rows], chosen, calls)
+    return HtmlTable("Other choices", table, [[] for _ in table.rows], chosen, calls, is_wide=True)
 
 
 def _alive(plan: Planned) -> list[HtmlTable]:

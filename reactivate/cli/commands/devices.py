@@ -24,12 +24,13 @@ def devices(as_json: bool) -> int:
 
 
 def _table() -> str:
-    columns = [Column("device"), *(Column(name, True) for name in ("GB", "GB/s", "host GB/s", *FORMATS, "source"))]
+    columns = [Column("device"), *(Column(name, True) for name in ("GiB", "GB/s", "host GB/s", *FORMATS, "source"))]
     sources = list(dict.fromkeys(device.source for device in DEVICES.values()))
     rows = [Row([*_figures(device), f"[{sources.index(device.source) + 1}]"]) for device in DEVICES.values()]
     notes = (f"[{number}] {source}" for number, source in enumerate(sources, start=1))
     title = (
-        "Published peaks: memory, its bandwidth, and TFLOP/s of dense matrix products; what copies to the host reach."
+        "Memory as torch reports it; published peaks of its bandwidth and, in TFLOP/s, of dense matrix products; what copies "
+        "to the host reach."
     )
     return "\n".join([Table(columns, rows, title).text(width=WIDTH), "", *notes])
 
@@ -39,7 +40,7 @@ def _figures(device: DeviceSpec) -> list[str]:
     rates = (device.flops_per_second.get(name) for name in FORMATS)
     return [
         device.name,
-        f"{device.memory_bytes / 1e9:.0f}",
+        f"{device.memory_bytes / 2**30:.4g}",
         f"{device.bandwidth_bytes_per_second / 1e9:.0f}",
         f"{host.out_bytes_per_second / 1e9:.4g}" if host is not None else "",
         *("" if rate is None else f"{rate / 1e12:.4g}" for rate in rates),

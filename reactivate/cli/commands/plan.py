@@ -17,6 +17,7 @@ from reactivate.cli.output import OUT, files_of, write
 from reactivate.cli.target import Request, subject_of
 from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
+from reactivate.planner.head_search import HEADS, Head
 from reactivate.planner.plan import Plan
 from reactivate.recipe._text import parse_storage
 
@@ -59,6 +60,11 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     help='A storage that the plan may use: "host", or as in Python, "Host(limit=34359738368)", "Disk(\'/scratch\')". May be '
     "repeated: the plan uses the one with which it is fastest.",
 )
+@click.option(
+    "--head",
+    type=click.Choice(HEADS),
+    help="Whether the loss may be computed by rows, or is kept as it is. By default it may on a CPU.",
+)
 @OUT
 @REPORTING
 def plan(
@@ -69,6 +75,7 @@ def plan(
     optimizer: str | None,
     maximize: str | None,
     storages: Sequence[str],
+    head: Head | None,
     outs: Sequence[str],
     as_json: bool,
     settings: dict[str, Any],
@@ -91,6 +98,7 @@ def plan(
         device=where.spec,
         maximize=_dimension(maximize),
         storages=[parse_storage(text, "--offload") for text in storages],
+        head=head,
     )
     _answer(found, as_json)
     write(found, files)

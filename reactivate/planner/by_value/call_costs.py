@@ -77,20 +77,30 @@ def costs_of(calls: Sequence[RecordedCall], saved: Collection[CallName]) -> Call
         (CallCosts(held_bytes=8, seconds=1.0), CallCosts(held_bytes=16, seconds=0.0))
     """
     kept = [call.name in saved and not call.reason for call in calls]
-    end, runs = _end_of(calls, kept)
+    end, runs = end_of(calls, kept)
+    made = (call for index, call in enumerate(calls) if not kept[index] and (index < end or (index == end and runs)))
+    seconds = math.fsum(call.seconds for call in made)
+    return CallCosts(sum(memory_of(calls, kept, end).values()), seconds)
+
+
+def memory_of(calls: Sequence[RecordedCall], kept: Sequence[bool], end: int) -> dict[int, int]:
+    """Return the bytes of each memory that saved calls keep, by its number.
+
+    Args:
+        calls: of the unit, in order.
+        kept: whether each is saved.
+        end: the last call that somebody waits for: results of it and of those behind are not kept.
+    """
     memory: dict[int, int] = {}
-    seconds = []
     for index, (call, is_kept) in enumerate(zip(calls, kept)):
         if is_kept:
             memory.update(call.saved)
             if index < end:
                 memory.update(call.results)
-        elif index < end or (index == end and runs):
-            seconds.append(call.seconds)
-    return CallCosts(sum(memory.values()), math.fsum(seconds))
+    return memory
 
 
-def _end_of(calls: Sequence[RecordedCall], kept: Sequence[bool]) -> tuple[int, bool]:
+def end_of(calls: Sequence[RecordedCall], kept: Sequence[bool]) -> tuple[int, bool]:
     """Return the last call that somebody waits for, -1 if there is none, and whether it is made itself."""
     for index in range(len(calls) - 1, -1, -1):
         call = calls[index]

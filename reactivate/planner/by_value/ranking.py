@@ -8,13 +8,12 @@ below the line between their neighbours, since the solver mixes neighbours among
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from reactivate.planner.by_value.call_costs import CallCosts, RecordedCall, costs_of
+from reactivate.planner.by_value.call_costs import CallCosts, RecordedCall, costs_of, end_of, memory_of
 from reactivate.planner.by_value.call_names import CallName
 
 MOST_WORK = 2_000_000  # looks at calls: of a unit with more of them, only the longest are ranked
@@ -36,16 +35,14 @@ class CallChoice(NamedTuple):
 
 def ranked(calls: Sequence[RecordedCall]) -> list[CallChoice]:
     """List choices of calls to save, each with one more than the one before, from none on."""
-    saved: frozenset[CallName] = frozenset()
-    now = costs_of(calls, saved)
-    found = [CallChoice(saved, now)]
+    now = _Growing(calls, frozenset())
+    found = [CallChoice(now.saved, now.costs)]
     left = _worthwhile(calls)
     while left:  # all are ranked again, since a call may be worth more beside another: at the end of the unit
-        name = min(left, key=functools.partial(_rank, calls, saved, now))
+        name = min(left, key=now.rank)
         left.remove(name)
-        saved |= {name}
-        now = costs_of(calls, saved)
-        found.append(CallChoice(saved, now))
+        now = _Growing(calls, now.saved | {name})
+        found.append(CallChoice(now.saved, now.costs))
     return found
 
 
@@ -58,10 +55,42 @@ def _worthwhile(calls: Sequence[RecordedCall]) -> list[CallName]:
     return sorted(seconds, key=lambda name: (-seconds[name], name))[:most]
 
 
-def _rank(calls: Sequence[RecordedCall], saved: frozenset[CallName], now: CallCosts, name: CallName) -> float:
-    """Return the seconds that a call saves for each byte, less being better."""
-    then = costs_of(calls, saved | {name})
-    return (then.seconds - now.seconds) / max(1, then.held_bytes - now.held_bytes)
+class _Growing:
+    """Some calls that are saved, and the worth of each further one beside them.
+
+    Args:
+        calls: of the unit, in order.
+        saved: the names of those that are saved.
+    """
+
+    def __init__(self, calls: Sequence[RecordedCall], saved: frozenset[CallName]) -> None:
+        self.saved = saved
+        self._calls = calls
+        kept = [call.name in saved and not call.reason for call in calls]
+        self._end, self._runs = end_of(calls, kept)
+        self.costs = costs_of(calls, saved)
+        self._memory = memory_of(calls, kept, self._end)
+        self._others: dict[CallName, list[int]] = {}
+        for index, (call, is_kept) in enumerate(zip(calls, kept)):
+            if not is_kept and not call.reason:
+                self._others.setdefault(call.name, []).append(index)
+
+    def rank(self, name: CallName) -> float:
+        """Return the seconds that a call saves for each byte, less being better."""
+        own = self._others[name]
+        if self._runs and self._end in own:  # nobody may wait for it then, nor for what is saved behind
+            then = costs_of(self._calls, self.saved | {name})
+            return (then.seconds - self.costs.seconds) / max(1, then.held_bytes - self.costs.held_bytes)
+        memory: dict[int, int] = {}
+        seconds = []
+        for index in own:
+            call = self._calls[index]
+            memory.update(call.saved)
+            if index < self._end:
+                memory.update(call.results)
+                seconds.append(call.seconds)
+        held_bytes = sum(size for number, size in memory.items() if number not in self._memory)
+        return -math.fsum(seconds) / max(1, held_bytes)
 
 
 def best_choices(

@@ -9,6 +9,7 @@ from typing import Any
 
 from reactivate.errors import UsageError
 from reactivate.planner.cost.links import Link
+from reactivate.planner.cost.overhead import Overhead
 
 FORMATS = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8")
 """What a device may have a rate for. "tfloat32" is float32 tensors multiplied in TF32; "float8" is every 8-bit float."""
@@ -20,7 +21,7 @@ class DeviceSpec:
 
     Attributes:
         name: what it is called.
-        memory_bytes: its memory.
+        memory_bytes: its memory, as torch reports it.
         bandwidth_bytes_per_second: peak of reads and writes of that memory.
         flops_per_second: peak of dense matrix products, by the format of their inputs (`FORMATS`); float32 at least.
         source: where the numbers are from.
@@ -28,6 +29,7 @@ class DeviceSpec:
         compute_efficiency: the part of `flops_per_second` that matrix products reach.
         bandwidth_efficiency: the part of `bandwidth_bytes_per_second` that ops reach.
         links: {name of a storage: the way to it}: "host", "disk".
+        overhead: what the engine itself takes, on the host of the device.
 
     Raises:
         UsageError: a value is of the wrong type, or no device can have it.
@@ -42,6 +44,7 @@ class DeviceSpec:
     compute_efficiency: float = 0.6
     bandwidth_efficiency: float = 0.8
     links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    overhead: Overhead = Overhead()
 
     def __post_init__(self) -> None:
         for key in ("name", "source"):
@@ -55,6 +58,7 @@ class DeviceSpec:
         self._check_rates()
         is_links = isinstance(self.links, Mapping) and all(isinstance(link, Link) for link in self.links.values())
         self._check("links", is_links, '{"host": Link(...), ...}')
+        self._check("overhead", isinstance(self.overhead, Overhead), "Overhead(...)")
 
     def _check_rates(self) -> None:
         rates = self.flops_per_second

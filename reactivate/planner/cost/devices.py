@@ -1,14 +1,13 @@
 """Named devices and their speed, for estimates where nothing can be run on them.
 
 Rates and bandwidths are peaks as their vendors publish them: of dense matrix products, accumulated in float32. (Data
-sheets since Hopper print rates with sparsity, which are twice these.) Memory is the published number, of 10^9 bytes; a
-driver may report some percent more or less.
+sheets since Hopper print rates with sparsity, which are twice these.) Memory is what torch reports for the device.
 
 Apple's chips are not in the table: nobody publishes a rate of matrix products and the bandwidth of the same chip.
 
 What a program reaches of the peaks, and what a launch costs, no data sheet says. The defaults are assumptions: the
-products of a training step reach 0.6 of the peak, other ops 0.8 of the bandwidth, copies to the host 0.8 of theirs, and an
-op in eager mode costs 5 us.
+products of a training step reach 0.6 of the peak, other ops 0.8 of the bandwidth, copies to the host 0.8 of theirs, an
+op in eager mode costs 5 us, and the engine's own Python what one core at 3 GHz takes for it.
 Whoever has the device should measure these, and describe it in a file (`load`).
 """
 
@@ -26,6 +25,7 @@ from reactivate.errors import UsageError
 from reactivate.planner.cost.device_spec import FORMATS, DeviceSpec
 from reactivate.planner.cost.device_table import DEVICES
 from reactivate.planner.cost.links import Link
+from reactivate.planner.cost.overhead import Overhead
 
 __all__ = ["DEVICES", "FORMATS", "DeviceSpec", "find", "load"]
 
@@ -74,7 +74,9 @@ def load(path: str | os.PathLike[str]) -> DeviceSpec:
         raise UsageError(f"device file {os.fspath(path)}: a {type(given).__name__}. It takes an object with keys.")
     given = {"source": os.fspath(path), **given}
     _check_keys(given, path)
-    return DeviceSpec(**{**given, "links": _links_of(given.get("links", {}), path)})
+    given["links"] = _links_of(given.get("links", {}), path)
+    given["overhead"] = _overhead_of(given.get("overhead", {}), path)
+    return DeviceSpec(**given)
 
 
 def _links_of(given: Any, path: str | os.PathLike[str]) -> dict[str, Link]:
@@ -90,6 +92,18 @@ def _links_of(given: Any, path: str | os.PathLike[str]) -> dict[str, Link]:
         return {name: Link(**item) for name, item in given.items()}
     except (TypeError, UsageError) as error:
         raise UsageError(f"device file {os.fspath(path)}: links: {error}") from None
+
+
+def _overhead_of(given: Any, path: str | os.PathLike[str]) -> Overhead:
+    keys = [item.name for item in fields(Overhead)]
+    if not isinstance(given, dict) or not given.keys() <= set(keys):
+        raise UsageError(
+            f"device file {os.fspath(path)}: overhead={given!r} is not allowed. It takes an object with {', '.join(keys)}."
+        )
+    try:
+        return Overhead(**given)
+    except UsageError as error:
+        raise UsageError(f"device file {os.fspath(path)}: {error}") from None
 
 
 def _check_keys(given: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

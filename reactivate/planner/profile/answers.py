@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.fake import has_no_memory
 from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.fake import FakeTensor, device_of, lacks_values
+from reactivate._torch.fake import NEEDS_NUMBERS, FakeTensor, device_of, lacks_values
 from reactivate._torch.ops import DEVICE_QUERY, returns_arguments
 from reactivate.planner.profile.value_names import ValueNames
 
@@ -32,10 +32,12 @@ class RealAnswers:
 
     Attributes:
         are_used: whether a simulated step has needed one.
+        tell: called when one is needed that the numbers in tensors decide, and not only an op that no fake tensor can run.
     """
 
     def __init__(self) -> None:
         self.are_used = False
+        self.tell: Callable[[], None] = _tell_nobody
         self._numbers: dict[Hashable, int] = {}
         self._found: dict[int, Any] = {}
 
@@ -59,15 +61,20 @@ class RealAnswers:
         """
         names = ValueNames(self._numbers, known)
         with _Giving(names, self._answer, self._as_real), _GiveArrays(names, self._answer):
-            yield
+            try:
+                yield
+            finally:
+                self.tell = _tell_nobody
 
     def _enter(self, call: int, result: Any) -> None:
         if self._found.setdefault(call, result) != result:  # random numbers have led to both
             self._found[call] = None
 
-    def _answer(self, call: int) -> Any:
+    def _answer(self, call: int, *, is_of_data: bool = True) -> Any:
         found = self._found.get(call)
         self.are_used |= found is not None
+        if found is not None and is_of_data:
+            self.tell()
         return found
 
     def _as_real(self, call: int, result: Any) -> Any:
@@ -75,6 +82,10 @@ class RealAnswers:
         found = self._found.get(call)
         is_other = isinstance(found, _Result) and isinstance(result, Tensor) and found.differs_in_strides(result)
         return _made(found, result) if is_other else result
+
+
+def _tell_nobody() -> None:
+    """Tell nobody that an answer was needed."""
 
 
 # -- modes ------------------------------------------------------------------------------------------------------------
@@ -97,7 +108,7 @@ class _Recording(TorchDispatchMode):
 
 
 class _Giving(TorchDispatchMode):
-    def __init__(self, names: ValueNames, answer: Callable[[int], Any], as_real: Callable[[int, Any], Any]) -> None:
+    def __init__(self, names: ValueNames, answer: Callable[..., Any], as_real: Callable[[int, Any], Any]) -> None:
         super().__init__()
         self._names = names
         self._answer = answer
@@ -114,7 +125,9 @@ class _Giving(TorchDispatchMode):
             if not lacks_values(error):
                 raise
             fakes = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, FakeTensor)]
-            described = self._answer(call) if fakes else None
+            # Of an op of torch's own torch says so; of others nobody knows.
+            is_of_data = isinstance(error, NEEDS_NUMBERS) or func.namespace != "aten"
+            described = self._answer(call, is_of_data=is_of_data) if fakes else None
             if described is None:
                 raise
             result = _made(described, fakes[0])

@@ -7,17 +7,14 @@ every policy.
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate.planner.cost import roofline
@@ -47,38 +44,44 @@ def measure(step: Callable[[], object], device: torch.device, spec: DeviceSpec, 
         spec: of the device, for ops that do not run in `step`.
         takes_memory: whether to see what ops take for themselves.
     """
-    meter = _Meter(device, spec)
+    meter = _Meter(device, spec, takes_memory=takes_memory)
     with _watched(device) if takes_memory else nullcontext(dict) as tops, meter:
         step()
     found = tops()
     seen: dict[Key, list[Cost]] = {}
     for number, (key, cost) in enumerate(meter.seen):
-        seen.setdefault(key, []).append(cost._replace(top_bytes=found.get(number, cost.top_bytes)))
+        seen.setdefault(key, []).append(cost._replace(top_bytes=found[number]) if number in found else cost)
     return Sample(seen, meter.modelled)
 
 
 class _Meter(TorchDispatchMode):
-    """Times each op. On an accelerator the queue is emptied around it, and the allocator asked for its peak."""
+    """Times each op. On an accelerator the queue is emptied around it, and the allocator asked for its peak.
 
-    def __init__(self, device: torch.device, spec: DeviceSpec) -> None:
+    Args:
+        device, spec: as for `measure`.
+        takes_memory: whether to take down the memory of results, and to tell a profiler where ops begin and end.
+    """
+
+    def __init__(self, device: torch.device, spec: DeviceSpec, *, takes_memory: bool) -> None:
         super().__init__()
         self.seen: list[tuple[Key, Cost]] = []
         self.modelled: dict[Key, float] = {}
         self._spec = spec
         self._is_cpu = device.type == "cpu"
+        self._takes_memory = takes_memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         key = key_of(func, args, kwargs)
         run = self._on_cpu if self._is_cpu else self._on_accelerator
         result, seconds, top = run(func, args, kwargs)
-        self.seen.append((key, Cost(seconds, top, tuple(sizes_of(result)))))
+        self.seen.append((key, Cost(seconds, top, tuple(sizes_of(result)) if self._takes_memory else ())))
         if key not in self.modelled:
             self.modelled[key] = roofline.seconds_of(func, args, kwargs, result, self._spec)
         return result
 
     def _on_cpu(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, int]:
-        with record_function(f"{_MARK}{len(self.seen)}"):
+        with record_function(f"{_MARK}{len(self.seen)}") if self._takes_memory else _UNMARKED:
             began = perf_counter()
             result = func(*args, **kwargs)
             return result, perf_counter() - began, 0
@@ -94,6 +97,7 @@ class _Meter(TorchDispatchMode):
 
 
 _MARK = "reactivate::op "
+_UNMARKED = nullcontext()
 
 
 @contextmanager
@@ -103,17 +107,18 @@ def _watched(device: torch.device) -> Iterator[Callable[[], dict[int, int]]]:
         yield dict
         return
     with _profiler() as profiler:
-        yield lambda: _tops(_events(profiler))
+        yield lambda: _tops(profiler)
 
 
 @contextmanager
 def _profiler() -> Iterator[Any]:
-    """Profile one cycle, without the profiler's log on the terminal."""
+    """Profile, without the profiler's log on the terminal. Its events are read as they are: torch's own summary of them, and
+    a file of them, take a hundred times as long as the step.
+    """
     is_set = _LOG_LEVEL in os.environ
     os.environ.setdefault(_LOG_LEVEL, "6")  # read when the first profiler of a process starts
     try:
-        # torch 2.11 warns, unless it is asked for the events of every cycle.
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        with profile(profile_memory=True) as profiler:
             yield profiler
     finally:
         if not is_set:
@@ -123,26 +128,25 @@ def _profiler() -> Iterator[Any]:
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
-def _events(profiler: Any) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "trace.json")
-        profiler.export_chrome_trace(str(path))
-        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]  # type: ignore[no-any-return]
+def _changes(profiler: Any) -> list[Any]:
+    """List what was allocated and freed, in order: events with a time, and bytes that may be negative."""
+    found = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    return sorted(found, key=lambda event: int(event.start_ns()))
 
 
-def _tops(events: list[dict[str, Any]]) -> dict[int, int]:
+def _tops(profiler: Any) -> dict[int, int]:
     """The most that was allocated in each op that `_Meter` marked, above what there was when it began.
 
     A number that it was given counts: it is a small tensor for a moment, which is made before the op begins.
     """
-    marks: list[tuple[float, int, int]] = []  # second, what, which or how much
-    for event in events:
-        name = event.get("name", "")
-        if event.get("ph") == "X" and name.startswith(_MARK):
-            number = int(name.removeprefix(_MARK))
-            marks += [(event["ts"], _BEGINS, number), (event["ts"] + event["dur"], _ENDS, number)]
-        elif name == "[memory]":
-            marks.append((event["ts"], _CHANGES, event["args"]["Bytes"]))
+    marks: list[tuple[int, int, int]] = []  # nanosecond, what, which or how much
+    for event in profiler.kineto_results.events():
+        name = event.name()
+        if name == "[memory]":
+            marks.append((event.start_ns(), _CHANGES, event.nbytes()))
+        elif name.startswith(_MARK):
+            number, began = int(name.removeprefix(_MARK)), event.start_ns()
+            marks += [(began, _BEGINS, number), (began + event.duration_ns(), _ENDS, number)]
     marks.sort(key=lambda mark: mark[0])
     tops: dict[int, int] = {}
     running: int | None = None
@@ -175,10 +179,9 @@ def measured_peak(step: Callable[[], object], device: torch.device) -> int:
         return int(torch.accelerator.max_memory_allocated() - before)
     with _profiler() as profiler:
         step()
-    changes = [event for event in _events(profiler) if event["name"] == "[memory]"]
     live = top = 0
-    for event in sorted(changes, key=lambda event: float(event["ts"])):
-        live += event["args"]["Bytes"]
+    for event in _changes(profiler):
+        live += event.nbytes()
         top = max(top, live)
     return top
 

@@ -78,7 +78,7 @@ def best_of(samples: Sequence[Sample]) -> dict[Key, Cost]:
 
 
 def _best(costs: Sequence[Cost]) -> Cost:
-    sizes = tuple(map(max, zip(*(cost.result_bytes for cost in costs))))
+    sizes = tuple(map(max, zip(*(cost.result_bytes for cost in costs if cost.result_bytes))))  # of the look at memory
     return Cost(min(cost.seconds for cost in costs), max(cost.top_bytes for cost in costs), sizes)
 
 

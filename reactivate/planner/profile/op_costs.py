@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.ops import opaque_arguments
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
-from reactivate.planner.profile.trace import Cost
+from reactivate.planner.profile.trace import Cost, Trace
 
 Key = tuple[Hashable, ...]
 
@@ -45,9 +46,14 @@ class Modelled:
 
     def of(self, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
         key = key_of(op, args, kwargs)
-        if key not in self._known:
-            self._known[key] = Cost(roofline.seconds_of(op, args, kwargs, result, self._spec))
-        return self._known[key]
+        cost = self._known.get(key)
+        if cost is None:
+            cost = self._known[key] = Cost(roofline.seconds_of(op, args, kwargs, result, self._spec))
+        return cost
+
+    def keys(self) -> dict[int, Key]:
+        """Return the key of each cost that was told so far, by its id."""
+        return {id(cost): key for key, cost in self._known.items()}
 
 
 class Measured(Modelled):
@@ -75,13 +81,31 @@ class Measured(Modelled):
 
     def of(self, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
         key = key_of(op, args, kwargs)
-        if key not in self._known:
+        known = self._known.get(key)
+        if known is None:
             family = self._families.get(_family_of(key))
-            cost = super().of(op, args, kwargs, result)
-            self._known[key] = (
-                cost if not family else self._like(key, min(family, key=_distance_from(key)), cost, result)
-            )
-        return self._known[key]
+            known = super().of(op, args, kwargs, result)
+            if family:
+                known = self._known[key] = self._like(key, min(family, key=_distance_from(key)), known, result)
+        return known
+
+    def priced(self, trace: Trace, before: Modelled) -> Trace | None:
+        """Return a step that ran for real with these costs; None if one of its ops was not measured.
+
+        Args:
+            trace: the step. Its tensors have the memory that they have, whatever an op costs.
+            before: the costs that it was traced with.
+        """
+        keys = before.keys()
+        costs = [self._measured.get(keys[id(cost)]) for cost in trace.costs]
+        if not trace.is_real or None in costs:
+            return None
+        ops = [
+            op._replace(seconds=cost.seconds, top_bytes=max(op.live_bytes, op.start_bytes + cost.top_bytes))
+            for op, cost in zip(trace.ops, costs)
+            if cost is not None
+        ]
+        return replace(trace, ops=ops, costs=costs)  # type: ignore[arg-type]
 
     def _like(self, key: Key, near: Key, cost: Cost, result: Any) -> Cost:
         """Return the cost of the op `key`, whose result is known, from that of `near` and the roofline's for `key`."""
@@ -144,15 +168,17 @@ def _growth(near: Key, key: Key) -> float:
 def key_of(op: Any, args: Any, kwargs: Any) -> Key:
     """Return the key of an op's cost: all that is known of the call before it runs."""
     opaque = opaque_arguments(op)
-    given = [*enumerate(args), *kwargs.items()]
-    return (op, *((name, None if name in opaque else _facts_of(value)) for name, value in given))
+    if opaque:
+        args = [None if position in opaque else value for position, value in enumerate(args)]
+        kwargs = {name: None if name in opaque else value for name, value in kwargs.items()}
+    return (op, *map(_facts_of, args), *((name, _facts_of(value)) for name, value in kwargs.items()))
 
 
 def _facts_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return _TensorFacts(tuple(leaf.shape), leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype)
+        return _TensorFacts(leaf.shape, leaf.stride() if leaf.layout is torch.strided else None, leaf.dtype)
     if isinstance(leaf, (list, tuple)):
-        return tuple(map(_facts_of, leaf))
+        return tuple([_facts_of(item) for item in leaf])
     if isinstance(leaf, torch.ScriptObject):  # a process group, say, of which each call gets another object
         return torch.ScriptObject
     return leaf if isinstance(leaf, Hashable) else repr(leaf)

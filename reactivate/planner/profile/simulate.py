@@ -73,6 +73,7 @@ def simulate(
                 rehearsal=rehearsal,
                 watch=watch,
                 model=step.model,
+                answers=None if with_values else answers,
             )
         )
         trace.is_real = with_values

@@ -93,12 +93,14 @@ class Allocation:
         size_bytes: its size.
         born, died: the numbers of the ops before which it was made and freed; None while it is alive.
         origin: what made it.
+        place: the path of the module for which that ran: in the backward, of the one whose gradients are computed.
     """
 
     size_bytes: int
     born: int
     died: int | None = None
     origin: Origin = UNKNOWN
+    place: str = ""
 
 
 class CopyEvent(NamedTuple):
@@ -124,6 +126,7 @@ class UnitCall:
     Attributes:
         path: the unit.
         live_bytes: what was alive when it began.
+        op: the number of the op before which that was.
         functions: how often it called each of torch's functions, where that was asked for.
         regions, saved_tensors, saved_calls: how many there were in it, for what the engine itself takes.
         moved: the bytes of each tensor of it that a storage took.
@@ -139,6 +142,7 @@ class UnitCall:
     saved_calls: int = 0
     moved: list[int] = field(default_factory=list)
     number: int | None = None
+    op: int = 0
 
 
 @dataclass
@@ -147,22 +151,27 @@ class Trace:
 
     Attributes:
         ops: every op, in order.
+        costs: of each op, one object for ops that are alike.
         calls: of the units, in order, for each pass over the model.
         allocations: every memory of a tensor.
         moves: every transfer to and from a storage, in order.
         stored_bytes: the most that the storage keeps.
         failures: why the storage could not do its part.
         uncounted: the units of which calls with gradients were outside of forwards of the model.
-        depends_on_data: whether an op ran whose result's size, or whose meaning for Python, is in the numbers it is given.
+        of_data: the paths of the modules that computed something whose size, or whose meaning for Python, is in the numbers of
+            tensors; "" for the model itself, or outside of it.
+        margin_bytes: what is to be left free beside its peak, for batches with other sizes there.
         is_real: whether it ran for real.
         standing: the bytes of each memory that was there before.
         rounding: the allocator gives multiples of this many bytes.
     """
 
     ops: list[Op] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
     calls: list[list[UnitCall]] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
-    depends_on_data: bool = False
+    of_data: set[str] = field(default_factory=set)
+    margin_bytes: int = 0
     is_real: bool = False
     moves: list[CopyEvent] = field(default_factory=list)
     stored_bytes: int = 0
@@ -173,7 +182,12 @@ class Trace:
 
     def fits(self, budget_bytes: int) -> bool:
         """Return whether the step is as it should be, and within the budget."""
-        return not self.failures and self.peak_bytes <= budget_bytes
+        return not self.failures and self.needed_bytes <= budget_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The most that was alive, with what is to be left free beside it."""
+        return self.peak_bytes + self.margin_bytes
 
     @property
     def peak_bytes(self) -> int:

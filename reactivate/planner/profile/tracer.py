@@ -7,10 +7,11 @@ born and dies. That gives the peak of the real step to the byte, but for what ke
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -25,10 +26,13 @@ from reactivate._engine.current import is_recomputing
 from reactivate._engine.kept_calls.site_log import opened
 from reactivate._engine.record import Record, observed_by
 from reactivate._loss.logits import Logits
+from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import FakeTensor, device_of
-from reactivate._torch.ops import DEVICE_QUERY, tensor_positions
+from reactivate._torch.ops import DEVICE_QUERY, tensor_positions, written_arguments
+from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.call_numbers import CallNumbers
+from reactivate.planner.profile.data_scope import DataScope
 from reactivate.planner.profile.module_stack import ModuleStack
 from reactivate.planner.profile.places import Places
 from reactivate.planner.profile.resized import Resized
@@ -43,6 +47,37 @@ _NUMBERS = (bool, int, float, complex)
 _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
+_INDEXING = frozenset({"index", "_unsafe_index"})
+
+
+class _Traits(NamedTuple):
+    """The traits of an op, asked for once: a step has thousands of calls.
+
+    Attributes:
+        name: by which users call it.
+        is_of_data: whether its result's size, or its meaning for Python, is in the numbers that it is given.
+        is_index: whether that is so only where it is given a mask.
+        writes: whether it writes to an argument.
+        tensors_at: the positions of the arguments that are tensors.
+    """
+
+    name: str
+    is_of_data: bool
+    is_index: bool
+    writes: bool
+    tensors_at: tuple[int, ...]
+
+
+@functools.cache
+def _traits_of(op: Any) -> _Traits:
+    name, is_of_data = name_of(op), not _OF_DATA.isdisjoint(op.tags)
+    return _Traits(name, is_of_data, name in _INDEXING, bool(written_arguments(op)), tensor_positions(op))
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bool, torch.uint8)
+
+
 @contextmanager
 def traced(
     units: Mapping[str, Module],
@@ -53,6 +88,7 @@ def traced(
     rehearsal: Rehearsal | None = None,
     watch: Callable[[int], None] | None = None,
     model: Module | None = None,
+    answers: RealAnswers | None = None,
 ) -> Iterator[Trace]:
     """Take down what runs inside of the context.
 
@@ -60,17 +96,22 @@ def traced(
         units: the model's blocks by their paths, none inside of another.
         known: tensors that are there before the step and do not count.
         costs: what ops cost.
-        count_functions: whether to count the calls of torch's functions.
+        count_functions: whether to count the calls of torch's functions, and to find where sizes depend on data.
         rehearsal: of the storage that is used.
         watch: called after each op with the bytes that are alive; it may raise.
         model: the model in whose forwards the calls of units are counted, and whose modules are named as the origin of what
             they allocate.
+        answers: those that the step is given; None for one that runs for real, or needs none.
     """
     paths = {id(module): path for path, module in units.items()}
-    tracer = _Tracer(paths, costs, watch, CallNumbers(model), ModuleStack(model))
+    known = list(known)
+    scope = DataScope(known, () if model is None else model.buffers()) if count_functions else None
+    tracer = _Tracer(paths, costs, watch, CallNumbers(model), ModuleStack(model), scope)
     tracer.trace.rounding = costs.rounding
     for tensor in known:
         tracer.trace.standing += tracer.know(tensor)
+    if answers is not None:
+        answers.tell = tracer.needs_data
     with ExitStack() as stack:
         for handle in (
             register_module_forward_pre_hook(tracer.unit_begins),
@@ -85,6 +126,7 @@ def traced(
             rehearsal.tell = tracer.moved
         yield tracer.trace
     tracer.trace.uncounted = frozenset(tracer.numbers.uncounted)
+    tracer.trace.of_data = set() if scope is None else scope.paths
     if rehearsal is not None:
         tracer.trace.stored_bytes, tracer.trace.failures = rehearsal.most_stored_bytes, rehearsal.failures
 
@@ -97,11 +139,13 @@ class _Tracer(TorchDispatchMode):
         watch: Callable[[int], None] | None,
         numbers: CallNumbers,
         modules: ModuleStack,
+        scope: DataScope | None,
     ) -> None:
         super().__init__()
         self.numbers = numbers
         self._watch = watch
         self._modules = modules
+        self._scope = scope
         self.trace = Trace()
         self._units = units
         self._costs = costs
@@ -118,16 +162,18 @@ class _Tracer(TorchDispatchMode):
 
     def know(self, tensor: Tensor) -> list[int]:
         """`tensor` is read: if no op has made it, it was there before. Return the bytes of each memory that is new."""
-        new = [storage for storage in storages_of(tensor) if not self._is_known(storage)]
-        for storage in new:
-            self._storages[id(storage)] = weakref.ref(storage)
-        return [int(storage.nbytes()) for storage in new]
+        new = []
+        for storage in storages_of(tensor):
+            if not self._is_known(storage):
+                self._storages[id(storage)] = weakref.ref(storage)
+                new.append(int(storage.nbytes()))
+        return new
 
-    def _enter_numbers(self, op: Any, args: Any) -> None:
+    def _enter_numbers(self, traits: _Traits, args: Any) -> None:
         """Numbers in the place of tensors become small tensors, which autograd saves: until when, no mode sees."""
         if self._costs.rounding > 1 or not torch.is_grad_enabled():  # an accelerator's memory holds no numbers
             return
-        numbers = [args[at] for at in tensor_positions(op) if at < len(args) and isinstance(args[at], _NUMBERS)]
+        numbers = [args[at] for at in traits.tensors_at if at < len(args) and isinstance(args[at], _NUMBERS)]
         if numbers and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args):
             sizes = [16 if isinstance(number, complex) else 8 for number in numbers]
             self._allocate(sum(sizes), self._origin(NUMBERS))
@@ -148,13 +194,19 @@ class _Tracer(TorchDispatchMode):
     def _origin(self, op: str, tensor: Tensor | None = None) -> Origin:
         if tensor is None:
             return Origin(op, self._modules.innermost)
-        return Origin(op, self._modules.innermost, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        return Origin(op, self._modules.innermost, tuple(tensor.shape), _dtype_name(tensor.dtype))
 
     def _allocate(self, size_bytes: int, origin: Origin) -> Allocation:
-        allocation = Allocation(size_bytes, len(self.trace.ops), origin=origin)
+        allocation = Allocation(size_bytes, len(self.trace.ops), origin=origin, place=self._module_now())
         self.trace.allocations.append(allocation)
         self._live_bytes += size_bytes
         return allocation
+
+    def _module_now(self) -> str:
+        """Return the path of the module that runs, or whose gradients are computed."""
+        path = self._modules.innermost
+        node = None if path else current_node_number()
+        return path if node is None else self._modules.maker_of(node)
 
     def _release(self, allocation: Allocation) -> None:
         allocation.died = len(self.trace.ops)
@@ -186,30 +238,41 @@ class _Tracer(TorchDispatchMode):
             return NotImplemented
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
+        traits = _traits_of(func)
         self._resized.look()
         before = self._live_bytes
         for leaf in leaves_at_op((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.know(leaf)
-        self._enter_numbers(func, args)
+        self._enter_numbers(traits, args)
         result = func(*args, **kwargs)
-        self._resized.watch(func, args, kwargs, self._own)
+        if traits.writes:
+            self._resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
-        name = name_of(func)
-        sizes = iter(cost.result_bytes)
+        has_own_sizes = self.trace.is_real or traits.is_of_data  # no two calls need return as much
+        sizes = iter(() if has_own_sizes else cost.result_bytes)
         for leaf in leaves_at_op(result):
             if isinstance(leaf, Tensor):
-                self._enter(leaf, name, next(sizes, 0))
-        is_recomputation = is_recomputing()
+                self._enter(leaf, traits.name, next(sizes, 0))
         turn, position, is_backward = self._place.now()
-        top = max(self._live_bytes, before + cost.top_bytes)
-        op = Op(turn, position, is_backward, is_recomputation, before, top, self._live_bytes, cost.seconds, name)
+        live = self._live_bytes
+        top = max(live, before + cost.top_bytes)
+        op = Op(turn, position, is_backward, is_recomputing(), before, top, live, cost.seconds, traits.name)
         self.trace.ops.append(op)
-        if not _OF_DATA.isdisjoint(func.tags):
-            self.trace.depends_on_data = True
+        self.trace.costs.append(cost)
+        if self._scope is not None:
+            given, made = ([leaf for leaf in leaves_at_op(of) if isinstance(leaf, Tensor)] for of in ((args, kwargs), result))
+            has_numbers = self.trace.is_real and traits.is_of_data  # fake tensors have none, and say where these are missed
+            reads_numbers = has_numbers and (not traits.is_index or any(map(_is_mask, given[1:])))
+            self._scope.ran(given, made, self._module_now(), reads_numbers=reads_numbers)
         if self._watch is not None:
             self._watch(top)
         return result
+
+    def needs_data(self) -> None:
+        """The op that runs needs the numbers in tensors."""
+        if self._scope is not None:
+            self._scope.paths.add(self._module_now())
 
     # -- units --------------------------------------------------------------------------------------------------------
 
@@ -218,6 +281,7 @@ class _Tracer(TorchDispatchMode):
         self._modules.begins(module)
         if is_recomputing():
             return
+        self._modules.mark(next_node_number())
         self.numbers.begins(module)
         path = self._units.get(id(module))
         if path is None:
@@ -227,14 +291,19 @@ class _Tracer(TorchDispatchMode):
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
                 self.trace.calls.append([])
-            self._call = self._last = UnitCall(path, self._live_bytes, number=self.numbers.next(path))
+            number = self.numbers.next(path)
+            self._call = self._last = UnitCall(path, self._live_bytes, number=number, op=len(self.trace.ops))
             self.trace.calls[turn].append(self._call)
 
     def unit_ends(self, module: Module, args: Any, result: Any) -> None:
         """A module has returned, or raised."""
+        path, outer = self._modules.path_of(module), self._modules.outer
         self._modules.ends(module)
         if is_recomputing():
             return
+        self._modules.mark(next_node_number())
+        if self._scope is not None and path is not None:
+            self._scope.returned(path, outer, result)
         self.numbers.ends(module)
         if id(module) in self._units and self._place.unit_ends():
             self._call = None
@@ -269,6 +338,11 @@ class _Tracer(TorchDispatchMode):
     def recomputation_done(self, record: Record) -> None:
         """A region was recomputed."""
         self._release(self._aside.pop())
+
+
+@functools.cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Functions(TorchFunctionMode):

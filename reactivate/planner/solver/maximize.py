@@ -115,7 +115,7 @@ def _guess(
 ) -> int:
     """Return where the least peaks of two sizes, simulated, lead to, if memory grows along a line."""
     first = _prepared(step, place, optimizer, tell)
-    allowed = (budget or first.default_budget()).total(first.fixed.total, first.plain.peak_bytes)
+    allowed = first.allowed_bytes(budget or first.default_budget())
     error: Exception | None = None
     for wanted in dict.fromkeys((2 * size, size + 1, size - 1)):  # a table of positions may end before
         if wanted == 0:

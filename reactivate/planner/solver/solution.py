@@ -118,7 +118,7 @@ class Search:
             if found.trace.fits(budget_bytes):
                 return found
             if not self._correct(found):
-                limit -= max(1, found.trace.peak_bytes - budget_bytes)
+                limit -= max(1, found.trace.needed_bytes - budget_bytes)
         return None
 
     def smallest(self) -> Proven:
@@ -126,7 +126,7 @@ class Search:
         found: Proven | None = self._least_corrected()
         while found is not None:
             best = found
-            found = self._corrected(best.trace.peak_bytes - 1)
+            found = self._corrected(best.trace.needed_bytes - 1)
         return best
 
     def _least_corrected(self) -> Proven:
@@ -140,7 +140,7 @@ class Search:
             found = self._prove(least(self._chain))
             if best is None or _rank(found) < _rank(best):
                 best = found
-            if not self._correct(found) or least(self._chain).peak_bytes >= best.trace.peak_bytes:
+            if not self._correct(found) or least(self._chain).peak_bytes >= best.trace.needed_bytes:
                 break
         assert best is not None
         return best
@@ -196,7 +196,7 @@ class Search:
 
 
 def _rank(found: Proven) -> tuple[bool, int]:
-    return bool(found.trace.failures), found.trace.peak_bytes
+    return bool(found.trace.failures), found.trace.needed_bytes
 
 
 def _tops_of(calls: Sequence[Figures | Candidate], outside_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
