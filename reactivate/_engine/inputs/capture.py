@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._engine.inputs.module_walk import ModuleWalk, is_large
+from reactivate._engine.inputs.module_walk import ModuleWalk, is_large, is_unseen_writer
 from reactivate._engine.inputs.specs import GeneratorInput, IteratorInput, SavedInput, TupleInput
 from reactivate._engine.inputs.stored import name_of_region, stored
 from reactivate._engine.inputs.walk import DEPTH_OF_ARGUMENTS, DEPTH_OF_FUNCTIONS
@@ -100,6 +100,8 @@ class Capture(ModuleWalk):
             self.is_large = may_be_large and not self._has_compiled and any(map(is_large, self.roots))
             if not self.is_large:
                 self.modules = self._found()
+            elif not self.may_write_unseen:
+                self.may_write_unseen = any(map(is_unseen_writer, self.roots))
 
     def spec_of(self, value: Any) -> Any:
         """Return the spec that a value got in this walk."""

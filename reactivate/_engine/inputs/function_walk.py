@@ -82,6 +82,8 @@ class FunctionWalk(ClassWalk):
             self._names(facts.names)
         if facts.scripts:
             self.scripts += facts.scripts
+        if facts.may_write_unseen:
+            self.may_write_unseen = True
         compiled = fn.__dict__.get("_torchdynamo_orig_callable")
         if compiled is not None:
             self._has_compiled = True

@@ -39,10 +39,12 @@ class Found(NamedTuple):
         module: the module.
         notes, tensors, generators: what its attributes lead to.
         parts: what it is made of, if that has been looked at.
+        may_write_unseen: whether its code may write to tensors without a new version.
     """
 
     module: Module
     notes: Sequence[Note]
+    may_write_unseen: bool
     tensors: Sequence[Tensor] = ()
     generators: Sequence[Any] = ()
     parts: Parts | None = None
@@ -68,12 +70,13 @@ class ModuleWalk(FunctionWalk):
     def _found(self) -> Sequence[Module]:
         walked = whole_trees.again(self.roots[0]) if len(self.roots) == 1 else None
         if walked is not None:
-            modules, self.module_notes, self.parts = walked
-            return modules
+            self.module_notes, self.parts = walked.notes, walked.parts
+            self.may_write_unseen = self.may_write_unseen or walked.may_write_unseen
+            return walked.modules
         roots = self.roots
         modules = self._walk()
         if len(roots) == 1 and self.roots is roots and not self._has_found_more(modules):
-            whole_trees.remember(roots[0], modules, self.module_notes)
+            whole_trees.remember(roots[0], modules, self.module_notes, self.may_write_unseen)
         return modules
 
     def _has_found_more(self, modules: Iterable[Module]) -> bool:
@@ -120,6 +123,8 @@ class ModuleWalk(FunctionWalk):
         if len(found) > LARGE_TREE and not (self.scripts or self.is_lazy or fences()):
             for root in filter(_has_children, self.roots):
                 _large_roots.note(root)
+                if self.may_write_unseen:
+                    _unseen_writers.note(root)
         return list(found)
 
     def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
@@ -141,14 +146,15 @@ class ModuleWalk(FunctionWalk):
                 self._reached[id(inner)] = inner
                 walked = single_modules.again(inner)
                 if walked is not None:
-                    reached.append(Found(inner, walked.notes, parts=walked.parts))
+                    reached.append(Found(inner, walked.notes, walked.may_write_unseen, parts=walked.parts))
                 else:
                     found = ModuleWalk()
                     found.look_at(inner)
-                    reached.append(Found(inner, found.module_notes, found.module_tensors, found.generators))
+                    is_unseen = found.may_write_unseen
+                    reached.append(Found(inner, found.module_notes, is_unseen, found.module_tensors, found.generators))
                     todo += found.roots
                     if not (found.roots or found._has_found_more((inner,))):
-                        single_modules.remember(inner, (inner,), found.module_notes)
+                        single_modules.remember(inner, (inner,), found.module_notes, is_unseen)
                 if getattr(inner, "_compiled_call_impl", None) is not None or "_orig_mod" in inner._modules:
                     todo += tree_of(inner)  # compiled code reads what is inside past all functions
         return reached
@@ -220,11 +226,17 @@ LARGE_TREE = 64
 """The number of modules up to which all of them are noted for every region."""
 
 _large_roots = Known()
+_unseen_writers = Known()  # those of them with code that may write to tensors without a new version
 
 
 def is_large(root: Module) -> bool:
     """Return whether a walk has found more than that many modules under `root`."""
     return _large_roots.has(root)
+
+
+def is_unseen_writer(root: Module) -> bool:
+    """Return whether a walk over a large tree has found code that may write to tensors without a new version."""
+    return _unseen_writers.has(root)
 
 
 def _has_children(module: Module) -> bool:

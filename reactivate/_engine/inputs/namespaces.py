@@ -30,6 +30,9 @@ from reactivate._engine.state.contents import ATOMS
 _MOST_CROSSINGS = 1
 """How often names are followed from one Python module into another."""
 
+_PAST_VERSIONS = frozenset({"data", "numpy", "asarray", "array", "from_dlpack"})
+"""Names of what gives out the memory of a tensor without its version counter."""
+
 
 class Facts(NamedTuple):
     """The facts of a function, from its code.
@@ -41,6 +44,7 @@ class Facts(NamedTuple):
         scripts: the scripted functions that it names.
         attributes: the names that its code and that of the functions it names asks objects for.
         overwritten: the closed-over variables that it assigns and never reads.
+        may_write_unseen: whether one of the attributes gives out the memory of a tensor without its version counter.
     """
 
     code: CodeType
@@ -49,6 +53,7 @@ class Facts(NamedTuple):
     scripts: tuple[Any, ...]
     attributes: frozenset[str]
     overwritten: frozenset[str]
+    may_write_unseen: bool
 
 
 facts_of_code: Bounded[int, Facts] = Bounded()  # by the id of the code object
@@ -61,7 +66,8 @@ def find_facts(fn: FunctionType) -> Facts:
     scripts = tuple(value for named in functions for value in _named_values(named) if isinstance(value, ScriptFunction))
     attributes = frozenset[str]().union(*(_attribute_names(named.__code__) for named in functions))
     names, bindings = _find([fn])
-    facts = facts_of_code[id(code)] = Facts(code, names, bindings, scripts, attributes, _overwritten(code))
+    is_unseen = not _PAST_VERSIONS.isdisjoint(attributes)
+    facts = facts_of_code[id(code)] = Facts(code, names, bindings, scripts, attributes, _overwritten(code), is_unseen)
     return facts
 
 
@@ -163,6 +169,12 @@ def functions_in(item: Any) -> Iterator[FunctionType]:
         yield from functions_in(item.__func__)
     elif isinstance(item, CACHED):
         yield from functions_in(item.__wrapped__)
+
+
+def methods_may_write_unseen(kind: type) -> bool:
+    """Return whether the methods of a class, but for that which initialises an object, may write past version counters."""
+    methods = (fn for name, item in vars(kind).items() if name != "__init__" for fn in functions_in(item))
+    return any(current_facts(fn).may_write_unseen for fn in methods)
 
 
 def contents_of(cell: CellType) -> Any:

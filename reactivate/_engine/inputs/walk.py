@@ -79,11 +79,13 @@ class Walk:
         scripts: scripted functions and modules, also those that the modules' code names.
         generators: the sources of randomness found, also in the attributes of modules.
         module_notes, module_tensors: as `notes` and `tensors`, of what attributes of modules lead to.
+        may_write_unseen: whether code that was found may write to tensors without a new version.
     """
 
     roots: tuple[Module, ...] = ()
     scripts: tuple[Any, ...] = ()
     generators: tuple[Any, ...] = ()
+    may_write_unseen = False
 
     def __init__(self) -> None:
         self.saved: list[tuple[Tensor, Any, int]] = []

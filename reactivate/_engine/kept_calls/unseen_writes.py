@@ -29,7 +29,6 @@ from reactivate._torch.modes import copy_unseen, equal_unseen
 _DATA: Any = Tensor.data
 _GET_DATA = _DATA.__get__
 _ARRAYS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-_NAMES = frozenset({"data", "numpy", "asarray", "array", "from_dlpack"})
 
 
 class UnseenWrites(TorchFunctionMode):
@@ -70,9 +69,7 @@ def _names_a_way(value: Any, seen: set[int]) -> bool:
     seen.add(id(value))
     if isinstance(value, FunctionType):
         facts = facts_of_code.get(id(value.__code__)) or find_facts(value)
-        return not _NAMES.isdisjoint(facts.attributes) or any(
-            _names_a_way(item, seen) for item in _contents(value.__closure__ or ())
-        )
+        return facts.may_write_unseen or any(_names_a_way(item, seen) for item in _contents(value.__closure__ or ()))
     if isinstance(value, Module):
         if value not in _modules:
             kinds = {type(module) for module in value.modules()}
