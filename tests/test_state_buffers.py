@@ -938,10 +938,9 @@ def elsewhere(module: Small) -> None:
 def elsewhere_and_back(module: Small) -> None:
     """Memory is used again for other elements, unless something holds it, as a saved view does."""
     address = module.table.data_ptr()
-    for _ in range(1000):
-        module.table.data = torch.full((2, 2), 7.0)
-        if module.table.data_ptr() == address:
-            break
+    module.table.data = torch.zeros(2, 2)
+    found = [torch.full((2, 2), 7.0) for _ in range(1000)]
+    module.table.data = next((tensor for tensor in found if tensor.data_ptr() == address), found[0])
 
 
 def of_another_class(module: Small) -> None:
