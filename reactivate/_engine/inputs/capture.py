@@ -16,7 +16,7 @@ from torch.nn import Module
 from reactivate._engine.inputs.module_walk import ModuleWalk, is_large, is_unseen_writer
 from reactivate._engine.inputs.specs import GeneratorInput, IteratorInput, SavedInput, TupleInput
 from reactivate._engine.inputs.stored import name_of_region, stored
-from reactivate._engine.inputs.walk import DEPTH_OF_ARGUMENTS, DEPTH_OF_FUNCTIONS
+from reactivate._engine.inputs.walk import DEPTH, DEPTH_OF_ARGUMENTS
 from reactivate._engine.requests import note_leaves
 from reactivate._engine.state.attributes import TensorsNote
 from reactivate._engine.state.contents import ATOMS
@@ -64,13 +64,13 @@ class Capture(ModuleWalk):
             self.roots = (fn,)
             specs[id(fn)] = fn
         elif type(fn) is FunctionType:  # as mostly, and methods of modules
-            self._function(fn, "the function", DEPTH_OF_FUNCTIONS)
+            self._function(fn, "the function", DEPTH)
         elif type(fn) is MethodType and isinstance(fn.__self__, Module) and type(fn.__func__) is FunctionType:
             self.roots = (fn.__self__,)
             specs[id(fn.__self__)] = fn.__self__
-            self._function(fn.__func__, "the function", DEPTH_OF_FUNCTIONS)
+            self._function(fn.__func__, "the function", DEPTH)
         else:
-            self._look(fn, "the function", DEPTH_OF_FUNCTIONS)
+            self._look(fn, "the function", DEPTH)
         captured: list[Any] = []
         self.args = captured
         self._weak = False

@@ -7,7 +7,7 @@ from enum import Enum
 
 from reactivate._engine.inputs.kinds import names_of_state, users_classes
 from reactivate._engine.inputs.namespaces import methods_may_write_unseen
-from reactivate._engine.inputs.walk import Walk
+from reactivate._engine.inputs.walk import DEPTH, Walk
 from reactivate._engine.state.attributes import TensorsNote
 from reactivate._engine.state.functions import ClassNote
 
@@ -28,14 +28,16 @@ class ClassWalk(Walk):
 
     def _state_of_class(self, kind: type) -> None:
         """Look at the attributes of a class, but for the functions in containers: mostly these are registries."""
-        attributes = vars(kind)
+        attributes, follows = vars(kind), self._follows_functions
         for name in names_of_state(tuple(attributes), tuple(map(type, attributes.values()))):
             value = attributes[name]
-            self._look(value, f"{kind.__name__}.{name}", -1 if isinstance(value, (list, dict, deque, tuple)) else 1)
+            self._follows_functions = follows and not isinstance(value, (list, dict, deque, tuple))
+            self._look(value, f"{kind.__name__}.{name}", DEPTH)
+            self._follows_functions = follows
 
     def _members(self, kind: type[Enum]) -> None:
         """Note the attributes of the members of an enum, and look at them."""
         members = list(kind.__members__.values())
         self.notes.append(TensorsNote(members))
         for member in members:
-            self._look_at_all(vars(member), f"{kind.__name__}.{member.name}", 1)
+            self._look_at_all(vars(member), f"{kind.__name__}.{member.name}", DEPTH)

@@ -23,6 +23,7 @@ from reactivate._engine.inputs.namespaces import (
     names_in_module,
 )
 from reactivate._engine.inputs.specs import SavedInput
+from reactivate._engine.inputs.walk import DEPTH
 from reactivate._engine.state.code import Bindings, CodeNote, are_closed
 from reactivate._engine.state.contents import (
     ATOMS,
@@ -119,7 +120,7 @@ class FunctionWalk(ClassWalk):
         if not are_closed(note.functions):
             for fn in note.functions:
                 if id(fn) not in self._specs and not are_closed([fn]):
-                    self._made_of(fn, fn.__name__, 1)
+                    self._made_of(fn, fn.__name__, DEPTH)
         if self._bindings:  # of functions in closures
             self._code()
 
@@ -171,4 +172,4 @@ class FunctionWalk(ClassWalk):
             if isinstance(value, type):
                 self._class(value)
             elif type(value) not in ATOMS:
-                self._look(value, name, 1)
+                self._look(value, name, DEPTH)

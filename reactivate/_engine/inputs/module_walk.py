@@ -15,6 +15,7 @@ from reactivate._engine.inputs.namespaces import (
     ClassFacts,
     facts_of_class,
 )
+from reactivate._engine.inputs.walk import DEPTH, DEPTH_OF_ARGUMENTS
 from reactivate._engine.state.contents import (
     ATOMS,
     ListNote,
@@ -130,7 +131,7 @@ class ModuleWalk(FunctionWalk):
     def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
         """Note what functions and objects of the user's hold that are called before or after a module."""
         for hook in hooks.values():
-            self._look(hook, "a hook", 1)
+            self._look(hook, "a hook", DEPTH)
 
     def reach(self, module: Module) -> list[Found]:
         """Look at one module of a large tree, and at those that its attributes lead to.
@@ -178,7 +179,7 @@ class ModuleWalk(FunctionWalk):
             self._look_at_code(type(module), facts)
         self._weak = True
         if facts.slots:
-            self._slots(module, facts.slots, "")
+            self._slots(module, facts.slots, type(module).__name__, DEPTH)
         attributes = vars(module)
         for name in list(attributes):
             value = attributes[name]
@@ -193,7 +194,7 @@ class ModuleWalk(FunctionWalk):
                 else:
                     if holds_iterator(value):
                         self.notes.append(NameNote(attributes, name))
-                    self._look(value, f".{name}", 1)
+                    self._look(value, f"{type(module).__name__}.{name}", DEPTH)
 
     def _look_at_code(self, kind: type, facts: ClassFacts) -> None:
         """Note what the methods of a module's class read."""
@@ -203,7 +204,7 @@ class ModuleWalk(FunctionWalk):
             self._bindings += (facts.bindings,)
         for fn in facts.open:
             if id(fn) not in self._specs:
-                self._made_of(fn, f"{kind.__name__}.{fn.__name__}", 1)
+                self._made_of(fn, f"{kind.__name__}.{fn.__name__}", DEPTH)
         self.scripts += facts.scripts
         if facts.is_users:
             self._class(kind)
@@ -216,10 +217,23 @@ class ModuleWalk(FunctionWalk):
         found._look_at_attributes([value for value in values if isinstance(value, Tensor)])
         for value in values:
             if not isinstance(value, Tensor):
-                found._look(value, "an attribute", 1)
+                found._look(value, "an attribute", DEPTH)
         if found._bindings:
             found._code()
         return found.module_notes, found.module_tensors
+
+
+def left_out(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """Return what a region of `fn` reaches and does not note, with the reasons, for a message."""
+    walk = ModuleWalk()
+    walk.left_out = []
+    walk._look(fn, "the function", DEPTH)
+    for index, item in enumerate(args):
+        walk._look(item, f"args[{index}]", DEPTH_OF_ARGUMENTS)
+    for name, item in kwargs.items():
+        walk._look(item, f"kwargs[{name!r}]", DEPTH_OF_ARGUMENTS)
+    walk._walk()
+    return walk.left_out
 
 
 LARGE_TREE = 64
