@@ -132,7 +132,7 @@ class Region(BackwardSide):
         if is_due(capture, options.determinism, options.choice):
             self.check, self.places = Check(), {}
             pack = self.pack_noted
-            if capture.may_write_unseen:
+            if capture.may_write_unseen():
                 self.bits = BitsBefore(naming.tensors_without_a_copy(capture))
         elif observers or (options.determinism != "first" and not are_known(owner_of(fn))):
             self.places = {}

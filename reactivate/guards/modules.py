@@ -44,7 +44,7 @@ class Modules(Guard):
         if not modules:
             return None
         what = call.module_notes, call.module_tensors, call.parts, call.look_into
-        return ModuleNotes(modules, *what, may_write_unseen=call.may_write_unseen)
+        return ModuleNotes(modules, *what, call.may_write_unseen)
 
     def finish(self, token: AnyNotes | None) -> None:
         if token is not None:

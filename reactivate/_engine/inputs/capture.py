@@ -100,8 +100,9 @@ class Capture(ModuleWalk):
             self.is_large = may_be_large and not self._has_compiled and any(map(is_large, self.roots))
             if not self.is_large:
                 self.modules = self._found()
-            elif not self.may_write_unseen:
-                self.may_write_unseen = any(map(is_unseen_writer, self.roots))
+
+    def may_write_unseen(self) -> bool:
+        return (self.is_large and any(map(is_unseen_writer, self.roots))) or super().may_write_unseen()
 
     def spec_of(self, value: Any) -> Any:
         """Return the spec that a value got in this walk."""

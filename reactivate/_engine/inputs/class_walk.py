@@ -6,7 +6,6 @@ from collections import deque
 from enum import Enum
 
 from reactivate._engine.inputs.kinds import names_of_state, users_classes
-from reactivate._engine.inputs.namespaces import methods_may_write_unseen
 from reactivate._engine.inputs.walk import DEPTH, Walk
 from reactivate._engine.state.attributes import TensorsNote
 from reactivate._engine.state.functions import ClassNote
@@ -20,7 +19,7 @@ class ClassWalk(Walk):
             if (key := ("class", id(base))) not in self._specs:
                 self._specs[key] = base
                 self.notes.append(ClassNote(base))
-                self.may_write_unseen = self.may_write_unseen or methods_may_write_unseen(base)
+                self.code.add_class(base)
                 if issubclass(base, Enum):
                     self._members(base)
                 else:

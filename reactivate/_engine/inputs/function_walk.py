@@ -18,8 +18,7 @@ from reactivate._engine.inputs.namespaces import (
     Facts,
     contents_of,
     current_facts,
-    facts_of_code,
-    find_facts,
+    facts_of,
     names_in_module,
 )
 from reactivate._engine.inputs.specs import SavedInput
@@ -74,7 +73,7 @@ class FunctionWalk(ClassWalk):
                 self._look(call, place, depth)
 
     def _function(self, fn: FunctionType, place: str, depth: int) -> None:
-        facts = facts_of_code.get(id(fn.__code__)) or find_facts(fn)
+        facts = facts_of(fn)
         if facts.bindings is not None:
             facts = current_facts(fn)
             if facts.bindings is not None:
@@ -83,8 +82,7 @@ class FunctionWalk(ClassWalk):
             self._names(facts.names)
         if facts.scripts:
             self.scripts += facts.scripts
-        if facts.may_write_unseen:
-            self.may_write_unseen = True
+        self.code.add_function(facts)
         compiled = fn.__dict__.get("_torchdynamo_orig_callable")
         if compiled is not None:
             self._has_compiled = True

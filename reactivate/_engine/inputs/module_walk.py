@@ -15,6 +15,7 @@ from reactivate._engine.inputs.namespaces import (
     ClassFacts,
     facts_of_class,
 )
+from reactivate._engine.inputs.unseen_writers import ReachedCode
 from reactivate._engine.inputs.walk import DEPTH, DEPTH_OF_ARGUMENTS
 from reactivate._engine.state.contents import (
     ATOMS,
@@ -30,6 +31,7 @@ from reactivate._engine.state.parts import Parts
 from reactivate._engine.state.reaching import tree_of
 from reactivate._engine.state.trees import single_modules, whole_trees
 from reactivate._modules.standin import Cover
+from reactivate._torch.flags import ask
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
 
@@ -40,12 +42,10 @@ class Found(NamedTuple):
         module: the module.
         notes, tensors, generators: what its attributes lead to.
         parts: what it is made of, if that has been looked at.
-        may_write_unseen: whether its code may write to tensors without a new version.
     """
 
     module: Module
     notes: Sequence[Note]
-    may_write_unseen: bool
     tensors: Sequence[Tensor] = ()
     generators: Sequence[Any] = ()
     parts: Parts | None = None
@@ -72,12 +72,12 @@ class ModuleWalk(FunctionWalk):
         walked = whole_trees.again(self.roots[0]) if len(self.roots) == 1 else None
         if walked is not None:
             self.module_notes, self.parts = walked.notes, walked.parts
-            self.may_write_unseen = self.may_write_unseen or walked.may_write_unseen
+            self.code.add_tree(walked.names)
             return walked.modules
         roots = self.roots
-        modules = self._walk()
+        modules, code = self._walk()
         if len(roots) == 1 and self.roots is roots and not self._has_found_more(modules):
-            whole_trees.remember(roots[0], modules, self.module_notes, self.may_write_unseen)
+            whole_trees.remember(roots[0], modules, self.module_notes, code.names)
         return modules
 
     def _has_found_more(self, modules: Iterable[Module]) -> bool:
@@ -86,13 +86,15 @@ class ModuleWalk(FunctionWalk):
             return True
         return any(hasattr(type(module), "recompute_state") for module in modules)
 
-    def _walk(self) -> list[Module]:
+    def _walk(self) -> tuple[list[Module], ReachedCode]:
+        """Return the modules under the roots, and the code that they lead to."""
         found: dict[Module, None] = {}
         todo: list[Module | None] = []
         scripted: set[Module] = set()  # those inside of them are a part of their code
         count = 0
-        outside = self.notes, self.tensors, self._specs
-        self.notes, self.tensors, self._specs = self.module_notes, self.module_tensors, {}
+        outside = self.notes, self.tensors, self._specs, self.code
+        self.notes, self.tensors, self._specs, code = self.module_notes, self.module_tensors, {}, ReachedCode()
+        self.code = code
         for hooks in filter(None, GLOBAL_FORWARD_HOOKS):
             self._look_at_hooks(hooks)
         while todo or count < len(self.roots):
@@ -120,13 +122,14 @@ class ModuleWalk(FunctionWalk):
                 self._look_at_users_module(module, facts)
         if self._bindings:
             self._code()
-        self.notes, self.tensors, self._specs = outside
+        self.notes, self.tensors, self._specs, self.code = outside
+        self.code.add(code)
         if len(found) > LARGE_TREE and not (self.scripts or self.is_lazy or fences()):
             for root in filter(_has_children, self.roots):
                 _large_roots.note(root)
-                if self.may_write_unseen:
+                if code.may_write_unseen():
                     _unseen_writers.note(root)
-        return list(found)
+        return list(found), code
 
     def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
         """Note what functions and objects of the user's hold that are called before or after a module."""
@@ -147,15 +150,14 @@ class ModuleWalk(FunctionWalk):
                 self._reached[id(inner)] = inner
                 walked = single_modules.again(inner)
                 if walked is not None:
-                    reached.append(Found(inner, walked.notes, walked.may_write_unseen, parts=walked.parts))
+                    reached.append(Found(inner, walked.notes, parts=walked.parts))
                 else:
                     found = ModuleWalk()
                     found.look_at(inner)
-                    is_unseen = found.may_write_unseen
-                    reached.append(Found(inner, found.module_notes, is_unseen, found.module_tensors, found.generators))
+                    reached.append(Found(inner, found.module_notes, found.module_tensors, found.generators))
                     todo += found.roots
                     if not (found.roots or found._has_found_more((inner,))):
-                        single_modules.remember(inner, (inner,), found.module_notes, is_unseen)
+                        single_modules.remember(inner, (inner,), found.module_notes, found.code.names)
                 if getattr(inner, "_compiled_call_impl", None) is not None or "_orig_mod" in inner._modules:
                     todo += tree_of(inner)  # compiled code reads what is inside past all functions
         return reached
@@ -202,7 +204,7 @@ class ModuleWalk(FunctionWalk):
             self._names(facts.names)
         if facts.bindings is not None:
             self._bindings += (facts.bindings,)
-        for fn in facts.open:
+        for fn in filter(None, map(ask, facts.open)):
             if id(fn) not in self._specs:
                 self._made_of(fn, f"{kind.__name__}.{fn.__name__}", DEPTH)
         self.scripts += facts.scripts

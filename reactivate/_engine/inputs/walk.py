@@ -26,6 +26,7 @@ from reactivate._engine.inputs.kinds import (
     is_random_source,
     is_small_array,
 )
+from reactivate._engine.inputs.unseen_writers import ReachedCode
 from reactivate._engine.state.attributes import KindNote, SlotsNote, TensorsNote, namespace_of, slots_of
 from reactivate._engine.state.buffers import ArrayNote, BytesNote, NumbersNote, StreamNote
 from reactivate._engine.state.contents import (
@@ -79,14 +80,13 @@ class Walk:
         scripts: scripted functions and modules, also those that the modules' code names.
         generators: the sources of randomness found, also in the attributes of modules.
         module_notes, module_tensors: as `notes` and `tensors`, of what attributes of modules lead to.
-        may_write_unseen: whether code that was found may write to tensors without a new version.
+        code: the functions and classes found.
         left_out: where what is not noted was found, and what that is, for a message; None if nobody asks.
     """
 
     roots: tuple[Module, ...] = ()
     scripts: tuple[Any, ...] = ()
     generators: tuple[Any, ...] = ()
-    may_write_unseen = False
     left_out: list[str] | None = None
     _follows_functions = True
 
@@ -97,9 +97,14 @@ class Walk:
         self.notes: list[Note] = []
         self.module_notes: list[Note] = []
         self.module_tensors: list[Tensor] = []
+        self.code = ReachedCode()
         self._specs: dict[Any, Any] = {}  # by the id of the value; of names and classes by more
         self._objects = [0] * (DEPTH_OF_ARGUMENTS + 1)  # at each depth
         self._weak = True
+
+    def may_write_unseen(self) -> bool:
+        """Return whether code that was found may write to tensors without a new version."""
+        return self.code.may_write_unseen()
 
     def reached(self) -> list[Tensor]:
         """Return every tensor found that is no module's."""

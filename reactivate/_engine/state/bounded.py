@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from threading import RLock
 from typing import Any, TypeVar
+
+
+def is_for_good(namespace: dict[str, Any]) -> bool:
+    """Return whether names are those of a Python module that can be imported: what holds them keeps nothing else alive."""
+    module = sys.modules.get(namespace.get("__name__", ""))
+    return module is not None and getattr(module, "__dict__", None) is namespace
+
 
 MOST = 4096
 """Entries of a cache: more classes and functions than a program has, unless it makes them as it runs."""

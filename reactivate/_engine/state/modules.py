@@ -46,7 +46,7 @@ class ModuleNotes:
         tensors: tensors in attributes.
         parts: what the modules are made of, if somebody has looked already.
         look_into: returns (notes, tensors) that some objects lead to; tensors by their Python attributes.
-        may_write_unseen: whether the region may write to tensors without a new version.
+        may_write_unseen: returns whether the region may write to tensors without a new version.
 
     Attributes:
         parts: the attributes and registries of all modules but scripted ones.
@@ -72,8 +72,7 @@ class ModuleNotes:
         tensors: Iterable[Tensor],
         parts: Parts | None = None,
         look_into: LookInto | None = None,
-        *,
-        may_write_unseen: bool = False,
+        may_write_unseen: Callable[[], bool] = bool,
     ) -> None:
         self.modules = modules
         self.notes = notes

@@ -29,7 +29,6 @@ class ReachedNotes:
         self.parts: list[ModuleNotes] = []
         self.generators: list[tuple[Any, Any]] = []
         self._call: Call | None = call
-        self._may_write_unseen = call.may_write_unseen
         for root in call.roots:
             self._reach(root)
         open_reaching(self._reach)
@@ -37,9 +36,8 @@ class ReachedNotes:
     def _reach(self, module: Module) -> None:
         if self._call is not None:
             for found in self._call.reach(module):
-                self._may_write_unseen = is_unseen = self._may_write_unseen or found.may_write_unseen
                 what = found.notes, found.tensors, found.parts, self._call.look_into
-                self.parts.append(ModuleNotes((found.module,), *what, may_write_unseen=is_unseen))
+                self.parts.append(ModuleNotes((found.module,), *what, self._call.may_write_unseen))
                 self.generators += [(item, state_of_generator(item)) for item in found.generators]
 
     def finish(self) -> None:

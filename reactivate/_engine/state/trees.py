@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
 from itertools import chain
 from logging import Logger
@@ -44,25 +44,25 @@ class Walked(NamedTuple):
         modules: every module, outermost first.
         notes: of objects in attributes, of classes and of module-level names.
         parts: what the modules are made of.
-        may_write_unseen: whether code of theirs may write to tensors without a new version.
+        names: what code that they lead to names.
     """
 
     modules: Sequence[Module]
     notes: list[Note]
     parts: Parts
-    may_write_unseen: bool
+    names: Any
 
 
 class _Tree:
     """One remembered tree."""
 
     __slots__ = (
-        *("are_empty", "attributes", "children", "covers", "kinds", "layout", "may_write_unseen", "modules", "notes"),
+        *("are_empty", "attributes", "children", "covers", "kinds", "layout", "modules", "names", "notes"),
         "versions",
     )
 
     def __init__(self, walked: Walked, forget: Any) -> None:
-        modules, notes, parts, self.may_write_unseen = walked
+        modules, notes, parts, self.names = walked
         self.modules = [ref(module, forget) for module in modules]
         self.kinds = list(map(type, modules))
         self.are_empty = [entry is None for entry in parts.entries]
@@ -95,7 +95,7 @@ class _Tree:
         for note in self.notes:
             if not note.is_at(note.noted):
                 return None
-        return Walked(modules, self.notes, parts, self.may_write_unseen)
+        return Walked(modules, self.notes, parts, self.names)
 
     def _attributes(self) -> list[Any]:
         """Return the attributes. What covers a `forward` is held weakly: its policy may lead to the model."""
@@ -148,16 +148,21 @@ class Trees:
         reference, count = self._misses.get(id(root), (None, 0))
         return count if reference is not None and reference() is root else 0
 
-    def remember(self, root: Module, modules: Sequence[Module], notes: list[Note], may_write_unseen: bool) -> None:
-        """Remember what a walk over the tree under `root` found, if that can be."""
+    def remember(self, root: Module, modules: Sequence[Module], notes: list[Note], names: Callable[[], Any]) -> None:
+        """Remember what a walk over the tree under `root` found, if that can be.
+
+        Args:
+            root, modules, notes: the tree, its modules, and notes of what they lead to.
+            names: returns what code that they lead to names.
+        """
         if self._misses_of(root) >= _MOST_MISSES:
             return
-        walked = Walked(modules, notes, Parts([module.__dict__ for module in modules]), may_write_unseen)
+        walked = Walked(modules, notes, Parts([module.__dict__ for module in modules]), None)
         if _are_hooked(walked.parts):
             return
         if _holds_nothing_else(walked):
             key, trees = id(root), self._trees
-            trees[key] = _Tree(walked, lambda _: trees.pop(key, None))
+            trees[key] = _Tree(walked._replace(names=names()), lambda _: trees.pop(key, None))
         else:
             self._miss(root)
 
