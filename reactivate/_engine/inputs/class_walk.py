@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from enum import Enum
 
-from reactivate._engine.inputs.kinds import names_of_state, users_classes
+from reactivate._engine.inputs.kinds import may_be_state, users_classes
 from reactivate._engine.inputs.walk import DEPTH, Walk
 from reactivate._engine.state.attributes import TensorsNote
 from reactivate._engine.state.functions import ClassNote
@@ -28,8 +28,10 @@ class ClassWalk(Walk):
     def _state_of_class(self, kind: type) -> None:
         """Look at the attributes of a class, but for the functions in containers: mostly these are registries."""
         attributes, follows = vars(kind), self._follows_functions
-        for name in names_of_state(tuple(attributes), tuple(map(type, attributes.values()))):
+        for name in [*attributes]:
             value = attributes[name]
+            if not may_be_state(type(value)) or name.startswith("__"):
+                continue
             self._follows_functions = follows and not isinstance(value, (list, dict, deque, tuple))
             self._look(value, f"{kind.__name__}.{name}", DEPTH)
             self._follows_functions = follows
