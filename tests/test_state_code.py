@@ -1038,7 +1038,7 @@ WAYS_TO_A_REGION: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a module": lambda namespace: reactivate.checkpoint(namespace["model"]),
     "a function": lambda namespace: reactivate.checkpoint(namespace["fn"]),
     "a closure": lambda namespace: reactivate.checkpoint(lambda x: namespace["model"](x)),
-    "saved calls": lambda namespace: reactivate.checkpoint(namespace["fn"], policy=policies.save_modules("linear")),
+    "saved calls": lambda namespace: reactivate.checkpoint(namespace["model"], policy=policies.save_modules("linear")),
     "a policy": applied,
 }
 

@@ -49,13 +49,18 @@ def is_plain(kind: type) -> bool:
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))
 
 
+_MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
 @cached_by_class
 def is_users_class(kind: type) -> bool:
     """Return whether code of the user's own may change attributes of this class."""
     if kind.__module__ == "torch.nn.utils.parametrize":  # a class that it made for one module
         return True
+    if kind.__module__ == "builtins":  # that of what `exec` makes in a namespace without a name, too
+        return bool(kind.__flags__ & _MADE_BY_CODE)
     package = kind.__module__.partition(".")[0]
-    is_known = package in ("reactivate", "torch", "numpy", "builtins") or (
+    is_known = package in ("reactivate", "torch", "numpy") or (
         package in sys.stdlib_module_names and package != "__main__"
     )
     return not is_known

@@ -23,6 +23,7 @@ from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from reactivate._engine.inputs.kinds import is_users_class
 from reactivate._engine.state.attributes import slots_of
 from reactivate._engine.state.bounded import Bounded, cached, is_for_good
 from reactivate._engine.state.code import CACHED, Bindings, Names, Namespace
@@ -294,7 +295,7 @@ _FIXED = (FunctionType, BuiltinFunctionType, ModuleType, CACHED)
 
 
 def _is_librarys_class(value: Any) -> bool:
-    return isinstance(value, type) and _is_librarys({"__name__": value.__module__})
+    return isinstance(value, type) and not is_users_class(value)
 
 
 def _is_librarys(namespace: dict[str, Any]) -> bool:
