@@ -80,7 +80,7 @@ def view_of(module: M, region: functools.partial[Any]) -> M | None:
         region: the call of `module` as a region, which can be copied and pickled.
     """
     try:
-        kind: Any = _view_class(module.__class__)  # type: ignore[arg-type]
+        kind: Any = _view_class(module.__class__)
     except TypeError:  # its objects have slots
         return None
     view: Any = object.__new__(kind)
