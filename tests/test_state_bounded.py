@@ -50,7 +50,9 @@ def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.Monkey
         oracle.check(lambda: oracle.Case(made_anew(number), (torch.randn(2, 4, requires_grad=True),)))
     gc.collect()
     assert len(namespaces.facts_of_code) <= 8 and len(sites._known) <= 8
-    assert not any(kind().__name__ == "Made" for _, kind in namespaces._facts_of_class.values()), "classes that are gone"
+    assert not any(kind().__name__ == "Made" for _, kind in namespaces._facts_of_class.values()), (
+        "classes that are gone"
+    )
 
 
 def test_every_cache_with_arguments_is_bounded() -> None:
