@@ -166,6 +166,9 @@ class Call(Protocol):
     def module_tensors(self) -> Sequence[Tensor]:
         """Tensors in the attributes of modules, and in their containers and objects."""
 
+    def may_write_unseen(self) -> bool:
+        """Return whether code that it can reach may write to tensors without a new version, through `.data` or NumPy."""
+
 
 class Unrestored(NamedTuple):
     """A tensor that was modified in place, and of which there is no copy.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,10 @@ from torch.nn import functional as F
 import reactivate
 from reactivate import AdaptivePlan, policies
 from reactivate._engine.record import Record, observed_by
+from reactivate._model import per_call
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError, UsageError
+from reactivate.planner import adaptive
 from reactivate.planner.shapes import CallShapes
 from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.policies._base import PerCall
@@ -118,6 +122,17 @@ def test_a_class_is_planned_once(applied: tuple[GPT, AdaptivePlan]) -> None:
     assert "4, 112" in str(plan)
 
 
+def test_shapes_that_a_plan_serves_are_not_remembered_without_end(
+    planned: tuple[GPT, AdaptivePlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = copy.deepcopy(planned[0]), planned[1].within(planned[1].budget_bytes)
+    monkeypatch.setattr(adaptive, "MOST_SHAPES", len(plan._known) + 2)
+    with reactivate.apply(model, plan):
+        for length in range(29, 19, -1):
+            assert step_of(model, tokens(1, length)).recomputations == 0
+    assert len(plan._known) <= adaptive.MOST_SHAPES
+
+
 def test_a_batch_for_which_there_is_no_plan(applied: tuple[GPT, AdaptivePlan]) -> None:
     model, plan = applied
     with pytest.warns(UserWarning, match=r"No plan keeps a step with inputs of shape \(16, 128\)"):
@@ -170,6 +185,40 @@ def test_a_region_is_recomputed_under_the_policy_of_its_own_call(order: tuple[in
                 losses[index].backward()
         found.append(counted.recomputations)
     assert found == [0, 4 * 3 + 4 + 4]
+    for name, parameter in plain.named_parameters():
+        assert_bitwise(parameter.grad, model.get_parameter(name).grad, name)
+
+
+@dataclass(frozen=True, repr=False)
+class MadeAnew(PerCall):
+    """A policy that is made for each call."""
+
+    made: list[weakref.ref[Policy]]
+
+    def of_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy | None:
+        policy = Assignment({f"blocks.{index}": FULL for index in range(4)})
+        self.made.append(weakref.ref(policy))
+        return policy
+
+    def __repr__(self) -> str:
+        return "MadeAnew()"
+
+
+def test_policies_of_calls_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(per_call, "_MOST_POLICIES", 3)
+    model, made = GPT(layers=4), []
+    plain = copy.deepcopy(model)
+    torch.manual_seed(0)
+    with reactivate.apply(model, MadeAnew(made)):
+        for _ in range(8):
+            losses = [loss_of(model(tokens(2, 8))) for _ in range(5)]  # more than are kept
+            for loss in losses:
+                loss.backward()
+        gc.collect()
+        assert len(made) == 40 and sum(policy() is not None for policy in made) <= 4
+    torch.manual_seed(0)
+    for _ in range(40):
+        loss_of(plain(tokens(2, 8))).backward()
     for name, parameter in plain.named_parameters():
         assert_bitwise(parameter.grad, model.get_parameter(name).grad, name)
 

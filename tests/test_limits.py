@@ -106,6 +106,17 @@ def written_unseen() -> tuple[Any, ...]:
 
     def fn(x: Tensor) -> Tensor:
         y = x.sin() * table[:4]
+        getattr(table, "data").add_(1)  # noqa: B009 - so that the code does not name it
+        return y.exp()
+
+    return (fn,)
+
+
+def written_through_data() -> tuple[Any, ...]:
+    table = torch.ones(5000, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin() * table[:4]
         table.data.add_(1)
         return y.exp()
 
@@ -129,6 +140,8 @@ def test_writes_that_no_version_counter_sees() -> None:
     assert is_right(ours(determinism="metadata"), written_unseen) == NEVER
     assert is_right(ours(), written_unseen) == [RecomputeMismatchError, RecomputeMismatchError, False]
     assert is_right(ours(determinism="values"), written_unseen) == [RecomputeMismatchError] * 3
+    assert is_right(ours(determinism="metadata"), written_through_data) == NEVER
+    assert is_right(ours(), written_through_data) == [MutationError, True, True]
     assert is_right(torchs, long_statistics) == NEVER
     assert is_right(ours(), long_statistics)[0] is RecomputeMismatchError
     assert other_memory_between(torchs) == NEVER

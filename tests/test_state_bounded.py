@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from typing import Any
@@ -47,7 +48,11 @@ def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(bounded, "MOST", 8)
     for number in range(20):
         oracle.check(lambda: oracle.Case(made_anew(number), (torch.randn(2, 4, requires_grad=True),)))
-    assert len(namespaces.facts_of_code) <= 8 and len(namespaces._facts_of_class) <= 8 and len(sites._known) <= 8
+    gc.collect()
+    assert len(namespaces.facts_of_code) <= 8 and len(sites._known) <= 8
+    assert not any(kind().__name__ == "Made" for _, kind in namespaces._facts_of_class.values()), (
+        "classes that are gone"
+    )
 
 
 def test_every_cache_with_arguments_is_bounded() -> None:
@@ -58,7 +63,7 @@ def test_every_cache_with_arguments_is_bounded() -> None:
         for value in vars(sys.modules[room]).values()
         if isinstance(value, CACHED) and value.__module__ == room and inspect.signature(value).parameters
     }
-    assert len(caches) >= 10
+    assert len(caches) >= 4
     unbounded = {f"{cache.__module__}.{cache.__name__}" for cache in caches if cache.cache_info().maxsize is None}
     assert unbounded == {"reactivate._engine.kept_calls.site_log.opened"}  # its arguments are torch's own functions
 

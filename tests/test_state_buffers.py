@@ -19,13 +19,16 @@ from state_programs import (
     check_program,
     curve,
     leaf,
+    plainly,
     state_of,
     train,
 )
 from torch import Tensor, nn
 
 import reactivate
+from reactivate import policies
 from reactivate._engine.state.rewound import rewound_memory
+from reactivate.errors import MutationError
 
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
@@ -481,7 +484,7 @@ def buffer_is_rebound_to_a_view_of_a_history(wrap: Wrap) -> Any:
     return written_by(wrap, write)
 
 
-@loud
+@right
 def buffer_is_written_through_data(wrap: Wrap) -> Any:
     def write(module: Any, x: Tensor) -> None:
         module.amax.data.mul_(0.5).add_(x.amax(0))
@@ -497,7 +500,7 @@ def buffer_is_swapped_through_data(wrap: Wrap) -> Any:
     return written_by(wrap, write)
 
 
-@loud
+@right
 def buffer_is_written_through_numpy(wrap: Wrap) -> Any:
     def write(module: Any, x: Tensor) -> None:
         array = module.amax.numpy()
@@ -634,6 +637,252 @@ def moving_average_teacher(wrap: Wrap) -> Any:
     return [found, state_of(module)]
 
 
+# -- written without a new version --------------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """Every call reads the rows of a table, has `write` write to them, and reads them again."""
+
+    table: Tensor
+
+    def __init__(self, *, is_parameter: bool = False, rows: int = 12) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.hold(self, torch.zeros(rows, 4), is_parameter)
+
+    @staticmethod
+    def hold(module: nn.Module, table: Tensor, is_parameter: bool) -> None:
+        if is_parameter:
+            module.table = nn.Parameter(table, requires_grad=False)
+        else:
+            module.register_buffer("table", table)
+
+    def rows(self) -> Tensor:
+        return self.table[:6]
+
+    def write(self, x: Tensor) -> None:
+        self.table.data[:6] = x
+        self.table.data[6:] += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = curve(self.layer(x), 1 + self.rows())
+        self.write(x.detach())
+        return curve(x, 1 + self.rows())
+
+
+def moved_towards(average: Tensor, x: Tensor) -> None:
+    average.data.mul_(0.9).add_(x.repeat(2, 1), alpha=0.1)
+
+
+class Averaged(Table):
+    def write(self, x: Tensor) -> None:
+        moved_towards(self.table, x)
+
+
+class Copied(Table):
+    def write(self, x: Tensor) -> None:
+        self.table.data.copy_(torch.cat([x, self.table[6:] + 1]))
+
+
+class Moved(Table):
+    def write(self, x: Tensor) -> None:
+        self.table.data = torch.cat([x, self.table[6:] + 1])
+
+
+class InNumpy(Table):
+    def write(self, x: Tensor) -> None:
+        self.table.numpy()[:6] += x.numpy()
+
+
+class OfAChild(Table):
+    """Writes to the table of a module whose own code does not."""
+
+    @staticmethod
+    def hold(module: nn.Module, table: Tensor, is_parameter: bool) -> None:
+        module.child = nn.Module()
+        module.child.register_buffer("table", table)
+
+    def rows(self) -> Tensor:
+        return self.child.table[:6]
+
+    def write(self, x: Tensor) -> None:
+        self.child.table.data[:6] = x
+
+
+class Records:
+    def __init__(self) -> None:
+        self.rows = torch.zeros(6, 4)
+
+    def record(self, x: Tensor) -> None:
+        self.rows.data.copy_(x)
+
+
+class OfAnObject(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records = Records()
+
+    def rows(self) -> Tensor:
+        return self.records.rows
+
+    def write(self, x: Tensor) -> None:
+        self.records.record(x)
+
+
+class ByAHook(Table):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.register_forward_hook(self.add)
+
+    def add(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.table.data.add_(out.detach().mean())
+
+    def write(self, x: Tensor) -> None:
+        pass
+
+
+class Quantizer(nn.Module):
+    """The vector quantiser that most implementations of VQ-VAE-2 copy, line by line."""
+
+    embed: Tensor
+    cluster_size: Tensor
+    embed_avg: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        embed = torch.randn(4, 16)
+        self.register_buffer("embed", embed)
+        self.register_buffer("cluster_size", torch.zeros(16))
+        self.register_buffer("embed_avg", embed.clone())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.reshape(-1, 4)
+        distance = flat.pow(2).sum(1, keepdim=True) - 2 * flat @ self.embed + self.embed.pow(2).sum(0, keepdim=True)
+        index = (-distance).max(1)[1]
+        one_hot = nn.functional.one_hot(index, 16).type(flat.dtype)
+        quantized = nn.functional.embedding(index.view(*x.shape[:-1]), self.embed.transpose(0, 1))
+        if self.training:
+            self.cluster_size.data.mul_(0.9).add_(one_hot.sum(0), alpha=0.1)
+            self.embed_avg.data.mul_(0.9).add_(flat.transpose(0, 1) @ one_hot, alpha=0.1)
+            n = self.cluster_size.sum()
+            cluster_size = (self.cluster_size + 1e-5) / (n + 16 * 1e-5) * n
+            self.embed.data.copy_(self.embed_avg / cluster_size.unsqueeze(0))
+        difference = (quantized.detach() - x).pow(2).mean()
+        return x + (quantized - x).detach(), difference
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.quantize, self.decode = nn.Linear(4, 4), Quantizer(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        quantized, difference = self.quantize(self.encode(x))
+        return curve(self.decode(quantized), quantized) + difference
+
+
+class InALargeTree(nn.Module):
+    """So many modules that each is noted as the forward reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(30)))
+        self.table = OfAChild()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(self.layers[:2](x))  # type: ignore[no-any-return]
+
+
+def steps_with(wrap: Wrap, module: nn.Module, **options: Any) -> Any:
+    """Seven calls, one to three of them before their backwards."""
+    checkpointed = wrap(module, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    found: list[Any] = []
+    for count in (1, 2, 1, 3):
+        xs = inputs(count)
+        for out in reversed([checkpointed(x) for x in xs]):
+            backward(out)
+        found.append([x.grad for x in xs])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [found, state_of(module)]
+
+
+WRITERS = [Table, Averaged, Copied, Moved, InNumpy, OfAChild, OfAnObject, ByAHook, Autoencoder, InALargeTree]
+
+
+@pytest.mark.parametrize("determinism", ["first", "metadata"])
+@pytest.mark.parametrize("make", WRITERS)
+def test_writes_without_a_new_version(make: Callable[[], nn.Module], determinism: str) -> None:
+    """Code that names `.data` or NumPy may write so, in every call: with "metadata" none of them is compared."""
+
+    def program(wrap: Wrap) -> Any:
+        return steps_with(wrap, make(), determinism=determinism)
+
+    check_program(Program(program, recomputations=7))
+
+
+@right_with(recomputations=7)
+def quantizer_is_a_saved_module(wrap: Wrap) -> Any:
+    return steps_with(wrap, Autoencoder(), policy=policies.save_modules("quantize"))
+
+
+@right_with(recomputations=14)
+def quantizer_is_a_region_in_a_region(wrap: Wrap) -> Any:
+    module = Autoencoder()
+    inner = wrap(module.quantize.forward)
+    module.quantize.forward = inner  # type: ignore[method-assign]
+    return steps_with(wrap, module)
+
+
+@right_with(recomputations=7)
+def closed_over_table_is_written_through_data(wrap: Wrap) -> Any:
+    layer, table = nn.Linear(4, 4), torch.zeros(6, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        x = curve(nn.functional.linear(x, layer.weight, layer.bias), 1 + table)
+        table.data.copy_(x)
+        return curve(x, 1 + table)
+
+    layer.forward = wrap(fn)  # type: ignore[method-assign]
+    return steps_with(plainly, layer)
+
+
+def of_a_large_argument(wrap: Wrap) -> Callable[[Tensor], Tensor]:
+    table = torch.zeros(3000, 4)
+
+    def fn(x: Tensor, table: Tensor) -> Tensor:
+        x = curve(x, 1 + table[:6])
+        table.data[:6] = x.detach()
+        return curve(x, 1 + table[:6])
+
+    fn = wrap(fn)
+    return lambda x: fn(x, table)
+
+
+@pytest.mark.parametrize("make", [lambda wrap: wrap(Table(is_parameter=True)), of_a_large_argument])
+def test_a_tensor_without_a_copy_that_is_written_to_without_a_new_version(make: Any) -> None:
+    """It is refused once by its name, and then there is a copy."""
+
+    def run(wrap: Wrap) -> list[Tensor]:
+        torch.manual_seed(0)
+        fn = make(wrap)
+        found = []
+        for number in range(5):
+            x = leaf(6, 4)
+            out = fn(x)
+            if number or wrap is plainly:
+                found.append(torch.autograd.grad(out.sum(), x)[0])
+            else:
+                with pytest.raises(MutationError, match=r"`Table.table`|`args\[1\]`"):
+                    out.sum().backward()
+        return found
+
+    plain, ours = run(plainly), run(reactivate.checkpoint)
+    for expected, found in zip(plain[1:], ours, strict=True):
+        assert_bitwise(expected, found, "gradient")
+
+
 # -- small buffers that an earlier region has noted ---------------------------------------------------------------------
 
 
@@ -653,7 +902,7 @@ class Small(nn.Module):
             self.mean.mul_(0.5).add_(x.mean(0))
             self.table.mul_(1.5)
         table = torch.view_as_real(self.table.resolve_conj()).reshape(-1)[:4] if self.table.is_complex() else self.table
-        return (x * self.mean + table.reshape(-1)).sin()
+        return (x * self.mean + x * table.reshape(-1)).sin()  # which saves a view of the table
 
 
 def transposed(module: Small) -> None:
@@ -672,8 +921,26 @@ def conjugated(module: Small) -> None:
     module.table.data = module.table.data.conj()
 
 
+def negated_and_doubled(module: Small) -> None:
+    negated(module)
+    module.table.data.mul_(2)
+
+
+def conjugated_and_doubled(module: Small) -> None:
+    conjugated(module)
+    module.table.data.mul_(2)
+
+
 def elsewhere(module: Small) -> None:
     module.table.data = module.table.data.clone() + 1
+
+
+def elsewhere_and_back(module: Small) -> None:
+    """Memory is used again for other elements, unless something holds it, as a saved view does."""
+    address = module.table.data_ptr()
+    module.table.data = torch.zeros(2, 2)
+    found = [torch.full((2, 2), 7.0) for _ in range(1000)]
+    module.table.data = next((tensor for tensor in found if tensor.data_ptr() == address), found[0])
 
 
 def of_another_class(module: Small) -> None:
@@ -685,7 +952,7 @@ class Marked(torch.Tensor):
 
 
 BETWEEN = [transposed, of_other_shape, negated, conjugated, elsewhere, of_another_class]
-BEFORE = [transposed, of_other_shape, elsewhere, of_another_class]
+BEFORE = [*BETWEEN, negated_and_doubled, conjugated_and_doubled, elsewhere_and_back]
 
 
 @pytest.mark.parametrize(
@@ -694,7 +961,7 @@ BEFORE = [transposed, of_other_shape, elsewhere, of_another_class]
 def test_a_small_buffer_that_changes_its_form(change: Callable[[Small], None], is_between: bool) -> None:
     def run(wrap: Callable[[nn.Module], Any]) -> list[Any]:
         torch.manual_seed(0)
-        module = Small(torch.complex64 if change is conjugated else torch.float32)
+        module = Small(torch.complex64 if change in (conjugated, conjugated_and_doubled) else torch.float32)
         fn = wrap(module)
         x = torch.randn(3, 4, requires_grad=True)
         found: list[Any] = []

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import reactivate
+from reactivate import policies
 from reactivate._engine.state.trees import whole_trees
 
 PROGRAMS = Programs()
@@ -975,3 +976,114 @@ def test_nothing_is_kept_alive_by_what_is_known_of_code() -> None:
             assert [item() for item in references] == [None, None]
         finally:
             gc.enable()
+
+
+# -- code that is made by `exec`, as in notebooks and templates ---------------------------------------------------------
+
+TEMPLATE = compile(
+    """
+from torch import nn
+
+factors = [1.0]
+
+
+def scaled(x):
+    return x * factors[0]
+
+
+class Counter:
+    def __init__(self):
+        self.count = 1.0
+
+    def step(self):
+        self.count += 1
+        return self.count
+
+
+class Model(nn.Module):
+    counters = {"a": Counter()}
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.counter = nn.Linear(4, 4), Counter()
+
+    def forward(self, x):
+        factors[0] += 0.5
+        return scaled(self.linear(x)).sin() * self.counter.step() * self.counters["a"].step()
+
+
+model = Model()
+
+
+def fn(x):
+    return model(x).sin()
+""",
+    "<template>",
+    "exec",
+)
+
+
+def made_by_exec(name: str | None) -> dict[str, Any]:
+    namespace: dict[str, Any] = {} if name is None else {"__name__": name}
+    exec(TEMPLATE, namespace)
+    return namespace
+
+
+def applied(namespace: dict[str, Any]) -> Any:
+    reactivate.apply(namespace["model"], policies.recompute_modules("linear"))
+    return namespace["model"]
+
+
+WAYS_TO_A_REGION: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a module": lambda namespace: reactivate.checkpoint(namespace["model"]),
+    "a function": lambda namespace: reactivate.checkpoint(namespace["fn"]),
+    "a closure": lambda namespace: reactivate.checkpoint(lambda x: namespace["model"](x)),
+    "saved calls": lambda namespace: reactivate.checkpoint(namespace["model"], policy=policies.save_modules("linear")),
+    "a policy": applied,
+}
+
+
+@pytest.mark.parametrize("name", [None, __name__, "gone"])
+@pytest.mark.parametrize("way", WAYS_TO_A_REGION)
+def test_what_is_made_by_exec_dies(way: str, name: str | None) -> None:
+    namespace = made_by_exec(name)
+    references = [weakref.ref(namespace[item]) for item in ("model", "Model", "fn", "Counter", "scaled")]
+    region = WAYS_TO_A_REGION[way](namespace)
+    for _ in range(3):
+        region(leaf(6, 4)).sum().backward()
+    del namespace, region
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 5
+
+
+@pytest.mark.parametrize("name", ["model", "fn"])
+def test_code_that_is_run_in_two_namespaces_has_names_in_each(name: str) -> None:
+    """The functions share their code objects."""
+
+    def program(wrap: Wrap) -> Any:
+        namespaces = [made_by_exec(None) for _ in range(2)]
+        namespaces[1]["factors"][0] = 5.0
+        regions = [wrap(namespace[name], determinism="metadata") for namespace in namespaces]
+        xs = [leaf(6, 4) for _ in range(6)]
+        for number, x in enumerate(xs):
+            backward(regions[number % 2](x))
+        return [x.grad for x in xs], [namespace["factors"] for namespace in namespaces]
+
+    check_program(Program(program, recomputations=6))
+
+
+def test_a_class_made_by_a_function_dies_with_what_it_closes_over() -> None:
+    def make() -> tuple[nn.Module, weakref.ref[nn.Module]]:
+        table = nn.Linear(4, 4)
+
+        class Model(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return curve(table(x), 2)
+
+        return Model(), weakref.ref(table)
+
+    module, table = make()
+    reactivate.checkpoint(module)(leaf(6, 4)).sum().backward()
+    del module
+    gc.collect()
+    assert table() is None

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 import reactivate
 from reactivate._engine.state.iterators import copied, position_of
+from reactivate.errors import RecomputeMismatchError
 
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
@@ -402,6 +403,159 @@ def cache_object_grows_along_the_layers(wrap: Wrap) -> Any:
         h = wrap(block)(layer, h, cache)
     backward(h)
     return [x.grad, len(cache.keys), cache.keys, [gradients(layer) for layer in layers]]
+
+
+class Statistics:
+    """What a normaliser of observations counts, two objects away from whoever has the normaliser."""
+
+    def __init__(self) -> None:
+        self.mean, self.count = numpy.zeros(4), 1.0
+
+    def update(self, x: Tensor) -> float:
+        before = float(self.mean.sum()) + self.count
+        self.mean += x.detach().numpy() / self.count
+        self.count += 1
+        return before
+
+
+class Normalizer:
+    def __init__(self) -> None:
+        self.statistics = Statistics()
+
+    def __call__(self, module: Any, args: Any, out: Tensor) -> Tensor:
+        return curve(out, self.statistics.update(out))
+
+    def hook(self, module: Any, args: Any, out: Tensor) -> Tensor:
+        return self(module, args, out)
+
+
+def of_an_attribute() -> Callable[[Tensor], Tensor]:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normalizer = Normalizer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return curve(x, self.normalizer.statistics.update(x))
+
+    return Model()
+
+
+def of_a_class() -> Callable[[Tensor], Tensor]:
+    class Model(nn.Module):
+        normalizer = Normalizer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return curve(x, self.normalizer.statistics.update(x))
+
+    return Model()
+
+
+def of_containers_in_a_class() -> Callable[[Tensor], Tensor]:
+    class Model(nn.Module):
+        named = {"a": Normalizer()}
+        listed = [Statistics()]
+        nested = ({"a": [Statistics()]},)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for found in (self.named["a"].statistics, *self.listed, *self.nested[0]["a"]):
+                x = curve(x, found.update(x))
+            return x
+
+    return Model()
+
+
+def of_a_hook(hook: Any) -> Callable[[Tensor], Tensor]:
+    module = nn.Sequential(nn.Tanh())
+    module[0].register_forward_hook(hook)
+    return module
+
+
+def of_a_name() -> Callable[[Tensor], Tensor]:
+    global named
+    named = Normalizer()
+    return lambda x: curve(x, named.statistics.update(x))
+
+
+def of_a_closure() -> Callable[[Tensor], Tensor]:
+    normalizer = Normalizer()
+    return lambda x: curve(x, normalizer.statistics.update(x))
+
+
+named: Normalizer
+TWO_OBJECTS_DEEP: list[Callable[[], Any]] = [
+    of_an_attribute,
+    of_a_class,
+    of_containers_in_a_class,
+    lambda: of_a_hook(Normalizer()),
+    lambda: of_a_hook(Normalizer().hook),
+    of_a_name,
+    of_a_closure,
+]
+
+
+@pytest.mark.parametrize("make", TWO_OBJECTS_DEEP)
+def test_state_two_objects_deep(make: Callable[[], Any]) -> None:
+    def program(wrap: Wrap) -> Any:
+        checkpointed = wrap(make(), determinism="metadata")
+        xs = inputs(5)
+        for calls in (xs[:1], xs[1:3], xs[3:]):
+            backward(*map(checkpointed, calls))
+        return [x.grad for x in xs]
+
+    check_program(Program(program, recomputations=5))
+
+
+def test_near_objects_are_not_left_out_for_far_ones() -> None:
+    """There is a bound for each depth."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.far = [SimpleNamespace(inner=SimpleNamespace()) for _ in range(200)]
+            self.near = [SimpleNamespace(count=1.0) for _ in range(50)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.near[-1].count += 1
+            return curve(x, self.near[-1].count)
+
+    check_program(Program(lambda wrap: train(wrap(Model(), determinism="metadata"), inputs(3))))
+
+
+class Far:
+    """Counts three objects deep."""
+
+    def __init__(self) -> None:
+        self.a = SimpleNamespace(b=SimpleNamespace(count=1.0))
+
+    def __getitem__(self, index: int) -> float:
+        return self.a.b.count  # type: ignore[no-any-return]
+
+    def __setitem__(self, index: int, value: float) -> None:
+        self.a.b.count = value
+
+
+LEFT_OUT: list[tuple[Callable[[], Any], str]] = [
+    (Far, "`Holder.state.a.b` (SimpleNamespace: too deep)"),
+    (lambda: numpy.ones(5_000), "`Holder.state` (ndarray: too large)"),
+    (lambda: [1.0] * 5_000, "`Holder.state` (list: too large)"),
+    (lambda: bytearray([1] * 20_000), "`Holder.state` (bytearray: too large)"),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), LEFT_OUT)
+def test_a_difference_names_what_is_not_restored(make: Callable[[], Any], text: str) -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state[0] += 1
+            return curve(x, float(self.state[0]))
+
+    with pytest.raises(RecomputeMismatchError, match=re.escape(text)):
+        backward(reactivate.checkpoint(Holder())(leaf(4)))
 
 
 # -- iterators ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from reactivate import policies
 
@@ -578,6 +579,92 @@ def attention_map_is_stored_and_read_after_backward(wrap: Wrap) -> Any:
         backward(out)
         found += [x.grad, module.last is before[0], module.detached is before[1], module.last, module.detached]
     return found
+
+
+@right
+def stored_result_has_another_shape_than_the_one_before(wrap: Wrap) -> Any:
+    """Early stop ends the recomputation before it stores its own."""
+
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.feat = torch.zeros(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.feat = x.tanh()
+            return self.feat
+
+    module = Features()
+    checkpointed = wrap(module)
+    found = []
+    for rows in (4, 6, 4, 2, 2):
+        x = leaf(rows, 4)
+        out = checkpointed(x)
+        backward(out)
+        found += [x.grad, module.feat is out, module.feat]
+    return found
+
+
+@right
+def state_is_restarted_at_another_batch_size(wrap: Wrap) -> Any:
+    """A recurrent cell that keeps its state, and trains on the next batch from where the backward left it."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.hidden = nn.GRUCell(4, 4), torch.zeros(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(self.hidden) != len(x):
+                self.hidden = torch.zeros(len(x), 4)
+            self.hidden = self.cell(x, self.hidden.detach())
+            return self.hidden
+
+    module = Cell()
+    checkpointed = wrap(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    losses = []
+    for rows in (6, 6, 4, 4, 4, 6, 6):
+        loss = checkpointed(leaf(rows, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss, module.hidden]
+    return [losses, state_of(module)]
+
+
+@right_with(recomputations=6)
+def memory_grows_with_each_of_several_calls(wrap: Wrap) -> Any:
+    """Each recomputation reads the memory of its own call, which has another shape."""
+
+    class Memory(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.memory = nn.Linear(4, 4), torch.zeros(1, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = curve(self.layer(x), self.memory.sum(0))
+            self.memory = torch.cat([self.memory, out[:2]])
+            return out
+
+    module = Memory()
+    checkpointed, xs = wrap(module, determinism="metadata"), inputs(6)
+    for calls in (xs[:3], xs[3:]):
+        backward(*map(checkpointed, calls))
+        module.memory = module.memory.detach()
+    return [[x.grad for x in xs], module.memory, state_of(module)]
+
+
+@right
+def weight_of_another_shape_stands_in_for_the_forward(wrap: Wrap) -> Any:
+    layer, wide = nn.Linear(4, 4), leaf(8, 4)
+
+    def step(x: Tensor) -> Tensor:
+        weights = {"weight": wide * 2, "bias": torch.zeros(8)}
+        return functional_call(layer, weights, (x,)).sin()
+
+    layer.forward = wrap(layer.forward)  # type: ignore[method-assign]
+    return [train(step, inputs()), wide.grad, state_of(layer)]
 
 
 # -- gradients inside ---------------------------------------------------------------------------------------------------

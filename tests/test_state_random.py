@@ -352,6 +352,31 @@ def with_generators(wrap: Wrap, place: Callable[[Any], Any], find: Callable[[Any
     return found
 
 
+@right_with(recomputations=12)
+def points_of_a_sobol_engine(wrap: Wrap) -> Any:
+    """An engine counts in its attributes, and replaces a tensor among them."""
+
+    class Sampled(nn.Module):
+        def __init__(self, engine: Any) -> None:
+            super().__init__()
+            self.engine = engine
+
+        def forward(self, x: Tensor) -> Tensor:
+            return curve(x, self.engine.draw(1).sum() + 1)
+
+    found = []
+    for scramble in (False, True):
+        engine = torch.quasirandom.SobolEngine(4, scramble=scramble, seed=3)
+        fn = wrap(lambda x, engine=engine: curve(x, engine.draw(2).sum()))
+        for call in (wrap(Sampled(engine), determinism="metadata"), fn):
+            xs = [leaf(4) for _ in range(3)]
+            backward(call(xs[0]))
+            backward(*map(call, xs[1:]))
+            found.append([x.grad for x in xs])
+        found.append([engine.num_generated, engine.draw(3)])
+    return found
+
+
 @right
 def generators_in_closures(wrap: Wrap) -> Any:
     return with_generators(wrap, lambda generator: generator, lambda holder: holder)

@@ -17,6 +17,7 @@ from state_programs import Program, Programs, Wrap, backward, check_program, cur
 from torch import Tensor, nn
 
 import reactivate
+from reactivate import policies
 from reactivate._engine.record import observed_by
 
 PROGRAMS = Programs()
@@ -305,6 +306,54 @@ def test_buffers_that_nobody_writes_are_copied_once() -> None:
     assert allocated.left_bytes < size * 4, "a call in flight does not hold copies of its own"
 
 
+class Table(nn.Module):
+    """Has a method that writes through `.data`, as initialisers do, which no region calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.rand(512, 512))
+        self.init_table()
+
+    def init_table(self) -> None:
+        self.table.data.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return curve(x, self.table[0, :4])
+
+
+class RestartedTable(Table):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.isnan().any():
+            self.init_table()
+        return super().forward(x)
+
+
+def tensor_bytes() -> int:
+    """Return the bytes of all tensors that Python code can reach."""
+    tensors = [item for item in gc.get_objects() if type(item) is Tensor]
+    return sum({item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors}.values())
+
+
+def test_copies_of_state_go_with_the_policy() -> None:
+    """Those that a region refers to stay until its backward."""
+    model = nn.Sequential(Table())
+    x, size = leaf(6, 4), model[0].table.nbytes
+    handle = reactivate.apply(model, policies.recompute_modules("0"))
+    for _ in range(2):
+        backward(model(x))
+    out = model(x)
+    gc.collect()
+    applied = tensor_bytes()
+    handle.remove()
+    assert tensor_bytes() > applied - size
+    model[0].table.zero_()  # the region reads what was there
+    (gradient,) = torch.autograd.grad(out.square().sum(), x)
+    del out
+    assert tensor_bytes() <= applied - size
+    (expected,) = torch.autograd.grad(curve(x, torch.full((4,), 0.5)).square().sum(), x)
+    assert torch.equal(gradient, expected)
+
+
 def test_microbatches_in_flight_share_the_shadow_of_state_that_did_not_change() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     module.register_buffer("table", torch.rand(512, 512))
@@ -318,6 +367,16 @@ def test_microbatches_in_flight_share_the_shadow_of_state_that_did_not_change() 
     allocated = allocated_by(lambda: kept.extend(checkpointed(x) for x in leaves))
     assert allocated.left_bytes < 2 * module.table.numel() * 4
     backward(*kept)
+
+
+@pytest.mark.parametrize("kind", [Table, RestartedTable])
+def test_versions_are_relied_on_unless_code_asks_for_what_moves_none(kind: type[Table]) -> None:
+    module = kind()
+    checkpointed, x = reactivate.checkpoint(module), leaf(6, 4)
+    for _ in range(2):
+        backward(checkpointed(x))
+    allocated = allocated_by(lambda: backward(checkpointed(x)))
+    assert (allocated.peak_bytes > module.table.nbytes) is (kind is RestartedTable)
 
 
 def test_a_region_keeps_nothing_for_each_block_that_it_does_not_touch() -> None:

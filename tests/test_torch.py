@@ -301,9 +301,10 @@ def modules_are_called_through_their_hooks() -> None:
     assert room.has_hooks(module)
 
 
-@needs("is_distributed")
-def a_plain_tensor_is_not_distributed() -> None:
-    assert not room.is_distributed(torch.ones(2))
+@needs("are_distributed_alike")
+def plain_tensors_are_distributed_alike() -> None:
+    """Behaviour: `test_process_groups`."""
+    assert room.are_distributed_alike(torch.ones(2), torch.ones(3))
 
 
 @needs("lacks_values")
@@ -609,6 +610,14 @@ def a_write_is_seen_by_nobody() -> None:
     assert set(seen) == {"function", "op"}
     assert (one._version, other._version) == (1, 0)
     assert other.tolist() == [2, 2]
+
+
+@needs("negated_view")
+def a_view_has_the_other_negation_bit() -> None:
+    base = torch.ones(2)
+    negated = room.negated_view(base)
+    base.mul_(2)
+    assert negated.tolist() == [-2, -2] and negated.is_neg() and not room.negated_view(negated).is_neg()
 
 
 @needs("view_again")

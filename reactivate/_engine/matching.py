@@ -16,7 +16,7 @@ from reactivate._engine.kept_calls.skipped_sites import RecomputationLog
 from reactivate._engine.mismatch import refusals
 from reactivate._engine.mismatch.check import Check
 from reactivate._engine.mismatch.oplog import LoggedOp, OpLog, difference
-from reactivate._engine.mismatch.stale import refuse_stale, watches
+from reactivate._engine.mismatch.stale import is_watched, refuse_stale, watches
 from reactivate._engine.record import Record, Saved, metadata_of
 from reactivate._engine.rounded import RoundedReads, inexact_storages, is_anything_rounded, note_rounded
 from reactivate._engine.state.memory import memory_of
@@ -241,7 +241,7 @@ class Matching:
                     return
             elif forward.ops[index].is_like(ops[index]):
                 return
-            if self.record.proof is not None or watches:  # what counts is what autograd saves
+            if self.record.proof is not None or is_watched():  # what counts is what autograd saves
                 return
             raise self._refuse(refusals.different_values(self.record, difference(forward.ops, ops)))
 

@@ -27,9 +27,9 @@ from reactivate._engine.mismatch.stale import StaleReads
 from reactivate._engine.record import Record, observers, tell
 from reactivate._engine.sites import calls_regions
 from reactivate._engine.state.held import WeakTensor
-from reactivate._engine.state.notes import RewoundNotes
-from reactivate._engine.state.rewound import RewoundTensors
+from reactivate._engine.state.rewound import RewoundState
 from reactivate._engine.state.tensor_hooks import KeptHooks
+from reactivate._engine.state.turns import undisturbed
 from reactivate._torch.autograd import (
     is_profiling,
     pop_saved_tensor_hooks,
@@ -125,11 +125,10 @@ def _rewound(record: Record, arguments: Any) -> list[AbstractContextManager[Any]
         manager = rewind(snapshot)
         if manager is not None:
             (innermost if rewind in record.options.innermost else managers).append(manager)
-    if record.notes:
-        managers.append(RewoundNotes(record.notes))
+    if record.notes or record.states is not None:
+        state = RewoundState(record.notes, record.states)
+        managers.append(undisturbed(state, state.differs))
     proof = record.proof
-    if record.states is not None:
-        managers.append(RewoundTensors(record.states))
     managers += innermost
     if record.gradients is not None:
         managers.append(record.gradients)

@@ -37,7 +37,7 @@ from reactivate._engine.kept_calls.kept import SETTLING_CODE
 from reactivate._engine.kept_calls.saved_sites import ForwardLog
 from reactivate._engine.kept_calls.site_log import tensors_in
 from reactivate._engine.mismatch import naming
-from reactivate._engine.mismatch.check import Check, is_due, note_writer, owner_of
+from reactivate._engine.mismatch.check import BitsBefore, Check, is_due, note_writer, owner_of
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.mismatch.places import Places, SavePlace, are_known, remember
 from reactivate._engine.mismatch.proof import WriteProof
@@ -73,9 +73,10 @@ _IS_LEAF = attrgetter("is_leaf")
 class Region(BackwardSide):
     """One call of a checkpointed function."""
 
-    __slots__ = ("around", "capture", "places", "script_graph")
+    __slots__ = ("around", "bits", "capture", "places", "script_graph")
     around: Place | None  # where the region began
     capture: Capture | None
+    bits: BitsBefore | None  # of what the forward may write to unseen, if that is looked for in this call
     places: Places | None  # where the user's code saves, if that is noted in this call
     script_graph: Any  # what TorchScript ran last before the region
 
@@ -96,7 +97,7 @@ class Region(BackwardSide):
         if self.log is not None:
             refuse_values(options.inputs)
         self.sites = ()
-        self.proof = self.check = self.fence = self.places = None
+        self.proof = self.check = self.bits = self.fence = self.places = None
         self.replaced = {}
         capture = self.capture = Capture(fn, args, kwargs, may_be_large=True, storage=options.inputs, name=options.name)
         self.users_hooks = users_hooks() if capture.is_hooked else None
@@ -106,7 +107,7 @@ class Region(BackwardSide):
         if capture.is_lazy:  # the first call of a lazy module makes its parameters, once
             return _call
         self.notes, self.inputs, self.saved_inputs = capture.notes, capture.inputs, capture.saved
-        self.states = TensorStates(capture.tensors) if capture.tensors else None
+        self.states = TensorStates(capture.tensors, None, capture.may_write_unseen) if capture.tensors else None
         self.gradients = Gradients(capture.given) if any(map(_IS_LEAF, capture.given)) else None
         self.script_graph = last_script_graph()
         self.fn, self.args, self.kwargs = capture.fn, capture.args, capture.kwargs
@@ -131,6 +132,8 @@ class Region(BackwardSide):
         if is_due(capture, options.determinism, options.choice):
             self.check, self.places = Check(), {}
             pack = self.pack_noted
+            if capture.may_write_unseen():
+                self.bits = BitsBefore(naming.tensors_without_a_copy(capture))
         elif observers or (options.determinism != "first" and not are_known(owner_of(fn))):
             self.places = {}
             pack = self.pack_noted
@@ -190,6 +193,9 @@ class Region(BackwardSide):
     def _look_for_writes(self, capture: Capture, result: Any) -> None:
         """Find what the forward wrote to and no copy was made of; then only a proof shows whether it matters."""
         written = self.unrestored()
+        if self.bits is not None:
+            written += self.bits.written()
+            self.bits = None
         for tensor, spec, version in capture.saved:
             if tensor._version != version:
                 place = naming.place_of(self, spec)

@@ -41,7 +41,7 @@ def note_rounded(tensor: Tensor) -> None:
     """Take note that `tensor` has other values than it had in the forward."""
     for key, reference in list(_rounded.items()):
         if reference.expired():
-            del _rounded[key]
+            _rounded.pop(key, None)  # another thread may have been faster
     for part in _parts_of(tensor):
         _rounded[memory_of(part)] = StorageWeakRef(part.untyped_storage())
 

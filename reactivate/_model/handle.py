@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch.nn import Module
 
 from reactivate._engine.record import Options
+from reactivate._engine.state.shadows import forget_shadows
 from reactivate._model.cache_watch import CacheWatch
 from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.standin import Cover
@@ -63,7 +64,7 @@ class Handle:
         self._kinds.setdefault(kind, []).append(path)
 
     def remove(self) -> None:
-        """Make the model what it was. A second time does nothing."""
+        """Make the model what it was, and let go of copies of its buffers. A second time does nothing."""
         for reference in self._undo:
             module = reference()
             forward = None if module is None else vars(module).get(FORWARD)
@@ -71,6 +72,7 @@ class Handle:
                 forward.uncover(module)
         self._undo = []
         self._is_removed = True
+        forget_shadows()
         if self._undo_policy is not None:
             self._undo_policy()
 

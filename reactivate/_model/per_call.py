@@ -27,6 +27,7 @@ from reactivate._types import Policy
 from reactivate.errors import UnsupportedError
 from reactivate.policies._base import PerCall
 
+_MOST_POLICIES = 256
 Chosen = dict[int, AppliedForward]  # what one policy does, by the ids of modules
 
 _running: ContextVar[tuple[AppliedPerCall, Chosen | None] | None] = ContextVar("running", default=None)
@@ -60,9 +61,12 @@ class AppliedPerCall(Applied):
         policy = self.per_call.of_call(model, args, kwargs)
         if policy is None:
             return None
-        if id(policy) not in self._known:
-            self._known[id(policy)] = policy, self._attach_one(model, policy)
-        return self._known[id(policy)][1]
+        known = self._known.get(id(policy))
+        if known is None:
+            if len(self._known) >= _MOST_POLICIES:  # the oldest, which is found again if it is needed again
+                self._known.pop(next(iter(self._known)), None)
+            known = self._known[id(policy)] = policy, self._attach_one(model, policy)
+        return known[1]
 
     def _attach_one(self, model: Module, policy: Policy) -> Chosen:
         chosen = {id(forward.module()): forward for forward in applied_for(policy, self.options).forwards_in(model)}

@@ -8,6 +8,7 @@ original stay plain.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from typing import Any, TypeVar, cast
 
@@ -80,7 +81,7 @@ def view_of(module: M, region: functools.partial[Any]) -> M | None:
         region: the call of `module` as a region, which can be copied and pickled.
     """
     try:
-        kind: Any = _view_class(module.__class__)  # type: ignore[arg-type]
+        kind: Any = _view_class(module.__class__)
     except TypeError:  # its objects have slots
         return None
     view: Any = object.__new__(kind)
@@ -108,8 +109,21 @@ def original_of(module: M) -> M:
     return module
 
 
-@functools.lru_cache(maxsize=256)  # classes may be made anew for each model
 def _view_class(kind: type[Module]) -> type:
+    names = getattr(sys.modules.get(kind.__module__), "__dict__", {})
+    return _lasting_view_class(kind) if names.get(kind.__name__) is kind else _found_view_class(kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _lasting_view_class(kind: type[Module]) -> type:
+    """Return the view class of a class that is there for good."""
+    return _found_view_class(kind)
+
+
+def _found_view_class(kind: type[Module]) -> type:
+    for found in type.__subclasses__(kind):  # which holds them weakly: classes may be made anew for each model
+        if found.__bases__ == (ModuleView, kind):
+            return found
     bases = (ModuleView, kind)
     return types.new_class(kind.__name__, bases, exec_body=lambda names: names.update(_names_of(kind)))
 

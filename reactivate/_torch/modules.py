@@ -32,10 +32,18 @@ def has_hooks(module: Module) -> bool:
     )
 
 
-def is_distributed(value: Any) -> bool:
-    """Return whether `value` is a DTensor. Importing that class takes a second, so it is not imported for asking."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+def are_distributed_alike(one: Any, other: Any) -> bool:
+    """Return whether two tensors are DTensors of one mesh with the same placements, or no DTensors.
+
+    Importing that class takes a second, so it is not imported for asking.
+    """
+    library = sys.modules.get("torch.distributed.tensor")
+    if library is None:
+        return True
+    forms = [
+        (value.device_mesh, value.placements) if isinstance(value, library.DTensor) else None for value in (one, other)
+    ]
+    return forms[0] == forms[1]
 
 
 def is_distributed_run() -> bool:

@@ -59,6 +59,22 @@ def counting_versions() -> AbstractContextManager[Any]:
     return _exclude(_VIEWS, False)  # type: ignore[no-any-return]
 
 
+def _is_negated(view: Any) -> bool:
+    x = torch.ones(1, device="cpu")
+    negated = view(x)
+    is_flipped = negated.is_neg() and negated.data_ptr() == x.data_ptr() and negated.item() == -1
+    return is_flipped and not view(negated).is_neg()
+
+
+negated_view: Callable[[torch.Tensor], torch.Tensor | None] = fastest(
+    "a view with the other negation bit",
+    "torch._neg_view",
+    probe=_is_negated,
+    without=lambda tensor: None,
+    lost="a view of a buffer whose negation bit is flipped before the backward does not see what `.data` writes to it then",
+)
+
+
 def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Return the view of another base, of the same shape, that `view` is of its own."""
     return view._view_func(base)  # type: ignore[attr-defined]

@@ -43,7 +43,8 @@ class Modules(Guard):
             return ReachedNotes(call)
         if not modules:
             return None
-        return ModuleNotes(modules, call.module_notes, call.module_tensors, call.parts, call.look_into)
+        what = call.module_notes, call.module_tensors, call.parts, call.look_into
+        return ModuleNotes(modules, *what, call.may_write_unseen)
 
     def finish(self, token: AnyNotes | None) -> None:
         if token is not None:

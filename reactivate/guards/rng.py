@@ -51,7 +51,8 @@ class HostRng(Guard):
         now = list(map(ask, self._probes))  # of all streams at once: this runs for every region
         if now != fingerprints:
             snapshots = [stream.snapshot() for stream in self._streams]
-            self._known = now, snapshots
+            # Theirs, and not those above: another thread may have drawn since.
+            self._known = [probed for snapshot in snapshots for probed in snapshot.fingerprint], snapshots
         return snapshots
 
     def _add_numpy(self) -> None:

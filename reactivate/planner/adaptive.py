@@ -26,6 +26,9 @@ from reactivate.planner.shapes import CallShapes
 from reactivate.planner.step import TrainingStep
 from reactivate.policies._base import PerCall
 
+MOST_SHAPES = 4096
+"""The number of shapes up to which a plan remembers which of its plans serves them; beyond, it looks each time."""
+
 PlannerOf = Callable[[Module, tuple[Any, ...], dict[str, Any]], Planner]
 
 
@@ -163,7 +166,10 @@ class AdaptivePlan(PerCall):
         found = self._known.get(shapes)
         if found is None:
             found = next((one for one in self.classes if self._serves(one, shapes)), None)
-            self._known[shapes] = found = found or self._planned(shapes, model, args, kwargs)
+            is_new = found is None
+            found = found or self._planned(shapes, model, args, kwargs)
+            if is_new or len(self._known) < MOST_SHAPES:
+                self._known[shapes] = found
         return found
 
     def _serves(self, plan: ShapePlan, shapes: CallShapes) -> bool:

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._engine.inputs.module_walk import ModuleWalk, is_large
+from reactivate._engine.inputs.module_walk import ModuleWalk, is_large, is_unseen_writer
 from reactivate._engine.inputs.specs import GeneratorInput, IteratorInput, SavedInput, TupleInput
 from reactivate._engine.inputs.stored import name_of_region, stored
-from reactivate._engine.inputs.walk import DEPTH_OF_ARGUMENTS, DEPTH_OF_FUNCTIONS
+from reactivate._engine.inputs.walk import DEPTH, DEPTH_OF_ARGUMENTS
 from reactivate._engine.requests import note_leaves
 from reactivate._engine.state.attributes import TensorsNote
 from reactivate._engine.state.contents import ATOMS
@@ -64,13 +64,13 @@ class Capture(ModuleWalk):
             self.roots = (fn,)
             specs[id(fn)] = fn
         elif type(fn) is FunctionType:  # as mostly, and methods of modules
-            self._function(fn, "the function", DEPTH_OF_FUNCTIONS)
+            self._function(fn, "the function", DEPTH)
         elif type(fn) is MethodType and isinstance(fn.__self__, Module) and type(fn.__func__) is FunctionType:
             self.roots = (fn.__self__,)
             specs[id(fn.__self__)] = fn.__self__
-            self._function(fn.__func__, "the function", DEPTH_OF_FUNCTIONS)
+            self._function(fn.__func__, "the function", DEPTH)
         else:
-            self._look(fn, "the function", DEPTH_OF_FUNCTIONS)
+            self._look(fn, "the function", DEPTH)
         captured: list[Any] = []
         self.args = captured
         self._weak = False
@@ -100,6 +100,9 @@ class Capture(ModuleWalk):
             self.is_large = may_be_large and not self._has_compiled and any(map(is_large, self.roots))
             if not self.is_large:
                 self.modules = self._found()
+
+    def may_write_unseen(self) -> bool:
+        return (self.is_large and any(map(is_unseen_writer, self.roots))) or super().may_write_unseen()
 
     def spec_of(self, value: Any) -> Any:
         """Return the spec that a value got in this walk."""

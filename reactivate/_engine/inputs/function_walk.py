@@ -18,11 +18,11 @@ from reactivate._engine.inputs.namespaces import (
     Facts,
     contents_of,
     current_facts,
-    facts_of_code,
-    find_facts,
+    facts_of,
     names_in_module,
 )
 from reactivate._engine.inputs.specs import SavedInput
+from reactivate._engine.inputs.walk import DEPTH
 from reactivate._engine.state.code import Bindings, CodeNote, are_closed
 from reactivate._engine.state.contents import (
     ATOMS,
@@ -73,7 +73,7 @@ class FunctionWalk(ClassWalk):
                 self._look(call, place, depth)
 
     def _function(self, fn: FunctionType, place: str, depth: int) -> None:
-        facts = facts_of_code.get(id(fn.__code__)) or find_facts(fn)
+        facts = facts_of(fn)
         if facts.bindings is not None:
             facts = current_facts(fn)
             if facts.bindings is not None:
@@ -82,6 +82,7 @@ class FunctionWalk(ClassWalk):
             self._names(facts.names)
         if facts.scripts:
             self.scripts += facts.scripts
+        self.code.add_function(facts)
         compiled = fn.__dict__.get("_torchdynamo_orig_callable")
         if compiled is not None:
             self._has_compiled = True
@@ -117,7 +118,7 @@ class FunctionWalk(ClassWalk):
         if not are_closed(note.functions):
             for fn in note.functions:
                 if id(fn) not in self._specs and not are_closed([fn]):
-                    self._made_of(fn, fn.__name__, 1)
+                    self._made_of(fn, fn.__name__, DEPTH)
         if self._bindings:  # of functions in closures
             self._code()
 
@@ -169,4 +170,4 @@ class FunctionWalk(ClassWalk):
             if isinstance(value, type):
                 self._class(value)
             elif type(value) not in ATOMS:
-                self._look(value, name, 1)
+                self._look(value, name, DEPTH)

@@ -15,6 +15,8 @@ from reactivate._engine.inputs.namespaces import (
     ClassFacts,
     facts_of_class,
 )
+from reactivate._engine.inputs.unseen_writers import ReachedCode
+from reactivate._engine.inputs.walk import DEPTH, DEPTH_OF_ARGUMENTS
 from reactivate._engine.state.contents import (
     ATOMS,
     ListNote,
@@ -29,6 +31,7 @@ from reactivate._engine.state.parts import Parts
 from reactivate._engine.state.reaching import tree_of
 from reactivate._engine.state.trees import single_modules, whole_trees
 from reactivate._modules.standin import Cover
+from reactivate._torch.flags import ask
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
 
@@ -68,12 +71,13 @@ class ModuleWalk(FunctionWalk):
     def _found(self) -> Sequence[Module]:
         walked = whole_trees.again(self.roots[0]) if len(self.roots) == 1 else None
         if walked is not None:
-            modules, self.module_notes, self.parts = walked
-            return modules
+            self.module_notes, self.parts = walked.notes, walked.parts
+            self.code.add_tree(walked.names)
+            return walked.modules
         roots = self.roots
-        modules = self._walk()
+        modules, code = self._walk()
         if len(roots) == 1 and self.roots is roots and not self._has_found_more(modules):
-            whole_trees.remember(roots[0], modules, self.module_notes)
+            whole_trees.remember(roots[0], modules, self.module_notes, code.names)
         return modules
 
     def _has_found_more(self, modules: Iterable[Module]) -> bool:
@@ -82,13 +86,15 @@ class ModuleWalk(FunctionWalk):
             return True
         return any(hasattr(type(module), "recompute_state") for module in modules)
 
-    def _walk(self) -> list[Module]:
+    def _walk(self) -> tuple[list[Module], ReachedCode]:
+        """Return the modules under the roots, and the code that they lead to."""
         found: dict[Module, None] = {}
         todo: list[Module | None] = []
         scripted: set[Module] = set()  # those inside of them are a part of their code
         count = 0
-        outside = self.notes, self.tensors, self._specs
-        self.notes, self.tensors, self._specs = self.module_notes, self.module_tensors, {}
+        outside = self.notes, self.tensors, self._specs, self.code
+        self.notes, self.tensors, self._specs, code = self.module_notes, self.module_tensors, {}, ReachedCode()
+        self.code = code
         for hooks in filter(None, GLOBAL_FORWARD_HOOKS):
             self._look_at_hooks(hooks)
         while todo or count < len(self.roots):
@@ -116,16 +122,19 @@ class ModuleWalk(FunctionWalk):
                 self._look_at_users_module(module, facts)
         if self._bindings:
             self._code()
-        self.notes, self.tensors, self._specs = outside
+        self.notes, self.tensors, self._specs, self.code = outside
+        self.code.add(code)
         if len(found) > LARGE_TREE and not (self.scripts or self.is_lazy or fences()):
             for root in filter(_has_children, self.roots):
                 _large_roots.note(root)
-        return list(found)
+                if code.may_write_unseen():
+                    _unseen_writers.note(root)
+        return list(found), code
 
     def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
         """Note what functions and objects of the user's hold that are called before or after a module."""
         for hook in hooks.values():
-            self._look(hook, "a hook", 1)
+            self._look(hook, "a hook", DEPTH)
 
     def reach(self, module: Module) -> list[Found]:
         """Look at one module of a large tree, and at those that its attributes lead to.
@@ -148,7 +157,7 @@ class ModuleWalk(FunctionWalk):
                     reached.append(Found(inner, found.module_notes, found.module_tensors, found.generators))
                     todo += found.roots
                     if not (found.roots or found._has_found_more((inner,))):
-                        single_modules.remember(inner, (inner,), found.module_notes)
+                        single_modules.remember(inner, (inner,), found.module_notes, found.code.names)
                 if getattr(inner, "_compiled_call_impl", None) is not None or "_orig_mod" in inner._modules:
                     todo += tree_of(inner)  # compiled code reads what is inside past all functions
         return reached
@@ -172,7 +181,7 @@ class ModuleWalk(FunctionWalk):
             self._look_at_code(type(module), facts)
         self._weak = True
         if facts.slots:
-            self._slots(module, facts.slots, "")
+            self._slots(module, facts.slots, type(module).__name__, DEPTH)
         attributes = vars(module)
         for name in list(attributes):
             value = attributes[name]
@@ -187,7 +196,7 @@ class ModuleWalk(FunctionWalk):
                 else:
                     if holds_iterator(value):
                         self.notes.append(NameNote(attributes, name))
-                    self._look(value, f".{name}", 1)
+                    self._look(value, f"{type(module).__name__}.{name}", DEPTH)
 
     def _look_at_code(self, kind: type, facts: ClassFacts) -> None:
         """Note what the methods of a module's class read."""
@@ -195,9 +204,9 @@ class ModuleWalk(FunctionWalk):
             self._names(facts.names)
         if facts.bindings is not None:
             self._bindings += (facts.bindings,)
-        for fn in facts.open:
+        for fn in filter(None, map(ask, facts.open)):
             if id(fn) not in self._specs:
-                self._made_of(fn, f"{kind.__name__}.{fn.__name__}", 1)
+                self._made_of(fn, f"{kind.__name__}.{fn.__name__}", DEPTH)
         self.scripts += facts.scripts
         if facts.is_users:
             self._class(kind)
@@ -210,21 +219,40 @@ class ModuleWalk(FunctionWalk):
         found._look_at_attributes([value for value in values if isinstance(value, Tensor)])
         for value in values:
             if not isinstance(value, Tensor):
-                found._look(value, "an attribute", 1)
+                found._look(value, "an attribute", DEPTH)
         if found._bindings:
             found._code()
         return found.module_notes, found.module_tensors
+
+
+def left_out(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """Return what a region of `fn` reaches and does not note, with the reasons, for a message."""
+    walk = ModuleWalk()
+    walk.left_out = []
+    walk._look(fn, "the function", DEPTH)
+    for index, item in enumerate(args):
+        walk._look(item, f"args[{index}]", DEPTH_OF_ARGUMENTS)
+    for name, item in kwargs.items():
+        walk._look(item, f"kwargs[{name!r}]", DEPTH_OF_ARGUMENTS)
+    walk._walk()
+    return walk.left_out
 
 
 LARGE_TREE = 64
 """The number of modules up to which all of them are noted for every region."""
 
 _large_roots = Known()
+_unseen_writers = Known()  # those of them with code that may write to tensors without a new version
 
 
 def is_large(root: Module) -> bool:
     """Return whether a walk has found more than that many modules under `root`."""
     return _large_roots.has(root)
+
+
+def is_unseen_writer(root: Module) -> bool:
+    """Return whether a walk over a large tree has found code that may write to tensors without a new version."""
+    return _unseen_writers.has(root)
 
 
 def _has_children(module: Module) -> bool:

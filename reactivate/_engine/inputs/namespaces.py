@@ -16,14 +16,16 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch.autograd import Function
 from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from reactivate._engine.inputs.kinds import is_users_class
 from reactivate._engine.state.attributes import slots_of
-from reactivate._engine.state.bounded import Bounded, cached
+from reactivate._engine.state.bounded import Bounded, cached, is_for_good
 from reactivate._engine.state.code import CACHED, Bindings, Names, Namespace
 from reactivate._engine.state.contents import ATOMS
 
@@ -36,6 +38,7 @@ class Facts(NamedTuple):
 
     Attributes:
         code: kept, so that its id stays its own.
+        namespace: the function's own: code that is run in two has other names in each.
         names: (namespace, name) of everything at module level that it reads and that may hold state.
         bindings: the names of functions, classes and Python modules; None if there are none.
         scripts: the scripted functions that it names.
@@ -44,6 +47,7 @@ class Facts(NamedTuple):
     """
 
     code: CodeType
+    namespace: Namespace
     names: Names
     bindings: Bindings | None
     scripts: tuple[Any, ...]
@@ -51,26 +55,48 @@ class Facts(NamedTuple):
     overwritten: frozenset[str]
 
 
-facts_of_code: Bounded[int, Facts] = Bounded()  # by the id of the code object
+facts_of_code: Bounded[int, Facts] = Bounded()  # by the id of the code object; they hold the namespaces in `names`
+
+
+_generation = [0]
+
+
+def generation() -> int:
+    """Return how often facts were found anew: where a name stands for another function, or code runs in another namespace."""
+    return _generation[0]
 
 
 def find_facts(fn: FunctionType) -> Facts:
-    """The facts of `fn`, from now on in `facts_of_code`."""
+    """Find the facts of `fn`, and keep them in `facts_of_code` unless that would keep alive what is made by `exec`."""
     code = fn.__code__
     functions = list(_named_functions(fn, set()))
     scripts = tuple(value for named in functions for value in _named_values(named) if isinstance(value, ScriptFunction))
     attributes = frozenset[str]().union(*(_attribute_names(named.__code__) for named in functions))
     names, bindings = _find([fn])
-    facts = facts_of_code[id(code)] = Facts(code, names, bindings, scripts, attributes, _overwritten(code))
+    is_kept = is_for_good(fn.__globals__) and _are_for_good(names, bindings)
+    facts = Facts(code, fn.__globals__, names, bindings, scripts, attributes, _overwritten(code))
+    if is_kept:
+        _generation[0] += id(code) in facts_of_code
+        facts_of_code[id(code)] = facts
     return facts
+
+
+def facts_of(fn: FunctionType) -> Facts:
+    """Return the facts of `fn`, which may have been found when names stood for something else."""
+    facts = facts_of_code.get(id(fn.__code__))
+    return find_facts(fn) if facts is None or facts.namespace is not fn.__globals__ else facts
 
 
 def current_facts(fn: FunctionType) -> Facts:
     """Return the facts of `fn` as they are now."""
-    facts = facts_of_code.get(id(fn.__code__))
-    if facts is None or (facts.bindings is not None and not facts.bindings.are_current()):
-        return find_facts(fn)
-    return facts
+    facts = facts_of(fn)
+    return facts if facts.bindings is None or facts.bindings.are_current() else find_facts(fn)
+
+
+def _are_for_good(names: Names, bindings: Bindings | None) -> bool:
+    """Return whether all namespaces are those of Python modules that can be imported."""
+    spaces = {id(space): space for space, _ in (*names, *(() if bindings is None else bindings.names))}
+    return all(map(is_for_good, spaces.values()))
 
 
 def _overwritten(code: CodeType) -> frozenset[str]:
@@ -88,7 +114,7 @@ class ClassFacts(NamedTuple):
     Attributes:
         names: (namespace, name) of everything at module level that its methods read and that may hold state.
         bindings: the names of functions, classes and Python modules; None if there are none.
-        open: those of its functions that lead to something themselves: by closures, attributes and defaults.
+        open: references to those of its functions that lead to something themselves: by closures, attributes and defaults.
         slots: the names of its slots.
         scripts: the scripted functions that its methods name.
         is_users: whether it is not one of `torch.nn`'s, whose attributes are known to be plain.
@@ -100,7 +126,7 @@ class ClassFacts(NamedTuple):
 
     names: Names
     bindings: Bindings | None
-    open: tuple[FunctionType, ...]
+    open: tuple[ref[FunctionType], ...]
     slots: tuple[str, ...]
     scripts: tuple[Any, ...]
     is_users: bool
@@ -110,14 +136,18 @@ class ClassFacts(NamedTuple):
     attributes: frozenset[str]
 
 
-_facts_of_class: Bounded[type, ClassFacts] = Bounded()
+_facts_of_class: dict[int, tuple[ClassFacts, ref[type]]] = {}  # by the id of the class, as long as that lives
 
 
 def facts_of_class(kind: type) -> ClassFacts:
     """Return the facts of a module's class as they are now."""
-    facts = _facts_of_class.get(kind)
-    if facts is None or (facts.bindings is not None and not facts.bindings.are_current()):
-        facts = _facts_of_class[kind] = _find_class_facts(kind)
+    key = id(kind)
+    found = _facts_of_class.get(key)
+    if found is not None and (found[0].bindings is None or found[0].bindings.are_current()):
+        return found[0]
+    facts = _find_class_facts(kind)
+    if _are_for_good(facts.names, facts.bindings):
+        _facts_of_class[key] = facts, ref(kind, lambda _: _facts_of_class.pop(key, None))
     return facts
 
 
@@ -129,7 +159,7 @@ def _find_class_facts(kind: type) -> ClassFacts:
     is_scripted = issubclass(kind, ScriptModule)
     is_lazy = issubclass(kind, LazyModuleMixin)
     is_plain = not (names or bindings or scripts or is_users or is_scripted or is_lazy)
-    opened = tuple(filter(_is_open, methods)) if is_users else ()
+    opened = tuple(map(ref, filter(_is_open, methods))) if is_users else ()
     attributes = frozenset(Module().__dict__).union(*(fn.__code__.co_names for fn in methods))
     slots = slots_of(kind)
     return ClassFacts(names, bindings, opened, slots, scripts, is_users, is_scripted, is_lazy, is_plain, attributes)
@@ -265,7 +295,7 @@ _FIXED = (FunctionType, BuiltinFunctionType, ModuleType, CACHED)
 
 
 def _is_librarys_class(value: Any) -> bool:
-    return isinstance(value, type) and _is_librarys({"__name__": value.__module__})
+    return isinstance(value, type) and not is_users_class(value)
 
 
 def _is_librarys(namespace: dict[str, Any]) -> bool:

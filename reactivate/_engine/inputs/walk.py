@@ -26,6 +26,7 @@ from reactivate._engine.inputs.kinds import (
     is_random_source,
     is_small_array,
 )
+from reactivate._engine.inputs.unseen_writers import ReachedCode
 from reactivate._engine.state.attributes import KindNote, SlotsNote, TensorsNote, namespace_of, slots_of
 from reactivate._engine.state.buffers import ArrayNote, BytesNote, NumbersNote, StreamNote
 from reactivate._engine.state.contents import (
@@ -45,10 +46,10 @@ from reactivate._engine.state.modules import UNINITIALIZED
 from reactivate._engine.state.shadows import is_known_written
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
-# of layers of tensors. A closure or a bound `self` leads to half the program.
+# of layers of tensors. A closure, a bound `self` or an attribute leads to half the program.
 DEPTH_OF_ARGUMENTS = 4
-DEPTH_OF_FUNCTIONS = 2
-_MOST_OBJECTS = 256
+DEPTH = 2
+_MOST_OBJECTS = 256  # of each depth, so that those that are near are not left out for those that are far
 _PROXIES = frozenset(ProxyTypes)
 _BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
 
@@ -79,11 +80,15 @@ class Walk:
         scripts: scripted functions and modules, also those that the modules' code names.
         generators: the sources of randomness found, also in the attributes of modules.
         module_notes, module_tensors: as `notes` and `tensors`, of what attributes of modules lead to.
+        code: the functions and classes found.
+        left_out: where what is not noted was found, and what that is, for a message; None if nobody asks.
     """
 
     roots: tuple[Module, ...] = ()
     scripts: tuple[Any, ...] = ()
     generators: tuple[Any, ...] = ()
+    left_out: list[str] | None = None
+    _follows_functions = True
 
     def __init__(self) -> None:
         self.saved: list[tuple[Tensor, Any, int]] = []
@@ -92,9 +97,14 @@ class Walk:
         self.notes: list[Note] = []
         self.module_notes: list[Note] = []
         self.module_tensors: list[Tensor] = []
+        self.code = ReachedCode()
         self._specs: dict[Any, Any] = {}  # by the id of the value; of names and classes by more
-        self._objects = 0
+        self._objects = [0] * (DEPTH_OF_ARGUMENTS + 1)  # at each depth
         self._weak = True
+
+    def may_write_unseen(self) -> bool:
+        """Return whether code that was found may write to tensors without a new version."""
+        return self.code.may_write_unseen()
 
     def reached(self) -> list[Tensor]:
         """Return every tensor found that is no module's."""
@@ -110,7 +120,7 @@ class Walk:
         seen = set(map(id, tensors))
         while tensors:
             for tensor in tensors:
-                self._look_at_all(vars(tensor), "a tensor", 1)
+                self._look_at_all(vars(tensor), "a tensor", DEPTH)
             tensors = [tensor for tensor in self.reached() if id(tensor) not in seen]
             seen.update(map(id, tensors))
             if tensors:
@@ -165,7 +175,7 @@ class Walk:
             if kind is not set:
                 self._attributes_of_a_container(value, kind, place, depth)
         elif kind is FunctionType:
-            if depth >= 0:
+            if self._follows_functions:
                 self._function(value, place, depth)
         elif callable(value) and kind is not type and not isinstance(value, type):
             self._callable(value, kind, place, depth)
@@ -180,6 +190,8 @@ class Walk:
         elif isinstance(value, array):
             if value.itemsize * len(value) <= SMALL_BYTES:
                 self.notes.append(NumbersNote(value))
+            else:
+                self._leave_out(value, place, "too large")
         elif kind in _BUFFERS:
             self._buffer(value, kind, place, depth)
         elif is_iterator(kind):
@@ -205,12 +217,16 @@ class Walk:
         elif kind is bytearray:
             if len(value) <= SMALL_BYTES:
                 self.notes.append(BytesNote(value))
+            else:
+                self._leave_out(value, place, "too large")
         elif not value.closed:
             position = value.tell()
             length = value.seek(0, io.SEEK_END)
             value.seek(position)
             if length <= SMALL_BYTES:
                 self.notes.append(StreamNote(value))
+            else:
+                self._leave_out(value, place, "too large")
 
     def _parts_of_iterator(self, value: Any, place: str, depth: int) -> None:
         """Note the containers that an iterator goes through, and the functions that it calls."""
@@ -221,6 +237,7 @@ class Walk:
     def _container(self, value: Any, kind: type, place: str, depth: int) -> None:
         if (len(value) if kind is list or kind is dict else length_of(value)) > LARGEST:
             self.notes.append(LengthNote(value))
+            self._leave_out(value, place, "too large")
             return
         note = (DictNote if isinstance(value, dict) else ListNote)(value, weak=self._weak)
         self.notes.append(note)
@@ -239,11 +256,22 @@ class Walk:
 
     def _object(self, value: Any, kind: type, place: str, depth: int) -> None:
         is_data = hasattr(kind, "__dataclass_fields__")
-        if (depth <= 0 and not is_data) or not is_plain(kind) or self._objects >= _MOST_OBJECTS:
+        if not is_plain(kind):
+            self._leave_out(value, place, "too large" if hasattr(value, "nbytes") else "not made of Python attributes")
             return
-        self._objects += 1
+        if depth <= 0 and not is_data:
+            self._leave_out(value, place, "too deep")
+            return
+        if self._objects[depth] >= _MOST_OBJECTS:
+            self._leave_out(value, place, "one of too many")
+            return
+        self._objects[depth] += 1
         self._attributes(value, place, depth if is_data else depth - 1)
         self._class(kind)
+
+    def _leave_out(self, value: Any, place: str, reason: str) -> None:
+        if self.left_out is not None and not type(value).__module__.startswith(("reactivate.", "torch._C")):
+            self.left_out.append(f"`{place}` ({type(value).__name__}: {reason})")
 
     def _attributes(self, value: Any, place: str, depth: int) -> None:
         """Note the attributes of an object, and look at them."""
@@ -258,7 +286,7 @@ class Walk:
         if names:
             self._slots(value, names, place, depth)
 
-    def _slots(self, value: Any, names: tuple[str, ...], place: str, depth: int = 1) -> None:
+    def _slots(self, value: Any, names: tuple[str, ...], place: str, depth: int) -> None:
         """Note the slots of an object, and look at them."""
         note = SlotsNote(value, names, weak=self._weak)
         self.notes.append(note)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._engine.state.attributes import namespace_of, slots_of
-from reactivate._engine.state.bounded import cached
+from reactivate._engine.state.bounded import cached_by_class
 from reactivate._engine.state.contents import ATOMS
 from reactivate._torch.containers import registered_containers
 
@@ -169,7 +169,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found
 
 
-@cached
+@cached_by_class
 def is_plain(kind: Any) -> bool:
     """Return whether objects of this class are made of attributes alone."""
     if issubclass(kind, BaseException) or hasattr(kind, "__del__"):

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from reactivate._engine.inputs.namespaces import facts_of_code, find_facts, methods_of
+from reactivate._engine.inputs.namespaces import facts_of, methods_of
+from reactivate._engine.inputs.unseen_writers import names_a_way
 from reactivate._engine.state.memory import memory_of
 from reactivate._torch.modes import copy_unseen, equal_unseen
 
 _DATA: Any = Tensor.data
 _GET_DATA = _DATA.__get__
 _ARRAYS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-_NAMES = frozenset({"data", "numpy", "asarray", "array", "from_dlpack"})
 
 
 class UnseenWrites(TorchFunctionMode):
@@ -69,8 +69,7 @@ def _names_a_way(value: Any, seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     if isinstance(value, FunctionType):
-        facts = facts_of_code.get(id(value.__code__)) or find_facts(value)
-        return not _NAMES.isdisjoint(facts.attributes) or any(
+        return names_a_way(facts_of(value)) or any(
             _names_a_way(item, seen) for item in _contents(value.__closure__ or ())
         )
     if isinstance(value, Module):

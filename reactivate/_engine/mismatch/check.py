@@ -28,9 +28,11 @@ from torch.nn import Parameter
 
 from reactivate._bits import checksum
 from reactivate._engine.mismatch.stale import comes_from_stale, watches
+from reactivate._engine.state.geometry import has_memory
 from reactivate._engine.state.known import Known
 from reactivate._torch.containers import flatten
 from reactivate._torch.modes import run_unseen
+from reactivate._types import Unrestored
 
 _PLAIN = (Tensor, Parameter)
 _ROUNDINGS, _COARSE_ROUNDINGS = 64, 4
@@ -207,6 +209,33 @@ class Check:
         )
 
 
+class BitsBefore:
+    """Checksums of tensors of which there is no copy, before a forward that may write to them without a new version.
+
+    Args:
+        tensors: each with where it was found.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
+        found = [item for item in tensors if _is_looked_at(item[0]) and has_memory(item[0])]
+        self._before = [(*item, item[0]._version, *_bits_and_place(item[0])) for item in found]
+
+    def written(self) -> list[Unrestored]:
+        """Return those that hold something else by now, in the same memory and with the version that they had."""
+        found = []
+        for tensor, place, version, before, where in self._before:
+            if tensor._version == version and has_memory(tensor):
+                now, is_where = _bits_and_place(tensor)
+                if is_where == where and not run_unseen(torch.equal, before, now):
+                    found.append(Unrestored(tensor, place, version))
+        return found
+
+
+def _bits_and_place(tensor: Tensor) -> tuple[Tensor, Any]:
+    bits: Tensor = run_unseen(lambda tensor: checksum(_elements_of(tensor)), tensor)
+    return bits, (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
 def _is_looked_at(tensor: Tensor) -> bool:
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return False
@@ -216,14 +245,18 @@ def _is_looked_at(tensor: Tensor) -> bool:
 def _sums_of(tensor: Tensor) -> Sums | None:
     if not _is_looked_at(tensor):
         return None
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.reshape(-1) if plain.is_contiguous() else plain.contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
+    flat = _elements_of(tensor)
     bits = checksum(flat)
     if not flat.is_floating_point():
         return Sums(bits, tensor.requires_grad, None, 0.0)
     return Sums(bits, tensor.requires_grad, _profile_of(flat), torch.finfo(flat.dtype).eps)
+
+
+def _elements_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in one dimension, complex ones as pairs."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.reshape(-1) if plain.is_contiguous() else plain.contiguous().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 
 def _profile_of(flat: Tensor) -> Profile:

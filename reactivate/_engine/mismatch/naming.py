@@ -16,6 +16,7 @@ from reactivate._engine.mismatch.check import owner_of
 from reactivate._engine.mismatch.places import users_site
 from reactivate._engine.record import Record
 from reactivate._engine.sites import Site, called_module, line_of, user_frame
+from reactivate._engine.state.shadows import is_known_written
 from reactivate._torch.saved import SavedTensor
 
 
@@ -102,6 +103,17 @@ def _roots(record: Record) -> Iterator[Module]:
     for value in (function, getattr(function, "__self__", None), *record.args, *record.kwargs.values(), *cells):
         if isinstance(value, Module):
             yield value
+
+
+def tensors_without_a_copy(call: Any) -> Iterator[tuple[Tensor, str]]:
+    """Return (tensor, place) of the parameters and of the data that a call reads where it is, and that nobody copies."""
+    for root in () if call.is_large else call.roots:
+        for name, parameter in root.named_parameters():
+            if not is_known_written(parameter):
+                yield parameter, f"{type(root).__name__}.{name}"
+    for item in call.inputs:
+        if isinstance(item.tensor, Tensor) and item.tensor.is_leaf:
+            yield item.tensor, item.place
 
 
 def registered_name(record: Record, tensor: Tensor) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from reactivate._engine.inputs.module_walk import left_out
 from reactivate._engine.mismatch.check import OUTPUTS
 from reactivate._engine.mismatch.naming import (
     metadata_text,
@@ -152,19 +153,27 @@ def more_tensors(record: Record, tensor: Tensor, frame: FrameType) -> RecomputeM
     )
 
 
-_UNSEEN = (
-    "It reads something that has changed since and that the library cannot see: a write through `.data` or NumPy, an object "
-    "with state in C, a file, the environment, a thread-local value. Keep that state in a buffer or an attribute of a "
-    "module, give the module `recompute_state()` and `load_recompute_state(state)`, or restore the state with a guard "
-    "(docs/guards.md)."
-)
+def _unseen(record: Record) -> str:
+    """Return what the recomputation may have read that no rule knows."""
+    found = left_out(record.fn, record.args, record.kwargs)
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    named = f" The region reaches {', '.join(found[:_MOST_NAMED])}{more}, which it does not restore." if found else ""
+    return (
+        "It reads something that has changed since and that the library cannot see: a write through `.data` or NumPy, an "
+        f"object with state in C, a file, the environment, a thread-local value.{named} Keep that state in a buffer or an "
+        "attribute of a module, give the module `recompute_state()` and `load_recompute_state(state)`, or restore the state "
+        "with a guard (docs/guards.md)."
+    )
+
+
+_MOST_NAMED = 5
 
 
 def different_values(record: Record, details: str) -> RecomputeMismatchError:
     """An op of the recomputation has another name or other results (`determinism="values"`)."""
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(record)}` computes other values than its forward pass. {details}\n"
-        f"{_UNSEEN}",
+        f"{_unseen(record)}",
         kind="values",
     )
 
@@ -180,7 +189,7 @@ def missed_state(record: Record, number: int) -> RecomputeMismatchError:
     lossy = "" if record.users_hooks is None else _LOSSY
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(record)}` computes other values than its forward, first in "
-        f'{_numbered(record, number)}. {_UNSEEN} `determinism="values"` names the first op that differs.{lossy}',
+        f'{_numbered(record, number)}. {_unseen(record)} `determinism="values"` names the first op that differs.{lossy}',
         kind="values",
     )
 
@@ -189,7 +198,7 @@ def missed_state_before(record: Record, site: Any) -> RecomputeMismatchError:
     """A saved call gets other numbers in the recomputation, for a reason that no rule knows."""
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(record)}` gives other numbers to the saved call of {site.label} at "
-        f"{site_text(record, site.place)} than its forward. {_UNSEEN}",
+        f"{site_text(record, site.place)} than its forward. {_unseen(record)}",
         kind="values",
     )
 

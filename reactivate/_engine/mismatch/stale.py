@@ -10,6 +10,7 @@ since it may decide what is computed next. Mostly nothing is stale, and nobody w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
@@ -31,7 +32,10 @@ _GIVES_NUMBERS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tenso
 """Ways to the elements of a tensor that are no ops."""
 
 watches: list[StaleReads] = []
-"""Those at work in any recomputation: mostly none."""
+"""Active watches of all threads: mostly none, which is asked for every saved tensor."""
+
+_around: ContextVar[tuple[StaleReads, ...]] = ContextVar("reactivate.stale_reads", default=())
+"""The active watches around the code that runs, also on a thread that runs a backward for it."""
 
 
 class StaleReads(TorchDispatchMode):
@@ -61,12 +65,14 @@ class StaleReads(TorchDispatchMode):
         super().__enter__()
         self._numbers.__enter__()
         watches.append(self)
+        _around.set((*_around.get(), self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         watches.remove(self)
+        _around.set(tuple(watch for watch in _around.get() if watch is not self))
         self._numbers.__exit__(kind, error, traceback)
         super().__exit__(kind, error, traceback)
         self._stale = {}
@@ -134,14 +140,19 @@ class _StaleNumbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def is_watched() -> bool:
+    """Return whether the code that runs is in a recomputation that reads a modified tensor."""
+    return bool(watches) and bool(_around.get())
+
+
 def comes_from_stale(tensor: Tensor) -> bool:
     """Return whether `tensor` comes from one that was modified since."""
-    return any(watch.source_of(tensor) is not None for watch in watches)
+    return any(watch.source_of(tensor) is not None for watch in _around.get())
 
 
 def refuse_stale(tensor: Tensor) -> None:
     """Raise if autograd is about to save what comes from a tensor that was modified since."""
-    for watch in watches:
+    for watch in _around.get():
         source = watch.source_of(tensor)
         if source is not None:
             watch.refuse(source)

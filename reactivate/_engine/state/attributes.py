@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reactivate._engine.state.bounded import cached
+from reactivate._engine.state.bounded import cached_by_class
 from reactivate._engine.state.contents import Note, put_dict
 from reactivate._engine.state.held import are_items, given_back, held_all, held_dicts
 
@@ -27,7 +27,7 @@ def _slot_of(value: Any, name: str) -> Any:
         return EMPTY
 
 
-@cached
+@cached_by_class
 def slots_of(kind: Any) -> tuple[str, ...]:
     """Return the names of the slots of a class and its bases, private ones as Python mangles them."""
     names: list[str] = []

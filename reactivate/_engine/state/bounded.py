@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Hashable
 from functools import lru_cache
 from threading import RLock
 from typing import Any, TypeVar
+from weakref import ref
+
+
+def is_for_good(namespace: dict[str, Any]) -> bool:
+    """Return whether names are those of a Python module that can be imported: what holds them keeps nothing else alive."""
+    module = sys.modules.get(namespace.get("__name__", ""))
+    return module is not None and getattr(module, "__dict__", None) is namespace
+
 
 MOST = 4096
 """Entries of a cache: more classes and functions than a program has, unless it makes them as it runs."""
@@ -29,3 +39,27 @@ class Bounded(dict[_Key, _Value]):
 def cached(function: _Function) -> _Function:
     """Remember what a function returned for its last `MOST` arguments."""
     return lru_cache(maxsize=MOST)(function)  # type: ignore[return-value]
+
+
+def cached_by_class(function: Callable[[Any], _Value]) -> Callable[[Any], _Value]:
+    """Remember what a function returned for a class as long as that lives; no result holds a class."""
+    known: dict[int, tuple[_Value, ref[type]]] = {}
+
+    @functools.wraps(function)
+    def known_or_found(kind: Any) -> _Value:
+        key = id(kind)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = function(kind), ref(kind, lambda _: known.pop(key, None))
+        return found[0]
+
+    return known_or_found
+
+
+def is_in_its_module(item: Any) -> bool:
+    """Return whether a class or a function is found under its name in a Python module: that holds it anyway."""
+    found = sys.modules.get(item.__module__)
+    for name in item.__qualname__.split("."):
+        names = getattr(found, "__dict__", None)
+        found = None if names is None else names.get(name)
+    return found is item

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from reactivate._engine.state.known import Known
 from reactivate._torch.modes import copy_unseen
+from reactivate._torch.versions import negated_view
 
 _PLAIN = frozenset({Tensor, Parameter})
 _moved = Known()  # parameters that some forward gave other memory
@@ -171,11 +172,15 @@ def put(tensor: Tensor, geometry: Geometry, content: Tensor, memory: Tensor | No
 
 def _view_in(tensor: Tensor, geometry: Geometry) -> Tensor | None:
     """Return an alias with this geometry in the memory that `tensor` has, None if that is other memory."""
-    if tensor.dtype != geometry.dtype or tensor.is_neg() != geometry.is_neg:  # no public function flips that bit
+    if tensor.dtype != geometry.dtype:
         return None
     storage, size = tensor.untyped_storage(), tensor.element_size()
     shape, strides = geometry.shape, geometry.strides
-    alias = tensor.detach() if tensor.is_conj() == geometry.is_conj else tensor.detach().conj()
+    alias: Tensor | None = tensor.detach() if tensor.is_conj() == geometry.is_conj else tensor.detach().conj()
+    if alias is not None and alias.is_neg() != geometry.is_neg:
+        alias = negated_view(alias)
+    if alias is None:
+        return None
     if not shape.numel():
         return alias.as_strided(shape, strides, 0)
     offset, odd = divmod(geometry.address - storage.data_ptr(), size)

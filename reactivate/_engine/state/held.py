@@ -9,7 +9,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from reactivate._engine.state.bounded import cached
+from reactivate._engine.state.bounded import cached_by_class
 from reactivate._engine.state.iterators import copied, holds_iterator, is_iterator
 from reactivate._torch.autograd import give_back
 from reactivate._torch.modes import run_unseen
@@ -49,7 +49,7 @@ class Position(NamedTuple):
     iterator: Any
 
 
-@cached
+@cached_by_class
 def _is_held_otherwise(kind: Any) -> bool:
     return issubclass(kind, (Tensor, tuple)) or is_iterator(kind)
 

@@ -9,13 +9,13 @@ import itertools
 from types import BuiltinFunctionType, FunctionType, GeneratorType, ModuleType, NoneType
 from typing import Any, cast
 
-from reactivate._engine.state.bounded import cached
+from reactivate._engine.state.bounded import cached_by_class
 from reactivate.errors import UnsupportedError
 
 _MOST_STEPS = 4096  # up to which the copy of an iterator that can only be advanced is brought to its place
 
 
-@cached
+@cached_by_class
 def is_iterator(kind: Any) -> bool:
     """Return whether objects of this class are iterators that are copied, or generators."""
     if kind.__module__ == "numpy":
@@ -135,7 +135,7 @@ def _part_copied(part: Any, memo: dict[int, Any]) -> Any:
     return part
 
 
-@cached
+@cached_by_class
 def _is_noted(kind: Any) -> bool:
     """Return whether iterators of this class are rewound in place: in-memory streams, and what is made of Python."""
     is_of_torch = kind.__module__.partition(".")[0] == "torch"

@@ -46,6 +46,7 @@ class ModuleNotes:
         tensors: tensors in attributes.
         parts: what the modules are made of, if somebody has looked already.
         look_into: returns (notes, tensors) that some objects lead to; tensors by their Python attributes.
+        may_write_unseen: returns whether the region may write to tensors without a new version.
 
     Attributes:
         parts: the attributes and registries of all modules but scripted ones.
@@ -71,6 +72,7 @@ class ModuleNotes:
         tensors: Iterable[Tensor],
         parts: Parts | None = None,
         look_into: LookInto | None = None,
+        may_write_unseen: Callable[[], bool] = bool,
     ) -> None:
         self.modules = modules
         self.notes = notes
@@ -116,7 +118,7 @@ class ModuleNotes:
             self.parameters = members = [tensor for tensor in members if not _has_no_version(tensor)]
             self.versions = list(map(version_of, members))
         state += written_before(members)
-        self.tensors = TensorStates(state, parts.layout.small) if state else NO_TENSORS
+        self.tensors = TensorStates(state, parts.layout.small, may_write_unseen) if state else NO_TENSORS
         parts.layout.small = self.tensors.before
         self.addresses = addresses_of(members)
         self.steps = steps_so_far()

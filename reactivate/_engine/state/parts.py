@@ -12,15 +12,14 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from reactivate._engine.state.bounded import cached
 from reactivate._engine.state.contents import put_dict
 from reactivate._engine.state.held import Position, are_items, given_back, held_all
 from reactivate._modules.standin import NAME, Placed
 from reactivate._torch.dicts import version_of_dict
-from reactivate._torch.modules import is_distributed
+from reactivate._torch.modules import are_distributed_alike
 
 Namespace = dict[str, Any]
 
@@ -257,7 +256,8 @@ class Parts:
         attributes, sizes, entries = iter(self.attributes), iter(layout.sizes), iter(zip(layout.keys, self.entries))
         for namespace, names in zip(self.namespaces, layout.names):
             for name in _REGISTRIES:
-                _assign(namespace[name], dict(next(entries) for _ in range(next(sizes))))
+                noted = dict(next(entries) for _ in range(next(sizes)))
+                _assign(namespace[name], noted, are_parameters=name == "_parameters")
             noted = dict(zip(names.own, attributes)) if names.own else {}
             _assign(namespace, {name: noted[name] if name in noted else namespace.get(name) for name in names.all})
 
@@ -269,12 +269,10 @@ def _parts_of(layout: Layout, namespaces: Sequence[Namespace]) -> tuple[list[Any
     return list(chain.from_iterable(attributes)), list(chain.from_iterable(map(dict.values, registries)))
 
 
-def _assign(namespace: Namespace, noted: Namespace) -> None:
+def _assign(namespace: Namespace, noted: Namespace, *, are_parameters: bool = False) -> None:
     items = {name: given_back(item) for name, item in noted.items()}
-    for name, item in items.items():
-        now = namespace.get(name)
-        if now is not item and isinstance(now, Tensor) and isinstance(item, Tensor) and _is_sharded(item, now):
-            items[name] = now
+    if are_parameters:
+        items |= {name: namespace[name] for name, item in items.items() if _is_sharded(item, namespace.get(name))}
     if [*items] != [name for name, item in namespace.items() if not isinstance(item, Placed)]:
         put_dict(namespace, items)
         return
@@ -283,7 +281,7 @@ def _assign(namespace: Namespace, noted: Namespace) -> None:
             namespace[name] = item
 
 
-def _is_sharded(before: Tensor, now: Tensor) -> bool:
+def _is_sharded(before: Any, now: Any) -> bool:
     # `functional_call` swaps parameters for the time of a forward: these are put back. A sharding library knows better
     # which form of a parameter is needed now.
-    return is_distributed(before) or is_distributed(now) or (before.shape != now.shape and before.requires_grad)
+    return isinstance(before, Parameter) and isinstance(now, Parameter) and not are_distributed_alike(before, now)

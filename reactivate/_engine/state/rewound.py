@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reactivate._engine.state.contents import Note
 from reactivate._engine.state.geometry import elements_of, geometry_of
 from reactivate._engine.state.groups import Group, put
 from reactivate._engine.state.memory import memory_of
+from reactivate._engine.state.notes import RewoundNotes
 from reactivate._engine.state.shadows import Shadow, current_shadows
 from reactivate._engine.state.small import Bytes
 from reactivate._engine.state.tensor_states import TensorStates, versions_of
@@ -43,7 +45,9 @@ class RewoundTensors:
             self._is_small_same = self._small.are(state.small)
             if not self._is_small_same:
                 return True
-        return bool(state.groups) or not state.are_shadows_current()
+        if state.groups or state.written or not state.are_shadows_current():
+            return True
+        return versions_of(state.tensors) != state.versions
 
     def __enter__(self) -> None:
         state = self._state
@@ -153,3 +157,34 @@ class RewoundTensors:
 def _set_aside(tensor: Tensor) -> tuple[Tensor, Tensor, Any, Any]:
     found = geometry_of(tensor)
     return tensor, elements_of(tensor), found, None if found is None else tensor.detach()
+
+
+class RewoundState:
+    """Objects and tensors as they were when a region began, for as long as the context lasts."""
+
+    __slots__ = ("_notes", "_tensors")
+
+    def __init__(self, notes: Sequence[Note], states: TensorStates | None) -> None:
+        self._notes = RewoundNotes(notes)
+        self._tensors = None if states is None else RewoundTensors(states)
+
+    def differs(self) -> bool:
+        """Return whether anything is to be set back; what was seen holds if `__enter__` is next."""
+        are_tensors_other = self._tensors is not None and self._tensors.differs()
+        return self._notes.differs() or are_tensors_other
+
+    def __enter__(self) -> None:
+        self._notes.__enter__()
+        if self._tensors is not None:
+            try:
+                self._tensors.__enter__()
+            except BaseException:
+                self._notes.__exit__()
+                raise
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._tensors is not None:
+                self._tensors.__exit__()
+        finally:
+            self._notes.__exit__()

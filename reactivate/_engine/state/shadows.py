@@ -5,8 +5,9 @@ its old bytes are written back into that memory for a recomputation, and the pre
 the place of the tensor, and its version counter is rewound with it.
 
 There is one current shadow of each tensor, with the version at which it was taken. At the start of a region an unchanged
-version costs one integer comparison, and the region refers to the shadow; a changed one costs a copy. A region refers to
-the shadows it started from whether it writes or not: between two writers a region may only read.
+version costs one integer comparison, and the region refers to the shadow; a changed one costs a copy. The current shadow
+lives as long as the tensor, or until a policy is removed from a model. A region refers to the shadows it started from
+whether it writes or not: between two writers a region may only read.
 
 Some writers move no version: batch norm's kernels write to running statistics, and inference tensors count none. Small
 ones are copied for every region (see `small`), on an accelerator all of them with one op; larger ones are compared with
@@ -76,6 +77,12 @@ def current_shadow(tensor: Tensor) -> Shadow:
 def _forget(key: int, reference: object = None) -> None:
     current_shadows.pop(key, None)
     _references.pop(key, None)
+
+
+def forget_shadows() -> None:
+    """Let go of all current shadows but those that regions refer to: each tensor gets another one if it is needed."""
+    current_shadows.clear()
+    _references.clear()
 
 
 _written = Known()  # tensors that some region wrote to without a copy being there

@@ -55,13 +55,15 @@ class Whereabouts:
         forms: (shape, dtype) of each.
         sizes: how many bytes of each there are in a copy.
         layouts: (strides, lazy bits) of each; None if every tensor is its elements, one behind the other.
+        storages: held, so that no other memory gets an address of `addresses`.
         is_simple: whether the elements of every tensor are behind each other, none is complex, and each has some.
     """
 
-    __slots__ = ("_pieces", "addresses", "forms", "is_simple", "layouts", "sizes")
+    __slots__ = ("_pieces", "addresses", "forms", "is_simple", "layouts", "sizes", "storages")
 
     def __init__(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> None:
         self.addresses, self.forms = addresses, forms
+        self.storages = run_unseen(_storages_of, tensors)
         self.sizes: list[int] = list(map(_size_of, tensors))
         self.layouts: list[_Layout] | None = None
         self._pieces: list[Any] | None = None
@@ -207,6 +209,10 @@ def small_again(tensors: Sequence[Tensor], last: Whereabouts) -> Bytes | None:
 
 def _memory(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
+
+
+def _storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    return list(map(Tensor.untyped_storage, tensors))
 
 
 @torch.no_grad()

@@ -73,10 +73,12 @@ class Stream:
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot: the last one, as long as nobody has drawn."""
-        fingerprint = list(map(ask, self.probes))
-        if self._current is None or self._current.fingerprint != fingerprint:
-            self._current = Snapshot(fingerprint, self.read())
-        return self._current
+        fingerprint, current = list(map(ask, self.probes)), self._current
+        while current is None or current.fingerprint != fingerprint:
+            state, before, fingerprint = self.read(), fingerprint, list(map(ask, self.probes))
+            if fingerprint == before:  # otherwise another thread has drawn meanwhile
+                current = self._current = Snapshot(fingerprint, state)
+        return current
 
     def rewind(self, snapshot: Snapshot) -> None:
         """Set the stream to a snapshot, which is the current one from here on."""

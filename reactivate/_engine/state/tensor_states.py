@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -85,6 +85,7 @@ class TensorStates:
     Args:
         tensors: the tensors.
         before: which of them were small when an earlier region began: those are not sorted out again.
+        may_write_unseen: returns whether code writes to tensors without a new version: then no version is relied on.
 
     Attributes:
         tensors: those with a version that can be relied on, then the others, then the small ones.
@@ -98,7 +99,9 @@ class TensorStates:
 
     __slots__ = ("before", "groups", "shadows", "small", "tensors", "versions", "written")
 
-    def __init__(self, tensors: Iterable[Tensor], before: SmallBefore | None = None) -> None:
+    def __init__(
+        self, tensors: Iterable[Tensor], before: SmallBefore | None = None, may_write_unseen: Callable[[], bool] = bool
+    ) -> None:
         found = list(tensors)
         self.written: Sequence[Written] = ()
         self.small: Bytes | None = None if before is None else before.again(found)
@@ -114,21 +117,22 @@ class TensorStates:
             self.tensors = found
         else:
             known = () if before is None else set(before.numbers)
-            self._sort_out([tensor for number, tensor in enumerate(found) if number not in known])
+            others = [tensor for number, tensor in enumerate(found) if number not in known]
+            self._sort_out(others, may_write_unseen)
         self.versions = versions_of(self.tensors)
 
-    def _sort_out(self, tensors: Iterable[Tensor]) -> None:
+    def _sort_out(self, tensors: Sequence[Tensor], may_write_unseen: Callable[[], bool]) -> None:
         """Find out what tells that a tensor was written to, of those that are not small."""
         counted: list[Tensor] = []
         compared: list[Tensor] = []
         silent: list[Tensor] = []
-        known = fences()
+        known, is_unseen = fences(), bool(tensors) and may_write_unseen()
         for tensor in tensors:
             if tensor.is_inference() or (known and tensor.device.type in known):
                 silent.append(tensor)
-            elif not _is_vector(tensor) or tensor.numel() > MOST_CHANNELS:
+            elif not (is_unseen or (_is_vector(tensor) and tensor.numel() <= MOST_CHANNELS)):
                 counted.append(tensor)
-            elif tensor.numel() > _FEW_CHANNELS and tensor.is_cpu and is_plain(tensor):
+            elif (is_unseen or tensor.numel() > _FEW_CHANNELS) and tensor.is_cpu and is_plain(tensor):
                 compared.append(tensor)
             else:
                 silent.append(tensor)

@@ -8,8 +8,7 @@ These are remembered weakly: what nobody else has goes, and the tree is forgotte
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import Enum
 from itertools import chain
 from logging import Logger
@@ -21,6 +20,7 @@ from weakref import ref
 from torch.nn import Module
 
 from reactivate._engine.state.attributes import KindNote, TensorsNote
+from reactivate._engine.state.bounded import is_for_good, is_in_its_module
 from reactivate._engine.state.code import CACHED, CodeNote, are_closed
 from reactivate._engine.state.contents import ATOMS, DictNote, ListNote, Note, SetNote
 from reactivate._engine.state.functions import CellNote, ClassNote, FunctionNote, Inside, NameNote
@@ -44,20 +44,25 @@ class Walked(NamedTuple):
         modules: every module, outermost first.
         notes: of objects in attributes, of classes and of module-level names.
         parts: what the modules are made of.
+        names: what code that they lead to names.
     """
 
     modules: Sequence[Module]
     notes: list[Note]
     parts: Parts
+    names: Any
 
 
 class _Tree:
     """One remembered tree."""
 
-    __slots__ = ("are_empty", "attributes", "children", "covers", "kinds", "layout", "modules", "notes", "versions")
+    __slots__ = (
+        *("are_empty", "attributes", "children", "covers", "kinds", "layout", "modules", "names", "notes"),
+        "versions",
+    )
 
     def __init__(self, walked: Walked, forget: Any) -> None:
-        modules, notes, parts = walked
+        modules, notes, parts, self.names = walked
         self.modules = [ref(module, forget) for module in modules]
         self.kinds = list(map(type, modules))
         self.are_empty = [entry is None for entry in parts.entries]
@@ -90,7 +95,7 @@ class _Tree:
         for note in self.notes:
             if not note.is_at(note.noted):
                 return None
-        return Walked(modules, self.notes, parts)
+        return Walked(modules, self.notes, parts, self.names)
 
     def _attributes(self) -> list[Any]:
         """Return the attributes. What covers a `forward` is held weakly: its policy may lead to the model."""
@@ -143,16 +148,21 @@ class Trees:
         reference, count = self._misses.get(id(root), (None, 0))
         return count if reference is not None and reference() is root else 0
 
-    def remember(self, root: Module, modules: Sequence[Module], notes: list[Note]) -> None:
-        """Remember what a walk over the tree under `root` found, if that can be."""
+    def remember(self, root: Module, modules: Sequence[Module], notes: list[Note], names: Callable[[], Any]) -> None:
+        """Remember what a walk over the tree under `root` found, if that can be.
+
+        Args:
+            root, modules, notes: the tree, its modules, and notes of what they lead to.
+            names: returns what code that they lead to names.
+        """
         if self._misses_of(root) >= _MOST_MISSES:
             return
-        walked = Walked(modules, notes, Parts([module.__dict__ for module in modules]))
+        walked = Walked(modules, notes, Parts([module.__dict__ for module in modules]), None)
         if _are_hooked(walked.parts):
             return
         if _holds_nothing_else(walked):
             key, trees = id(root), self._trees
-            trees[key] = _Tree(walked, lambda _: trees.pop(key, None))
+            trees[key] = _Tree(walked._replace(names=names()), lambda _: trees.pop(key, None))
         else:
             self._miss(root)
 
@@ -183,13 +193,17 @@ def _items_of(note: Note) -> Iterable[Any]:
         _, defaults, keywords, attributes = note.noted
         return (note.target, *(defaults or ()), *(keywords or {}).values(), *attributes.values())
     if isinstance(note, CodeNote):
+        if not all(is_for_good(namespace) for bindings in note.target for namespace, _ in bindings.names):
+            return (note,)
         holders = [item for item in note.noted if isinstance(item, (BuiltinFunctionType, CACHED))]
         return [*holders, *(fn for fn in note.functions if not are_closed([fn]))]
     if isinstance(note, CellNote):
         return _items_of_cell(note.noted)
     if isinstance(note, TensorsNote):
         return chain.from_iterable(attributes.values() for attributes in note.noted or ())
-    if isinstance(note, (KindNote, NameNote)):
+    if isinstance(note, NameNote):
+        return (note.noted,) if is_for_good(note.target) else (note,)
+    if isinstance(note, KindNote):
         return (note.noted,)
     if isinstance(note, DictNote):
         return (*note.noted, *note.noted.values())
@@ -206,26 +220,22 @@ def _is_fixed(item: Any, noted: Container[int] = ()) -> bool:
     """Return whether to hold an item is to hold nothing that could go, but for what is noted."""
     kind = type(item)
     if isinstance(item, type):
-        return _is_of_a_file(item)
+        return is_in_its_module(item)
     if kind is FunctionType:
-        return (item.__closure__ is None and not item.__dict__ and _is_of_a_file(item)) or _is_in_its_module(item)
+        return is_in_its_module(item) or _leads_nowhere(item)
     if kind is BuiltinFunctionType:
         return isinstance(item.__self__, (ModuleType, NoneType))
     if kind is CACHED:
-        return _is_in_its_module(item)
+        return is_in_its_module(item)
     if kind is tuple or kind is frozenset:
         return all(id(inner) in noted or _is_fixed(inner, noted) for inner in item)
     if kind is Logger:
         return item.manager.loggerDict.get(item.name) is item
-    return kind in ATOMS or (isinstance(item, Enum) and _is_of_a_file(kind))
+    return kind in ATOMS or (isinstance(item, Enum) and is_in_its_module(kind))
 
 
-def _is_in_its_module(item: Any) -> bool:
-    """Return whether a function is held by the Python module that it is from."""
-    module = sys.modules.get(item.__module__)
-    return module is not None and vars(module).get(item.__name__) is item
-
-
-def _is_of_a_file(item: Any) -> bool:
-    """Return whether a class or function is there for good, and not made by a function that may be called again."""
-    return "<locals>" not in item.__qualname__
+def _leads_nowhere(fn: FunctionType) -> bool:
+    """Return whether a function is there for good and holds nothing itself, and not made by one that may be called again."""
+    return (
+        fn.__closure__ is None and not fn.__dict__ and is_for_good(fn.__globals__) and "<locals>" not in fn.__qualname__
+    )

@@ -24,7 +24,7 @@ class Everybodys:
     """State that all threads share: many recomputations may find it as it was, one may set it back.
 
     Recomputations that write nothing run side by side. One that sets state back runs alone: it waits until those that
-    other threads are in have ended, unless it is itself inside of one, since two such would wait for each other.
+    other threads are in have ended, or wait themselves.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Everybodys:
         self._owner: Entry | None = None
         self._depth = 0  # of the contexts inside of each other that the owner has entered
         self._others: list[Entry] = []  # of the contexts that write nothing
-        self._waiting = 0
+        self._waiting: list[int] = []  # threads
 
     def enter(self, differs: Callable[[], bool]) -> Entry:
         """Wait until the state is as it should be, or may be set back; `leave` takes what is returned.
@@ -44,26 +44,33 @@ class Everybodys:
         """
         me, around = get_ident(), _innermost.get()
         with self._mutex:
-            while True:
-                if self._owner is None:
-                    if not differs():
-                        self._others.append((me, object()))
-                        _innermost.set(self._others[-1][1])
-                        return self._others[-1]
-                    if not self._others or any(_is_around(entry, me, around) for entry in self._others):
-                        self._owner, self._depth = (me, object()), 1
-                        _innermost.set(self._owner[1])
-                        return self._owner
-                elif _is_around(self._owner, me, around):
-                    differs()  # from what the owner has set back
-                    self._depth += 1
-                    _innermost.set(self._owner[1])
-                    return self._owner
-                self._waiting += 1  # whether anything differs cannot be told while another thread has it set back
+            entry = self._entered(differs, me, around)
+            if entry is None:
+                self._waiting.append(me)
+                self._changed.notify_all()  # one that waits for this thread need not any more
                 try:
-                    self._changed.wait()
+                    while entry is None:
+                        self._changed.wait()
+                        entry = self._entered(differs, me, around)
                 finally:
-                    self._waiting -= 1
+                    self._waiting.remove(me)
+            _innermost.set(entry[1])
+            return entry
+
+    def _entered(self, differs: Callable[[], bool], me: int, around: object) -> Entry | None:
+        """Return what a thread enters, None if it has to wait."""
+        if self._owner is None:
+            if not differs():
+                self._others.append((me, object()))
+                return self._others[-1]
+            if all(_is_around(entry, me, around) or entry[0] in self._waiting for entry in self._others):
+                self._owner, self._depth = (me, object()), 1
+                return self._owner
+        elif _is_around(self._owner, me, around):
+            differs()  # from what the owner has set back
+            self._depth += 1
+            return self._owner
+        return None  # whether anything differs cannot be told while another thread has it set back
 
     def leave(self, entry: Entry) -> None:
         """End what `enter` began."""

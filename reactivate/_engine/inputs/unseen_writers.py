@@ -1,0 +1,107 @@
+"""Code that may write to tensors without a new version: through `.data`, or through NumPy's view of a tensor.
+
+A region that reaches such code relies on no version of the tensors that it copies. A class has many methods that no region
+calls, so one of them counts only if other code that is reached asks an object for its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import NamedTuple
+from weakref import ref
+
+from reactivate._engine.inputs.namespaces import Facts, facts_of, functions_in, generation
+
+_WAYS = frozenset({"data", "numpy", "asarray", "array", "from_dlpack"})
+
+
+def names_a_way(facts: Facts) -> bool:
+    """Return whether code, or that of a function that it names, names a way past version counters."""
+    return not _WAYS.isdisjoint(facts.attributes)
+
+
+class Names(NamedTuple):
+    """The names in some code.
+
+    Attributes:
+        asked: sets of those that the code asks objects for.
+        writers: of methods that may write to tensors without a new version.
+    """
+
+    asked: tuple[frozenset[str], ...]
+    writers: frozenset[str]
+
+
+class ReachedCode:
+    """The functions and classes that a walk came to."""
+
+    def __init__(self) -> None:
+        self._functions: list[Facts] = []
+        self._classes: list[type] = []
+        self._trees: list[Names] = []
+
+    def add_function(self, facts: Facts) -> None:
+        """Add a function, which may be called under any name."""
+        self._functions.append(facts)
+
+    def add_class(self, kind: type) -> None:
+        """Add the methods that a class has itself."""
+        self._classes.append(kind)
+
+    def add_tree(self, names: Names) -> None:
+        """Add what the code of a tree of modules was found to name."""
+        self._trees.append(names)
+
+    def add(self, other: ReachedCode) -> None:
+        """Add what another walk came to."""
+        self._functions += other._functions
+        self._classes += other._classes
+        self._trees += other._trees
+
+    def names(self) -> Names:
+        """Return the names in all of it."""
+        found = [*self._trees, *map(_names_in, self._classes)]
+        asked = [*(facts.attributes for facts in self._functions), *(names for item in found for names in item.asked)]
+        writers = frozenset[str]().union(*(item.writers for item in found))
+        return Names(tuple(asked), writers | {"__call__"} if any(map(names_a_way, self._functions)) else writers)
+
+    def may_write_unseen(self) -> bool:
+        """Return whether it may write to tensors without a new version."""
+        asked, writers = self.names()
+        return any(map(_is_called_anyway, writers)) or not all(map(writers.isdisjoint, asked))
+
+
+def _is_called_anyway(name: str) -> bool:
+    return name == "forward" or name.startswith("__")
+
+
+class _Known(NamedTuple):
+    codes: list[CodeType]
+    generation: int
+    names: Names
+    reference: ref[type]
+
+
+_known: dict[int, _Known] = {}  # by the id of the class, as long as that lives
+
+
+def _names_in(kind: type) -> Names:
+    """Return the names in the methods that a class has itself, but for that which initialises an object."""
+    codes = [item.__code__ for item in vars(kind).values() if type(item) is FunctionType]
+    key = id(kind)
+    known = _known.get(key)
+    if known is not None and known.codes == codes and known.generation == generation():
+        return known.names
+    facts = [(name, facts_of(fn)) for name, fn in _methods_in(kind)]
+    asked = frozenset[str]().union(*(item.attributes for _, item in facts))
+    names = Names((asked,), frozenset(name for name, item in facts if names_a_way(item)))
+    _known[key] = _Known(codes, generation(), names, ref(kind, lambda _: _known.pop(key, None)))
+    return names
+
+
+def _methods_in(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    for name, item in vars(kind).items():
+        if name != "__init__":
+            for fn in functions_in(item):
+                yield name, fn
