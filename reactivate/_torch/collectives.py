@@ -1,10 +1,17 @@
-"""Handles of collectives that are done: torch makes them, and has no public name for one that nobody ran."""
+"""Collectives: handles of those that nobody ran, and those that run while the program goes on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from reactivate._torch.ways import fastest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from reactivate._torch.modes import run_unseen
+from reactivate._torch.modules import is_distributed_run
+from reactivate._torch.ways import fastest, find, is_missing
 
 _FakeWork = fastest(
     "the handle of a collective that is done",
@@ -12,8 +19,41 @@ _FakeWork = fastest(
     probe=lambda kind: bool(kind().wait()) and kind().boxed() is not None,
     lost="plans of models that are sharded already: plan first, shard later",
 )
+_number_in_flight: Callable[[], int] = fastest(
+    "the number of functional collectives that nobody has waited for",
+    "torch._C._distributed_c10d._get_work_registry_size",
+    probe=lambda count: type(count()) is int,
+    public=is_distributed_run,
+)
+_IN_STREAM_ORDER = frozenset({"nccl", "xccl", "hccl"})
+"""Backends that the calling thread enqueues: no thread of theirs writes to a tensor."""
 
 
 def finished_work() -> Any:
     """Return a handle that says that its collective is done, as ops return it."""
     return _FakeWork().boxed()
+
+
+def wait_for_collectives(tensors: Iterable[Tensor]) -> None:
+    """Wait for the functional collectives that fill some tensors, where a thread fills them: it moves their versions.
+
+    When it does so is chance, and another chance on each rank. Where a device's stream fills them nothing is waited for.
+    """
+    if _number_in_flight():
+        for tensor in tensors:
+            if type(tensor) in (Tensor, Parameter) and _is_filled_by_threads(tensor.device.type):
+                run_unseen(_wait_for, tensor)
+
+
+@torch.no_grad()
+def _wait_for(tensor: Tensor) -> None:
+    torch.ops._c10d_functional.wait_tensor(tensor.detach())
+
+
+def _is_filled_by_threads(device_type: str) -> bool:
+    """Return whether the backend of any process group fills tensors on such a device by threads, as gloo does."""
+    world = find("torch.distributed.distributed_c10d._world")
+    if device_type == "cpu" or is_missing(world):
+        return True
+    pairs = [pair.partition(":") for config in world.pg_backend_config.values() for pair in str(config).split(",")]
+    return any(device == device_type and backend not in _IN_STREAM_ORDER for device, _, backend in pairs)

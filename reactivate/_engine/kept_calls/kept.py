@@ -15,6 +15,7 @@ from reactivate._engine.record import Saved, SharedSlot
 from reactivate._engine.requests import take_in
 from reactivate._engine.rounded import is_exact, note_rounded
 from reactivate._engine.stored_form import Form
+from reactivate._torch.modules import is_distributed_run
 from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate._types import DEVICE, Storage
 
@@ -115,6 +116,7 @@ class SavedSite:
         number: which of the calls that the policy has a say in.
         label: what was called, for messages and to see that the recomputation calls the same.
         start, stop: which entries of the record's `saved` are its.
+        derived: the last of these that a recomputation derives from the arguments, -1 if there is none.
         count: how many tensors are among its arguments.
         outputs: the tensors that it returned, each a `Kept`, the number of an argument, or a `Product` (see `dropouts`).
             None: not kept.
@@ -133,6 +135,7 @@ class SavedSite:
         *(
             "changes",
             "count",
+            "derived",
             "is_function",
             "is_nested",
             "is_placed",
@@ -154,6 +157,7 @@ class SavedSite:
     path: str | None
     start: int
     stop: int
+    derived: int
     count: int
     outputs: list[Any] | None
     requires: list[bool]
@@ -174,13 +178,32 @@ class Argument:
         self.number = number
 
 
-def last_needed(saved: Sequence[Saved]) -> int:
-    """The last entry that only a recomputation can fill, -1 if there is none."""
+def last_needed(saved: Sequence[Saved], sites: Sequence[SavedSite]) -> int:
+    """Return the last entry that only a recomputation can fill, -1 if there is none.
+
+    Slots that nobody has any more need no filling, but in a group of processes: whether one is gone may depend on when the
+    collector ran, and ranks whose recomputations end in different places do not run the same collectives.
+    """
+    if is_distributed_run():
+        return _last_of_all(len(saved), sites)
     for index in range(len(saved) - 1, -1, -1):
         slot = saved[index][0]()
         if slot is not None and getattr(slot, "kept", None) is None:
             return index
     return -1
+
+
+def _last_of_all(count: int, sites: Sequence[SavedSite]) -> int:
+    """Return what `last_needed` does, with every slot needed whose tensor is not kept."""
+    last = count - 1
+    for site in reversed(sites):
+        if site.stop <= last:
+            break  # something was saved behind it
+        if site.reason is None and site.derived < 0:
+            last = site.start - 1
+        elif site.start < site.stop:
+            return last if site.reason is not None else site.derived
+    return last
 
 
 def kept_among(outputs: Sequence[Any]) -> list[Kept]:

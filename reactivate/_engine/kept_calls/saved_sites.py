@@ -54,6 +54,7 @@ from reactivate._torch.autograd import (
 )
 from reactivate._torch.checkpoints import close_checkpoints_within
 from reactivate._torch.classes import has_memory
+from reactivate._torch.collectives import wait_for_collectives
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
 from reactivate._torch.transforms import current_transform, name_of_transform
 from reactivate._types import DEVICE, Save
@@ -231,7 +232,7 @@ class ForwardLog(SettledLog):
         site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}
         drawn = drawn_by(call, result) if call.is_dropout else None
-        for slot, tensor, version in call.saved:
+        for number, (slot, tensor, version) in enumerate(call.saved, site.start):
             if drawn is not None and tensor is drawn.noise:
                 slot.kept = drawn.kept
                 continue
@@ -245,6 +246,8 @@ class ForwardLog(SettledLog):
                 slot.kept = There(tensor.detach(), version)
             elif slot.recipe is None:
                 slot.kept = keep(tensor, version, storage, kept)
+            else:
+                site.derived = number
         site.outputs, site.requires, site.contents = [], [], None
         if isinstance(result, Tensor) and not has_attributes(result):
             leaves = [result]
@@ -252,6 +255,7 @@ class ForwardLog(SettledLog):
             contents = site.contents = Contents(result, {id(item): index for index, item in enumerate(call.objects)})
             leaves, contents.leaves = contents.leaves, []  # which have the graph
             site.reason = contents.problem
+        wait_for_collectives(leaves)
         computed: list[Tensor] = []
         for leaf in leaves:
             if leaf.is_inference():

@@ -28,6 +28,7 @@ from reactivate._engine.kept_calls.results import attributes_of, is_plain
 from reactivate._engine.state.changes import Noted
 from reactivate._engine.state.contents import ATOMS
 from reactivate._engine.state.iterators import is_iterator, position_of
+from reactivate._torch.collectives import wait_for_collectives
 
 LIMIT = 1_000  # of items: a call that is given more is not worth the look
 _VERSION = attrgetter("_version")
@@ -179,7 +180,11 @@ def _are_same(one: list[Any], other: list[Any]) -> bool:
 
 
 def versions_of(tensors: list[Tensor]) -> list[int] | None:
-    """Their version counters, None if one has none: writes into a tensor made in inference mode are not counted."""
+    """Their version counters, None if one has none: writes into a tensor made in inference mode are not counted.
+
+    Those of tensors that a collective is filling are read when it is done, so that every rank reads the same.
+    """
+    wait_for_collectives(tensors)
     try:
         return list(map(_VERSION, tensors))
     except RuntimeError:
