@@ -53,7 +53,9 @@ class Matching:
         self.entries: Any = iter(saved)
         self.last, self.last_index = None, len(saved) - 1
         self.check = None if record.check is None or record.tokens is not None else Check()
-        is_unproved = record.proof is not None and not record.proof.is_settled and not self._proves_early(record)
+        is_unproved = record.proof is not None and not record.proof.is_settled
+        if is_unproved and self.check is not None and is_distributed_run():  # perhaps one rank alone has written
+            is_unproved = not record.check.has_all(len(saved))
         self.stops = record.early_stop and (record.tokens is not None or not is_unproved)
         if record.early_stop or record.tokens is not None:
             if saved[-1][0]() is None or record.options.choice is not None:
@@ -65,13 +67,6 @@ class Matching:
         self.is_complete = False
         self.without_graph = -1  # the number of the next node, when a tensor without a graph was saved last
         self.refused: BaseException | None = None
-
-    def _proves_early(self, record: Record) -> bool:
-        """Return whether the saved tensors alone are the proof of a write, so that the recomputation may stop early.
-
-        In a group of processes it has to: where one rank alone has written, it would run collectives that no other does.
-        """
-        return self.check is not None and is_distributed_run() and record.check.has_all(len(record.saved))
 
     @not_a_users_hook
     def pack(self, tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ _number_in_flight: Callable[[], int] = fastest(
     probe=lambda count: type(count()) is int,
     public=is_distributed_run,
 )
+Work = find("torch._C._distributed_c10d.Work")
 _IN_STREAM_ORDER = frozenset({"nccl", "xccl", "hccl"})
 """Backends that the calling thread enqueues: no thread of theirs writes to a tensor."""
 
@@ -34,15 +35,16 @@ def finished_work() -> Any:
     return _FakeWork().boxed()
 
 
-def wait_for_collectives(tensors: Iterable[Tensor]) -> None:
-    """Wait for the functional collectives that fill some tensors, where a thread fills them: it moves their versions.
+def arrived(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors, when the functional collectives that fill them are done, where a thread of a backend does that.
 
-    When it does so is chance, and another chance on each rank. Where a device's stream fills them nothing is waited for.
+    It moves their versions, by chance sooner or later on each rank. Nothing waits where a device's stream fills them.
     """
     if _number_in_flight():
         for tensor in tensors:
             if type(tensor) in (Tensor, Parameter) and _is_filled_by_threads(tensor.device.type):
                 run_unseen(_wait_for, tensor)
+    return tensors
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reactivate._engine.kept_calls.collective_writes import rely_on
 from reactivate._engine.kept_calls.derive import Derived
 from reactivate._engine.kept_calls.results import Contents
 from reactivate._engine.record import Saved, SharedSlot
@@ -33,20 +34,21 @@ class Kept:
 
     Attributes:
         is_rounded: whether it may come back with other values.
+        is_overwritten: whether a collective in place has written to it, which moves no version.
     """
 
-    __slots__ = ("form", "handle", "is_rounded", "storage", "tensor", "version")
+    __slots__ = ("__weakref__", "form", "handle", "is_overwritten", "is_rounded", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int, storage: Storage) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version
         self.storage = storage
         self.handle: Any = None
-        self.is_rounded = False
+        self.is_rounded = self.is_overwritten = False
 
     def is_written(self) -> bool:
         """Return whether the tensor was written to, as long as it is not settled."""
-        return self.tensor is not None and self.tensor._version != self.version
+        return self.is_overwritten or (self.tensor is not None and self.tensor._version != self.version)
 
     def settle(self, name: str) -> None:
         """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9).
@@ -91,7 +93,7 @@ class There(Kept):
         self.version = version
         self.storage = DEVICE
         self.handle = None
-        self.is_rounded = False
+        self.is_rounded = self.is_overwritten = False
 
     def settle(self, name: str) -> None:
         if self.tensor is not None:
@@ -235,4 +237,6 @@ def keep(tensor: Tensor, version: int, storage: Storage, kept: dict[Any, Kept]) 
     found = kept.get(key)
     if found is None or found.version != version:
         found = kept[key] = Kept(tensor.detach(), version, storage)
+        if is_distributed_run():
+            rely_on(found, (tensor,))
     return found
