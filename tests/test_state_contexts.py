@@ -446,7 +446,6 @@ def test_nothing_grows_in_the_backward(is_set: bool) -> None:
 @pytest.mark.parametrize("make", [list, dict], ids=["a list", "lists in a dict"])
 def test_a_region_without_a_backward_holds_no_container(make: Any) -> None:
     """The items of the list lead to the graph, and the graph to the region."""
-    made: list[weakref.ref[Any]] = []
 
     def fn(x: Tensor) -> Tensor:
         items = collector.get()
@@ -458,8 +457,10 @@ def test_a_region_without_a_backward_holds_no_container(make: Any) -> None:
         for _ in range(5):
             with collecting(make()) as items:
                 x = region(region(leaf(4)))
-            found = items if isinstance(items, list) else items["new"]
-            made += [weakref.ref(item) for item in (*found, x)]
-            del items, found, x
+            made = [weakref.ref(item) for item in (items if isinstance(items, list) else items["new"])]
+            del items
+            assert len(made) == 2 and not alive(made)  # although the graph is there
+            made = [weakref.ref(x)]
+            del x
             assert not alive(made)
     assert watched.regions == 10

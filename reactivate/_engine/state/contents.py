@@ -128,7 +128,7 @@ class DictNote(Note):
         return (
             kind.__len__(target) == len(contents)
             and are_items(kind.values(target), contents.values())
-            and (all(map(is_, kind.keys(target), contents)) or all(map(_is_key, kind.keys(target), contents)))
+            and (all(map(is_, kind.keys(target), contents)) or all(map(is_key, kind.keys(target), contents)))
         )
 
     def put(self, contents: Any) -> None:
@@ -138,7 +138,8 @@ class DictNote(Note):
         return ((f"[{key!r}]", item) for key, item in self.noted.items())
 
 
-def _is_key(one: Any, other: Any) -> bool:
+def is_key(one: Any, other: Any) -> bool:
+    """Return whether these are one key of a dict."""
     return one is other or (type(one) is str and one == other)
 
 

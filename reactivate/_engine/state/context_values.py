@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from reactivate._engine.state.contents import Note
+from reactivate._engine.state.contents import Note, is_key
 from reactivate._engine.state.held import given_back, is_item
 
 COPIED = frozenset({list, dict, OrderedDict, defaultdict, deque, set})
@@ -56,7 +56,7 @@ class Copied:
         seen.add(id(self))
         if type(value) is not self._kind or len(value) != len(self.parts):
             return False
-        if self.keys and not all(one is other or one == other for one, other in zip(value, self.keys)):
+        if self.keys and not all(map(is_key, value, self.keys)):
             return False
         items = value.values() if isinstance(value, dict) else value
         return all(
