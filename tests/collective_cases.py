@@ -29,6 +29,11 @@ from reactivate import policies
 from reactivate._engine.record import observed_by
 
 CASES: Cases = {}
+# torch 2.13 has other names for them.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+functional_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+functional_reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 WIDTH, TIMES = 16, 3
 SHORT = timedelta(seconds=15)  # after which ranks that wait for each other fail
 SAVING = policies.first_match(policies.save("collectives"), policies.full())
@@ -178,10 +183,10 @@ class Gathering(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         group = dist.group.WORLD
         hidden = self.inner(x)
-        gathered = functional.all_gather_tensor(hidden.detach(), 0, group)
+        gathered = functional_all_gather(hidden.detach(), 0, group)
         other = self.outer(x).tanh()  # meanwhile
         summed = functional.all_reduce(gathered.sin(), "sum", group)
-        scattered = functional.reduce_scatter_tensor(summed * gathered, "sum", 0, group)
+        scattered = functional_reduce_scatter(summed * gathered, "sum", 0, group)
         rows = functional.all_to_all_single_autograd(hidden.exp(), None, None, group)
         return (rows.sin() * other + scattered).tanh()
 
@@ -342,16 +347,15 @@ _functional = torch.ops._c10d_functional
 IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
     "all_reduce": dist.all_reduce,
     "all_reduce with a handle": with_handle,
-    "all_reduce_coalesced": lambda x: dist.all_reduce_coalesced(halves(x)),
     "all_reduce in a coalescing manager": coalesced,
     "broadcast": lambda x: dist.broadcast(x, 0),
     "reduce": lambda x: dist.reduce(x, 0),
     "all_gather": lambda x: dist.all_gather(halves(x), halves(x)[0].clone()),
-    "all_gather_into_tensor": lambda x: dist.all_gather_into_tensor(x, halves(x)[0].clone()),
+    "all_gather_into_tensor": lambda x: all_gather(x, halves(x)[0].clone()),
     "gather": gathered_on_one,
     "scatter": lambda x: dist.scatter(x, [x.cos(), x.sin()] if dist.get_rank() == 0 else None),
     "reduce_scatter": lambda x: dist.reduce_scatter(x, [x.cos(), x.sin()]),
-    "reduce_scatter_tensor": lambda x: dist.reduce_scatter_tensor(x, torch.cat([x.cos(), x.sin()])),
+    "reduce_scatter_tensor": lambda x: reduce_scatter(x, torch.cat([x.cos(), x.sin()])),
     "all_to_all": lambda x: dist.all_to_all(halves(x), halves(x.cos())),
     "all_to_all_single": lambda x: dist.all_to_all_single(x, x.cos()),
     "irecv": functools.partial(exchanged, waits=True),
@@ -368,7 +372,7 @@ IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
     ),
     "op allreduce_": functools.partial(op, dist.all_reduce),
     "op broadcast_": functools.partial(op, lambda x: dist.broadcast(x, 0)),
-    "op _allgather_base_": functools.partial(op, lambda x: dist.all_gather_into_tensor(x, x.chunk(2)[0].clone())),
+    "op _allgather_base_": functools.partial(op, lambda x: all_gather(x, x.chunk(2)[0].clone())),
 }
 
 
