@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Case, assert_same, run, seed_everything
+from memory import allocated_by
+from oracle import Case, Watched, assert_bitwise, assert_same, run, seed_everything
 from torch import Tensor, nn
 from torchtune.models.llama2 import llama2
 from torchtune.modules import TransformerSelfAttentionLayer
@@ -27,13 +28,17 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
 
-from reactivate import dropin
+import reactivate
+from reactivate import dropin, policies
+from reactivate._engine.record import observed_by
 
 pytestmark = pytest.mark.usefixtures("whole_heap")
 
@@ -200,6 +205,73 @@ def test_transformers(make: Callable[[], Case], use_reentrant: bool) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
 
     check_switched_on(make, switch, ARCHITECTURES[make])
+
+
+MANY_LAYERS = 12
+CAPTURED = {
+    "router logits of Mixtral": (MixtralForCausalLM, MixtralConfig, "router_logits"),
+    "router logits of Qwen3-MoE": (Qwen3MoeForCausalLM, Qwen3MoeConfig, "router_logits"),
+    "hidden states": (LlamaForCausalLM, LlamaConfig, "hidden_states"),
+    "attention weights": (LlamaForCausalLM, LlamaConfig, "attentions"),
+}
+
+
+def capturing(name: str) -> tuple[PreTrainedModel, Callable[[], Tensor]]:
+    """A model, and a step that differentiates what hooks of the library append to lists behind a context variable."""
+    kind, config, key = CAPTURED[name]
+    seed_everything()
+    experts = (
+        {"num_local_experts": 4} if config is MixtralConfig else {"num_experts": 4, "moe_intermediate_size": WIDTH}
+    )
+    options = {} if config is LlamaConfig else {"num_experts_per_tok": 2, **experts}
+    settings = config(
+        vocab_size=VOCABULARY,
+        hidden_size=2 * WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=MANY_LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        head_dim=WIDTH // 2,
+        use_cache=False,
+        **options,
+    )
+    settings._attn_implementation = "eager"
+    model = kind(settings).train()
+    batch = torch.randint(0, VOCABULARY, (BATCH, 4 * LENGTH))
+
+    def step() -> Tensor:
+        out = model(input_ids=batch, labels=batch, **{f"output_{key}": True})
+        assert len(out[key]) - MANY_LAYERS == (key == "hidden_states")
+        loss = out.loss + sum(item.float().square().mean() for item in out[key])
+        loss.backward()
+        assert len(out[key]) - MANY_LAYERS == (key == "hidden_states")
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return model, step
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_what_transformers_captures_takes_no_more_memory_than_with_torchs_checkpoint(name: str) -> None:
+    model, step = capturing(name)
+    expected = step(), [parameter.grad for parameter in model.parameters()]
+    upstream, step = capturing(name)
+    upstream.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    step()
+    theirs = allocated_by(step)
+    model, step = capturing(name)
+    reactivate.apply(model, policies.full())
+    watched = Watched()
+    with observed_by(watched):
+        found = step()
+    assert watched.regions == watched.recomputations == MANY_LAYERS
+    assert_bitwise(expected[0], found, "the loss")
+    for one, other in zip(expected[1], (parameter.grad for parameter in model.parameters()), strict=True):
+        assert one is other is None or torch.equal(one, other)
+    for _ in range(3):
+        step()
+    ours = allocated_by(step)  # the fifth call, of which no checksums are taken
+    assert ours.peak_bytes <= theirs.peak_bytes
+    assert ours.left_bytes <= theirs.left_bytes
 
 
 @pytest.mark.parametrize("make", [*ARCHITECTURES, torchtune_llama], ids=lambda make: make.__name__)

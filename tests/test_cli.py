@@ -65,7 +65,9 @@ class Classifier(nn.Sequential):
 
 
 def classifier() -> tuple[nn.Module, Tensor]:
-    return Classifier(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)), nn.Linear(8, 2000)), torch.randn(64, 8)
+    return Classifier(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)), nn.Linear(8, 2000)), torch.randn(
+        64, 8
+    )
 
 
 def with_keywords() -> tuple[nn.Module, tuple[()], dict[str, Tensor]]:

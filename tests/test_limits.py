@@ -466,26 +466,6 @@ def test_a_function_that_swallows_exceptions() -> None:
     assert not len(seen)
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-@shows("Collectives and early stop")
-def test_collectives_and_early_stop(early_stop: bool) -> None:
-    """A stand-in for the collective runs in a recomputation or not, as the output that is differentiated is."""
-    reached = Journal()
-
-    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
-        first = x.sin().exp()
-        reached.append("collective")
-        return first, first.detach().requires_grad_().cos() * x
-
-    def runs(output: int) -> int:
-        out = reactivate.checkpoint(fn, early_stop=early_stop, determinism="metadata")(leaf())[output]
-        reached.clear()
-        out.sum().backward()
-        return len(reached)
-
-    assert (runs(0), runs(1)) == ((0, 1) if early_stop else (1, 1))
-
-
 @shows("Recomputations that save more tensors")
 def test_more_tensors_than_before() -> None:
     def fn(x: Tensor) -> Tensor:

@@ -502,7 +502,9 @@ def test_no_plan_is_larger_than_the_device() -> None:
         plan = planned(case, budget, device=device)
         assert plan.predicted.peak_bytes <= plan.budget_bytes == least
     device = dataclasses.replace(device, memory_bytes=least - 1)
-    with pytest.raises(PlanInfeasible, match=r"bytes\), which is all that small has; .* more than it has.* more memory") as caught:
+    with pytest.raises(
+        PlanInfeasible, match=r"bytes\), which is all that small has; .* more than it has.* more memory"
+    ) as caught:
         planned(case, "1GiB", device=device)
     assert caught.value.least_bytes == least
 
@@ -532,7 +534,9 @@ def test_advice_is_what_helps_and_names_no_budget_that_nobody_gave() -> None:
     case = gpt(layers=2)
     with pytest.raises(PlanInfeasible) as caught:
         planned(case, "1KiB", device="H100-SXM")
-    assert "budget='1KiB'" in str(caught.value) and "Raise the budget, or put fewer bytes of parameters" in str(caught.value)
+    assert "budget='1KiB'" in str(caught.value) and "Raise the budget, or put fewer bytes of parameters" in str(
+        caught.value
+    )
     with pytest.raises(PlanInfeasible, match=r"Raise the budget, or make the batch smaller\."):
         planned(case, "1%", device="H100-SXM")
     small = dataclasses.replace(find("H100-SXM"), name="small", memory_bytes=caught.value.least_bytes)

@@ -379,6 +379,34 @@ def collectives_are_counted_and_reducers_reset() -> None:
         directory.cleanup()
 
 
+@needs("Work", "arrived")
+def no_collective_is_waited_for_where_there_is_none() -> None:
+    """Behaviour: `test_collectives`."""
+    tensors = [torch.ones(2)]
+    assert room.arrived(tensors) is tensors
+    assert issubclass(room.Work, object) and not isinstance(torch.ones(2), room.Work)
+
+
+@needs("CollectiveWrites")
+def a_collective_tells_what_it_writes_to_as_long_as_somebody_listens() -> None:
+    """Behaviour: `test_collectives`."""
+    tensor = torch.ones(2)
+    told: list[Any] = []
+    group, op = torch.distributed.ProcessGroup, torch.ops._c10d_functional.all_reduce_
+    before = vars(group)["allreduce"], op._op
+    writes = room.CollectiveWrites(told.append)
+    for count in range(2):
+        writes.begin()
+        assert vars(group)["allreduce"] is not before[0]
+        with pytest.raises(RuntimeError):  # there is no such group
+            op(tensor, "sum", "of nobody")
+        assert len(told) > count and all(given[0] is tensor for given in told)
+    writes.end()
+    assert op._op is not before[1]
+    writes.end()
+    assert (vars(group)["allreduce"], op._op) == before
+
+
 @needs(
     "sharded_class",
     "sharded_in",

@@ -28,6 +28,7 @@ from reactivate._torch.autograd import (
 )
 from reactivate._torch.dynamo import leave_to_eager
 from reactivate._torch.modes import copy_unseen, is_function_mode_active, without_function_modes
+from reactivate._torch.modules import is_distributed_run
 from reactivate.errors import ReactivateError
 
 
@@ -51,12 +52,14 @@ class Matching:
         self.record = record
         self.entries: Any = iter(saved)
         self.last, self.last_index = None, len(saved) - 1
-        is_unproved = record.proof is not None and not record.proof.is_settled
         self.check = None if record.check is None or record.tokens is not None else Check()
+        is_unproved = record.proof is not None and not record.proof.is_settled
+        if is_unproved and self.check is not None and is_distributed_run():  # perhaps one rank alone has written
+            is_unproved = not record.check.has_all(len(saved))
         self.stops = record.early_stop and (record.tokens is not None or not is_unproved)
         if record.early_stop or record.tokens is not None:
             if saved[-1][0]() is None or record.options.choice is not None:
-                self.last_index = last_needed(saved)
+                self.last_index = last_needed(saved, record.sites)
             self.last = saved[self.last_index] if self.last_index >= 0 else None
         self.is_rounded = bool(inexact_storages(record))
         self.log: OpLog | None = None

@@ -226,6 +226,7 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     if sites is not None:
         sites.open()
     is_proved = record.proof is None or record.proof.is_settled or record.tokens is not None
+    may_stop = is_proved or (matching.check is not None and matching.stops)  # what it saves is the proof: see `compare`
     try:
         result = fn(*args, **kwargs)
         matching.finish()
@@ -239,11 +240,12 @@ def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dic
     except BaseException as error:
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         is_ours = isinstance(error, (Exception, RecomputationComplete))
-        if not (is_ours and matching.refused is None and matching.is_complete and is_proved):
+        if not (is_ours and matching.refused is None and matching.is_complete and may_stop):
             close_checkpoints_within(error)
             if is_ours and matching.refused is not None:
                 raise matching.refused from None
             raise
+        is_proved = may_stop
         if matching.check is not None:
             record.check.recomputed = matching.check
     finally:

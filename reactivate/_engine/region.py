@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 from _thread import RLock
 from contextlib import ExitStack
-from contextvars import copy_context
 from itertools import chain
 from operator import attrgetter
 from sys import _getframe
@@ -92,14 +91,14 @@ class Region(BackwardSide):
         self.early_stop = options.early_stop
         self.saved = []
         self.lock = RLock()
-        self.context = copy_context()
         self.log = None if options.determinism != "values" else OpLog()
         if self.log is not None:
             refuse_values(options.inputs)
         self.sites = ()
         self.proof = self.check = self.bits = self.fence = self.places = None
         self.replaced = {}
-        capture = self.capture = Capture(fn, args, kwargs, may_be_large=True, storage=options.inputs, name=options.name)
+        capture = self.capture = Capture(fn, args, kwargs, for_region=True, storage=options.inputs, name=options.name)
+        self.context = capture.context
         self.users_hooks = users_hooks() if capture.is_hooked else None
         scripts = capture.scripts
         if scripts and is_being_watched(scripts):

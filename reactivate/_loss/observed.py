@@ -20,7 +20,7 @@ class LogitsRead(NamedTuple):
     nbytes: int
 
 
-_observers: ContextVar[tuple[list[LogitsRead], ...]] = ContextVar("observers of logits", default=())
+_observers: ContextVar[tuple[list[LogitsRead], ...]] = ContextVar("reactivate.observers_of_logits", default=())
 
 
 @contextmanager

@@ -31,8 +31,8 @@ from reactivate.policies._base import ReadyMade
 Key = tuple[Owner, str]
 Chosen = dict[int, AppliedForward]  # what one call does, by the ids of modules
 
-_counts: ContextVar[Mapping[Owner, Mapping[str, int]]] = ContextVar("counts", default=MappingProxyType({}))
-_running: ContextVar[Mapping[Key, Chosen]] = ContextVar("running calls", default=MappingProxyType({}))
+_counts: ContextVar[Mapping[Owner, Mapping[str, int]]] = ContextVar("reactivate.counts", default=MappingProxyType({}))
+_running: ContextVar[Mapping[Key, Chosen]] = ContextVar("reactivate.running_calls", default=MappingProxyType({}))
 
 
 def applied_for(policy: Policy, options: Options) -> Applied:

@@ -37,7 +37,7 @@ class Caller:
     has_warned: bool = False
 
 
-_caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
+_caller: ContextVar[Caller | None] = ContextVar("reactivate.caller", default=None)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from reactivate.policies._base import PerCall
 _MOST_POLICIES = 256
 Chosen = dict[int, AppliedForward]  # what one policy does, by the ids of modules
 
-_running: ContextVar[tuple[AppliedPerCall, Chosen | None] | None] = ContextVar("running", default=None)
+_running: ContextVar[tuple[AppliedPerCall, Chosen | None] | None] = ContextVar("reactivate.running", default=None)
 
 
 @contextmanager

@@ -1,12 +1,17 @@
-"""Collectives: how many of a group were issued, which group an op talks to, and handles of some that are done."""
+"""Collectives: how many of a group were issued, those that run while the program goes on, and handles of others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
-from reactivate._torch.ways import fastest
+from reactivate._torch.modes import run_unseen
+from reactivate._torch.modules import is_distributed_run
+from reactivate._torch.ways import fastest, find, is_missing
 
 _FakeWork = fastest(
     "the handle of a collective that is done",
@@ -25,6 +30,15 @@ _ProcessGroup, _world, _work_of = fastest(
     ),
     lost="`guard_memory` on several ranks",
 )
+_number_in_flight: Callable[[], int] = fastest(
+    "the number of functional collectives that nobody has waited for",
+    "torch._C._distributed_c10d._get_work_registry_size",
+    probe=lambda count: type(count()) is int,
+    public=is_distributed_run,
+)
+Work = find("torch._C._distributed_c10d.Work")
+_IN_STREAM_ORDER = frozenset({"nccl", "xccl", "hccl"})
+"""Backends that the calling thread enqueues: no thread of theirs writes to a tensor."""
 
 
 def finished_work() -> Any:
@@ -60,3 +74,29 @@ def group_name_of(op: Any, args: Any, kwargs: Any) -> str | None:
                 return group
             return str((_ProcessGroup.unbox(group) if argument.name == "process_group" else group).group_name)
     return None
+
+
+def arrived(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors, when the functional collectives that fill them are done, where a thread of a backend does that.
+
+    It moves their versions, by chance sooner or later on each rank. Nothing waits where a device's stream fills them.
+    """
+    if _number_in_flight():
+        for tensor in tensors:
+            if type(tensor) in (Tensor, Parameter) and _is_filled_by_threads(tensor.device.type):
+                run_unseen(_wait_for, tensor)
+    return tensors
+
+
+@torch.no_grad()
+def _wait_for(tensor: Tensor) -> None:
+    torch.ops._c10d_functional.wait_tensor(tensor.detach())
+
+
+def _is_filled_by_threads(device_type: str) -> bool:
+    """Return whether the backend of any process group fills tensors on such a device by threads, as gloo does."""
+    world = find("torch.distributed.distributed_c10d._world")
+    if device_type == "cpu" or is_missing(world):
+        return True
+    pairs = [pair.partition(":") for config in world.pg_backend_config.values() for pair in str(config).split(",")]
+    return any(device == device_type and backend not in _IN_STREAM_ORDER for device, _, backend in pairs)

@@ -54,7 +54,9 @@ def infeasible(
     elif allowed == memory_bytes:
         limit += f", which is all that {name} has"
     is_within = not memory_bytes or least_bytes <= memory_bytes
-    more = f"budget={least_bytes}, or '{share}%' of the plain step's activation peak" if is_within else "more than it has"
+    more = (
+        f"budget={least_bytes}, or '{share}%' of the plain step's activation peak" if is_within else "more than it has"
+    )
     raised = ["Raise the budget"] if is_within else ["Plan for a device with more memory"]
     remedies = [*raised, _FEWER if allowed <= fixed.total else "make the batch smaller"]
     return PlanInfeasible(

@@ -7,13 +7,15 @@ kept; and which modules, generators and scripted functions can be reached.
 
 from __future__ import annotations
 
+from contextvars import Context, copy_context
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._engine.inputs.module_walk import ModuleWalk, is_large, is_unseen_writer
+from reactivate._engine.inputs.context_walk import ContextWalk
+from reactivate._engine.inputs.module_walk import is_large, is_unseen_writer
 from reactivate._engine.inputs.specs import GeneratorInput, IteratorInput, SavedInput, TupleInput
 from reactivate._engine.inputs.stored import name_of_region, stored
 from reactivate._engine.inputs.walk import DEPTH, DEPTH_OF_ARGUMENTS
@@ -26,7 +28,7 @@ from reactivate._torch.saved import save_tensor
 from reactivate._types import DEVICE, Storage
 
 
-class Capture(ModuleWalk):
+class Capture(ContextWalk):
     """The walk from one function and its arguments.
 
     Attributes:
@@ -35,10 +37,11 @@ class Capture(ModuleWalk):
         is_hooked: whether there are saved-tensor hooks around the region.
         storage: what keeps the tensors among the inputs that ops have computed; None if they stay where they are.
         name: of the region, if it has one.
+        context: the context variables, with nothing in the place of containers of which copies are made.
         is_large: whether there are so many modules that they are noted as they are reached (see `_engine/state/reaching.py`).
     """
 
-    is_large = False
+    context: Context
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class Capture(ModuleWalk):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        may_be_large: bool = False,
+        for_region: bool = False,
         storage: Storage = DEVICE,
         name: str | None = None,
     ) -> None:
@@ -88,6 +91,12 @@ class Capture(ModuleWalk):
         self._weak = True
         if self._bindings:
             self._code()
+        if for_region:
+            context = self.context = copy_context()
+            if context and not ATOMS.issuperset(map(type, context.values())):
+                self._look_at_context(context)
+            if self._bindings:
+                self._code()
         self.given = [item[0] for item in self.saved]
         tensors = self.reached() if self.inputs or self.tensors else self.given
         if tensors:
@@ -97,9 +106,11 @@ class Capture(ModuleWalk):
                 self._look_at_attributes(tensors)
                 self.given = [item[0] for item in self.saved]
         if self.roots:
-            self.is_large = may_be_large and not self._has_compiled and any(map(is_large, self.roots))
+            self.is_large = for_region and not self._has_compiled and any(map(is_large, self.roots))
             if not self.is_large:
                 self.modules = self._found()
+        if self._context_notes:
+            self._settle_context(context)
 
     def may_write_unseen(self) -> bool:
         return (self.is_large and any(map(is_unseen_writer, self.roots))) or super().may_write_unseen()

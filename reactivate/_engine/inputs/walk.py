@@ -11,6 +11,7 @@ import io
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from contextvars import ContextVar, copy_context
 from enum import Enum
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -198,6 +199,10 @@ class Walk:
             self._parts_of_iterator(value, place, depth)
         elif isinstance(value, Enum):
             self._class(kind)
+        elif kind is ContextVar:
+            if value not in copy_context():  # what it is set to is looked at with all of the context
+                with contextlib.suppress(LookupError):  # it has no default
+                    self._look(value.get(), f"{place}.get()", depth)
         else:
             self._object(value, kind, place, depth)
 

@@ -164,6 +164,7 @@ class Choice:
         self.path = path
         self.region = path if region is None else region
         self._paths: dict[int, str] = {}
+        self.is_watching = False  # whether it hears of collectives in place
         self.sees_functions = self.interest.any_function
         self.decisions: dict[Any, CallDecision] = {}
         self.ignored: set[Any] = set()  # functions that are of no interest

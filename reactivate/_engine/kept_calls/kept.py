@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reactivate._engine.kept_calls.collective_writes import rely_on
 from reactivate._engine.kept_calls.derive import Derived
 from reactivate._engine.kept_calls.results import Contents
 from reactivate._engine.record import Saved, SharedSlot
 from reactivate._engine.requests import take_in
 from reactivate._engine.rounded import is_exact, note_rounded
 from reactivate._engine.stored_form import Form
+from reactivate._torch.modules import is_distributed_run
 from reactivate._torch.saved import SavedTensor, save_tensor
 from reactivate._types import DEVICE, Storage
 
@@ -32,20 +34,21 @@ class Kept:
 
     Attributes:
         is_rounded: whether it may come back with other values.
+        is_overwritten: whether a collective in place has written to it, which moves no version.
     """
 
-    __slots__ = ("form", "handle", "is_rounded", "storage", "tensor", "version")
+    __slots__ = ("__weakref__", "form", "handle", "is_overwritten", "is_rounded", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int, storage: Storage) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version
         self.storage = storage
         self.handle: Any = None
-        self.is_rounded = False
+        self.is_rounded = self.is_overwritten = False
 
     def is_written(self) -> bool:
         """Return whether the tensor was written to, as long as it is not settled."""
-        return self.tensor is not None and self.tensor._version != self.version
+        return self.is_overwritten or (self.tensor is not None and self.tensor._version != self.version)
 
     def settle(self, name: str) -> None:
         """Hand it to its storage, and to autograd, so that hooks around the region see it (Rule 9).
@@ -90,7 +93,7 @@ class There(Kept):
         self.version = version
         self.storage = DEVICE
         self.handle = None
-        self.is_rounded = False
+        self.is_rounded = self.is_overwritten = False
 
     def settle(self, name: str) -> None:
         if self.tensor is not None:
@@ -115,6 +118,7 @@ class SavedSite:
         number: which of the calls that the policy has a say in.
         label: what was called, for messages and to see that the recomputation calls the same.
         start, stop: which entries of the record's `saved` are its.
+        derived: the last of these that a recomputation derives from the arguments, -1 if there is none.
         count: how many tensors are among its arguments.
         outputs: the tensors that it returned, each a `Kept`, the number of an argument, or a `Product` (see `dropouts`).
             None: not kept.
@@ -133,6 +137,7 @@ class SavedSite:
         *(
             "changes",
             "count",
+            "derived",
             "is_function",
             "is_nested",
             "is_placed",
@@ -154,6 +159,7 @@ class SavedSite:
     path: str | None
     start: int
     stop: int
+    derived: int
     count: int
     outputs: list[Any] | None
     requires: list[bool]
@@ -174,13 +180,32 @@ class Argument:
         self.number = number
 
 
-def last_needed(saved: Sequence[Saved]) -> int:
-    """The last entry that only a recomputation can fill, -1 if there is none."""
+def last_needed(saved: Sequence[Saved], sites: Sequence[SavedSite]) -> int:
+    """Return the last entry that only a recomputation can fill, -1 if there is none.
+
+    Slots that nobody has any more need no filling, but in a group of processes: whether one is gone may depend on when the
+    collector ran, and ranks whose recomputations end in different places do not run the same collectives.
+    """
+    if is_distributed_run():
+        return _last_of_all(len(saved), sites)
     for index in range(len(saved) - 1, -1, -1):
         slot = saved[index][0]()
         if slot is not None and getattr(slot, "kept", None) is None:
             return index
     return -1
+
+
+def _last_of_all(count: int, sites: Sequence[SavedSite]) -> int:
+    """Return what `last_needed` does, with every slot needed whose tensor is not kept."""
+    last = count - 1
+    for site in reversed(sites):
+        if site.stop <= last:
+            break  # something was saved behind it
+        if site.reason is None and site.derived < 0:
+            last = site.start - 1
+        elif site.start < site.stop:
+            return last if site.reason is not None else site.derived
+    return last
 
 
 def kept_among(outputs: Sequence[Any]) -> list[Kept]:
@@ -212,4 +237,6 @@ def keep(tensor: Tensor, version: int, storage: Storage, kept: dict[Any, Kept]) 
     found = kept.get(key)
     if found is None or found.version != version:
         found = kept[key] = Kept(tensor.detach(), version, storage)
+        if is_distributed_run():
+            rely_on(found, (tensor,))
     return found

@@ -10,6 +10,7 @@ from weakref import ref
 from torch import Tensor
 
 from reactivate._engine.kept_calls.choice import CallDecision
+from reactivate._engine.kept_calls.collective_writes import rely_on
 from reactivate._engine.kept_calls.derive import Sources
 from reactivate._engine.kept_calls.kept import (
     SavedSite,
@@ -28,6 +29,7 @@ from reactivate._torch.autograd import (
 )
 from reactivate._torch.flags import is_any_autocast_enabled
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
+from reactivate._torch.modules import is_distributed_run
 from reactivate._types import Storage
 
 IN_TRANSFORM = "a transform of torch.func inside of the region is around it"
@@ -45,6 +47,7 @@ class SavedCall:
     Attributes:
         is_dropout: whether it is a call of dropout by torch's code alone.
         unsaved: the noise of a dropout call of which autograd saves nothing.
+        is_overwritten: whether a collective in place has written to its arguments or to what it closes over.
 
     Args:
         record: of the region.
@@ -55,11 +58,13 @@ class SavedCall:
     """
 
     __slots__ = (
+        "__weakref__",
         "change",
         "check",
         "decision",
         "entries",
         "is_dropout",
+        "is_overwritten",
         "noted",
         "objects",
         "reached",
@@ -89,7 +94,7 @@ class SavedCall:
         self.storage = storage
         self.entries = record.saved
         self.unsaved: Tensor | None = None
-        self.is_dropout = False
+        self.is_dropout = self.is_overwritten = False
         self.users_hooks = record.users_hooks
         self.check = record.check
         self.saved: list[tuple[SiteSlot, Tensor, int]] = []
@@ -105,12 +110,14 @@ class SavedCall:
             self.objects = objects_in(args, kwargs)
             if decision.module is not None and is_any_autocast_enabled():
                 leaves = {id(parameter): parameter._version for parameter in decision.module.parameters()}
+        if not decision.is_quiet and is_distributed_run():
+            rely_on(self, arguments if self.reached is None else (*arguments, *self.reached.tensors()))
         self.sources = Sources(arguments, next_node_number(), decision.is_quiet, leaves, casts)
         site = self.site = SavedSite()
         site.number, site.label, site.path = number, decision.label, decision.path
         site.is_function = site.is_nested = False
         site.reason, site.changes = reason, ()
-        site.start = len(self.entries)
+        site.start, site.derived = len(self.entries), -1
         site.count = len(arguments)
         frame, site.is_placed = user_frame_inside(_getframe(2))  # the first frames are ours
         site.place = (frame.f_code, frame.f_lasti)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from reactivate._torch.autograd import has_setup_context
+from reactivate._torch.collectives import arrived
 from reactivate._torch.containers import flatten
 
 _changing = RLock()
@@ -43,7 +44,7 @@ def release(kinds: Iterable[type[Function]]) -> None:
 
 def versions_in(result: Any) -> dict[int, int]:
     """Return {id: version} of the tensors in what a function returned."""
-    leaves = (leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor))
+    leaves = arrived([leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)])
     return {id(leaf): leaf._version for leaf in leaves if not leaf.is_inference()}
 
 

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from reactivate._engine.barriers.aliases import base_of
 from reactivate._engine.kept_calls.choice import CallDecision, Choice
+from reactivate._engine.kept_calls.collective_writes import watch
 from reactivate._engine.kept_calls.dropouts import call_without_graph, drawn_by, has_no_graph, is_dropout
 from reactivate._engine.kept_calls.kept import (
     Argument,
@@ -54,6 +55,7 @@ from reactivate._torch.autograd import (
 )
 from reactivate._torch.checkpoints import close_checkpoints_within
 from reactivate._torch.classes import has_memory
+from reactivate._torch.collectives import arrived
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
 from reactivate._torch.transforms import current_transform, name_of_transform
 from reactivate._types import DEVICE, Save
@@ -72,6 +74,7 @@ class ForwardLog(SettledLog):
         self.pending: Pending | None = None
         self.casts: dict[Any, int] = {}  # of leaves: {node: version of the leaf}
         self._pack: Any = None  # the region's own hook, while the log is open
+        watch(choice)
         capture = record.capture
         # Leaves that hooks around the region have moved: somebody may write to them before the backward reads the copies.
         self._moved = {id(tensor) for tensor, *_ in capture.saved if tensor.is_leaf} if capture.is_hooked else ()
@@ -201,7 +204,7 @@ class ForwardLog(SettledLog):
     def _why_again(self, call: SavedCall, computes: bool) -> str | None:
         if self._must_rerun is not None:
             return self._must_rerun
-        if call.versions is None or call.versions != versions_of(call.sources.arguments):
+        if call.is_overwritten or call.versions is None or call.versions != versions_of(call.sources.arguments):
             return "it writes into its arguments"
         change = call.change if call.reached is None else call.change or call.reached.change()
         if change is not None:
@@ -231,7 +234,7 @@ class ForwardLog(SettledLog):
         site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}
         drawn = drawn_by(call, result) if call.is_dropout else None
-        for slot, tensor, version in call.saved:
+        for number, (slot, tensor, version) in enumerate(call.saved, site.start):
             if drawn is not None and tensor is drawn.noise:
                 slot.kept = drawn.kept
                 continue
@@ -245,6 +248,8 @@ class ForwardLog(SettledLog):
                 slot.kept = There(tensor.detach(), version)
             elif slot.recipe is None:
                 slot.kept = keep(tensor, version, storage, kept)
+            else:
+                site.derived = number
         site.outputs, site.requires, site.contents = [], [], None
         if isinstance(result, Tensor) and not has_attributes(result):
             leaves = [result]
@@ -253,7 +258,7 @@ class ForwardLog(SettledLog):
             leaves, contents.leaves = contents.leaves, []  # which have the graph
             site.reason = contents.problem
         computed: list[Tensor] = []
-        for leaf in leaves:
+        for leaf in arrived(leaves):
             if leaf.is_inference():
                 site.reason = OF_INFERENCE
                 continue

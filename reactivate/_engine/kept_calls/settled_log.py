@@ -64,7 +64,7 @@ class SettledLog(Log):
                     self._let_go(site)
                     break
         saved: Sequence[Saved] = self.record.saved
-        last = last_needed(saved) if self.record.early_stop else len(saved)
+        last = last_needed(saved, self.sites) if self.record.early_stop else len(saved)
         for site in self.sites:
             name = f"what {site.label} keeps"
             if last < site.stop:

@@ -28,6 +28,7 @@ from reactivate._engine.kept_calls.results import attributes_of, is_plain
 from reactivate._engine.state.changes import Noted
 from reactivate._engine.state.contents import ATOMS
 from reactivate._engine.state.iterators import is_iterator, position_of
+from reactivate._torch.collectives import Work, arrived
 
 LIMIT = 1_000  # of items: a call that is given more is not worth the look
 _VERSION = attrgetter("_version")
@@ -136,7 +137,7 @@ class _SideEffects:
         is_large = isinstance(value, _SIZED) and len(value) > LIMIT
         items = [] if is_large else _items(value)
         if items is None:
-            if kind.__module__.partition(".")[0] != "torch":
+            if kind.__module__.partition(".")[0] != "torch" or isinstance(value, Work):  # it may wait for a collective
                 self.unclear = f"it is given a {kind.__name__}, which it may change unseen"
             return
         self._count += len(items)
@@ -179,9 +180,12 @@ def _are_same(one: list[Any], other: list[Any]) -> bool:
 
 
 def versions_of(tensors: list[Tensor]) -> list[int] | None:
-    """Their version counters, None if one has none: writes into a tensor made in inference mode are not counted."""
+    """Their version counters, None if one has none: writes into a tensor made in inference mode are not counted.
+
+    Those of tensors that a collective is filling are read when it is done, so that every rank reads the same.
+    """
     try:
-        return list(map(_VERSION, tensors))
+        return list(map(_VERSION, arrived(tensors)))
     except RuntimeError:
         return None
 

@@ -107,14 +107,12 @@ class RecomputationLog(Log):
                 return _hand_back(site, results, arguments, args, kwargs)
         return self.run_again(fn, args, kwargs)
 
-    def _load(self, site: SavedSite, outputs: Iterable[Any], arguments: Sequence[Tensor]) -> list[Any] | None:
+    def _load(self, site: SavedSite, outputs: Sequence[Any], arguments: Sequence[Tensor]) -> list[Any] | None:
         """Load what the call returned; None if somebody has written to it since the region ended, so that it runs again."""
         try:
-            # To load may recompute a region around this one.
-            return [
-                item.load() if isinstance(item, Kept) else item.make(arguments) if isinstance(item, Product) else item
-                for item in outputs
-            ]
+            if not any(isinstance(item, Kept) and item.is_overwritten for item in outputs):
+                # To load may recompute a region around this one.
+                return [_loaded(item, arguments) for item in outputs]
         except RuntimeError as error:
             if not is_of_a_write(error):
                 raise
@@ -133,6 +131,12 @@ class RecomputationLog(Log):
             context = change()
             if context is not None:
                 self._contexts.enter_context(context)
+
+
+def _loaded(item: Any, arguments: Sequence[Tensor]) -> Any:
+    if isinstance(item, Kept):
+        return item.load()
+    return item.make(arguments) if isinstance(item, Product) else item
 
 
 def _is_here(site: SavedSite) -> bool:

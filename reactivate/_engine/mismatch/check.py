@@ -185,6 +185,10 @@ class Check:
             return None
         return next(number for number, one, two in zip(numbers, ones, others) if not run_unseen(torch.equal, one, two))
 
+    def has_all(self, count: int) -> bool:
+        """Return whether there is a checksum of each of so many saved tensors."""
+        return all(number in self.sums for number in range(count))
+
     def proves(self, other: Check, numbers: Iterable[int]) -> bool:
         """Return whether each of these tensors is known to be the same in another pass."""
         pairs = [(self.sums.get(number), other.sums.get(number)) for number in numbers]

@@ -55,9 +55,11 @@ class Note:
 
     Attributes:
         noted: the contents, as `contents` returns them.
+        is_shared: whether other threads find the object as it is put back.
     """
 
     __slots__ = ("noted", "target")
+    is_shared = True
 
     def __init__(self, target: Any, *, weak: bool | None = True) -> None:
         self.target = target
@@ -128,7 +130,7 @@ class DictNote(Note):
         return (
             kind.__len__(target) == len(contents)
             and are_items(kind.values(target), contents.values())
-            and (all(map(is_, kind.keys(target), contents)) or all(map(_is_key, kind.keys(target), contents)))
+            and (all(map(is_, kind.keys(target), contents)) or all(map(is_key, kind.keys(target), contents)))
         )
 
     def put(self, contents: Any) -> None:
@@ -138,7 +140,8 @@ class DictNote(Note):
         return ((f"[{key!r}]", item) for key, item in self.noted.items())
 
 
-def _is_key(one: Any, other: Any) -> bool:
+def is_key(one: Any, other: Any) -> bool:
+    """Return whether these are one key of a dict."""
     return one is other or (type(one) is str and one == other)
 
 

@@ -27,9 +27,10 @@ class RewoundNotes:
         self.are_same = False
 
     def differs(self) -> bool:
-        """Return whether an object holds something else by now; what was seen holds if `__enter__` is next."""
-        self.are_same = all(note.is_at(note.noted) for note in self._notes)
-        return not self.are_same
+        """Return whether an object that threads share holds something else; what was seen holds if `__enter__` is next."""
+        others = [note for note in self._notes if not note.is_at(note.noted)]
+        self.are_same = not others
+        return any(note.is_shared for note in others)
 
     def __enter__(self) -> None:
         if self.are_same:

@@ -261,8 +261,12 @@ class _Tracer(TorchDispatchMode):
         self.trace.ops.append(op)
         self.trace.costs.append(cost)
         if self._scope is not None:
-            given, made = ([leaf for leaf in leaves_at_op(of) if isinstance(leaf, Tensor)] for of in ((args, kwargs), result))
-            has_numbers = self.trace.is_real and traits.is_of_data  # fake tensors have none, and say where these are missed
+            given, made = (
+                [leaf for leaf in leaves_at_op(of) if isinstance(leaf, Tensor)] for of in ((args, kwargs), result)
+            )
+            has_numbers = (
+                self.trace.is_real and traits.is_of_data
+            )  # fake tensors have none, and say where these are missed
             reads_numbers = has_numbers and (not traits.is_index or any(map(_is_mask, given[1:])))
             self._scope.ran(given, made, self._module_now(), reads_numbers=reads_numbers)
         if self._watch is not None:
