@@ -26,9 +26,10 @@ class Disk(Moving):
     removes its directory. A process that is forked makes a directory of its own, if it uses the storage.
 
     A tensor is kept as it is when it is taken in. A modification before it is written raises an error in the backward, as
-    autograd does. What is not seen by its version counter (through `tensor.data`) is not seen here either. If the disk is
-    full or fails, tensors stay in memory, and a warning says so once. If a tensor cannot be read again, the backward
-    raises a `reactivate.errors.StorageError`.
+    autograd does, if a version counter sees it: one through `tensor.data` is not noticed. A tensor that is taken in again,
+    by the next region say, is compared with what was taken in before by checksum; if they differ, it is written too. If the
+    disk is full or fails, tensors stay in memory, and a warning says so once. If a tensor cannot be read again, the
+    backward raises a `reactivate.errors.StorageError`.
 
     Args:
         path: a directory, on a disk that is local and fast; made if there is none.

@@ -19,8 +19,9 @@ class Host(Moving):
 
     Equal ones are one: they share the locked memory, its limit, and the order of what comes back.
 
-    A tensor is kept as it is when it is taken in. What writes to it later and is not seen by its version counter (through
-    `tensor.data`) is not seen here either.
+    A tensor is kept as it is when it is taken in. A modification before it is copied raises an error in the backward, if a
+    version counter sees it: one through `tensor.data` is not noticed. A tensor that is taken in again, by the next region
+    say, is compared with what was taken in before by checksum, for which the host waits; if they differ, it is copied too.
 
     Args:
         limit: the most bytes of the host to lock; half of its memory by default. Over it, tensors stay on the device,

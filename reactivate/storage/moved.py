@@ -6,6 +6,7 @@ that views of one memory are moved once and come back as views of one, and what 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from threading import RLock
@@ -88,8 +89,12 @@ class Mover:
         self.order: Order[Any] = Order()
         self._pieces: WeakValueDictionary[tuple[int, int, torch.dtype], Piece] = WeakValueDictionary()
 
-    def save(self, tensor: Tensor) -> Any:
+    def save(self, tensor: Tensor, wrappers: tuple[Tensor, ...] = ()) -> Any:
         """Take `tensor` in: a handle for it, or the tensor itself if it stays.
+
+        Args:
+            tensor: the tensor.
+            wrappers: those that it is a part of.
 
         Raises:
             UnsupportedError: it is on XLA.
@@ -97,7 +102,7 @@ class Mover:
         is_leaf = tensor.requires_grad and tensor.is_leaf
         wrapped = None if is_leaf else parts_of(tensor)
         if wrapped is not None:
-            return wrapped.each(self.save)
+            return wrapped.each(functools.partial(self.save, wrappers=(*wrappers, tensor)))
         if not is_leaf:
             self._refuse_lazy(tensor)
         reason = _LEAF if is_leaf else self.reason_to_stay(tensor)
@@ -105,7 +110,7 @@ class Mover:
             self.traffic.stayed[reason] += 1
             return tensor
         self.traffic.moved += 1
-        return self._moved(tensor)
+        return self._moved(tensor, wrappers)
 
     def load(self, handle: Any) -> Tensor:
         """Return the tensor that `handle` stands for, where it was."""
@@ -133,7 +138,7 @@ class Mover:
                 "storage= and inputs= on XLA: what the policy saves stays on the device, and the rest is recomputed."
             )
 
-    def _moved(self, tensor: Tensor) -> Moved:
+    def _moved(self, tensor: Tensor, wrappers: tuple[Tensor, ...]) -> Moved:
         placement, extent = placement_of(tensor)
         if tensor.is_neg():  # a lazy bit, for which there is no public function: its run has the values instead
             tensor = run_of(tensor, extent).resolve_neg()
@@ -141,11 +146,13 @@ class Mover:
         owner = owner_of(tensor)
         key = id(owner), owner._version, tensor.dtype
         piece = self._pieces.get(key)
-        if piece is None or not piece.memory.is_of(tensor) or not piece.extent.holds(extent):
+        if piece is None or not piece.holds(tensor, extent):
             run = run_of(tensor, extent)
-            memory = Memory(tensor)
+            memory = Memory(tensor, run, wrappers)
             with self.lock:
                 piece = (self.put_fake if isinstance(run, FakeTensor) else self.put)(run, memory, extent)
+            if not piece.waits:
+                memory.let_go()
             self.settle()
             self.traffic.moved_bytes += run.numel() * run.element_size()
             self._pieces[key] = piece

@@ -7,7 +7,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from reactivate.storage.placement import Extent, Memory
+from reactivate.storage.placement import Extent, Memory, run_of
 
 WRITTEN = "a tensor that a storage took in has been modified by an inplace operation before it was copied"
 
@@ -19,14 +19,22 @@ class Piece:
         memory: whose contents these are.
         extent: which elements of that memory.
         number: its place in a series.
+        waits: whether its elements may wait where they are, where others can write to them.
     """
 
     number = 0
+    waits = False
 
     def __init__(self, memory: Memory, extent: Extent) -> None:
         self.memory = memory
         self.extent = extent
         self._loaded: tuple[ref[Tensor], int] | None = None
+
+    def holds(self, tensor: Tensor, extent: Extent) -> bool:
+        """Return whether it has what `tensor` has in `extent` now."""
+        if not (self.extent.holds(extent) and self.extent.is_in(tensor)):
+            return False
+        return self.memory.is_of(tensor, run_of(tensor, self.extent))
 
     def load(self) -> Tensor:
         """Return the elements where they were; those that are there already, if nobody has written to them."""

@@ -89,6 +89,8 @@ def in_pages(nbytes: int) -> int:
 class RehearsedPiece(Piece):
     """A run of elements of a fake tensor: in memory, on its way, or away."""
 
+    waits = True
+
     def __init__(self, memory: Memory, extent: Extent, run: Any, rehearsal: Rehearsal) -> None:
         super().__init__(memory, extent)
         self.nbytes = run.numel() * run.element_size()
@@ -117,10 +119,11 @@ class RehearsedPiece(Piece):
         if self._is_sent and self._run is not None:
             self._look_for_write()
             self._run = None
+            self.memory.let_go()
             self.tell("settled")
 
     def _look_for_write(self) -> None:
-        if self._run is not None and self._run._version != self.memory.version:
+        if self._run is not None and self.memory.is_written(self._run):
             self._rehearsal.fail("a tensor is modified in place before it is copied")
 
     def fetch(self) -> None:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reactivate._bits import checksum
 from reactivate._torch.fake import FakeTensor
 from reactivate._types import DEVICE, Storage
 from reactivate.storage.agreement import Notice, agree, start_gathering, waited
@@ -55,7 +54,6 @@ class ShardPiece(Piece):
         self._name = shards.name, shards.form
         content = run.view(torch.uint8)
         self.nbytes = len(content)
-        self._checksum = checksum(content)
         count, rank = dist.get_world_size(shards.group), dist.get_rank(shards.group)
         size = -(-self.nbytes // count)
         mine = content[rank * size : (rank + 1) * size]
@@ -67,7 +65,7 @@ class ShardPiece(Piece):
     def notice(self, kind: str, following: int = -1, *, is_there: bool = False) -> Notice:
         """Return what the other ranks have to hear."""
         name, form = self._name
-        return Notice(kind, self.serial, int(self._checksum), following, is_there, form, name)
+        return Notice(kind, self.serial, int(self.memory.checksum), following, is_there, form, name)
 
     def load(self) -> Tensor:
         run = self.loaded()
@@ -134,9 +132,9 @@ class Shards(Mover):
         finally:
             self.name = _UNNAMED
 
-    def save(self, tensor: Tensor) -> Any:
+    def save(self, tensor: Tensor, wrappers: tuple[Tensor, ...] = ()) -> Any:
         self.form = f"{str(tensor.dtype).removeprefix('torch.')}{[] if tensor.is_nested else list(tensor.shape)}"
-        return super().save(tensor)
+        return super().save(tensor, wrappers)
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         device = tensor.device

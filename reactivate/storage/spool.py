@@ -76,6 +76,8 @@ class DiskPiece(Piece):
         spool: of its storage.
     """
 
+    waits = True
+
     def __init__(self, memory: Memory, extent: Extent, run: Tensor, series: Series[DiskPiece], spool: Spool) -> None:
         super().__init__(memory, extent)
         self._run: Tensor | None = run  # in memory that others may write to
@@ -100,6 +102,7 @@ class DiskPiece(Piece):
         self._write, on_host = begun
         if on_host is not run:
             self._run, self._copy = None, on_host
+            self.memory.let_go()
         return True
 
     def is_writing(self) -> bool:
@@ -121,11 +124,12 @@ class DiskPiece(Piece):
             return
         if self._run is not None:
             self._look_for_write(self._run)
+            self.memory.let_go()
         self._area, self._file = write.area, write.file
         self._run = self._copy = None
 
     def _look_for_write(self, run: Tensor) -> bool:
-        self._is_written = self._is_written or run._version != self.memory.version
+        self._is_written = self._is_written or self.memory.is_written(run)
         return self._is_written
 
     def start_back(self) -> None:

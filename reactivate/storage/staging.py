@@ -35,6 +35,8 @@ class HostPiece(Piece):
         slabs: for its kind of device.
     """
 
+    waits = True
+
     def __init__(
         self,
         memory: Memory,
@@ -77,9 +79,10 @@ class HostPiece(Piece):
             self._computing.wait_event(self._gone)
             self._look_for_write(self._run)  # from here on, whatever writes comes after the copy
             self._run = self._gone = None
+            self.memory.let_go()
 
     def _look_for_write(self, run: Tensor) -> bool:
-        self._is_written = self._is_written or run._version != self.memory.version
+        self._is_written = self._is_written or self.memory.is_written(run)
         return self._is_written
 
     def start_back(self) -> None:
