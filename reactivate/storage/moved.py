@@ -22,6 +22,7 @@ from reactivate.errors import UnsupportedError
 from reactivate.storage.pieces import FakePiece, Piece
 from reactivate.storage.placement import Extent, Memory, Placement, owner_of, placement_of, run_of
 from reactivate.storage.series import Order
+from reactivate.storage.streams import current_stream
 from reactivate.storage.wrapped import Wrapped, parts_of
 
 _LEAF = "parameters and other leaves are there anyway"
@@ -87,7 +88,7 @@ class Mover:
         """Begin in a process: with nothing under way."""
         self.lock = RLock()
         self.order: Order[Any] = Order()
-        self._pieces: WeakValueDictionary[tuple[int, int, torch.dtype], Piece] = WeakValueDictionary()
+        self._pieces: WeakValueDictionary[tuple[Any, ...], Piece] = WeakValueDictionary()
 
     def save(self, tensor: Tensor, wrappers: tuple[Tensor, ...] = ()) -> Any:
         """Take `tensor` in: a handle for it, or the tensor itself if it stays.
@@ -144,7 +145,8 @@ class Mover:
             tensor = run_of(tensor, extent).resolve_neg()
             extent = Extent(0, tensor.numel())
         owner = owner_of(tensor)
-        key = id(owner), owner._version, tensor.dtype
+        stream = None if isinstance(tensor, FakeTensor) else current_stream(tensor.device)
+        key = id(owner), owner._version, tensor.dtype, stream  # what one stream brings back no other one has waited for
         piece = self._pieces.get(key)
         if piece is None or not piece.holds(tensor, extent):
             run = run_of(tensor, extent)

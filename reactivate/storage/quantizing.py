@@ -90,7 +90,7 @@ class Quantizing(Mover):
         placement, _extent = placement_of(tensor)
         placement = placement.moved_by(-placement.offset)
         owner = owner_of(tensor)
-        key = id(owner), owner._version, tensor.dtype
+        key: Any = id(owner), owner._version, tensor.dtype
         geometry = int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.is_neg()
         piece = self._pieces.get(key)
         way = Compact.of(tensor)

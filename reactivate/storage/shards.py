@@ -38,15 +38,19 @@ class ShardPiece(Piece):
         memory, extent: as of any piece.
         run: the elements.
         serial: which of the tensors that were taken in.
+        series: where the piece stands.
         shards: of its storage.
 
     Attributes:
         coming: the gathered bytes, and the work that ends when they are there; None if nothing is under way.
     """
 
-    def __init__(self, memory: Memory, extent: Extent, run: Tensor, serial: int, shards: Shards) -> None:
+    def __init__(
+        self, memory: Memory, extent: Extent, run: Tensor, serial: int, series: Series[ShardPiece], shards: Shards
+    ) -> None:
         super().__init__(memory, extent)
         self.serial = serial
+        self.series = series
         self.coming: tuple[Tensor, Any] | None = None
         self.device = run.device
         self._dtype = run.dtype
@@ -74,7 +78,7 @@ class ShardPiece(Piece):
             return run
         if self.coming is None or not all(notice.is_there for notice in notices):
             self.start_back()
-        self._shards.gather_next(notices)
+        self._shards.gather_next(notices, self.series)
         gathered = self.read()
         return self.note_loaded(gathered) if run is None else run
 
@@ -115,7 +119,6 @@ class Shards(Mover):
         self.group = group
         self.storage = storage
         self.name, self.form = _UNNAMED, ""
-        self._series: Series[ShardPiece] = Series()
         self._taken_in = 0
         self._has_gathered = False
 
@@ -146,17 +149,18 @@ class Shards(Mover):
         return reason
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
-        piece = ShardPiece(memory, extent, run, self._taken_in, self)
+        series = self.order.series(run.device)
+        piece = ShardPiece(memory, extent, run, self._taken_in, series, self)
         self._taken_in += 1
         if not self._has_gathered:
             agree(piece.notice("keeps"), self.group, piece.device)  # rule 3
-        self._series.add(piece)
-        self._series.waiting.clear()  # nothing waits: each has been cut to its part
+        series.add(piece)
+        series.waiting.clear()  # nothing waits: each has been cut to its part
         return piece
 
     def agree_on(self, piece: ShardPiece, run: Tensor | None) -> list[Notice]:
         """Agree with the other ranks on the tensor that comes next (rules 1, 2)."""
-        following = next(iter(self._series.before(piece.number, 1)), None)
+        following = next(iter(piece.series.before(piece.number, 1)), None)
         is_idle = following is not None and following.coming is None and following.loaded() is None
         serial = following.serial if following is not None and is_idle else -1
         is_there = run is not None or piece.coming is not None
@@ -164,10 +168,10 @@ class Shards(Mover):
         self._has_gathered = True
         return notices
 
-    def gather_next(self, notices: list[Notice]) -> None:
+    def gather_next(self, notices: list[Notice], series: Series[ShardPiece]) -> None:
         """Start to gather the tensor that all ranks named (rule 4)."""
         serials = {notice.next for notice in notices}
-        for reference in self._series.pieces if len(serials) == 1 else ():
+        for reference in series.pieces if len(serials) == 1 else ():
             piece = reference()
             if piece is not None and piece.serial in serials:
                 piece.start_back()
