@@ -48,6 +48,11 @@ def test_what_is_no_group_and_no_storage(alone: None) -> None:
         Sharded("tp")
     with pytest.raises(UsageError, match=r"such as Host\(\)"):
         Sharded(storage=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="needs the same tensor on all ranks"):
+        Sharded(storage=Sharded())
+    with pytest.raises(UsageError, match=r"Sharded\(least_bytes=...\) takes a size"):
+        Sharded(least_bytes="much")
+    assert Sharded(least_bytes="1KiB") == Sharded(least_bytes=1024)
 
 
 def test_equal_ones_count_together_and_copies_are_equal(alone: None) -> None:

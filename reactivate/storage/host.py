@@ -24,11 +24,14 @@ class Host(Moving):
     say, is compared with what was taken in before by checksum, for which the host waits; if they differ, it is copied too.
 
     Args:
-        limit: the most bytes of the host to lock; half of its memory by default. Over it, tensors stay on the device,
-            and a warning says so once.
-        least_bytes: smaller tensors stay on the device.
+        limit: the most bytes of the host to lock, as an int or a text ("32GiB"); half of its memory by default. Over it,
+            tensors stay on the device, and a warning says so once.
+        least_bytes: smaller tensors stay on the device; an int or a text as well.
         last: how many tensors, of those taken in last, stay on the device.
         ahead: how many tensors are on their way back while another one is read.
+
+    Raises:
+        UsageError: an argument is none of these.
 
     Example:
         >>> import reactivate
@@ -36,14 +39,14 @@ class Host(Moving):
         >>> policy = reactivate.policies.save_ops("linear", storage=host)
     """
 
-    limit: int | None = None
-    least_bytes: int = 2**20
+    limit: int | str | None = None
+    least_bytes: int | str = 2**20
     last: int = 1
     ahead: int = 1
     _mover: Staging = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_mover", staging_of(self.limit, self.least_bytes, self.last, self.ahead))
+        object.__setattr__(self, "_mover", staging_of(*self._checked()))
 
     @property
     def allowed_bytes(self) -> int:

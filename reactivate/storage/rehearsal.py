@@ -69,16 +69,14 @@ def residence_of(storage: Any, *, on_host: bool) -> Residence | None:
         storage: the storage.
         on_host: whether the tensors are in the memory of the host.
     """
+    if not isinstance(storage, (Host, Disk)):
+        return None
+    mover, limit = storage._mover, storage.allowed_bytes
     if isinstance(storage, Host):
-        limit = storage.allowed_bytes
-        return Residence(storage.least_bytes, storage.last, 1, storage.ahead, limit, 1 / 8, settles_on_read=True)
-    if isinstance(storage, Disk):
-        if on_host:
-            return Residence(
-                storage.least_bytes, storage.last, WRITING, storage.ahead, storage.allowed_bytes, lingers=True
-            )
-        return Residence(storage.least_bytes, storage.last, 0, 0, storage.allowed_bytes)
-    return None
+        return Residence(mover.least_bytes, mover.last, 1, mover.ahead, limit, 1 / 8, settles_on_read=True)
+    if on_host:
+        return Residence(mover.least_bytes, mover.last, WRITING, mover.ahead, limit, lingers=True)
+    return Residence(mover.least_bytes, mover.last, 0, 0, limit)
 
 
 def in_pages(nbytes: int) -> int:

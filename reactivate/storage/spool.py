@@ -161,7 +161,7 @@ class DiskPiece(Piece):
         assert self._file is not None
         if self._file.is_lost:
             raise StorageError(
-                f"A tensor is in {self._file.directory}, a file of the process from which this one was forked. Run the "
+                f"A tensor is in a file in {self._file.path} of the process from which this one was forked. Run the "
                 "backward in the process that ran the forward."
             )
         self.start_back()
@@ -180,8 +180,8 @@ class DiskPiece(Piece):
             if there is not None:
                 return self.note_loaded(there)
         raise StorageError(
-            f"A tensor of {run.numel() * run.element_size():,} bytes could not be read from {self._file.directory}: "
-            f"{error}. Files of reactivate.storage.Disk must stay as they are until the training ends."
+            f"A tensor of {run.numel() * run.element_size():,} bytes could not be read from the file in {self._file.path}: "
+            f"{error}. The disk may have failed."
         ) from error
 
     def __del__(self) -> None:
@@ -206,7 +206,7 @@ class Spool(Mover):
         self.file: DiskFile | None = None
         self.name = f"reactivate.storage.Disk({path!r})"
         self._path = path
-        self._limit = limit
+        self.limit = limit
         super().__init__(least_bytes, last, ahead)
         _SPOOLS.add(self)
 
@@ -259,13 +259,13 @@ class Spool(Mover):
         nbytes = run.numel() * run.element_size()
         try:
             if self.file is None:
-                self.file = DiskFile(self._path, self._limit, os.getpid())
+                self.file = DiskFile(self._path, self.limit, os.getpid())
             area = self.file.take(nbytes)
         except OSError as error:
             self.warn_of_no_room(f"there is no file of {nbytes:,} bytes more ({error})")
             return None
         if area is None:
-            self.warn_of_no_room(f"the limit of {self._limit:,} bytes is reached")
+            self.warn_of_no_room(f"the limit of {self.limit:,} bytes is reached")
             return None
         on_host = run.to("cpu")
         write = Write(self.file, area, on_host)
