@@ -156,7 +156,7 @@ class Mover:
             if not piece.waits:
                 memory.let_go()
             self.settle()
-            self.traffic.moved_bytes += run.numel() * run.element_size()
+            self.traffic.moved_bytes += memory.nbytes
             self._pieces[key] = piece
         return Moved(piece, placement.moved_by(extent.start - piece.extent.start))
 

@@ -62,6 +62,11 @@ class Piece:
         """Return the memory that the elements are in now, for reports."""
         return []
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that it keeps beside those of `held`, for reports."""
+        return 0
+
     def start_back(self) -> None:
         """Start to bring the elements back."""
 
@@ -81,3 +86,7 @@ class FakePiece(Piece):
 
     def held(self) -> list[Tensor]:
         return self._held
+
+    @property
+    def stored_bytes(self) -> int:
+        return 0 if self._held else self.memory.nbytes

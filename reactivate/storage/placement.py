@@ -126,14 +126,16 @@ class Memory:
 
     Attributes:
         version: of the tensor.
+        nbytes: of the run.
         checksum: of the bits of the run.
     """
 
-    __slots__ = ("_owner", "_wrappers", "checksum", "version")
+    __slots__ = ("_owner", "_wrappers", "checksum", "nbytes", "version")
 
     def __init__(self, tensor: Tensor, run: Tensor, wrappers: Sequence[Tensor] = ()) -> None:
         self._owner = ref(owner_of(tensor))
         self.version = tensor._version
+        self.nbytes = run.numel() * run.element_size()
         self.checksum = _checksum_of(run)
         self._wrappers = [(wrapper.detach(), wrapper._version) for wrapper in wrappers]
 

@@ -167,6 +167,7 @@ class Rehearsal(Mover):
 
     exact = True
     shares_views = True
+    is_rehearsal = True  # nobody asked for what a candidate of a plan moves
 
     def __init__(self, residence: Residence) -> None:
         super().__init__(residence.least_bytes)

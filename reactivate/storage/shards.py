@@ -57,9 +57,8 @@ class ShardPiece(Piece):
         self._shards = shards
         self._name = shards.name, shards.form
         content = run.view(torch.uint8)
-        self.nbytes = len(content)
         count, rank = dist.get_world_size(shards.group), dist.get_rank(shards.group)
-        size = -(-self.nbytes // count)
+        size = -(-self.memory.nbytes // count)
         mine = content[rank * size : (rank + 1) * size]
         shard = content.new_zeros(size)
         shard[: len(mine)] = mine
@@ -91,13 +90,17 @@ class ShardPiece(Piece):
         found, work = self.coming
         self.coming = None
         waited(self.notice("gathers"), self._shards.group, work.wait)
-        self._shards.traffic.loaded_bytes += self.nbytes
-        return found[: self.nbytes].view(self._dtype)
+        self._shards.traffic.loaded_bytes += self.memory.nbytes
+        return found[: self.memory.nbytes].view(self._dtype)
 
     def held(self) -> list[Tensor]:
         handle = self._handle
         kept = [handle] if isinstance(handle, Tensor) else handle.piece.held() if isinstance(handle, Moved) else []
         return kept if self.coming is None else [*kept, self.coming[0]]
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._handle.piece.stored_bytes if isinstance(self._handle, Moved) else 0
 
 
 class Shards(Mover):

@@ -137,6 +137,10 @@ class DiskPiece(Piece):
             elements, dtype = self._size
             self._coming = self._spool.read(self._file, self._area, torch.empty(elements, dtype=dtype, device="cpu"))
 
+    @property
+    def stored_bytes(self) -> int:
+        return self.memory.nbytes
+
     def load(self) -> Tensor:
         with self._spool.lock:
             run = self.loaded()
