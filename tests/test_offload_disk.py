@@ -445,3 +445,27 @@ def test_the_parts_of_a_wrapper_are_not_held_beside_the_storage(tmp_path: Path) 
     found: Any = kept.rebuild({})
     assert type(found) is Pair and found.note == "set" and same([found.first, found.second], expected)
     del later
+
+
+@pytest.mark.parametrize("policy", [None, "linear"])
+@pytest.mark.parametrize("determinism", ["first", "metadata"])
+def test_jagged_tensors(determinism: str, policy: str | None, tmp_path: Path) -> None:
+    """What is brought back has the ragged dimension that it had: regions combine it with tensors that share it."""
+    offsets = torch.tensor([0, 2, 5, 10])
+    linear, values = nn.Linear(8, 8), torch.randn(10, 8)
+
+    def run(wrap: Any) -> list[Any]:
+        linear.zero_grad()
+        jagged = torch.nested.nested_tensor_from_jagged(values, offsets)
+        scale = jagged.exp()
+        h = linear(jagged)
+        for _ in range(3):
+            h = wrap(lambda x: linear(x.sin() * scale).cos() * x)(h)
+        h.values().sum().backward()
+        return [parameter.grad.clone() for parameter in linear.parameters()]
+
+    storage = disk(tmp_path, last=0)
+    saved = None if policy is None else policies.save_ops(policy, storage=storage)
+    options = {"policy": saved, "inputs": storage, "determinism": determinism}
+    assert same(run(lambda fn: reactivate.checkpoint(fn, **options)), run(lambda fn: fn))
+    assert storage.traffic.loaded_bytes > 0
