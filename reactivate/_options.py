@@ -14,7 +14,7 @@ from reactivate._engine.kept_calls.site_log import serve
 from reactivate._engine.record import Options
 from reactivate._text.words import described
 from reactivate._types import DEVICE, Guard, Policy, Storage
-from reactivate.errors import UnsupportedError, UsageError
+from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, ContextPair
 from reactivate.policies._base import check_policy, check_storage
 
@@ -81,24 +81,32 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
 
 
 def contexts_in_graph(options: Options) -> Any:
-    """Return the contexts of a traced region with these options, for torch.compile."""
+    """Return the contexts of a traced region with these options, for torch.compile.
+
+    Raises:
+        UnsupportedError: a compiler cannot do what they say.
+    """
     if options is DEFAULT_OPTIONS:
         return None
     if options.inputs != DEVICE:
-        raise UnsupportedError(
-            f"The inputs of a region are to go to {options.inputs!r}; under torch.compile they stay on the device. Leave out "
-            "inputs=, or run the region in eager: torch.compiler.disable(region)."
+        options.refuse_in_graph(
+            "The inputs of a region are to go to {inputs}; under torch.compile they stay on the device. Leave out inputs=, "
+            "or run the region in eager: torch.compiler.disable(region)."
         )
     if options.in_graph is not None:
         return options.in_graph
     if options.determinism == "values":
-        raise UnsupportedError('determinism="values" cannot be used under torch.compile: run the function without it.')
+        options.refuse_in_graph(
+            'determinism="values" cannot be used under torch.compile: leave it out, or run the region in eager: '
+            "torch.compiler.disable(region)."
+        )
     pairs = [guard for guard in options.guards if isinstance(guard, ContextPair)]
     others = [guard for guard in options.guards if guard not in DEFAULT.members and guard not in pairs]
     if others or len(pairs) > 1:
         names = ", ".join(type(guard).__name__ for guard in others or pairs)
-        raise UnsupportedError(
-            f"These guards cannot be used under torch.compile: {names}. What runs in a compiled graph is recomputed by "
-            "the compiler, which knows the random numbers and one pair of dispatch modes."
+        options.refuse_in_graph(
+            f"These guards cannot be used under torch.compile: {names}. What runs in a compiled graph is recomputed by the "
+            "compiler, which knows the random numbers and one pair of dispatch modes. Leave them out, or run the region in "
+            "eager: torch.compiler.disable(region)."
         )
     return pairs[0].make if pairs else None
