@@ -450,7 +450,7 @@ def test_the_parts_of_a_wrapper_are_not_held_beside_the_storage(tmp_path: Path) 
 @pytest.mark.parametrize("policy", [None, "linear"])
 @pytest.mark.parametrize("determinism", ["first", "metadata"])
 def test_jagged_tensors(determinism: str, policy: str | None, tmp_path: Path) -> None:
-    """What is brought back has the ragged dimension that it had: regions combine it with tensors that share it."""
+    """Regions combine what is brought back with tensors that share its ragged dimension."""
     offsets = torch.tensor([0, 2, 5, 10])
     linear, values = nn.Linear(8, 8), torch.randn(10, 8)
 

@@ -16,7 +16,7 @@ from reactivate._torch.autograd import pop_saved_tensor_hooks, push_saved_tensor
 from reactivate._torch.modes import is_tracing
 from reactivate._torch.ways import fastest, find, is_missing
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _WRAP = "torch._higher_order_ops.wrap"
 
@@ -67,7 +67,7 @@ def leave_out_of_graphs(function: Any, reason: str = "a recomputation runs as it
     function._torchdynamo_disable_msg = reason
 
 
-def runs_while_traced(function: F) -> F:
+def runs_while_traced(function: _F) -> _F:
     """Let torch.compile call `function` where it traces a call of it, as `torch.compiler.assume_constant_result` does.
 
     That one imports torch._dynamo, which takes seconds.

@@ -24,6 +24,7 @@ class Piece:
 
     number = 0
     waits = False
+    _is_written = False
 
     def __init__(self, memory: Memory, extent: Extent) -> None:
         self.memory = memory
@@ -35,6 +36,11 @@ class Piece:
         if not (self.extent.holds(extent) and self.extent.is_in(tensor)):
             return False
         return self.memory.is_of(tensor, run_of(tensor, self.extent))
+
+    def _look_for_write(self, run: Tensor) -> bool:
+        """Return whether somebody has written to the elements while they waited."""
+        self._is_written = self._is_written or self.memory.is_written(run)
+        return self._is_written
 
     def load(self) -> Tensor:
         """Return the elements where they were; those that are there already, if nobody has written to them."""

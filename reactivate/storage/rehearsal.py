@@ -108,19 +108,19 @@ class RehearsedPiece(Piece):
         if self._run is None or self._is_sent or not self._rehearsal.reserve(self.nbytes):
             return False
         self._is_sent = True
-        self._look_for_write()
+        self._tell_of_write()
         self.tell("sent")
         return True
 
     def let_go(self) -> None:
         """Let go of the memory, now that it is copied."""
         if self._is_sent and self._run is not None:
-            self._look_for_write()
+            self._tell_of_write()
             self._run = None
             self.memory.let_go()
             self.tell("settled")
 
-    def _look_for_write(self) -> None:
+    def _tell_of_write(self) -> None:
         if self._run is not None and self.memory.is_written(self._run):
             self._rehearsal.fail("a tensor is modified in place before it is copied")
 
@@ -132,7 +132,7 @@ class RehearsedPiece(Piece):
 
     def read(self) -> Tensor:
         if self._run is not None:
-            self._look_for_write()
+            self._tell_of_write()
             return self._run
         self.fetch()
         run, self._coming = self._coming, None

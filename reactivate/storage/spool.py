@@ -89,7 +89,6 @@ class DiskPiece(Piece):
         self._area: Area | None = None
         self._file: DiskFile | None = None
         self._coming: Reading | None = None
-        self._is_written = False
 
     def start(self) -> bool:
         """Start to write the elements to the file; return whether there was room."""
@@ -127,10 +126,6 @@ class DiskPiece(Piece):
             self.memory.let_go()
         self._area, self._file = write.area, write.file
         self._run = self._copy = None
-
-    def _look_for_write(self, run: Tensor) -> bool:
-        self._is_written = self._is_written or self.memory.is_written(run)
-        return self._is_written
 
     def start_back(self) -> None:
         if self._area is not None and self._file is not None and self._coming is None and not self._file.is_lost:

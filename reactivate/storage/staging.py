@@ -58,7 +58,6 @@ class HostPiece(Piece):
         self._gone: Any = None  # the event of the copy from the device, until the stream that computes waits for it
         self._coming: tuple[Tensor, Any] | None = None
         self._computing = series.stream  # in whose order the memory on the device comes
-        self._is_written = False
 
     def start(self) -> bool:
         """Start the copy from the device; return whether there was room for it."""
@@ -79,10 +78,6 @@ class HostPiece(Piece):
             self._look_for_write(self._run)  # from here on, whatever writes comes after the copy
             self._run = self._gone = None
             self.memory.let_go()
-
-    def _look_for_write(self, run: Tensor) -> bool:
-        self._is_written = self._is_written or self.memory.is_written(run)
-        return self._is_written
 
     def start_back(self) -> None:
         """Start the copy to the device, if that is where it is not."""
