@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from torch.nn import Module
 
@@ -13,8 +13,9 @@ from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import serve
 from reactivate._engine.record import Options
 from reactivate._text.words import described
+from reactivate._torch.dynamo import runs_while_traced
 from reactivate._types import DEVICE, Guard, Policy, Storage
-from reactivate.errors import UsageError
+from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
 from reactivate.policies._base import check_policy, check_storage
 
@@ -80,6 +81,15 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
     return options.of(options.name, choice, contexts_for(policy, root, ""))
 
 
+@runs_while_traced
+def _refuse_inputs() -> NoReturn:
+    """Raise the error itself: an error that dynamo traces only ends its graph, and the region runs in eager."""
+    raise UnsupportedError(
+        "A region has inputs=..., a storage for what it is called with; under torch.compile that stays on the device. Leave "
+        "out inputs=, or run the region in eager: torch.compiler.disable(region)."
+    )
+
+
 def contexts_in_graph(options: Options) -> Any:
     """Return the contexts of a traced region with these options, for torch.compile.
 
@@ -89,24 +99,17 @@ def contexts_in_graph(options: Options) -> Any:
     if options is DEFAULT_OPTIONS:
         return None
     if options.inputs != DEVICE:
-        options.refuse_in_graph(
-            "The inputs of a region are to go to {inputs}; under torch.compile they stay on the device. Leave out inputs=, "
-            "or run the region in eager: torch.compiler.disable(region)."
-        )
+        _refuse_inputs()
     if options.in_graph is not None:
         return options.in_graph
     if options.determinism == "values":
-        options.refuse_in_graph(
-            'determinism="values" cannot be used under torch.compile: leave it out, or run the region in eager: '
-            "torch.compiler.disable(region)."
-        )
+        raise UnsupportedError('determinism="values" cannot be used under torch.compile: run the function without it.')
     pairs = [guard for guard in options.guards if isinstance(guard, ContextPair)]
     others = [guard for guard in options.guards if guard not in DEFAULT.members and guard not in pairs]
     if others or len(pairs) > 1:
         names = ", ".join(type(guard).__name__ for guard in others or pairs)
-        options.refuse_in_graph(
-            f"These guards cannot be used under torch.compile: {names}. What runs in a compiled graph is recomputed by the "
-            "compiler, which knows the random numbers and one pair of dispatch modes. Leave them out, or run the region in "
-            "eager: torch.compiler.disable(region)."
+        raise UnsupportedError(
+            f"These guards cannot be used under torch.compile: {names}. What runs in a compiled graph is recomputed by "
+            "the compiler, which knows the random numbers and one pair of dispatch modes."
         )
     return pairs[0].make if pairs else None

@@ -207,27 +207,19 @@ def test_what_cannot_be_translated_is_refused_with_the_reason(policy: Any, says:
     assert UnsupportedError in kinds or "UnsupportedError" in str(caught.value)
 
 
-class Noted(reactivate.guards.Guard):
-    def before(self, call: Any) -> Any:
-        return None
-
-    def recompute(self, snapshot: Any) -> Any:
-        return None
-
-
 @pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"inputs": reactivate.storage.Host()}, r"to go to Host\(.*\); under torch.compile they stay on the device"),
-        ({"determinism": "values"}, 'determinism="values" cannot be used under torch.compile'),
-        ({"guards": reactivate.guards.DEFAULT.adding(Noted())}, "cannot be used under torch.compile: Noted"),
-    ],
-)
-def test_options_that_a_graph_does_not_have_are_refused(options: Any, says: str, fullgraph: bool) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_a_storage_for_inputs_is_refused(backend: str, fullgraph: bool) -> None:
     """Also where dynamo may end its graph before the region: it would run in eager, and nobody would know."""
-    region = reactivate.checkpoint(Block(), **options)
-    with pytest.raises(RuntimeError, match=f"UnsupportedError: .*{says}.*torch.compiler.disable"):
-        torch.compile(region, backend="aot_eager", fullgraph=fullgraph)(torch.randn(4, WIDTH, requires_grad=True))
-    disabled = torch.compile(torch.compiler.disable(region), backend="aot_eager")
+    block, host = Block(), reactivate.storage.Host()
+    region = reactivate.checkpoint(block, inputs=host)
+    says = (
+        "UnsupportedError: A region has inputs=.*under torch.compile that stays on the device.*torch.compiler.disable"
+    )
+    for fn in (region, lambda x: reactivate.checkpoint(block, inputs=host)(x)):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend=backend, fullgraph=fullgraph)
+        with pytest.raises(RuntimeError, match=says):
+            compiled(torch.randn(4, WIDTH, requires_grad=True))
+    disabled = torch.compile(torch.compiler.disable(region), backend=backend)
     disabled(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()

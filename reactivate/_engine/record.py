@@ -10,7 +10,7 @@ from contextvars import Context, ContextVar
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from types import CodeType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,9 +25,8 @@ from reactivate._engine.state.gradients import Gradients
 from reactivate._engine.state.region_calls import RegionCall
 from reactivate._engine.state.tensor_states import TensorStates
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE, is_function_running
-from reactivate._torch.dynamo import runs_while_traced
 from reactivate._types import DEVICE, Guard, Storage, Unrestored
-from reactivate.errors import ReactivateError, UnsupportedError
+from reactivate.errors import ReactivateError
 
 Before = Callable[[Any], Any]
 After = Callable[[Any], Any]
@@ -77,18 +76,6 @@ class Options:
     def of(self, name: str | None, choice: Choice | None, in_graph: Any, inputs: Storage | None = None) -> Options:
         """Return these options for a region of that name, with what a policy says of its inside and of its inputs."""
         return replace(self, name=name, choice=choice, in_graph=in_graph, inputs=inputs or self.inputs)
-
-    @runs_while_traced
-    def refuse_in_graph(self, message: str) -> NoReturn:
-        """Raise an error, also where dynamo traces the call: an error that is traced only ends the graph.
-
-        Args:
-            message: for the user; it names the storage of inputs as "{inputs}".
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(message.format(inputs=repr(self.inputs)))
 
     def exception(self, error: ReactivateError) -> BaseException:
         """Return the error to raise for `error`: a drop-in makes it the peer's own type as well (Rule 18)."""
