@@ -14,20 +14,27 @@ def checksum(flat: Tensor) -> Tensor:
     Args:
         flat: dense, of one dimension, and no complex numbers.
     """
-    count = len(flat)
-    whole = count - count % (8 // flat.itemsize)
-    can_be_cast = flat.storage_offset() * flat.itemsize % 8 == 0 and whole
-    bits = _mixed(flat[:whole].view(torch.int64)) if can_be_cast else flat.new_zeros((), dtype=torch.int64)
-    rest = flat[whole:] if can_be_cast else flat
-    if len(rest):
-        bits = bits + _mixed(rest.contiguous().view(torch.uint8).long())
-    return bits
+    per_word = 8 // flat.itemsize
+    start = -int(flat.storage_offset()) % per_word
+    stop = len(flat) - (len(flat) - start) % per_word
+    if start >= stop:
+        return _mixed(flat.contiguous().view(torch.uint8).long())
+    bits = _mixed(flat[start:stop].view(torch.int64))
+    rest = torch.cat([flat[:start], flat[stop:]])
+    return bits + _mixed(rest.view(torch.uint8).long()) if len(rest) else bits
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Return a number for these integers that depends on their order: of the sums of rows and columns of a square."""
-    width = math.isqrt(len(words))
-    square, rest = words[: width * width].view(width, width), words[width * width :]
+    """Return a number for these integers that depends on their order: of the sums of rows and columns of a rectangle.
+
+    Rows are of odd length: a sum of integers that wrap does not see that an even number of highest bits has changed, and
+    the highest bit is the sign of a number.
+    """
+    width = max(math.isqrt(len(words)) - 1, 0) | 1
+    height = len(words) // width
+    square, rest = words[: width * height].view(height, width), words[width * height :]
     sums = torch.cat([square.sum(0), square.sum(1), rest])
     places = torch.arange(1, len(sums) + 1, device=sums.device)
-    return ((sums ^ (sums >> 29)) * (places * 0x2545F4914F6CDD1D)).sum()
+    mixed = sums + places * 0x1E3779B97F4A7C15  # changes of small numbers at several places must not cancel out
+    mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
+    return (mixed ^ (mixed >> 32)).sum()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from torch.nn import Module
 
@@ -13,6 +13,7 @@ from reactivate._engine.kept_calls.choice import Choice, Unmatched
 from reactivate._engine.kept_calls.site_log import serve
 from reactivate._engine.record import Options
 from reactivate._text.words import described
+from reactivate._torch.dynamo import runs_while_traced
 from reactivate._types import DEVICE, Guard, Policy, Storage
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
@@ -82,15 +83,25 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
     return options.of(options.name, choice, contexts_for(policy, root, ""))
 
 
+@runs_while_traced
+def _refuse_inputs() -> NoReturn:
+    """Raise the error itself: an error that dynamo traces only ends its graph, and the region runs in eager."""
+    raise UnsupportedError(
+        "A region has inputs=..., a storage for what it is called with; under torch.compile that stays on the device. Leave "
+        "out inputs=, or run the region in eager: torch.compiler.disable(region)."
+    )
+
+
 def contexts_in_graph(options: Options) -> Any:
-    """Return the contexts of a traced region with these options, for torch.compile."""
+    """Return the contexts of a traced region with these options, for torch.compile.
+
+    Raises:
+        UnsupportedError: a compiler cannot do what they say.
+    """
     if options is DEFAULT_OPTIONS:
         return None
     if options.inputs != DEVICE:
-        raise UnsupportedError(
-            f"The inputs of a region are to go to {options.inputs!r}; under torch.compile they stay on the device. Leave out "
-            "inputs=, or run the region in eager: torch.compiler.disable(region)."
-        )
+        _refuse_inputs()
     if options.in_graph is not None:
         return options.in_graph
     if options.determinism == "values":

@@ -110,7 +110,7 @@ def contract_of_a_storage() -> None:
 @case(CASES, 2)
 def contract_with_a_disk_for_the_parts(directory: Path) -> None:
     for check in contract.CHECKS:
-        check(lambda: Sharded(storage=Disk(directory / f"disk-{dist.get_rank()}", least_bytes=0), least_bytes=0))
+        check(lambda: Sharded(storage=Disk(directory, least_bytes=0), least_bytes=0))
 
 
 @case(CASES, 2, 4)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from framework_cases import CASES
-from oracle import assert_bitwise
+from oracle import Watched, assert_bitwise, observed_by
 from ranks import errors_of, listed
 from torch import Tensor
 
@@ -77,6 +77,23 @@ class _nothing:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+
+def test_a_storage_ends_the_graph_of_torch_compile() -> None:
+    deepspeed.configure(None, checkpoint_in_cpu=True)
+    weight = torch.randn(4, 4).requires_grad_()
+
+    def once(call: Any) -> list[Tensor]:
+        x = torch.ones(2, 4, requires_grad=True)
+        out = torch.compile(lambda x: call(lambda y: (y @ weight).sin(), x.cos()).exp(), backend="aot_eager")(x)
+        return [out.detach(), *torch.autograd.grad(out.sum(), [x, weight])]
+
+    plain = once(lambda fn, x: fn(x))
+    with observed_by(ran := Watched()), pytest.warns(UserWarning, match="has moved nothing"):
+        ours = once(deepspeed.checkpoint)
+    for one, other in zip(plain, ours, strict=True):
+        assert_bitwise(one, other, "compiled")
+    assert ran.regions == ran.recomputations == 1
 
 
 def test_keywords_and_what_comes_out() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -325,6 +326,19 @@ def test_what_a_storage_takes_is_offloaded() -> None:
     assert explanation.offloaded_bytes == 4 * 5 * 16 * 4
     text = explanation.text(plain=True)
     assert "save to Shelf" in text and "1.25 KiB offloaded" in text
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_what_a_disk_takes_counts_once(fake: bool, tmp_path: Path) -> None:
+    model = made("plain")
+    disk = reactivate.storage.Disk(tmp_path, least_bytes=0)
+    with reactivate.apply(model, first_match(save_ops("gelu", storage=disk), full(inputs=disk))):
+        found = explain(model, torch.randn(5, 4), fake=fake)
+    with reactivate.apply(model, first_match(save_ops("gelu"), full())):
+        plain = explain(model, torch.randn(5, 4), fake=fake)
+    assert found.kept_bytes == plain.kept_bytes and plain.offloaded_bytes == 0
+    assert found.offloaded_bytes == found.kept_bytes - found.outside_bytes > 0
+    assert [entry.input_bytes for entry in found.regions] == [entry.input_bytes for entry in plain.regions]
 
 
 # -- places and reasons -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import CheckpointPolicy
 
 import reactivate
-from reactivate.policies import first_match, full, save_ops
+from reactivate._compilers import graph
+from reactivate.policies import first_match, full, save_modules, save_ops, union
 
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 BLOCKS = 3
@@ -45,6 +47,8 @@ class Tags:
 
     def __init__(self) -> None:
         self.recomputed: Counter[str] = Counter()
+        self.offloaded: Counter[str] = Counter()  # of the forward graph
+        self.gradients: list[Tensor] = []
         self.ends = 0
         self.backward: Counter[str] = Counter()
 
@@ -57,6 +61,8 @@ class Tags:
 
     def backend(self, partition: Any) -> Any:
         def forward(module: torch.fx.GraphModule, inputs: Any) -> Any:
+            nodes = (node for node in module.graph.nodes if node.meta.get("recompute") == OFFLOAD is not None)
+            self.offloaded.update(str(node.target) for node in nodes)
             return module
 
         options = {} if partition is None else {"partition_fn": partition}
@@ -88,6 +94,7 @@ def tags_of(wrap: Callable[[Any], Any], partition: Any, policy: Any = None) -> T
         reactivate.apply(model, policy)
     x = torch.randn(4, 8, requires_grad=True)
     torch.compile(model, backend=found.backend(partition))(x).square().sum().backward()
+    found.gradients = [parameter.grad for parameter in model.parameters()]
     return found
 
 
@@ -114,6 +121,40 @@ def test_what_a_policy_saves_is_not_recomputed(partition: Any) -> None:
     found = tags_of(lambda block: block, partition, first_match(save_ops("linear"), full()))
     assert found.recomputed["aten.tanh.default"] == BLOCKS
     assert found.backward["aten.addmm.default"] == 0
+
+
+OFFLOAD = getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", None)
+needs_the_tag = pytest.mark.skipif(OFFLOAD is None, reason="this torch has no tag for what is offloaded")
+
+
+def offloading_linear(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    return OFFLOAD if op is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def torchs_offloading(block: Any) -> Any:
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, offloading_linear)
+    return lambda x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+@needs_the_tag
+def test_what_a_policy_keeps_on_the_host_has_the_tag_of_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a TPU, where the compiler offloads it. (torch's default partitioner fails on the tag.)"""
+    partition = min_cut_rematerialization_partition
+    monkeypatch.setattr(graph, "offloads_in_graphs", lambda device_type: device_type == "cpu")
+    host = reactivate.storage.Host()
+    ours = tags_of(lambda block: block, partition, first_match(save_ops("linear", storage=host), full()))
+    theirs = tags_of(torchs_offloading, partition)
+    assert ours.offloaded == theirs.offloaded and ours.recomputed == theirs.recomputed
+    assert ours.offloaded["aten.addmm.default"] == 2 * BLOCKS
+    assert all(map(torch.equal, ours.gradients, theirs.gradients))
+    both = union(save_ops("linear", storage=host), save_modules("blocks.*.1", "blocks.*.3"))
+    assert not tags_of(lambda block: block, partition, first_match(both, full())).offloaded, "on the device as well"
+
+
+def test_where_no_compiler_offloads_it_is_refused() -> None:
+    policy = first_match(save_ops("linear", storage=reactivate.storage.Host()), full())
+    with pytest.raises(Exception, match="keeps results in Host.*stays on the device"):
+        tags_of(lambda block: block, None, policy)
 
 
 def test_without_a_region_there_are_none() -> None:

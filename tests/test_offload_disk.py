@@ -23,7 +23,7 @@ import reactivate
 from reactivate import policies
 from reactivate._engine.inputs.stored import stored
 from reactivate.errors import UsageError
-from reactivate.storage import Disk, spool
+from reactivate.storage import Disk, Host, spool
 from reactivate.storage.areas import Areas
 from reactivate.storage.disk_file import DiskFile
 from reactivate.storage.samples import Pair
@@ -301,16 +301,16 @@ def test_areas_are_reused_and_joined() -> None:
     assert areas.used_bytes == 0 and areas._free == [] and areas._end == 0
 
 
-def test_the_directory_goes_with_the_storage_and_not_before(tmp_path: Path) -> None:
+def test_the_file_goes_with_the_storage_and_not_before(tmp_path: Path) -> None:
     storage = disk(tmp_path)
-    assert list(tmp_path.iterdir()) == [] and storage.directory is None
+    assert storage.file_bytes == 0 and storage._mover.file is None
     handles, expected = filled(storage)
-    load = storage.load
-    assert len(list(tmp_path.iterdir())) == 1
+    load, file = storage.load, storage._mover.file._file
     del storage
     assert_bitwise(expected[0], load(handles[0]), "a tensor")
+    assert not file.closed
     del load, handles
-    until(lambda: list(tmp_path.iterdir()) == [])
+    until(lambda: file.closed)
 
 
 def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
@@ -380,17 +380,39 @@ def test_copies_are_equal_and_have_files_of_their_own(tmp_path: Path) -> None:
     handles, _ = filled(storage)
     for twin in (copy.deepcopy(storage), pickle.loads(pickle.dumps(storage))):
         assert twin == storage and hash(twin) == hash(storage) and repr(twin) == repr(storage)
-        assert twin.directory is None
+        assert twin.file_bytes == 0
         more, _ = filled(twin)
-        assert twin.directory != storage.directory
+        assert twin.file_bytes > 0
         del more
     assert repr(storage) == f"Disk(path={str(tmp_path)!r}, limit=1000000, least_bytes=0, ahead=2, last=3)"
     del handles
 
 
-def test_what_is_no_path_is_refused() -> None:
+def test_what_is_no_directory_is_refused_and_none_is_made(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="takes the path of a directory, and was given 7"):
         Disk(7)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="takes the path of a directory, and '.*file' is none"):
+        Disk(tmp_path / "file")
+    mistyped = Disk(tmp_path / "scrtach", least_bytes=0, last=0)  # which may be there on the machine that a plan is for
+    region = reactivate.checkpoint(block(), inputs=mistyped)
+    with pytest.raises(
+        UsageError, match=r"a directory that is there, and there is none at .*scrtach\. Make it, or correct"
+    ):
+        region(torch.randn(4, 8, requires_grad=True) * 2)
+    assert not (tmp_path / "scrtach").exists()
+
+
+@pytest.mark.parametrize("make", [Host, lambda **sizes: Disk("unused", **sizes)])
+def test_sizes_and_numbers(make: Any) -> None:
+    assert make(limit="1GiB", least_bytes="1.5 kB") == make(limit=2**30, least_bytes=1500)
+    assert make(limit="1GiB").allowed_bytes == 2**30 and make(limit="1GiB").limit == 2**30
+    for wrong in ({"limit": 1e9}, {"limit": -1}, {"limit": "1 much"}, {"limit": True}, {"least_bytes": None}):
+        with pytest.raises(UsageError, match=r"\((limit|least_bytes)=\.\.\.\) takes a size: an int of bytes .* got"):
+            make(**wrong)
+    for wrong in ({"last": -1}, {"ahead": "2"}, {"last": None}):
+        with pytest.raises(UsageError, match=r"\((last|ahead)=\.\.\.\) takes a number, 0 or more; got"):
+            make(**wrong)
 
 
 def test_fake_tensors_have_no_bytes_to_write(tmp_path: Path) -> None:
@@ -423,3 +445,27 @@ def test_the_parts_of_a_wrapper_are_not_held_beside_the_storage(tmp_path: Path) 
     found: Any = kept.rebuild({})
     assert type(found) is Pair and found.note == "set" and same([found.first, found.second], expected)
     del later
+
+
+@pytest.mark.parametrize("policy", [None, "linear"])
+@pytest.mark.parametrize("determinism", ["first", "metadata"])
+def test_jagged_tensors(determinism: str, policy: str | None, tmp_path: Path) -> None:
+    """Regions combine what is brought back with tensors that share its ragged dimension."""
+    offsets = torch.tensor([0, 2, 5, 10])
+    linear, values = nn.Linear(8, 8), torch.randn(10, 8)
+
+    def run(wrap: Any) -> list[Any]:
+        linear.zero_grad()
+        jagged = torch.nested.nested_tensor_from_jagged(values, offsets)
+        scale = jagged.exp()
+        h = linear(jagged)
+        for _ in range(3):
+            h = wrap(lambda x: linear(x.sin() * scale).cos() * x)(h)
+        h.values().sum().backward()
+        return [parameter.grad.clone() for parameter in linear.parameters()]
+
+    storage = disk(tmp_path, last=0)
+    saved = None if policy is None else policies.save_ops(policy, storage=storage)
+    options = {"policy": saved, "inputs": storage, "determinism": determinism}
+    assert same(run(lambda fn: reactivate.checkpoint(fn, **options)), run(lambda fn: fn))
+    assert storage.traffic.loaded_bytes > 0

@@ -17,6 +17,7 @@ from test_offload_inputs import Stack, same, trained
 import reactivate
 from reactivate import policies
 from reactivate.errors import StorageError
+from reactivate.storage import Disk
 
 
 def test_the_limit_is_reached_in_the_middle_of_a_step(tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def _nothing(*args: Any) -> int:
     return 0
 
 
-@pytest.mark.parametrize("name", ["pwrite", "posix_fallocate", "mkdir"])
+@pytest.mark.parametrize("name", ["pwrite", "posix_fallocate", "open"])
 def test_a_full_disk(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     torch.manual_seed(1)
     model = Stack()
@@ -87,7 +88,7 @@ def test_a_read_that_fails_is_an_error(read: Any, message: str, tmp_path: Path, 
     later = arrived(storage)
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", read)
-    with pytest.raises(StorageError, match=f"could not be read from {tmp_path}.*{message}"):
+    with pytest.raises(StorageError, match=f"could not be read from the file in {tmp_path}.*{message}"):
         out.backward()
     monkeypatch.setattr(os, "preadv", preadv)
     del out, later
@@ -95,13 +96,18 @@ def test_a_read_that_fails_is_an_error(read: Any, message: str, tmp_path: Path, 
     model(torch.randn(16, 8)).sum().backward()  # and the storage works on
 
 
-def test_a_file_that_somebody_cuts_is_an_error(tmp_path: Path) -> None:
+def descriptor(storage: Disk) -> int:
+    """Of the file, which has no name."""
+    return storage._mover.file._file.fileno()
+
+
+def test_a_file_that_is_cut_is_an_error(tmp_path: Path) -> None:
     storage = disk(tmp_path)
     handles, _ = filled(storage)
     later = arrived(storage)
     for handle in later:
         until(lambda handle=handle: not handle.piece.is_writing())
-    os.truncate(os.path.join(str(storage.directory), "tensors"), 4096)
+    os.ftruncate(descriptor(storage), 4096)
     with pytest.raises(StorageError, match="0 of 16,384 bytes"):
         storage.load(handles[3])
     with pytest.raises(StorageError, match="4,096 of 16,384 bytes"):
@@ -109,13 +115,11 @@ def test_a_file_that_somebody_cuts_is_an_error(tmp_path: Path) -> None:
     del later
 
 
-def test_a_file_that_somebody_writes_to_is_an_error(tmp_path: Path) -> None:
+def test_a_file_with_other_bytes_is_an_error(tmp_path: Path) -> None:
     storage = disk(tmp_path)
     handles, expected = filled(storage)
     later = arrived(storage)
-    with open(os.path.join(str(storage.directory), "tensors"), "r+b") as file:
-        file.seek(3 * 4 * 4096 + 5)
-        file.write(b"x")
+    os.pwrite(descriptor(storage), b"x", 3 * 4 * 4096 + 5)
     with pytest.raises(StorageError, match="other bytes were read than had been written"):
         storage.load(handles[3])
     assert_bitwise(expected[2], storage.load(handles[2]), "a tensor beside it")

@@ -142,17 +142,15 @@ trained(model, steps=20)
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_run_that_is_killed_in_a_step_and_a_new_one(where: str, tmp_path: Path) -> None:
-    path, tests = tmp_path / "disk", str(Path(__file__).parent)
+    path, tests = tmp_path, str(Path(__file__).parent)
     ended = subprocess.run([sys.executable, "-c", TRAINING, str(path), tests, where], check=False)
     assert ended.returncode == -signal.SIGKILL
-    (left,) = path.iterdir()
-    assert (left / "tensors").stat().st_size > 0
+    assert list(path.iterdir()) == []
     torch.manual_seed(1)
     model, storage = Stack(), disk(path, last=0)
     expected = trained(copy.deepcopy(model))
     reactivate.apply(model, policies.full(inputs=storage))
     assert same(trained(model), expected) and storage.traffic.moved_bytes > 0
-    assert [entry.name for entry in path.iterdir()] == [Path(str(storage.directory)).name] != [left.name]
 
 
 # -- optimizers that look at gradients early -------------------------------------------------------------------------------
@@ -213,7 +211,7 @@ from reactivate.storage import Disk
 
 dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60))
 found = []
-for storage in (None, Disk(f"{path}/disk", least_bytes=0, last=0)):
+for storage in (None, Disk(path, least_bytes=0, last=0)):
     torch.manual_seed(1)
     model = Stack()
     if storage is not None:

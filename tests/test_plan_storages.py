@@ -8,6 +8,7 @@ import itertools
 import json
 import pickle
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -271,11 +272,31 @@ def test_a_storage_without_room_or_for_larger_tensors_is_refused(tmp_path: Path)
         planned(case, 1, Disk(str(tmp_path), limit=4096, least_bytes=0))
 
 
-def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(UsageError, match="cannot be used"):
-        planned(deep(2), 1, Disk(str(file / "inside"), least_bytes=0))
+class TwoSizes(nn.Module):
+    """Blocks on all rows, and blocks on a few of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(16, 16), nn.ModuleList(Block(16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x if number < 2 else x[:, :8])
+        return x
+
+
+def test_candidates_that_move_nothing_are_not_warned_of(tmp_path: Path) -> None:
+    disk = Disk(str(tmp_path), least_bytes=33_000)  # block inputs have 32,768; what attention saves is larger
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = reactivate.plan(TwoSizes(), (torch.randn(8, 64, 16),), loss=Tensor.sum, budget="70%", storages=[disk])
+    assert plan.offered == (repr(disk),)
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is none at .*inside"):
+        planned(deep(2), 1, Disk(str(tmp_path / "inside"), least_bytes=0))
 
 
 # -- limits, and devices that are not here ----------------------------------------------------------------------------

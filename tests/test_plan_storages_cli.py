@@ -38,7 +38,7 @@ def made() -> tuple[nn.Module, Tensor]:
         ("host", Host()),
         (" Host ", Host()),
         ("Host(limit=1000, last=0)", Host(limit=1000, last=0)),
-        ("Disk('there', limit=5)", Disk("there", limit=5)),
+        ("Disk('there', limit='5 kB')", Disk("there", limit=5000)),
     ],
 )
 def test_a_storage_is_read(text: str, storage: Any) -> None:
@@ -53,6 +53,7 @@ def test_a_storage_is_read(text: str, storage: Any) -> None:
         ("full()", "there is no storage 'full'"),
         ("1 + 1", "is neither a literal nor a call"),
         ("Disk(3)", "path is a text; got 3"),
+        ("Host(limit='much')", "Host(limit=...) takes a size: an int of bytes"),
         ("(", "is not an expression"),
     ],
 )

@@ -205,3 +205,21 @@ def test_what_cannot_be_translated_is_refused_with_the_reason(policy: Any, says:
         kinds.append(type(chain))
         chain = chain.__cause__ or chain.__context__
     assert UnsupportedError in kinds or "UnsupportedError" in str(caught.value)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_a_storage_for_inputs_is_refused(backend: str, fullgraph: bool) -> None:
+    """Also where dynamo may end its graph before the region: it would run in eager, and nobody would know."""
+    block, host = Block(), reactivate.storage.Host()
+    region = reactivate.checkpoint(block, inputs=host)
+    says = (
+        "UnsupportedError: A region has inputs=.*under torch.compile that stays on the device.*torch.compiler.disable"
+    )
+    for fn in (region, lambda x: reactivate.checkpoint(block, inputs=host)(x)):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend=backend, fullgraph=fullgraph)
+        with pytest.raises(RuntimeError, match=says):
+            compiled(torch.randn(4, WIDTH, requires_grad=True))
+    disabled = torch.compile(torch.compiler.disable(region), backend=backend)
+    disabled(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()

@@ -448,6 +448,7 @@ SPELLED: list[tuple[Any, ReadyMade]] = [
         {"recompute_every": {"k": 2, "inputs": {"host": {"limit": 1000}}}},
         policies.recompute_every(2, inputs=storage.Host(1000)),
     ),
+    ({"full": {"inputs": {"host": {"limit": "1KiB"}}}}, policies.full(inputs=storage.Host(1024))),
     ({"full": {"inputs": {"disk": "tensors"}}}, policies.full(inputs=storage.Disk("tensors"))),
     (
         {"save_names": {"names": ["q"], "storage": {"disk": {"path": "tensors", "limit": 1000}}}},

@@ -91,8 +91,8 @@ class ForgetsStrides(Copies):
 
 
 class ForgetsConjugates(Copies):
-    def _moved(self, tensor: Tensor) -> Any:
-        return super()._moved(tensor.conj() if tensor.is_conj() else tensor)
+    def _moved(self, tensor: Tensor, wrappers: Any) -> Any:
+        return super()._moved(tensor.conj() if tensor.is_conj() else tensor, wrappers)
 
 
 class ForgetsClasses(Copies):
@@ -123,9 +123,9 @@ class ForgetsAttributes(Copies):
 
 
 class TearsViewsApart(Copies):
-    def _moved(self, tensor: Tensor) -> Any:
+    def _moved(self, tensor: Tensor, wrappers: Any) -> Any:
         self._pieces.clear()
-        return super()._moved(tensor)
+        return super()._moved(tensor, wrappers)
 
 
 class Late(Copies):
@@ -189,8 +189,8 @@ class HoldsOriginals(Copies):
 
 
 class HoldsHandles(Copies):
-    def save(self, tensor: Tensor) -> Any:
-        handle = super().save(tensor)
+    def save(self, tensor: Tensor, wrappers: Any = ()) -> Any:
+        handle = super().save(tensor, wrappers)
         self.handles = [*getattr(self, "handles", ()), handle]
         return handle
 
@@ -221,8 +221,8 @@ class OneShape(Copies):
 
 
 class MovesLeaves(Copies):
-    def save(self, tensor: Tensor) -> Any:
-        return super().save(tensor.detach() if tensor.is_leaf and tensor.requires_grad else tensor)
+    def save(self, tensor: Tensor, wrappers: Any = ()) -> Any:
+        return super().save(tensor.detach() if tensor.is_leaf and tensor.requires_grad else tensor, wrappers)
 
 
 WRONG = {

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import reactivate
 from reactivate.errors import UsageError
-from reactivate.storage import Sharded, contract
+from reactivate.storage import Sharded, contract, series
 
 
 @pytest.mark.parametrize("name", listed(CASES))
@@ -48,6 +48,11 @@ def test_what_is_no_group_and_no_storage(alone: None) -> None:
         Sharded("tp")
     with pytest.raises(UsageError, match=r"such as Host\(\)"):
         Sharded(storage=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="needs the same tensor on all ranks"):
+        Sharded(storage=Sharded())
+    with pytest.raises(UsageError, match=r"Sharded\(least_bytes=...\) takes a size"):
+        Sharded(least_bytes="much")
+    assert Sharded(least_bytes="1KiB") == Sharded(least_bytes=1024)
 
 
 def test_equal_ones_count_together_and_copies_are_equal(alone: None) -> None:
@@ -57,6 +62,18 @@ def test_equal_ones_count_together_and_copies_are_equal(alone: None) -> None:
     assert torch.equal(other.load(handle), torch.ones(3))
     with pytest.raises(UsageError, match="belongs to this process"):
         pickle.dumps(one)
+
+
+def test_what_is_gathered_in_advance_is_of_the_same_stream(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other stream has waited for it: a device has streams, and a group of gloo has no such device."""
+    current = ["a"]
+    monkeypatch.setattr(series, "current_stream", lambda device: current[0])
+    storage, handles = Sharded(least_bytes=0), {}
+    for number in (1, 2):
+        for current[0] in ("a", "b"):
+            handles[current[0], number] = storage.save(torch.full((4,), number))
+    storage.load(handles["a", 2])
+    assert handles["a", 1].piece.coming is not None and handles["b", 1].piece.coming is None
 
 
 def test_fake_tensors_are_not_gathered(alone: None) -> None:

@@ -14,7 +14,17 @@ from reactivate._backends.fence import Fence, WatchingFence, fences, register_fe
 from reactivate._backends.tpu import TpuBackend
 from reactivate._torch.devices import accelerator_device, xla_runtime
 
-__all__ = ["Backend", "CudaBackend", "Fence", "WatchingFence", "accelerator", "backends", "fences", "register_fence"]
+__all__ = [
+    "Backend",
+    "CudaBackend",
+    "Fence",
+    "WatchingFence",
+    "accelerator",
+    "backends",
+    "fences",
+    "offloads_in_graphs",
+    "register_fence",
+]
 
 
 def accelerator() -> Backend | None:
@@ -55,6 +65,11 @@ def _backend(device_type: str, module: Any) -> Backend:
 
         return BACKEND
     return _KINDS.get(device_type, Backend)(device_type, module)
+
+
+def offloads_in_graphs(device_type: str) -> bool:
+    """Return whether the compiler of a kind of device moves results to the host that torch's tags say so of."""
+    return _KINDS.get(device_type, Backend).offloads_in_graphs
 
 
 _KINDS: dict[str, type[Backend]] = {"cuda": CudaBackend, "tpu": TpuBackend}

@@ -22,7 +22,12 @@ class Backend:
         module: its device module. `device_count`, `get_rng_state` and `set_rng_state` are about its generators: a module
             without one of these has none. `is_initialized`, `is_available`, `current_device`, `device`, `current_stream` and
             `stream` are used where they exist, too.
+
+    Attributes:
+        offloads_in_graphs: whether its compiler lowers `CheckpointPolicy.MUST_CPU_OFFLOAD`, torch's tag of a graph's nodes.
     """
+
+    offloads_in_graphs = False
 
     def __init__(self, device_type: str, module: Any) -> None:
         self.device_type = device_type

@@ -19,6 +19,8 @@ from reactivate._backends.base import Backend
 class TpuBackend(Backend):
     """The device type "tpu"."""
 
+    offloads_in_graphs = True
+
     def is_initialized(self) -> bool:
         return bool(self._module.is_initialized())
 

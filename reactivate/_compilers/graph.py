@@ -12,18 +12,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
+from torch import Tensor
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from reactivate._backends import offloads_in_graphs
+from reactivate._torch.containers import flatten
 from reactivate._torch.dynamo import SITE, names_reach_graphs, node_being_traced
 from reactivate._types import DEVICE, Action, Policy, Save, Site, Storage
 from reactivate.errors import UnsupportedError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of
 from reactivate.policies.canonical import name_of
 from reactivate.policies.host_copies import is_copy_to_host
+from reactivate.storage import Host
 
 # Copies of what the op is called with, which eager saves no more than these: they are recomputed.
 _COPIES = frozenset({"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"})
+# Keeps a result in the memory of the host. (Not in torch 2.9.)
+_OFFLOAD: Any = getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", None)
 _KEYS = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 
 
@@ -63,15 +69,21 @@ def _refuse_untranslatable(policy: Policy) -> None:
             f"The policy {policy!r} saves calls by name, which torch.compile knows since torch 2.10."
         )
     for part in parts_of(policy):
-        _refuse_storage(policy, getattr(part, "storage", DEVICE))
+        storage = getattr(part, "storage", DEVICE)
+        if storage != DEVICE and not _is_offloaded(storage):
+            raise _refusal(policy, storage)
 
 
-def _refuse_storage(policy: Policy, storage: Storage) -> None:
-    if storage != DEVICE:
-        raise UnsupportedError(
-            f"The policy {policy!r} keeps results in {storage!r}; what torch.compile keeps stays on the device. Leave "
-            "out storage=, or run the region in eager: torch.compiler.disable(region)."
-        )
+def _is_offloaded(storage: Storage) -> bool:
+    """Return whether a compiler may know where that is: torch has a tag for the memory of the host alone."""
+    return _OFFLOAD is not None and isinstance(storage, Host)
+
+
+def _refusal(policy: Policy, storage: Storage) -> UnsupportedError:
+    return UnsupportedError(
+        f"The policy {policy!r} keeps results in {storage!r}; what torch.compile keeps stays on the device. (torch_tpu "
+        "offloads to storage.Host.) Leave out storage=, or run the region in eager: torch.compiler.disable(region)."
+    )
 
 
 class _Marker:
@@ -92,10 +104,14 @@ class _Marker:
             return CheckpointPolicy.PREFER_RECOMPUTE
         meta = node_being_traced()
         actions = [self._about_function(op, meta, is_to_host), *self._about_modules(meta), self._about_name(meta)]
-        saves = [action for action in actions if isinstance(action, Save)]
-        for action in saves:
-            _refuse_storage(self._policy, action.storage)
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+        storages = [action.storage for action in actions if isinstance(action, Save)]
+        if not storages:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        others = [storage for storage in storages if storage != DEVICE]
+        for storage in others:
+            if not (_is_offloaded(storage) and any(map(_compiler_offloads, flatten((args, kwargs))[0]))):
+                raise _refusal(self._policy, storage)
+        return CheckpointPolicy.MUST_SAVE if len(others) < len(storages) else _OFFLOAD
 
     def _about_function(self, op: Any, meta: Mapping[str, Any], is_to_host: bool) -> Action | None:
         stack = meta.get("source_fn_stack") or []
@@ -138,6 +154,11 @@ class _Marker:
             return [(_dotted(place), None) for place, _ in stack.values()]
         found = [self._inside.get(key.partition("@")[0]) for key in stack]  # dynamo's keys are ids
         return [entry for entry in found if entry is not None]
+
+
+def _compiler_offloads(leaf: Any) -> bool:
+    """Return whether a tensor is on a device whose compiler does as the tag says. torch's own partitioner does not."""
+    return isinstance(leaf, Tensor) and offloads_in_graphs(leaf.device.type)
 
 
 def _dotted(place: str) -> str:

@@ -145,6 +145,15 @@ def held_by(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
             yield from held_by(part, seen)
 
 
+def pieces_in(handle: Any) -> Iterator[Any]:
+    """List what keeps bytes elsewhere than in memory, of what a storage made of a tensor: `stored_bytes` says how many."""
+    if hasattr(type(handle), "stored_bytes"):
+        yield handle
+    elif not isinstance(handle, (Tensor, Module, type)):
+        for part in _parts_of(handle):
+            yield from pieces_in(part)
+
+
 def _parts_of(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()

@@ -52,9 +52,11 @@ def note_leaves(storage: Storage) -> None:
 def _is_watched(storage: Any) -> bool:
     """Return whether a storage, and each that is equal to it, may have moved nothing so far.
 
-    A policy may make one for each call. What cannot be referred to weakly is not watched.
+    A policy may make one for each call. What cannot be referred to weakly is not watched, nor what only rehearses.
     """
     if id(storage) in _known or isinstance(storage, Device) or type(storage).__weakrefoffset__ == 0:
+        return False
+    if getattr(storage, "is_rehearsal", False):
         return False
     if any(storage == other for other in list(_known.values())):
         _known[id(storage)] = storage

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from sys import _getframe
 from types import CodeType, FrameType
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -24,7 +24,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from reactivate._backends import synchronize
-from reactivate._engine.accounts import Ledger, copied_inputs, held_by, held_by_guards, kept_of, stored_inputs
+from reactivate._engine.accounts import (
+    Ledger,
+    copied_inputs,
+    held_by,
+    held_by_guards,
+    kept_of,
+    pieces_in,
+    stored_inputs,
+)
 from reactivate._engine.current import is_recomputing
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.kept_calls.kept import Kept, SavedSite
@@ -53,6 +61,7 @@ class ExplainedStep(Step):
         self._places = SourcePlaces(roots, around)
         self._roots = roots
         self._ledger = Ledger()
+        self._pieces: WeakSet[Any] = WeakSet()  # that were counted
         self._events: list[KeptTensor | RegionEnd] = []
         self._regions: list[Draft] = []
         self._outside: dict[SourcePlace, Draft] = {}
@@ -181,17 +190,27 @@ class ExplainedStep(Step):
         for spec in stored_inputs(record):
             event.draft.put_in(spec.storage)
             event.draft.is_exact = event.draft.is_exact and not spec.is_rounded
-            for tensor in held_by(spec.handle()):
-                self._enter(event.draft, "input_bytes", tensor)
+            self._enter_handle(event.draft, "input_bytes", spec.handle())
         for tensor in held_by_guards(record):
             self._enter(event.draft, "snapshot_bytes", tensor)
         for site in record.sites:
             for kept in kept_of(record, site):
-                for tensor in held_by(kept.handle):  # what a storage took
-                    self._enter(event.calls[site.number], "result_bytes", tensor)
+                self._enter_handle(event.calls[site.number], "result_bytes", kept.handle)
+
+    def _enter_handle(self, draft: Draft, figure: str, handle: Any) -> None:
+        """Count what a storage took, in memory and elsewhere."""
+        for tensor in held_by(handle):
+            self._enter(draft, figure, tensor)
+        for piece in pieces_in(handle):
+            if piece not in self._pieces:
+                self._pieces.add(piece)
+                self._add(draft, figure, piece.stored_bytes)
 
     def _enter(self, draft: Draft, figure: str, tensor: Tensor) -> None:
-        size = self._ledger.enter(tensor)
+        self._add(draft, figure, self._ledger.enter(tensor))
+
+    @staticmethod
+    def _add(draft: Draft, figure: str, size: int) -> None:
         if size:
             draft.add(figure, size)
             draft.add("tensors", 1)

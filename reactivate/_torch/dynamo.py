@@ -7,7 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -15,6 +15,8 @@ import torch.utils.checkpoint
 from reactivate._torch.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, same
 from reactivate._torch.modes import is_tracing
 from reactivate._torch.ways import fastest, find, is_missing
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _WRAP = "torch._higher_order_ops.wrap"
 
@@ -65,7 +67,7 @@ def leave_out_of_graphs(function: Any, reason: str = "a recomputation runs as it
     function._torchdynamo_disable_msg = reason
 
 
-def runs_while_traced(function: Callable[[], bool]) -> Callable[[], bool]:
+def runs_while_traced(function: _F) -> _F:
     """Let torch.compile call `function` where it traces a call of it, as `torch.compiler.assume_constant_result` does.
 
     That one imports torch._dynamo, which takes seconds.

@@ -16,7 +16,8 @@ from reactivate._engine.record import Options
 from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._options import make_options
 from reactivate._run import run_region
-from reactivate._types import Call, Guard, Storage
+from reactivate._torch.dynamo import leave_out_of_graphs
+from reactivate._types import DEVICE, Call, Guard, Storage
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards, TrackerGuard
 
@@ -32,7 +33,16 @@ def call_with(options: Options, function: Callable[..., Any], args: tuple[Any, .
     """Call a function as a region with these options; a module inside of its hooks."""
     module = module_called_by(function)
     runner, called = (run, function) if module is None else (run_module, module)
+    if options.inputs is not DEVICE:
+        return _call_outside_of_graphs(runner, options, called, args, kwargs)
     return run_region(runner, options, called, *args, **kwargs)
+
+
+def _call_outside_of_graphs(runner: Any, options: Options, called: Any, args: Any, kwargs: Any) -> Any:
+    return run_region(runner, options, called, *args, **kwargs)
+
+
+leave_out_of_graphs(_call_outside_of_graphs, "what a region is called with goes to a storage")
 
 
 def is_first_of(args: tuple[Any, ...], call: str) -> Callable[[torch.Tensor], bool]:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from reactivate._text.sizes import UNITS, split
 from reactivate.errors import UsageError
 
 __all__ = ["Budget", "parse"]
 
-_DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_UNITS = _DECIMAL | _BINARY
-_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(\S*)")
-_POWER = re.compile(r"[0-9]+(?:\.[0-9]+)?[eE]\+?[0-9]{1,2}")  # "1e9": bytes, since nobody writes another amount so
 _PERCENT = ("percent", "pct")
 _TAKES = (
     'A budget is an int of bytes (8589934592, "8e9"), a text with a unit ("8GiB", "8 GB", "512MiB"), or a share ("50%") of '
@@ -83,17 +78,15 @@ def parse(budget: int | str) -> Budget:
 
 
 def _parse_text(text: str) -> Budget:
-    if _POWER.fullmatch(text.strip()):
-        return Budget(text.strip(), total_bytes=_positive(text, int(Fraction(text.strip()))))
-    found = _AMOUNT.fullmatch(text.strip())
+    found = split(text)
     if found is None:
         raise _refusal(text, "is not an amount and a unit")
-    amount, unit = Fraction(found[1]), found[2]
+    amount, unit = Fraction(found[0]), found[1]
     if unit == "%":
         return Budget(text.strip(), share=_share(text, amount))
-    if unit not in _UNITS:
-        raise _refusal(text, _about_unit(found[1], unit))
-    return Budget(text.strip(), total_bytes=_positive(text, int(amount * _UNITS[unit])))
+    if unit not in UNITS:
+        raise _refusal(text, _about_unit(found[0], unit))
+    return Budget(text.strip(), total_bytes=_positive(text, int(amount * UNITS[unit])))
 
 
 def _positive(budget: int | str, total_bytes: int) -> int:
@@ -119,7 +112,7 @@ def _about_unit(amount: str, unit: str) -> str:
     prefix = unit[0].upper()
     if prefix in "KMGT" and unit[1:].lower() in ("", "b", "ib"):
         return f"has the unit {unit!r}; say {amount}{prefix}iB or {amount}{prefix}B"
-    return f"has the unit {unit!r}, which is none of {', '.join(_UNITS)} and %"
+    return f"has the unit {unit!r}, which is none of {', '.join(UNITS)} and %"
 
 
 def _about_number(budget: object) -> str:

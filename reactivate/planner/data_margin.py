@@ -69,7 +69,7 @@ def parse_margin(margin: str | int | None) -> Fraction:
     Raises:
         UsageError: it is none of these.
 
-    Example:
+    Examples:
         >>> from reactivate.planner.data_margin import parse_margin
         >>> parse_margin("10%"), parse_margin(0)
         (Fraction(1, 10), Fraction(0, 1))

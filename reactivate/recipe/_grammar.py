@@ -92,7 +92,7 @@ def _function_of(name: str) -> Callable[..., Any]:
 
 
 def _checked(function: str, name: str, kind: Any, value: Any) -> Any:
-    if kind in (int, bool, int | None):
+    if kind in (int, bool, int | None, int | str, int | str | None):
         return value
     is_list = signature_of(function).parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
     if kind in (Policy, Storage):

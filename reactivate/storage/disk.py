@@ -21,22 +21,26 @@ class Disk(Moving):
     written once. Parameters and other leaves stay where they are. Tensors of a device are copied through the host's memory,
     and the host waits for these copies.
 
-    Each process has a directory of its own in `path`, `reactivate-<process>-<random>`, which no other user can read. It is
-    removed when the storage is let go and at exit. If a process is killed, the next one that starts on the same path
-    removes its directory. A process that is forked makes a directory of its own, if it uses the storage.
+    Each process has a file of its own in the directory `path`, from the first tensor that it writes on. The file has no name:
+    nobody else can read it, and the operating system frees it when the storage is let go and when the process ends, also if
+    it is killed. A process that is forked makes a file of its own, if it uses the storage.
 
     A tensor is kept as it is when it is taken in. A modification before it is written raises an error in the backward, as
-    autograd does. What is not seen by its version counter (through `tensor.data`) is not seen here either. If the disk is
-    full or fails, tensors stay in memory, and a warning says so once. If a tensor cannot be read again, the backward
-    raises a `reactivate.errors.StorageError`.
+    autograd does, if a version counter sees it: one through `tensor.data` is not noticed. A tensor that is taken in again,
+    by the next region say, is compared with what was taken in before by checksum; if they differ, it is written too. If the
+    disk is full or fails, tensors stay in memory, and a warning says so once. If a tensor cannot be read again, the
+    backward raises a `reactivate.errors.StorageError`.
 
     Args:
-        path: a directory, on a disk that is local and fast; made if there is none.
-        limit: the most bytes of the file; as much as there is room for by default. Over it, tensors stay in memory, and a
-            warning says so once.
-        least_bytes: smaller tensors stay in memory.
+        path: a directory, on a disk that is local and fast.
+        limit: the most bytes of the file, as an int or a text ("100GiB"); as much as there is room for by default. Over it,
+            tensors stay in memory, and a warning says so once.
+        least_bytes: smaller tensors stay in memory; an int or a text as well.
         ahead: how many tensors are being read while another one is used.
         last: how many tensors, of those taken in last, stay in memory.
+
+    Raises:
+        UsageError: an argument is none of these; when the first tensor is written, there is no such directory.
 
     Examples:
         >>> import reactivate, tempfile
@@ -45,8 +49,8 @@ class Disk(Moving):
     """
 
     path: str
-    limit: int | None = field(default=None, kw_only=True)
-    least_bytes: int = field(default=2**20, kw_only=True)
+    limit: int | str | None = field(default=None, kw_only=True)
+    least_bytes: int | str = field(default=2**20, kw_only=True)
     ahead: int = field(default=1, kw_only=True)
     last: int = field(default=1, kw_only=True)
     _mover: Spool = field(init=False, repr=False, compare=False)
@@ -58,12 +62,14 @@ class Disk(Moving):
         except TypeError:
             raise UsageError(f"Disk(path) takes the path of a directory, and was given {self.path!r}.") from None
         object.__setattr__(self, "path", os.fsdecode(path))
-        object.__setattr__(self, "_mover", Spool(self.path, self.limit, self.least_bytes, self.last, self.ahead))
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
+            raise UsageError(f"Disk(path) takes the path of a directory, and {self.path!r} is none.")
+        object.__setattr__(self, "_mover", Spool(self.path, *self._checked()))
 
     @property
     def allowed_bytes(self) -> int:
         """Return the most bytes that the file may have: the limit, or what is free on the disk."""
-        return disk_bytes(self.path) if self.limit is None else self.limit
+        return disk_bytes(self.path) if self._mover.limit is None else self._mover.limit
 
     @property
     def used_bytes(self) -> int:
@@ -76,9 +82,3 @@ class Disk(Moving):
         """Bytes of the file."""
         file = self._mover.file
         return 0 if file is None else file.file_bytes
-
-    @property
-    def directory(self) -> str | None:
-        """The directory of this process, None before the first tensor is written."""
-        file = self._mover.file
-        return None if file is None else file.directory

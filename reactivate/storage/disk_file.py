@@ -1,8 +1,7 @@
-"""The file of a disk storage: a directory of its own for each storage and process, locked as long as the process lives.
+"""The file of a disk storage: it has no name, so nothing is left of it however the process ends, and nobody else sees it.
 
-The lock is the kernel's, on the file itself, and ends with the process however that ends. So whoever starts next on the
-same path tells the directories of the dead by it, and removes these. Process ids would not do: they are given again. A
-directory whose file is not locked yet may be taken for a dead one's: whoever has just made it sees that, and makes another.
+A file without a name lives as long as a process has it open. So there is nothing to remove in a directory of the user's, and
+nothing to tell from what a process left that was killed.
 """
 
 from __future__ import annotations
@@ -19,30 +18,22 @@ from io import FileIO
 
 from torch import Tensor
 
-from reactivate.errors import UnsupportedError
+from reactivate.errors import UnsupportedError, UsageError
 from reactivate.storage.areas import Area, Areas
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
-_PREFIX = "reactivate-"
-_FILE = "tensors"
 
 
 def check_system() -> None:
-    """Raise an error where files cannot be locked, or read at a place.
+    """Raise an error where a file cannot be without a name, or be read at a place.
 
     Raises:
         UnsupportedError: on such a system.
     """
-    if fcntl is None or not hasattr(os, "preadv"):
+    if not hasattr(os, "preadv"):
         raise UnsupportedError("reactivate.storage.Disk needs a POSIX system: use reactivate.storage.Host here.")
 
 
 def free_bytes(path: str) -> int:
-    """Return how many bytes there is room for in a directory, or where it would be made."""
+    """Return how many bytes there is room for in a directory, or where it would be."""
     place = os.path.abspath(path)
     while not os.path.isdir(place):
         place = os.path.dirname(place)
@@ -50,25 +41,30 @@ def free_bytes(path: str) -> int:
 
 
 class DiskFile:
-    """A file for tensors, removed with its directory when it is let go, and at exit.
+    """A file for tensors, which is gone when it is let go, and when the process ends.
 
     Args:
-        path: of the directory in which its own directory is made.
+        path: of the directory that it is in.
         limit: the most bytes of the file; None for as many as there is room for.
         process: which one uses it.
 
-    Attributes:
-        directory: its own.
+    Raises:
+        UsageError: there is no such directory.
+        OSError: no file can be made in it.
     """
 
     def __init__(self, path: str, limit: int | None, process: int) -> None:
-        os.makedirs(path, exist_ok=True)
-        remove_of_the_dead(path)
-        self.directory, self._file = _started(path, process)
+        if not os.path.isdir(path):
+            raise UsageError(
+                f"Disk({path!r}) keeps its file in a directory that is there, and there is none at "
+                f"{os.path.abspath(path)}. Make it, or correct the path."
+            )
+        self.path = path
+        self._file: FileIO = tempfile.TemporaryFile(buffering=0, dir=path)  # noqa: SIM115
         self._areas = Areas(limit)
         self._reserved = 0
         self._process = process
-        self._remove = weakref.finalize(self, _remove, self.directory, self._file, process)
+        weakref.finalize(self, self._file.close)
 
     @property
     def is_lost(self) -> bool:
@@ -86,7 +82,7 @@ class DiskFile:
         return os.fstat(self._file.fileno()).st_size
 
     def leave_to_parent(self) -> None:
-        """Close the file in a process that was forked: it stays open, locked and in place in the parent."""
+        """Close the file in a process that was forked: it stays open in the parent."""
         self._file.close()
 
     def take(self, nbytes: int) -> Area | None:
@@ -137,86 +133,3 @@ def _whole(transfer: Callable[[int], int], nbytes: int) -> None:
         if moved <= 0:
             raise OSError(errno.EIO, f"{done:,} of {nbytes:,} bytes were moved, and then no more")
         done += moved
-
-
-def _started(path: str, process: int) -> tuple[str, FileIO]:
-    """Return a new directory, and the open and locked file in it."""
-    while True:
-        directory = tempfile.mkdtemp(prefix=f"{_PREFIX}{process}-", dir=path)  # with permissions for the user alone
-        file = None
-        try:
-            file = _locked(os.path.join(directory, _FILE))
-        finally:
-            if file is None:
-                _delete(directory)
-        if file is not None:
-            return directory, file
-
-
-def _locked(name: str) -> FileIO | None:
-    """Return a new file, open and locked; None if it was removed meanwhile."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        file = FileIO(os.open(name, flags, 0o600), "r+")
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = os.fstat(file.fileno()).st_nlink > 0
-    except BlockingIOError:  # somebody is about to remove it
-        is_there = False
-    except BaseException:
-        file.close()
-        raise
-    if is_there:
-        return file
-    file.close()
-    return None
-
-
-def _remove(directory: str, file: FileIO, process: int) -> None:
-    if os.getpid() == process:
-        _delete(directory)
-    file.close()
-
-
-def _delete(directory: str) -> None:
-    """Remove a directory and the file in it, and nothing else that somebody may have put there."""
-    try:
-        os.unlink(os.path.join(directory, _FILE))
-    except FileNotFoundError:
-        pass
-    except OSError:
-        return  # at exit there is nobody to tell; the next start tries again
-    _delete_empty(directory)
-
-
-def _delete_empty(directory: str) -> None:
-    try:
-        os.rmdir(directory)
-    except OSError:
-        return
-
-
-def remove_of_the_dead(path: str) -> None:
-    """Remove the directories in `path` whose processes are gone; those that cannot be removed stay."""
-    with os.scandir(path) as entries:
-        found = [
-            entry.path for entry in entries if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False)
-        ]
-    for directory in found:
-        try:
-            file = os.open(os.path.join(directory, _FILE), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            _delete_empty(directory)  # its file was removed already, or is not there yet
-            continue
-        except OSError:
-            continue  # another user's
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # alive
-        else:
-            _delete(directory)
-        finally:
-            os.close(file)

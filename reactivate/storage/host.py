@@ -19,15 +19,19 @@ class Host(Moving):
 
     Equal ones are one: they share the locked memory, its limit, and the order of what comes back.
 
-    A tensor is kept as it is when it is taken in. What writes to it later and is not seen by its version counter (through
-    `tensor.data`) is not seen here either.
+    A tensor is kept as it is when it is taken in. A modification before it is copied raises an error in the backward, if a
+    version counter sees it: one through `tensor.data` is not noticed. A tensor that is taken in again, by the next region
+    say, is compared with what was taken in before by checksum, for which the host waits; if they differ, it is copied too.
 
     Args:
-        limit: the most bytes of the host to lock; half of its memory by default. Over it, tensors stay on the device,
-            and a warning says so once.
-        least_bytes: smaller tensors stay on the device.
+        limit: the most bytes of the host to lock, as an int or a text ("32GiB"); half of its memory by default. Over it,
+            tensors stay on the device, and a warning says so once.
+        least_bytes: smaller tensors stay on the device; an int or a text as well.
         last: how many tensors, of those taken in last, stay on the device.
         ahead: how many tensors are on their way back while another one is read.
+
+    Raises:
+        UsageError: an argument is none of these.
 
     Examples:
         >>> import reactivate
@@ -35,14 +39,14 @@ class Host(Moving):
         >>> policy = reactivate.policies.save_ops("linear", storage=host)
     """
 
-    limit: int | None = None
-    least_bytes: int = 2**20
+    limit: int | str | None = None
+    least_bytes: int | str = 2**20
     last: int = 1
     ahead: int = 1
     _mover: Staging = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_mover", staging_of(self.limit, self.least_bytes, self.last, self.ahead))
+        object.__setattr__(self, "_mover", staging_of(*self._checked()))
 
     @property
     def allowed_bytes(self) -> int:

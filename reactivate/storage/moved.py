@@ -6,6 +6,7 @@ that views of one memory are moved once and come back as views of one, and what 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from threading import RLock
@@ -21,6 +22,7 @@ from reactivate.errors import UnsupportedError
 from reactivate.storage.pieces import FakePiece, Piece
 from reactivate.storage.placement import Extent, Memory, Placement, owner_of, placement_of, run_of
 from reactivate.storage.series import Order
+from reactivate.storage.streams import current_stream
 from reactivate.storage.wrapped import Wrapped, parts_of
 
 _LEAF = "parameters and other leaves are there anyway"
@@ -86,10 +88,14 @@ class Mover:
         """Begin in a process: with nothing under way."""
         self.lock = RLock()
         self.order: Order[Any] = Order()
-        self._pieces: WeakValueDictionary[tuple[int, int, torch.dtype], Piece] = WeakValueDictionary()
+        self._pieces: WeakValueDictionary[tuple[Any, ...], Piece] = WeakValueDictionary()
 
-    def save(self, tensor: Tensor) -> Any:
+    def save(self, tensor: Tensor, wrappers: tuple[Tensor, ...] = ()) -> Any:
         """Take `tensor` in: a handle for it, or the tensor itself if it stays.
+
+        Args:
+            tensor: the tensor.
+            wrappers: those that it is a part of.
 
         Raises:
             UnsupportedError: it is on XLA.
@@ -97,7 +103,7 @@ class Mover:
         is_leaf = tensor.requires_grad and tensor.is_leaf
         wrapped = None if is_leaf else parts_of(tensor)
         if wrapped is not None:
-            return wrapped.each(self.save)
+            return wrapped.each(functools.partial(self.save, wrappers=(*wrappers, tensor)))
         if not is_leaf:
             self._refuse_lazy(tensor)
         reason = _LEAF if is_leaf else self.reason_to_stay(tensor)
@@ -105,7 +111,7 @@ class Mover:
             self.traffic.stayed[reason] += 1
             return tensor
         self.traffic.moved += 1
-        return self._moved(tensor)
+        return self._moved(tensor, wrappers)
 
     def load(self, handle: Any) -> Tensor:
         """Return the tensor that `handle` stands for, where it was."""
@@ -133,21 +139,24 @@ class Mover:
                 "storage= and inputs= on XLA: what the policy saves stays on the device, and the rest is recomputed."
             )
 
-    def _moved(self, tensor: Tensor) -> Moved:
+    def _moved(self, tensor: Tensor, wrappers: tuple[Tensor, ...]) -> Moved:
         placement, extent = placement_of(tensor)
         if tensor.is_neg():  # a lazy bit, for which there is no public function: its run has the values instead
             tensor = run_of(tensor, extent).resolve_neg()
             extent = Extent(0, tensor.numel())
         owner = owner_of(tensor)
-        key = id(owner), owner._version, tensor.dtype
+        stream = None if isinstance(tensor, FakeTensor) else current_stream(tensor.device)
+        key = id(owner), owner._version, tensor.dtype, stream  # what one stream brings back no other one has waited for
         piece = self._pieces.get(key)
-        if piece is None or not piece.memory.is_of(tensor) or not piece.extent.holds(extent):
+        if piece is None or not piece.holds(tensor, extent):
             run = run_of(tensor, extent)
-            memory = Memory(tensor)
+            memory = Memory(tensor, run, wrappers)
             with self.lock:
                 piece = (self.put_fake if isinstance(run, FakeTensor) else self.put)(run, memory, extent)
+            if not piece.waits:
+                memory.let_go()
             self.settle()
-            self.traffic.moved_bytes += run.numel() * run.element_size()
+            self.traffic.moved_bytes += memory.nbytes
             self._pieces[key] = piece
         return Moved(piece, placement.moved_by(extent.start - piece.extent.start))
 

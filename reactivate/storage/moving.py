@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from reactivate._text.sizes import count, size
 from reactivate.storage.moved import Mover, Traffic
+
+_CHECKS: dict[str, Callable[[Any, str], int]] = {"limit": size, "least_bytes": size, "last": count, "ahead": count}
 
 
 class Moving:
@@ -46,6 +50,19 @@ class Moving:
     def prefetch(self, key: Any) -> None:
         """Start to bring back what the backward of the group `key` reads first."""
         self._mover.prefetch_last(key)
+
+    def _checked(self) -> tuple[int | None, int, int, int]:
+        """Return limit, least bytes, last and ahead as numbers, which the fields are from now on.
+
+        Raises:
+            UsageError: one is none.
+        """
+        kind, found = type(self).__name__, {}
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            found[name] = None if value is None and name == "limit" else check(value, f"{kind}({name}=...)")
+            object.__setattr__(self, name, found[name])
+        return tuple(found.values())  # type: ignore[return-value]
 
     def __reduce__(self) -> Any:
         return _made, (type(self), {item.name: getattr(self, item.name) for item in fields(self) if item.init})

@@ -7,7 +7,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from reactivate.storage.placement import Extent, Memory
+from reactivate.storage.placement import Extent, Memory, run_of
 
 WRITTEN = "a tensor that a storage took in has been modified by an inplace operation before it was copied"
 
@@ -19,14 +19,28 @@ class Piece:
         memory: whose contents these are.
         extent: which elements of that memory.
         number: its place in a series.
+        waits: whether its elements may wait where they are, where others can write to them.
     """
 
     number = 0
+    waits = False
+    _is_written = False
 
     def __init__(self, memory: Memory, extent: Extent) -> None:
         self.memory = memory
         self.extent = extent
         self._loaded: tuple[ref[Tensor], int] | None = None
+
+    def holds(self, tensor: Tensor, extent: Extent) -> bool:
+        """Return whether it has what `tensor` has in `extent` now."""
+        if not (self.extent.holds(extent) and self.extent.is_in(tensor)):
+            return False
+        return self.memory.is_of(tensor, run_of(tensor, self.extent))
+
+    def _look_for_write(self, run: Tensor) -> bool:
+        """Return whether somebody has written to the elements while they waited."""
+        self._is_written = self._is_written or self.memory.is_written(run)
+        return self._is_written
 
     def load(self) -> Tensor:
         """Return the elements where they were; those that are there already, if nobody has written to them."""
@@ -54,6 +68,11 @@ class Piece:
         """Return the memory that the elements are in now, for reports."""
         return []
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that it keeps beside those of `held`, for reports."""
+        return 0
+
     def start_back(self) -> None:
         """Start to bring the elements back."""
 
@@ -73,3 +92,7 @@ class FakePiece(Piece):
 
     def held(self) -> list[Tensor]:
         return self._held
+
+    @property
+    def stored_bytes(self) -> int:
+        return 0 if self._held else self.memory.nbytes

@@ -7,6 +7,7 @@ memory have two placements in one run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -14,7 +15,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from reactivate._bits import checksum
 from reactivate._torch.classes import has_memory
+from reactivate._torch.fake import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Extent:
         """Return whether `other` is a part of it."""
         return self.start <= other.start and other.stop <= self.stop
 
+    def is_in(self, tensor: Tensor) -> bool:
+        """Return whether the memory of `tensor` is large enough: `tensor.data = other` gives it another one."""
+        return self.stop * tensor.element_size() <= int(tensor.untyped_storage().nbytes())
+
 
 def extent_of(tensor: Tensor) -> Extent:
     """Return the elements that `tensor` spans; all of its memory, where that is at most twice as much.
@@ -109,18 +116,50 @@ def plain_of(tensor: Tensor) -> Tensor:
 class Memory:
     """The contents of a tensor's memory at a time, told apart from what was in it before and after.
 
-    Tensors that share memory and a version counter, and whose counter stands at the same number, have the same contents.
+    A version counter does not see every write: not one through `tensor.data` or NumPy, and that of a part not one through
+    its wrapper. So contents are the same only if a checksum says so as well.
+
+    Args:
+        tensor: whose memory it is.
+        run: the elements of it that are taken in.
+        wrappers: those that the tensor is a part of.
+
+    Attributes:
+        version: of the tensor.
+        nbytes: of the run.
+        checksum: of the bits of the run.
     """
 
-    __slots__ = ("_owner", "version")
+    __slots__ = ("_owner", "_wrappers", "checksum", "nbytes", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, run: Tensor, wrappers: Sequence[Tensor] = ()) -> None:
         self._owner = ref(owner_of(tensor))
         self.version = tensor._version
+        self.nbytes = run.numel() * run.element_size()
+        self.checksum = _checksum_of(run)
+        self._wrappers = [(wrapper.detach(), wrapper._version) for wrapper in wrappers]
 
-    def is_of(self, tensor: Tensor) -> bool:
-        """Return whether these are still the contents that `tensor` has."""
-        return self._owner() is owner_of(tensor) and tensor._version == self.version
+    def is_of(self, tensor: Tensor, run: Tensor) -> bool:
+        """Return whether these are still the contents of the same run of `tensor`. A device is waited for."""
+        if self._owner() is not owner_of(tensor) or tensor._version != self.version:
+            return False
+        return isinstance(run, FakeTensor) or bool(_checksum_of(run) == self.checksum)
+
+    def is_written(self, run: Tensor) -> bool:
+        """Return whether a version counter has seen a write to the run that was taken in."""
+        return run._version != self.version or any(alias._version != version for alias, version in self._wrappers)
+
+    def let_go(self) -> None:
+        """Hold no wrapper any more: the run is elsewhere."""
+        self._wrappers.clear()
+
+
+def _checksum_of(run: Tensor) -> Any:
+    """Return a number: in memory of its own on a device, which nobody waits for here, and as large for a fake run."""
+    if isinstance(run, FakeTensor):
+        return run.new_empty((), dtype=torch.int64) if run.device.type != "cpu" else None
+    found = checksum(run.view(torch.uint8))
+    return int(found) if run.device.type == "cpu" else found
 
 
 def owner_of(tensor: Tensor) -> Tensor:

@@ -65,10 +65,10 @@ class Quantizing(Mover):
         self._codec = codec
         self._inner = inner
 
-    def save(self, tensor: Tensor) -> Any:
+    def save(self, tensor: Tensor, wrappers: tuple[Tensor, ...] = ()) -> Any:
         is_leaf = tensor.requires_grad and tensor.is_leaf
         if is_leaf or tensor.dtype in DTYPES or parts_of(tensor) is not None:
-            return super().save(tensor)
+            return super().save(tensor, wrappers)
         handle = self._inner.save(tensor)
         if handle is tensor:
             self.traffic.stayed[OTHER_DTYPES] += 1
@@ -86,17 +86,19 @@ class Quantizing(Mover):
         run = way.run_of(self._codec.bound(way.elements_of(tensor)))
         return run.as_strided(tensor.size(), tensor.stride(), run.storage_offset())
 
-    def _moved(self, tensor: Tensor) -> Moved:
+    def _moved(self, tensor: Tensor, wrappers: tuple[Tensor, ...]) -> Moved:
         placement, _extent = placement_of(tensor)
         placement = placement.moved_by(-placement.offset)
         owner = owner_of(tensor)
-        key = id(owner), owner._version, tensor.dtype
+        key: Any = id(owner), owner._version, tensor.dtype
         geometry = int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.is_neg()
         piece = self._pieces.get(key)
-        if not isinstance(piece, CodedPiece) or not piece.memory.is_of(tensor) or piece.geometry != geometry:
-            way = Compact.of(tensor)
-            elements = way.elements_of(tensor)
-            piece = CodedPiece(Memory(tensor), geometry, way, elements, self._codec, self._inner)
+        way = Compact.of(tensor)
+        elements = way.elements_of(tensor).contiguous()
+        if not isinstance(piece, CodedPiece) or piece.geometry != geometry or not piece.memory.is_of(tensor, elements):
+            memory = Memory(tensor, elements, wrappers)
+            memory.let_go()
+            piece = CodedPiece(memory, geometry, way, elements, self._codec, self._inner)
             self.traffic.moved_bytes += elements.numel() * elements.element_size()
             self._pieces[key] = piece
         return Moved(piece, placement)

@@ -69,16 +69,14 @@ def residence_of(storage: Any, *, on_host: bool) -> Residence | None:
         storage: the storage.
         on_host: whether the tensors are in the memory of the host.
     """
+    if not isinstance(storage, (Host, Disk)):
+        return None
+    mover, limit = storage._mover, storage.allowed_bytes
     if isinstance(storage, Host):
-        limit = storage.allowed_bytes
-        return Residence(storage.least_bytes, storage.last, 1, storage.ahead, limit, 1 / 8, settles_on_read=True)
-    if isinstance(storage, Disk):
-        if on_host:
-            return Residence(
-                storage.least_bytes, storage.last, WRITING, storage.ahead, storage.allowed_bytes, lingers=True
-            )
-        return Residence(storage.least_bytes, storage.last, 0, 0, storage.allowed_bytes)
-    return None
+        return Residence(mover.least_bytes, mover.last, 1, mover.ahead, limit, 1 / 8, settles_on_read=True)
+    if on_host:
+        return Residence(mover.least_bytes, mover.last, WRITING, mover.ahead, limit, lingers=True)
+    return Residence(mover.least_bytes, mover.last, 0, 0, limit)
 
 
 def in_pages(nbytes: int) -> int:
@@ -88,6 +86,8 @@ def in_pages(nbytes: int) -> int:
 
 class RehearsedPiece(Piece):
     """A run of elements of a fake tensor: in memory, on its way, or away."""
+
+    waits = True
 
     def __init__(self, memory: Memory, extent: Extent, run: Any, rehearsal: Rehearsal) -> None:
         super().__init__(memory, extent)
@@ -108,19 +108,20 @@ class RehearsedPiece(Piece):
         if self._run is None or self._is_sent or not self._rehearsal.reserve(self.nbytes):
             return False
         self._is_sent = True
-        self._look_for_write()
+        self._tell_of_write()
         self.tell("sent")
         return True
 
     def let_go(self) -> None:
         """Let go of the memory, now that it is copied."""
         if self._is_sent and self._run is not None:
-            self._look_for_write()
+            self._tell_of_write()
             self._run = None
+            self.memory.let_go()
             self.tell("settled")
 
-    def _look_for_write(self) -> None:
-        if self._run is not None and self._run._version != self.memory.version:
+    def _tell_of_write(self) -> None:
+        if self._run is not None and self.memory.is_written(self._run):
             self._rehearsal.fail("a tensor is modified in place before it is copied")
 
     def fetch(self) -> None:
@@ -131,7 +132,7 @@ class RehearsedPiece(Piece):
 
     def read(self) -> Tensor:
         if self._run is not None:
-            self._look_for_write()
+            self._tell_of_write()
             return self._run
         self.fetch()
         run, self._coming = self._coming, None
@@ -166,6 +167,7 @@ class Rehearsal(Mover):
 
     exact = True
     shares_views = True
+    is_rehearsal = True  # nobody asked for what a candidate of a plan moves
 
     def __init__(self, residence: Residence) -> None:
         super().__init__(residence.least_bytes)

@@ -12,6 +12,7 @@ from weakref import WeakSet, WeakValueDictionary, ref
 import torch
 
 from reactivate.storage.pieces import Piece
+from reactivate.storage.streams import current_stream
 
 P = TypeVar("P", bound=Piece)
 
@@ -21,13 +22,15 @@ class Series(Generic[P]):
 
     Attributes:
         group: which series it is, for those who take in several before the first is read.
+        stream: the one that computes what is taken in; None where there is none.
         pieces: all that are still needed, and some that are not.
         waiting: those that wait where they were.
         going: those that are on their way.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, stream: Any = None) -> None:
         self.group = group
+        self.stream = stream
         self.pieces: list[ref[P]] = []
         self.waiting: deque[ref[P]] = deque()
         self.going: deque[ref[P]] = deque()
@@ -55,9 +58,9 @@ class Series(Generic[P]):
 
 
 class Order(Generic[P]):
-    """All series of a storage: one for each thread that takes tensors in, device of these, and group.
+    """All series of a storage: one for each thread that takes tensors in, device and stream of these, and group.
 
-    A series lives as long as one of its pieces.
+    A series lives as long as one of its pieces. What one stream computes no other one sends away: it has not waited for it.
     """
 
     def __init__(self) -> None:
@@ -65,11 +68,12 @@ class Order(Generic[P]):
         self._mine = _Mine()
 
     def series(self, device: torch.device) -> Series[P]:
-        """Return the series of this thread for tensors of a device, in the group of the context around."""
-        key = device, self._mine.group
+        """Return the series of this thread and its stream for tensors of a device, in the group of the context around."""
+        stream = current_stream(device)
+        key = device, stream, self._mine.group
         found = self._mine.series.get(key)
         if found is None:
-            found = self._mine.series[key] = Series(self._mine.group)
+            found = self._mine.series[key] = Series(self._mine.group, stream)
             self._all.add(found)
         return found
 
@@ -78,7 +82,7 @@ class Order(Generic[P]):
         return list(self._mine.series.values())
 
     def of_group(self, key: Any) -> list[Series[P]]:
-        """Return the series of a group, of all threads and devices."""
+        """Return the series of a group, of all threads, devices and streams."""
         return [series for series in list(self._all) if series.group == key]
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from reactivate._text.sizes import size
 from reactivate._types import DEVICE, Storage
 from reactivate.errors import UsageError
 from reactivate.storage.moved import Traffic
@@ -34,10 +35,10 @@ class Sharded:
     Args:
         group: the process group; the default one if None.
         storage: where each rank keeps its parts: `storage.Host()` for the memory of the host.
-        least_bytes: smaller tensors stay as they are, since gathering them costs more than it frees.
+        least_bytes: smaller tensors stay as they are, since gathering them costs more than it frees; an int or "1MiB".
 
     Raises:
-        UsageError: there is no process group, or this process is not in it; `storage` is none.
+        UsageError: there is no process group, or this process is not in it; `storage` is none, or needs all ranks too.
 
     Source: the partitioned activation checkpoints of ZeRO (Rajbhandari et al., 2020, section 6.1).
 
@@ -50,7 +51,7 @@ class Sharded:
 
     group: Any = None
     storage: Storage = field(default=DEVICE, kw_only=True)
-    least_bytes: int = field(default=2**20, kw_only=True)
+    least_bytes: int | str = field(default=2**20, kw_only=True)
     exact = True
     shares_views = True
     takes_names = True
@@ -68,8 +69,15 @@ class Sharded:
             )
         if not all(callable(getattr(self.storage, name, None)) for name in ("save", "load")):
             raise UsageError(f"Sharded(storage=...) takes a storage, such as Host(); got {self.storage!r:.60}.")
+        if getattr(self.storage, "is_collective", False):
+            raise UsageError(
+                f"Sharded(storage=...) takes a storage that each rank uses alone, such as Host(), for its part of a tensor. "
+                f"{self.storage!r} needs the same tensor on all ranks."
+            )
+        least_bytes = size(self.least_bytes, "Sharded(least_bytes=...)")
+        object.__setattr__(self, "least_bytes", least_bytes)
         object.__setattr__(self, "group", group)
-        object.__setattr__(self, "_shards", shards_of(group, self.storage, self.least_bytes))
+        object.__setattr__(self, "_shards", shards_of(group, self.storage, least_bytes))
 
     def __repr__(self) -> str:
         storage = "" if self.storage is DEVICE else f", storage={self.storage!r}"

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reactivate._bits import checksum
 from reactivate._torch.fake import FakeTensor
 from reactivate._types import DEVICE, Storage
 from reactivate.storage.agreement import Notice, agree, start_gathering, waited
@@ -39,25 +38,27 @@ class ShardPiece(Piece):
         memory, extent: as of any piece.
         run: the elements.
         serial: which of the tensors that were taken in.
+        series: where the piece stands.
         shards: of its storage.
 
     Attributes:
         coming: the gathered bytes, and the work that ends when they are there; None if nothing is under way.
     """
 
-    def __init__(self, memory: Memory, extent: Extent, run: Tensor, serial: int, shards: Shards) -> None:
+    def __init__(
+        self, memory: Memory, extent: Extent, run: Tensor, serial: int, series: Series[ShardPiece], shards: Shards
+    ) -> None:
         super().__init__(memory, extent)
         self.serial = serial
+        self.series = series
         self.coming: tuple[Tensor, Any] | None = None
         self.device = run.device
         self._dtype = run.dtype
         self._shards = shards
         self._name = shards.name, shards.form
         content = run.view(torch.uint8)
-        self.nbytes = len(content)
-        self._checksum = checksum(content)
         count, rank = dist.get_world_size(shards.group), dist.get_rank(shards.group)
-        size = -(-self.nbytes // count)
+        size = -(-self.memory.nbytes // count)
         mine = content[rank * size : (rank + 1) * size]
         shard = content.new_zeros(size)
         shard[: len(mine)] = mine
@@ -67,7 +68,7 @@ class ShardPiece(Piece):
     def notice(self, kind: str, following: int = -1, *, is_there: bool = False) -> Notice:
         """Return what the other ranks have to hear."""
         name, form = self._name
-        return Notice(kind, self.serial, int(self._checksum), following, is_there, form, name)
+        return Notice(kind, self.serial, int(self.memory.checksum), following, is_there, form, name)
 
     def load(self) -> Tensor:
         run = self.loaded()
@@ -76,7 +77,7 @@ class ShardPiece(Piece):
             return run
         if self.coming is None or not all(notice.is_there for notice in notices):
             self.start_back()
-        self._shards.gather_next(notices)
+        self._shards.gather_next(notices, self.series)
         gathered = self.read()
         return self.note_loaded(gathered) if run is None else run
 
@@ -89,13 +90,17 @@ class ShardPiece(Piece):
         found, work = self.coming
         self.coming = None
         waited(self.notice("gathers"), self._shards.group, work.wait)
-        self._shards.traffic.loaded_bytes += self.nbytes
-        return found[: self.nbytes].view(self._dtype)
+        self._shards.traffic.loaded_bytes += self.memory.nbytes
+        return found[: self.memory.nbytes].view(self._dtype)
 
     def held(self) -> list[Tensor]:
         handle = self._handle
         kept = [handle] if isinstance(handle, Tensor) else handle.piece.held() if isinstance(handle, Moved) else []
         return kept if self.coming is None else [*kept, self.coming[0]]
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._handle.piece.stored_bytes if isinstance(self._handle, Moved) else 0
 
 
 class Shards(Mover):
@@ -117,7 +122,6 @@ class Shards(Mover):
         self.group = group
         self.storage = storage
         self.name, self.form = _UNNAMED, ""
-        self._series: Series[ShardPiece] = Series()
         self._taken_in = 0
         self._has_gathered = False
 
@@ -134,9 +138,9 @@ class Shards(Mover):
         finally:
             self.name = _UNNAMED
 
-    def save(self, tensor: Tensor) -> Any:
+    def save(self, tensor: Tensor, wrappers: tuple[Tensor, ...] = ()) -> Any:
         self.form = f"{str(tensor.dtype).removeprefix('torch.')}{[] if tensor.is_nested else list(tensor.shape)}"
-        return super().save(tensor)
+        return super().save(tensor, wrappers)
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         device = tensor.device
@@ -148,17 +152,18 @@ class Shards(Mover):
         return reason
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
-        piece = ShardPiece(memory, extent, run, self._taken_in, self)
+        series = self.order.series(run.device)
+        piece = ShardPiece(memory, extent, run, self._taken_in, series, self)
         self._taken_in += 1
         if not self._has_gathered:
             agree(piece.notice("keeps"), self.group, piece.device)  # rule 3
-        self._series.add(piece)
-        self._series.waiting.clear()  # nothing waits: each has been cut to its part
+        series.add(piece)
+        series.waiting.clear()  # nothing waits: each has been cut to its part
         return piece
 
     def agree_on(self, piece: ShardPiece, run: Tensor | None) -> list[Notice]:
         """Agree with the other ranks on the tensor that comes next (rules 1, 2)."""
-        following = next(iter(self._series.before(piece.number, 1)), None)
+        following = next(iter(piece.series.before(piece.number, 1)), None)
         is_idle = following is not None and following.coming is None and following.loaded() is None
         serial = following.serial if following is not None and is_idle else -1
         is_there = run is not None or piece.coming is not None
@@ -166,10 +171,10 @@ class Shards(Mover):
         self._has_gathered = True
         return notices
 
-    def gather_next(self, notices: list[Notice]) -> None:
+    def gather_next(self, notices: list[Notice], series: Series[ShardPiece]) -> None:
         """Start to gather the tensor that all ranks named (rule 4)."""
         serials = {notice.next for notice in notices}
-        for reference in self._series.pieces if len(serials) == 1 else ():
+        for reference in series.pieces if len(serials) == 1 else ():
             piece = reference()
             if piece is not None and piece.serial in serials:
                 piece.start_back()

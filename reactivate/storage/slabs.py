@@ -37,7 +37,7 @@ class Slab:
         self.last: Any = None
 
     def release(self) -> None:
-        """Unlock the memory, once the last copy is done (rule 7)."""
+        """Unlock the memory, once the last copy is done (rule 6)."""
         if self.last is not None:
             self.last.synchronize()
         self._unlock()

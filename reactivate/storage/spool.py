@@ -76,6 +76,8 @@ class DiskPiece(Piece):
         spool: of its storage.
     """
 
+    waits = True
+
     def __init__(self, memory: Memory, extent: Extent, run: Tensor, series: Series[DiskPiece], spool: Spool) -> None:
         super().__init__(memory, extent)
         self._run: Tensor | None = run  # in memory that others may write to
@@ -87,7 +89,6 @@ class DiskPiece(Piece):
         self._area: Area | None = None
         self._file: DiskFile | None = None
         self._coming: Reading | None = None
-        self._is_written = False
 
     def start(self) -> bool:
         """Start to write the elements to the file; return whether there was room."""
@@ -100,6 +101,7 @@ class DiskPiece(Piece):
         self._write, on_host = begun
         if on_host is not run:
             self._run, self._copy = None, on_host
+            self.memory.let_go()
         return True
 
     def is_writing(self) -> bool:
@@ -121,17 +123,18 @@ class DiskPiece(Piece):
             return
         if self._run is not None:
             self._look_for_write(self._run)
+            self.memory.let_go()
         self._area, self._file = write.area, write.file
         self._run = self._copy = None
-
-    def _look_for_write(self, run: Tensor) -> bool:
-        self._is_written = self._is_written or run._version != self.memory.version
-        return self._is_written
 
     def start_back(self) -> None:
         if self._area is not None and self._file is not None and self._coming is None and not self._file.is_lost:
             elements, dtype = self._size
             self._coming = self._spool.read(self._file, self._area, torch.empty(elements, dtype=dtype, device="cpu"))
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.memory.nbytes
 
     def load(self) -> Tensor:
         with self._spool.lock:
@@ -157,7 +160,7 @@ class DiskPiece(Piece):
         assert self._file is not None
         if self._file.is_lost:
             raise StorageError(
-                f"A tensor is in {self._file.directory}, a file of the process from which this one was forked. Run the "
+                f"A tensor is in a file in {self._file.path} of the process from which this one was forked. Run the "
                 "backward in the process that ran the forward."
             )
         self.start_back()
@@ -176,8 +179,8 @@ class DiskPiece(Piece):
             if there is not None:
                 return self.note_loaded(there)
         raise StorageError(
-            f"A tensor of {run.numel() * run.element_size():,} bytes could not be read from {self._file.directory}: "
-            f"{error}. Files of reactivate.storage.Disk must stay as they are until the training ends."
+            f"A tensor of {run.numel() * run.element_size():,} bytes could not be read from the file in {self._file.path}: "
+            f"{error}. The disk may have failed."
         ) from error
 
     def __del__(self) -> None:
@@ -202,7 +205,7 @@ class Spool(Mover):
         self.file: DiskFile | None = None
         self.name = f"reactivate.storage.Disk({path!r})"
         self._path = path
-        self._limit = limit
+        self.limit = limit
         super().__init__(least_bytes, last, ahead)
         _SPOOLS.add(self)
 
@@ -255,13 +258,13 @@ class Spool(Mover):
         nbytes = run.numel() * run.element_size()
         try:
             if self.file is None:
-                self.file = DiskFile(self._path, self._limit, os.getpid())
+                self.file = DiskFile(self._path, self.limit, os.getpid())
             area = self.file.take(nbytes)
         except OSError as error:
             self.warn_of_no_room(f"there is no file of {nbytes:,} bytes more ({error})")
             return None
         if area is None:
-            self.warn_of_no_room(f"the limit of {self._limit:,} bytes is reached")
+            self.warn_of_no_room(f"the limit of {self.limit:,} bytes is reached")
             return None
         on_host = run.to("cpu")
         write = Write(self.file, area, on_host)

@@ -35,6 +35,8 @@ class HostPiece(Piece):
         slabs: for its kind of device.
     """
 
+    waits = True
+
     def __init__(
         self,
         memory: Memory,
@@ -55,8 +57,7 @@ class HostPiece(Piece):
         self._slab: Slab | None = None
         self._gone: Any = None  # the event of the copy from the device, until the stream that computes waits for it
         self._coming: tuple[Tensor, Any] | None = None
-        self._computing: Any = None  # the stream in whose order the memory on the device comes
-        self._is_written = False
+        self._computing = series.stream  # in whose order the memory on the device comes
 
     def start(self) -> bool:
         """Start the copy from the device; return whether there was room for it."""
@@ -67,8 +68,7 @@ class HostPiece(Piece):
         if slab is None:
             return False
         self._slab = slab
-        self._computing = self._streams.current()
-        self._gone = slab.last = self._streams.take_out(run, slab.run_of(*self._size), slab.last)
+        self._gone = slab.last = self._streams.take_out(run, slab.run_of(*self._size), slab.last, self._computing)
         return True
 
     def let_go(self) -> None:
@@ -77,16 +77,12 @@ class HostPiece(Piece):
             self._computing.wait_event(self._gone)
             self._look_for_write(self._run)  # from here on, whatever writes comes after the copy
             self._run = self._gone = None
-
-    def _look_for_write(self, run: Tensor) -> bool:
-        self._is_written = self._is_written or run._version != self.memory.version
-        return self._is_written
+            self.memory.let_go()
 
     def start_back(self) -> None:
         """Start the copy to the device, if that is where it is not."""
         if self._run is None and self._coming is None and self._slab is not None and not self._is_written:
-            self._computing = self._streams.current()
-            self._coming = self._streams.bring_back(self._slab.run_of(*self._size), self._slab.last)
+            self._coming = self._streams.bring_back(self._slab.run_of(*self._size), self._computing)
             self._slab.last = self._coming[1]
 
     def read(self) -> Tensor:
@@ -99,7 +95,7 @@ class HostPiece(Piece):
         self.start_back()
         assert self._coming is not None
         run, arrived = self._coming
-        self._streams.wait(arrived, self._computing)
+        self._streams.wait(run, arrived, self._computing)
         self._coming = None
         self._staging.traffic.loaded_bytes += run.numel() * run.element_size()
         return run
@@ -121,7 +117,7 @@ class HostPiece(Piece):
         if self._gone is not None:
             self._computing.wait_event(self._gone)  # rule 2
         if self._coming is not None:
-            self._computing.wait_event(self._coming[1])  # rule 5
+            self._computing.wait_event(self._coming[1])  # rule 4
         if self._slab is not None:
             self._slabs.give_back(self._slab)
 

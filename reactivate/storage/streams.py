@@ -2,19 +2,19 @@
 
 Rules, each of which has a test that fails without it:
 
-1. A copy from the device waits for what computes the tensor: for an event that the reader's stream records first.
+1. A copy from the device waits for what computes the tensor: for an event that this stream records first.
 2. The memory of a tensor that is being copied is not let go before the stream that computes waits for the copy. Whoever
    gets the memory next, in the order of that stream, comes after the copy.
 3. Memory for a copy to the device comes in the order of the stream that computes. The copy waits for an event that this
-   stream records afterwards: what had the memory before is done with it.
-4. It waits for the copy from the device as well, if that is still under way.
-5. The stream that computes waits for a copy to the device before anything reads it; and before its memory is let go, if
-   nobody reads it.
-6. Memory of the host is given to another tensor together with the event of the last copy from or to it. The next copy
+   stream records afterwards: what had the memory before is done with it, and so is the copy from the device (rule 2).
+4. The stream that computes waits for a copy to the device before anything reads it; and before its memory is let go, if
+   nobody reads it. So does another stream that reads it, and the memory is not given away before that has read it.
+5. Memory of the host is given to another tensor together with the event of the last copy from or to it. The next copy
    waits for that event.
-7. Memory of the host is unlocked only when that event is done; then, and only then, the host itself waits.
+6. Memory of the host is unlocked only when that event is done; then, and only then, the host itself waits.
 
-An event is recorded once. It lives as long as a piece, a slab or a tensor that is on its way refers to it.
+The stream that computes is that of the series (see `series.py`), whichever is current. An event is recorded once. It lives
+as long as a piece, a slab or a tensor that is on its way refers to it.
 """
 
 from __future__ import annotations
@@ -38,56 +38,60 @@ class CopyStreams:
         self._out = self._module.Stream(device)
         self._back = self._module.Stream(device)
 
-    def current(self) -> Any:
-        """Return the stream that computes."""
-        return self._module.current_stream(self._device)
-
-    def take_out(self, run: Tensor, memory: Tensor, after: Any) -> Any:
+    def take_out(self, run: Tensor, memory: Tensor, after: Any, computing: Any) -> Any:
         """Copy from the device: an event for its end.
 
         Args:
             run: on the device.
             memory: of the host, of the same size.
             after: the event of the last copy from or to `memory`, or None.
+            computing: the stream that computes `run`.
         """
-        self._out.wait_event(self.current().record_event())  # rule 1
+        self._out.wait_event(computing.record_event())  # rule 1
         if after is not None:
-            self._out.wait_event(after)  # rule 6
+            self._out.wait_event(after)  # rule 5
         with self._module.stream(self._out):
             memory.copy_(run, non_blocking=True)
         return self._out.record_event()
 
-    def bring_back(self, memory: Tensor, after: Any) -> tuple[Tensor, Any]:
+    def bring_back(self, memory: Tensor, computing: Any) -> tuple[Tensor, Any]:
         """Copy to the device: the tensor, which nobody may read yet, and an event for the copy's end.
 
         Args:
             memory: of the host.
-            after: the event of the copy that filled it.
+            computing: the stream in whose order the tensor's memory comes.
         """
-        run = torch.empty(memory.shape, dtype=memory.dtype, device=self._device)
-        self._back.wait_event(self.current().record_event())  # rule 3
-        self._back.wait_event(after)  # rule 4
+        with self._module.stream(computing):
+            run = torch.empty(memory.shape, dtype=memory.dtype, device=self._device)
+        self._back.wait_event(computing.record_event())  # rule 3
         with self._module.stream(self._back):
             run.copy_(memory, non_blocking=True)
         return run, self._back.record_event()
 
-    def wait(self, arrived: Any, computing: Any) -> None:
-        """Let whoever reads wait for a copy to the device (rule 5).
+    def wait(self, run: Tensor, arrived: Any, computing: Any) -> None:
+        """Let whoever reads wait for a copy to the device (rule 4).
 
         Args:
+            run: the copy.
             arrived: the event of its end.
             computing: the stream in whose order the memory came.
         """
-        current = self.current()
+        current = self._module.current_stream(self._device)
         current.wait_event(arrived)
         if current != computing:
             computing.wait_event(arrived)
+            run.record_stream(current)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream that computes on a device; None where there is none."""
+    return torch.get_device_module(device).current_stream(device) if has_streams(device) else None
 
 
 def has_streams(device: torch.device) -> bool:
     """Return whether a kind of device has streams."""
     module: Any = torch.get_device_module(device)
-    return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
+    return device.type != "cpu" and all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -19,6 +19,7 @@ class Wrapped:
         context: what the class needs beside these.
         size, stride: of the whole.
         attributes: what was set on the tensor in Python, beside the parts.
+        is_jagged: whether it is a jagged nested tensor.
     """
 
     kind: Any
@@ -27,10 +28,17 @@ class Wrapped:
     size: Any
     stride: Any
     attributes: dict[str, Any]
+    is_jagged: bool
 
     def each(self, function: Callable[[Any], Any]) -> Any:
-        """Return it with `function` of each part that is a tensor."""
-        parts = {name: function(part) if isinstance(part, Tensor) else part for name, part in self.parts.items()}
+        """Return it with `function` of each part that is a tensor.
+
+        Not of the offsets of a jagged tensor: which object these are says which of its dimensions it shares with others.
+        """
+        parts = {
+            name: function(part) if isinstance(part, Tensor) and not (self.is_jagged and _is_integer(part)) else part
+            for name, part in self.parts.items()
+        }
         return replace(self, parts=parts)
 
     def rebuilt(self, load: Callable[[Any], Tensor]) -> Tensor:
@@ -53,4 +61,8 @@ def parts_of(tensor: Tensor) -> Wrapped | None:
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = {name: getattr(tensor, name) for name in names}
     attributes = {name: value for name, value in vars(tensor).items() if name not in parts}
-    return Wrapped(kind, parts, context, tensor.size(), tensor.stride(), attributes)
+    return Wrapped(kind, parts, context, tensor.size(), tensor.stride(), attributes, tensor.is_nested)
+
+
+def _is_integer(part: Tensor) -> bool:
+    return not (part.is_floating_point() or part.is_complex())

@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "storages",
     metavar="STORAGE",
     multiple=True,
-    help='A storage that the plan may use: "host", or as in Python, "Host(limit=34359738368)", "Disk(\'/scratch\')". May be '
+    help='A storage that the plan may use: "host", or as in Python, "Host(limit=\'32GiB\')", "Disk(\'/scratch\')". May be '
     "repeated: the plan uses the one with which it is fastest.",
 )
 @click.option(

@@ -18,7 +18,7 @@ from reactivate.storage.disk import Disk
 from reactivate.storage.disk_file import DiskFile
 from reactivate.storage.host import Host
 from reactivate.storage.slabs import Slabs
-from reactivate.storage.streams import CopyStreams, has_streams
+from reactivate.storage.streams import CopyStreams, current_stream, has_streams
 
 _PROBE_BYTES = 32 * 2**20
 _ROUNDS = 5
@@ -108,11 +108,11 @@ def _host_copies(device: torch.device) -> Copies:
     memory = slab.run_of(_PROBE_BYTES, torch.uint8)
 
     def out() -> None:
-        slab.last = streams.take_out(run, memory, slab.last)
+        slab.last = streams.take_out(run, memory, slab.last, current_stream(device))
         slab.last.synchronize()
 
     def back() -> None:
-        _, slab.last = streams.bring_back(memory, slab.last)
+        _, slab.last = streams.bring_back(memory, current_stream(device))
         slab.last.synchronize()
 
     def end() -> None:
