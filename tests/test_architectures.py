@@ -202,6 +202,25 @@ def test_transformers(make: Callable[[], Case], use_reentrant: bool) -> None:
     check_switched_on(make, switch, ARCHITECTURES[make])
 
 
+def test_transformers_layers_are_compared_ever_more_rarely() -> None:
+    """transformers makes a partial for each call of a layer. Steps without comparisons run the ops of torch's."""
+
+    def ops_of_steps(steps: int) -> list[int]:
+        case = llama()
+        case.fn.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[attr-defined]
+        found = []
+        for _ in range(steps):
+            with torch.profiler.profile() as profile:
+                case.fn(**case.kwargs).loss.backward()
+            found.append(sum(event.name.startswith("aten::") for event in profile.events()))
+        return found
+
+    theirs = ops_of_steps(3)[-1]
+    with dropin.install():
+        ours = ops_of_steps(9)
+    assert [step for step, count in enumerate(ours, 1) if count > 1.01 * theirs] == [1, 2, 4, 8]
+
+
 @pytest.mark.parametrize("make", [*ARCHITECTURES, torchtune_llama], ids=lambda make: make.__name__)
 def test_dropout_is_on(make: Callable[[], Case]) -> None:
     """Every dropout that the model has drops something, so that the tests here would see a shifted RNG stream."""

@@ -302,13 +302,97 @@ class Layer(nn.Module):
         return (self.linear(x) * (self.following.use() if self.number == 4 else 1)).sin()
 
 
-def test_closures_over_different_modules_are_different_regions() -> None:
+class Made:
+    """An object that is made for each call of a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.layer(x) * scale  # type: ignore[no-any-return]
+
+
+AFTERWARDS = nn.Identity()
+
+
+def with_a_module_of_the_file(layer: nn.Module, x: Tensor) -> Tensor:
+    return AFTERWARDS(layer(x))  # type: ignore[no-any-return]
+
+
+MADE_ANEW: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "a closure": lambda layer: lambda x: layer(x),
+    "a partial of a function": lambda layer: partial(type(layer).forward, layer),
+    "a partial of a method": lambda layer: partial(layer.__call__),
+    "a partial of a partial": lambda layer: partial(partial(nn.Module.__call__, layer)),
+    "a partial of an object": lambda layer: partial(Made(layer), scale=2.0),
+    "an object": Made,
+    "its method": lambda layer: Made(layer).__call__,
+    "a partial that leads to a second module": lambda layer: partial(with_a_module_of_the_file, layer),
+}
+
+
+@pytest.mark.parametrize("make", MADE_ANEW.values(), ids=MADE_ANEW)
+def test_a_function_made_anew_for_each_call_is_one_region(make: Callable[[nn.Module], Any]) -> None:
+    """Compared are the first call over each module, and its 2nd, 4th and 8th: these run more ops than the others."""
+    layers = nn.ModuleList(Layer(0) for _ in range(3))
+    x = torch.randn(4, 4, requires_grad=True)
+    ops: dict[tuple[int, int], int] = {}
+    for call in range(1, 10):
+        for number, layer in enumerate(layers):
+            with torch.profiler.profile() as profile:
+                reactivate.checkpoint(make(layer))(x).sum().backward()
+            ops[number, call] = sum(event.name.startswith("aten::") for event in profile.events())
+    compared = {key for key, count in ops.items() if count > min(ops.values())}
+    assert compared == {(number, call) for number in range(3) for call in (1, 2, 4, 8)}
+
+
+@pytest.mark.parametrize("make", MADE_ANEW.values(), ids=MADE_ANEW)
+def test_functions_over_different_modules_are_different_regions(make: Callable[[nn.Module], Any]) -> None:
     layers = nn.ModuleList(Layer(number) for number in range(6))
     x = torch.randn(4, 4, requires_grad=True)
-    for layer in layers:  # the fifth is the only wrong one: the fifth call of this lambda's code
-        x = reactivate.checkpoint(lambda x, layer=layer: layer(x))(x)
+    for layer in layers:  # the fifth is the only wrong one: the fifth call of this code
+        x = reactivate.checkpoint(make(layer))(x)
     with pytest.raises(RecomputeMismatchError, match="that the library cannot see"):
         x.sum().backward()
+
+
+def test_modules_and_code_made_anew_are_compared_in_their_first_call() -> None:
+    """Also where they have the addresses of dead ones."""
+    x = torch.randn(4, 4, requires_grad=True)
+    for _ in range(6):
+        names: dict[str, Any] = {"layer": Layer(4)}
+        exec("def forward(x):\n    return layer(x)", names)
+        for fn in (names["forward"], partial(Layer.forward, Layer(4))):
+            out = reactivate.checkpoint(fn)(x).sum()
+            with pytest.raises(RecomputeMismatchError, match="that the library cannot see"):
+                out.backward()
+
+
+def test_calls_of_a_function_that_writes_are_all_compared() -> None:
+    """The proof that a recomputation is right needs checksums, in the calls in between too."""
+
+    class Clamped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.3, 0.3)
+            return super().forward(x).sin()
+
+    def train(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = Clamped(64, 64)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            wrap(layer)(torch.randn(4, 64)).square().sum().backward()
+            optimizer.step()
+        return list(layer.parameters())
+
+    ran = Watched()
+    with observed_by(ran):
+        found = train(lambda layer: reactivate.checkpoint(partial(Clamped.forward, layer)))
+    assert ran.regions == STEPS
+    for one, other in zip(train(lambda layer: layer), found):
+        assert_bitwise(one, other, "a parameter")
 
 
 @pytest.mark.parametrize("tool", ["explain", "verify", "verify of a policy", "plan"])

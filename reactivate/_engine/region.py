@@ -200,7 +200,7 @@ class Region(BackwardSide):
             self.proof = WriteProof(written, result)
             self.states = self.states or TensorStates(())
             self.states.note_writes(self.proof.tensors())
-            note_writer(self.fn)
+            note_writer(capture)
             if self.forward_log is not None and self.check is None:
                 self.forward_log.distrust("the region writes to a tensor of which there is no copy")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from sys import _getframe
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -129,6 +129,8 @@ class Unmatched:
 
 def number_of(policy: Policy) -> int:
     """Return a number that tells policies apart, and holds none: a function may be made for each call."""
+    if isinstance(policy, FunctionType):
+        return hash(policy.__code__)
     try:
         return hash(policy)
     except TypeError:

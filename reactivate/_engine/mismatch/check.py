@@ -18,17 +18,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from reactivate._bits import checksum
 from reactivate._engine.mismatch.stale import comes_from_stale, watches
-from reactivate._engine.state.known import Known
+from reactivate._engine.state.bounded import Bounded
 from reactivate._torch.containers import flatten
 from reactivate._torch.modes import run_unseen
 
@@ -41,76 +41,120 @@ _ROWS = 32
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
 
-# By the id of the region's owner: a reference to it, and how many calls there were with each policy, by the policy's number
-# and of closures over a module by that of their code.
-_calls: dict[int, tuple[Any, dict[Any, int]]] = {}
-_writers = Known()  # owners of regions that wrote to what there is no copy of
+
+class Calls:
+    """The calls of one region.
+
+    Attributes:
+        counts: lists of one number, by the number of the policy: how many calls there were with it.
+        is_writer: whether one wrote to a tensor of which there was no copy.
+    """
+
+    __slots__ = ("counts", "is_writer")
+
+    def __init__(self) -> None:
+        self.counts: Bounded[int, list[int]] = Bounded()
+        self.is_writer = False
+
+
+_calls: dict[tuple[int, int], tuple[ref[Any], ref[Any], Calls]] = {}
+"""By the ids of a module and of code, with references to both: an entry goes with the first of them."""
 
 
 def is_due(call: Any, determinism: str, choice: Any) -> bool:
     """Return whether checksums are taken in this call of a region: for a comparison, or for a proof if one is needed.
 
     With "first" they are in the 1st, 2nd, 4th, 8th, ... call, and but for "none" in every call if an earlier one needed a
-    proof. Closures may be made anew for each call: those of one code over one module count together.
+    proof. Functions, partials and objects may be made anew for each call: those of one code and one module count together.
 
     Args:
         call: its function and the modules that this reaches.
         determinism: as given to `checkpoint`.
         choice: of the policy, if there is one.
     """
-    fn = call.fn
-    if determinism == "values" or (_writers and determinism != "none" and _writers.has(owner_of(fn))):
-        return True
-    if determinism != "first":
-        return False
-    kind = type(fn)
-    number: Any = 0 if choice is None else choice.number
-    if kind is FunctionType:
-        owner = fn.__code__
-        if call.roots:
-            owner, number = call.roots[0], (number, id(owner))
-    else:
-        owner = fn.__self__ if kind is MethodType else fn
-    entry = _calls.get(id(owner))
-    if entry is None or entry[0]() is not owner:
-        entry = _first_call(owner)
-    entry[1][number] = count = entry[1].get(number, 0) + 1
-    return not count & (count - 1)
+    if determinism in ("values", "none"):
+        return determinism == "values"
+    calls = _calls_of(call)
+    if determinism == "first":
+        number = 0 if choice is None else choice.number
+        count = calls.counts.get(number)
+        if count is None:
+            count = calls.counts[number] = [0]
+        count[0] += 1
+        if not count[0] & (count[0] - 1):
+            return True
+    return calls.is_writer
 
 
 @contextmanager
 def uncounted() -> Iterator[None]:
     """Put the numbers of calls back afterwards: those that a tool makes meanwhile are no steps of a training."""
-    before = {key: (reference, dict(counts)) for key, (reference, counts) in _calls.copy().items()}  # owners may die
+    before = {id(calls): (calls, _numbers(calls)) for _, _, calls in _calls.copy().values()}
     try:
         yield
     finally:
-        for key, (reference, counts) in _calls.copy().items():
-            counts.clear()
-            known, number = before.get(key, (None, {}))
-            if known is reference:
-                counts.update(number)
+        for _, _, calls in _calls.copy().values():
+            calls.counts.clear()
+            if id(calls) in before:
+                calls.counts.update((policy, [number]) for policy, number in before[id(calls)][1].items())
 
 
-def note_writer(fn: Any) -> None:
+def _numbers(calls: Calls) -> dict[int, int]:
+    return {policy: count[0] for policy, count in calls.counts.copy().items()}
+
+
+def note_writer(call: Any) -> None:
     """Compare every call of this region from the next one on."""
-    _writers.note(owner_of(fn))
+    _calls_of(call).is_writer = True
 
 
 def owner_of(fn: Any) -> Any:
-    """Return what stands for a region in all of its calls: wrappers and closures may be made anew for each."""
+    """Return the module whose call, method or partial a function is, or else its code."""
+    module = _module_of(fn)
+    return _code_of(fn) if module is None else module
+
+
+def _calls_of(call: Any) -> Calls:
+    fn, roots = call.fn, call.roots
+    code: Any = fn.__code__ if type(fn) is FunctionType else _code_of(fn)
+    module: Any = code
+    if len(roots) == 1:
+        module = roots[0]
+    elif roots:
+        module = _module_of(fn)
+        if module is None:
+            module = next(item for item in (*call.args, *roots) if isinstance(item, Module))
+    key = id(module), id(code)
+    entry = _calls.get(key)
+    if entry is None or entry[0]() is not module or entry[1]() is not code:
+        forget = functools.partial(_calls.pop, key)
+        entry = _calls[key] = ref(module, forget), ref(code, forget), Calls()
+    return entry[2]
+
+
+def _module_of(fn: Any) -> Module | None:
+    while isinstance(fn, functools.partial):
+        for item in (*fn.args, *fn.keywords.values()):
+            if isinstance(item, Module):
+                return item
+        fn = fn.func
+    owner = fn.__self__ if type(fn) is MethodType else fn
+    return owner if isinstance(owner, Module) else None
+
+
+def _code_of(fn: Any) -> Any:
+    """Return what runs, as something that lives on: code, a class, or a function in C."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     kind = type(fn)
-    return fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
-
-
-def _first_call(owner: Any) -> tuple[Any, dict[Any, int]]:
-    key = id(owner)
-    try:
-        reference: Any = ref(owner, functools.partial(_calls.pop, key))
-    except TypeError:  # an object in C, which nobody can wait for: it is compared each time
-        return None, {}
-    entry = _calls[key] = reference, {}
-    return entry
+    if kind is MethodType:
+        fn = fn.__self__ if isinstance(fn.__self__, type) else fn.__func__
+        kind = type(fn)
+    if kind is FunctionType:
+        return fn.__code__
+    if kind is BuiltinFunctionType and isinstance(fn.__self__, (type, ModuleType)):
+        return fn
+    return fn if isinstance(fn, type) else kind
 
 
 class Profile(NamedTuple):
