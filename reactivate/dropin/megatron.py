@@ -25,7 +25,9 @@ from reactivate.storage import Sharded
 __all__ = [
     "BlockLevelCheckpointManager",
     "CheckpointFunction",
+    "CheckpointManager",
     "CheckpointWithoutOutput",
+    "CheckpointWithoutOutputManager",
     "MHCBlockRecomputeManager",
     "checkpoint",
     "install",
@@ -103,13 +105,16 @@ class CheckpointWithoutOutput(WithoutOutput):
 
     Args:
         fp8: without meaning for the results, since the state of 8-bit layers is restored in any case.
-        ckpt_manager: a `MHCBlockRecomputeManager`, which then discards the output in the place of
+        ckpt_manager: a `CheckpointWithoutOutputManager`, which then discards the output in the place of
             `discard_output_and_register_recompute`.
+        retain_input_tensors: without meaning: an output that has the memory of an input is never discarded, since the
+            region keeps its inputs.
 
     Raises:
         UsageError: in backward, if the output was never discarded: the checkpoint would save nothing.
 
-    Source: `megatron.core.tensor_parallel.random`, Megatron Core 0.16; `ckpt_manager` in later ones.
+    Source: `megatron.core.tensor_parallel.random`, Megatron Core 0.16; `ckpt_manager` and `retain_input_tensors` in later
+    ones.
 
     Example:
         >>> import torch
@@ -128,17 +133,21 @@ class CheckpointWithoutOutput(WithoutOutput):
         return _guards().adding(_AUTOCAST)
 
 
-class MHCBlockRecomputeManager(SeveralWithoutOutput):
+class CheckpointWithoutOutputManager(SeveralWithoutOutput):
     """Discard the outputs of several checkpoints at once, each of which was made with this as its `ckpt_manager`.
 
     A checkpoint whose input is the output of another one keeps that.
+
+    Attributes:
+        checkpoints: of which the outputs are to be discarded.
+        is_last_layer_in_recompute_block: a mark of Megatron's layers for each other, without meaning here.
 
     Source: `megatron.core.tensor_parallel.random`, Megatron Core after 0.16.
     """
 
 
-BlockLevelCheckpointManager = MHCBlockRecomputeManager
-"""Megatron's older name of it."""
+BlockLevelCheckpointManager = CheckpointManager = MHCBlockRecomputeManager = CheckpointWithoutOutputManager
+"""Megatron's older names of it."""
 
 
 def policy(
