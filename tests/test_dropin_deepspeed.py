@@ -194,12 +194,15 @@ def test_install_takes_the_configuration_over(
 ) -> None:
     imported = [stand_in.checkpoint, stand_in.configure]
     x = torch.ones(4, requires_grad=True)
-    with deepspeed.install(), caplog.at_level(logging.INFO, "reactivate.dropin.deepspeed"):
+    with deepspeed.install() as installed, caplog.at_level(logging.INFO, "reactivate.dropin.deepspeed"):
+        stand_in.PROFILE_TIME = False
+        assert deepspeed.install() is installed  # as it is configured
         imported[0](lambda x: x.sin().exp(), x).sum().backward()
         assert len(caplog.records) == 2  # PROFILE_TIME
         assert stand_in.model_parallel_cuda_manual_seed(3) == "DeepSpeed's"  # of its own tracker
         imported[1](None, checkpoint_in_cpu=True)
         assert stand_in.is_configured() and not deepspeed.is_configured()  # its own, not those of this module
+        assert installed.regions == 1
     assert x.grad is not None
     assert imported[0](torch.sin, x)[0] == "DeepSpeed's"
     stand_in.CONTIGUOUS_CHECKPOINTING = stand_in.PARTITION_ACTIVATIONS = True

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.mismatch import check
+from reactivate._engine.mismatch import calls
 from reactivate._engine.mismatch.check import Check
 from reactivate._engine.record import observed_by
 from reactivate.errors import RecomputeMismatchError
@@ -215,7 +215,7 @@ UNSEEN: dict[str, Callable[[], Use]] = {
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("REACTIVATE_TEST", "1")
-    monkeypatch.setattr(check, "_calls", {})  # closures of one code count together: each test has first calls
+    monkeypatch.setattr(calls, "_calls", {})  # closures of one code count together: each test has first calls
     with decimal.localcontext():
         yield
 
@@ -331,6 +331,13 @@ MADE_ANEW: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
 }
 
 
+def ops_of(step: Callable[[], Any]) -> int:
+    """Count the ops of a step, those that no mode sees among them."""
+    with torch.profiler.profile() as profile:
+        step()
+    return sum(event.name.startswith("aten::") for event in profile.events())
+
+
 @pytest.mark.parametrize("make", MADE_ANEW.values(), ids=MADE_ANEW)
 def test_a_function_made_anew_for_each_call_is_one_region(make: Callable[[nn.Module], Any]) -> None:
     """Compared are the first call over each module, and its 2nd, 4th and 8th: these run more ops than the others."""
@@ -339,11 +346,28 @@ def test_a_function_made_anew_for_each_call_is_one_region(make: Callable[[nn.Mod
     ops: dict[tuple[int, int], int] = {}
     for call in range(1, 10):
         for number, layer in enumerate(layers):
-            with torch.profiler.profile() as profile:
-                reactivate.checkpoint(make(layer))(x).sum().backward()
-            ops[number, call] = sum(event.name.startswith("aten::") for event in profile.events())
+            ops[number, call] = ops_of(lambda layer=layer: reactivate.checkpoint(make(layer))(x).sum().backward())
     compared = {key for key, count in ops.items() if count > min(ops.values())}
     assert compared == {(number, call) for number in range(3) for call in (1, 2, 4, 8)}
+
+
+def product(weight: Tensor, x: Tensor) -> Tensor:
+    return weight * x
+
+
+WITHOUT_MODULES: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
+    "a closure": lambda weight: lambda x: x * weight,
+    "a partial": lambda weight: partial(product, weight),
+    "a partial of a function in C": lambda weight: partial(torch.mul, weight),
+    "a method in C": lambda weight: weight.mul,
+}
+
+
+@pytest.mark.parametrize("make", WITHOUT_MODULES.values(), ids=WITHOUT_MODULES)
+def test_functions_without_a_module_count_by_their_code(make: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    ops = [ops_of(lambda: reactivate.checkpoint(make(torch.randn(4, 4)))(x).sum().backward()) for _ in range(9)]
+    assert [call for call, count in enumerate(ops, 1) if count > min(ops)] == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize("make", MADE_ANEW.values(), ids=MADE_ANEW)

@@ -16,7 +16,7 @@ import reactivate
 from reactivate import policies
 from reactivate._engine import sites
 from reactivate._engine.inputs import namespaces
-from reactivate._engine.mismatch import check
+from reactivate._engine.mismatch import calls
 from reactivate._engine.state import bounded
 from reactivate._engine.state.bounded import Bounded
 from reactivate._engine.state.code import CACHED
@@ -62,7 +62,7 @@ def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.Monkey
     for number in range(20):
         oracle.check(lambda: oracle.Case(made_anew(number), (torch.randn(2, 4, requires_grad=True),)))
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    before = len(check._calls)
+    before = len(calls._calls)
     for number in range(20):  # of code and policies that are made anew
         names: dict[str, Any] = {"layer": layer}
         exec(f"def forward(x):\n    return layer(x).sin() * {number}", names)
@@ -73,8 +73,8 @@ def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.Monkey
     for cache in caches():
         cache.cache_clear()
     gc.collect()
-    assert len(check._calls) <= before + 10
-    assert max(len(calls.counts) for _, _, calls in check._calls.values()) <= 8
+    assert len(calls._calls) <= before + 10
+    assert max(len(item.counts) for _, _, item in calls._calls.values()) <= 8
     assert len(namespaces.facts_of_code) <= 8 and len(namespaces._facts_of_class) <= 8 and len(sites._known) <= 8
 
 

@@ -43,7 +43,7 @@ class WithoutOutput:
 
     @property
     def is_called(self) -> bool:
-        """Whether there is an output to discard, or was one."""
+        """True once there was an output to discard."""
         return self._registration is not None
 
     def guards(self) -> Guards:

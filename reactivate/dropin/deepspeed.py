@@ -27,7 +27,7 @@ from reactivate._backends import accelerator
 from reactivate._types import DEVICE, Storage
 from reactivate.dropin._calls import SYNCHRONIZED, Chosen, call_region, timed, with_tracker
 from reactivate.dropin._deepspeed_settings import DeepSpeedOptions, configured
-from reactivate.dropin._installation import Installation, library
+from reactivate.dropin._installation import Installation, Tally, again, library
 from reactivate.errors import UsageError
 from reactivate.guards import RngTracker, tensor_parallel_seeds
 from reactivate.storage import Host
@@ -61,6 +61,8 @@ _TIMED = timed(logging.getLogger("reactivate.dropin.deepspeed"))
 settings = DeepSpeedOptions()
 """The settings of this instance. `install` has an instance of this module of its own."""
 
+tally = Tally()
+
 replaced: dict[str, Any] = {}
 """DeepSpeed's own functions, by name, that those of this instance are in the place of."""
 
@@ -84,6 +86,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> x = torch.ones(2, requires_grad=True)
         >>> checkpoint(lambda x: x.sin().exp(), x).sum().backward()
     """
+    tally.add()
     guards = with_tracker(_tracker())
     if settings.is_profiled:
         guards = guards.adding(_TIMED)
@@ -243,13 +246,16 @@ def install() -> Installation:
     What DeepSpeed was configured with is taken over. Its RNG tracker and its functions of that stay DeepSpeed's.
 
     Returns:
-        A handle with `remove()`; also a context manager.
+        A handle with `remove()`; also a context manager. If it is installed already, the same handle.
 
     Raises:
-        UsageError: DeepSpeed is not installed; or this drop-in is installed already.
+        UsageError: DeepSpeed is not installed.
         UnsupportedError: DeepSpeed is configured with contiguous buffers.
     """
     upstream: Any = library(_UPSTREAM, "dropin.deepspeed.install()")
+    present = again(upstream.__name__)
+    if present is not None:
+        return present
     found = DeepSpeedOptions(
         upstream.PARTITION_ACTIVATIONS,
         upstream.CONTIGUOUS_CHECKPOINTING,

@@ -15,7 +15,7 @@ from reactivate._types import DEVICE, Policy, Storage
 from reactivate.dropin import _megatron_policy
 from reactivate.dropin._autocast_state import AutocastState
 from reactivate.dropin._calls import Chosen, call_region, is_first_of, with_tracker
-from reactivate.dropin._installation import Installation, library
+from reactivate.dropin._installation import Installation, Tally, again, library
 from reactivate.dropin._megatron_state import CHECKPOINTING, open_regions, parallel, rng_tracker, tensor_parallel_group
 from reactivate.dropin._without_output import SeveralWithoutOutput, WithoutOutput
 from reactivate.errors import UsageError
@@ -40,6 +40,8 @@ _NOT_MEGATRONS = ("install", "parallel", "policy")
 _NAMES = {name: name for name in __all__ if name not in _NOT_MEGATRONS}
 
 _AUTOCAST = AutocastState()
+
+tally = Tally()
 
 replaced: dict[str, Any] = {}
 """Megatron's own functions, by name, that those of this instance are in the place of."""
@@ -69,6 +71,7 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     if distribute_saved_activations:
         is_first = is_first_of(args, "checkpoint(function, distribute_saved_activations=True, *args)")
         inputs = Chosen(Sharded(tensor_parallel_group(), least_bytes=0), is_first)
+    tally.add()
     return call_region(function, args, {}, _guards(), inputs)
 
 
@@ -127,6 +130,11 @@ class CheckpointWithoutOutput(WithoutOutput):
         >>> del hidden
         >>> out.sum().backward()
     """
+
+    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+        """Call `run_function(*args)` as a region; return what it returns."""
+        tally.add()
+        return super().checkpoint(run_function, *args)
 
     def guards(self) -> Guards:
         """Return the guards of a region: those of `checkpoint`, and TransformerEngine's autocast."""
@@ -206,10 +214,10 @@ def install() -> Installation:
     tensor-parallel group and the RNG tracker are Megatron's.
 
     Returns:
-        A handle with `remove()`; also a context manager.
+        A handle with `remove()`; also a context manager. If it is installed already, the same handle.
 
     Raises:
-        UsageError: megatron-core is not installed; or this drop-in is installed already.
+        UsageError: megatron-core is not installed.
     """
     upstream = library("megatron.core.tensor_parallel.random", "dropin.megatron.install()")
-    return Installation(upstream, sys.modules["reactivate.dropin.megatron"], _NAMES)
+    return again(upstream.__name__) or Installation(upstream, sys.modules["reactivate.dropin.megatron"], _NAMES)

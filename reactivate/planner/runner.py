@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from reactivate._engine.accounts import in_words
 from reactivate._engine.current import is_recomputing
-from reactivate._engine.mismatch.check import uncounted
+from reactivate._engine.mismatch.calls import uncounted
 from reactivate._inspect.step import leaves_of
 from reactivate._model.apply import apply, paused
 from reactivate._model.handle import Handle
