@@ -191,13 +191,19 @@ def draws_random_numbers(case: Case) -> bool:
     return not torch.equal(before, torch.get_rng_state())
 
 
+def enable(model: Any, use_reentrant: bool) -> None:
+    """Switch checkpointing on by its name since transformers 5.23, or its older one."""
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": use_reentrant})
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("make", ARCHITECTURES, ids=lambda make: make.__name__)
 def test_transformers(make: Callable[[], Case], use_reentrant: bool) -> None:
     """Loss, logits, every gradient, buffer and RNG stream are those of the model without gradient checkpointing."""
 
     def switch(model: PreTrainedModel) -> None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        enable(model, use_reentrant)
 
     check_switched_on(make, switch, ARCHITECTURES[make])
 
@@ -207,7 +213,7 @@ def test_transformers_layers_are_compared_ever_more_rarely() -> None:
 
     def ops_of_steps(steps: int) -> list[int]:
         case = llama()
-        case.fn.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[attr-defined]
+        enable(case.fn, use_reentrant=False)
         found = []
         for _ in range(steps):
             with torch.profiler.profile() as profile:
