@@ -131,14 +131,16 @@ def made(kind: Kind, size: Size, way: str) -> tuple[nn.Module, dict[str, Tensor]
     if way != NONE:
         reactivate.dropin.xla.context_fn()  # registers the `torch.xla` that torch's function asks for
         if kind.layer is None:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            name = "activation_checkpointing_enable"  # since transformers 5.23
+            enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})  # type: ignore[operator]
         else:
             _checkpoint_layers(model, kind.layer)
     return model.to("xla").train(), {name: tensor.to("xla") for name, tensor in batch.items()}
 
 
 def _checkpoint_layers(model: nn.Module, name: str) -> None:
-    """Checkpoint the calls of layers of this class, as `gradient_checkpointing_enable` does."""
+    """Checkpoint the calls of layers of this class, as `activation_checkpointing_enable` does."""
     for layer in [module for module in model.modules() if type(module).__name__ == name]:
         layer.forward = partial(_checkpointed, layer.forward)  # type: ignore[method-assign]
 

@@ -121,8 +121,9 @@ def shape(kind: Kind, size: Size) -> str:
 ABOUT = f"""# Models of transformers on XLA
 
 Models of transformers, with small configurations and random weights, whose layers go through
-`torch.utils.checkpoint.checkpoint`: by `gradient_checkpointing_enable`, and of the ConvNeXt, which does not have that, each
-layer by hand. `reactivate.dropin.install()` puts regions in the place of torch's function.
+`torch.utils.checkpoint.checkpoint`: by `activation_checkpointing_enable` (`gradient_checkpointing_enable` before transformers
+5.23), and of the ConvNeXt, which does not have that, each layer by hand. `reactivate.dropin.install()` puts regions in the
+place of torch's function.
 
 **No step ran on a TPU.** `benchmarks/xla_models.py --page` wrote this page from its results: no figure is edited by hand.
 

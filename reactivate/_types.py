@@ -110,6 +110,7 @@ class Site:
         block: the number of the block that the module is, if it is one of the model's blocks (its repeated layers).
         blocks: how many blocks the model has.
         is_copy_to_host: whether the call copies a tensor from a device to the host.
+        is_unfused: whether the call is attention that runs as many ops instead of one kernel: with dropout on a CPU.
         counts: for policies that count calls: empty at the start of each call of a region.
     """
 
@@ -122,6 +123,7 @@ class Site:
     block: int | None = None
     blocks: int = 0
     is_copy_to_host: bool = False
+    is_unfused: bool = False
     counts: dict[Any, int] = field(default_factory=dict, repr=False, compare=False)
 
 

@@ -196,13 +196,19 @@ def draws_random_numbers(case: Case) -> bool:
     return not torch.equal(before, torch.get_rng_state())
 
 
+def enable(model: Any, use_reentrant: bool) -> None:
+    """Switch checkpointing on by its name since transformers 5.23, or its older one."""
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": use_reentrant})
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("make", ARCHITECTURES, ids=lambda make: make.__name__)
 def test_transformers(make: Callable[[], Case], use_reentrant: bool) -> None:
     """Loss, logits, every gradient, buffer and RNG stream are those of the model without gradient checkpointing."""
 
     def switch(model: PreTrainedModel) -> None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        enable(model, use_reentrant)
 
     check_switched_on(make, switch, ARCHITECTURES[make])
 
@@ -272,6 +278,25 @@ def test_what_transformers_captures_takes_no_more_memory_than_with_torchs_checkp
     ours = allocated_by(step)  # the fifth call, of which no checksums are taken
     assert ours.peak_bytes <= theirs.peak_bytes
     assert ours.left_bytes <= theirs.left_bytes
+
+
+def test_transformers_layers_are_compared_ever_more_rarely() -> None:
+    """transformers makes a partial for each call of a layer. Steps without comparisons run the ops of torch's."""
+
+    def ops_of_steps(steps: int) -> list[int]:
+        case = llama()
+        enable(case.fn, use_reentrant=False)
+        found = []
+        for _ in range(steps):
+            with torch.profiler.profile() as profile:
+                case.fn(**case.kwargs).loss.backward()
+            found.append(sum(event.name.startswith("aten::") for event in profile.events()))
+        return found
+
+    theirs = ops_of_steps(3)[-1]
+    with dropin.install():
+        ours = ops_of_steps(9)
+    assert [step for step, count in enumerate(ours, 1) if count > 1.01 * theirs] == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize("make", [*ARCHITECTURES, torchtune_llama], ids=lambda make: make.__name__)

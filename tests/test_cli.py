@@ -721,3 +721,4 @@ def test_run_runs_a_script_as_python_does(end: str, code: int, tmp_path: Path) -
     assert done.returncode == code
     assert done.stdout == "__main__ ['--lr', '3', '-x'] reactivate.dropin.torch\n"
     assert ("KeyError: 'mine'" in done.stderr) is (code == 1)
+    assert done.stderr.endswith("reactivate: 1 checkpointed region ran.\n")

@@ -134,6 +134,26 @@ def test_what_it_names_exists(op: str) -> None:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_attention_with_dropout_on_a_cpu_is_recomputed(dropout: float, is_named: bool) -> None:
+    """No kernel does that there: the call saves weights, masks and what is left of the weights."""
+
+    def attend(query: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        key = query.sin()
+        if is_named:
+            return F.scaled_dot_product_attention(query=query.cos(), key=key, value=key, dropout_p=dropout).exp()
+        return F.scaled_dot_product_attention(query.cos(), key, key, None, dropout).exp()
+
+    kept = {"scaled_dot_product_attention": None}
+    query = x(2, 2, 8, WIDTH)
+    assert saved_by(attend, query) == ({} if dropout else kept)
+    assert saved_by(attend, query, policy=policies.save_ops("scaled_dot_product_attention")) == kept
+    both = policies.union(policies.compute_intensive(), policies.save("attention"))
+    assert saved_by(attend, query, policy=both) == kept
+
+
 def test_attention_of_sequences_of_several_lengths_is_kept() -> None:
     """Fake tensors: there is no such kernel for CPUs."""
     varlen_attn = pytest.importorskip("torch.nn.attention.varlen").varlen_attn

@@ -160,6 +160,34 @@ def test_refusals() -> None:
     assert not deepspeed.is_configured()
 
 
+def test_the_tracker_and_its_seeds() -> None:
+    """The streams that DeepSpeed defines, which the recomputation draws from as the forward did."""
+    tracker = deepspeed.get_cuda_rng_tracker()
+    assert tracker is deepspeed.get_cuda_rng_tracker() and isinstance(tracker, deepspeed.CudaRNGStatesTracker)
+    tracker.reset()
+    with pytest.raises(UsageError, match=r"Call model_parallel_cuda_manual_seed\(seed\) first"):
+        deepspeed.model_parallel_reconfigure_tp_seed(9)
+
+    def drawn(seed: int) -> Tensor:
+        return torch.rand(8, generator=torch.Generator().manual_seed(seed))
+
+    def block(x: Tensor) -> Tensor:
+        with tracker.fork():
+            return x * torch.rand(8) * x
+
+    deepspeed.model_parallel_cuda_manual_seed(1234)
+    x = torch.ones(8, requires_grad=True)
+    deepspeed.checkpoint(block, x).sum().backward()
+    assert_bitwise(x.grad, drawn(1234 + 2718) * 2, "gradient")
+    assert_bitwise(torch.rand(8), drawn(1234), "the generator of torch")
+    deepspeed.model_parallel_reconfigure_tp_seed(9)
+    with tracker.fork():
+        assert_bitwise(torch.rand(8), drawn(9 + 2718), "the stream, begun anew")
+    deepspeed.model_parallel_cuda_manual_seed(1234)  # a second time
+    with tracker.fork("model-parallel-rng"):
+        assert_bitwise(torch.rand(8), drawn(1234 + 2718), "the stream")
+
+
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module under the name of DeepSpeed's, with the attributes that it has."""
@@ -171,6 +199,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     module.configure = lambda *args: None
     module.is_configured = lambda: True
     module.get_cuda_rng_tracker = lambda: None
+    module.model_parallel_cuda_manual_seed = lambda seed: "DeepSpeed's"
     for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.activation_checkpointing"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, path, module)
@@ -182,11 +211,15 @@ def test_install_takes_the_configuration_over(
 ) -> None:
     imported = [stand_in.checkpoint, stand_in.configure]
     x = torch.ones(4, requires_grad=True)
-    with deepspeed.install(), caplog.at_level(logging.INFO, "reactivate.dropin.deepspeed"):
+    with deepspeed.install() as installed, caplog.at_level(logging.INFO, "reactivate.dropin.deepspeed"):
+        stand_in.PROFILE_TIME = False
+        assert deepspeed.install() is installed  # as it is configured
         imported[0](lambda x: x.sin().exp(), x).sum().backward()
         assert len(caplog.records) == 2  # PROFILE_TIME
+        assert stand_in.model_parallel_cuda_manual_seed(3) == "DeepSpeed's"  # of its own tracker
         imported[1](None, checkpoint_in_cpu=True)
         assert stand_in.is_configured() and not deepspeed.is_configured()  # its own, not those of this module
+        assert installed.regions == 1
     assert x.grad is not None
     assert imported[0](torch.sin, x)[0] == "DeepSpeed's"
     stand_in.CONTIGUOUS_CHECKPOINTING = stand_in.PARTITION_ACTIVATIONS = True

@@ -237,8 +237,7 @@ def test_install_and_remove(stand_in: Any, whole_heap: None) -> None:
         assert imported[0] is stand_in.checkpoint and "is_checkpointing" in repr(installed)
         out, _ = imported[0](dropped(stand_in.get_cuda_rng_tracker()), False, x, 1.0)
         out.sum().backward()
-        with pytest.raises(UsageError, match="installed already"):
-            megatron.install()
+        assert megatron.install() is installed and installed.regions == 1
     assert x.grad is not None
     assert imported[0](torch.sin, False, x)[0] == "Megatron's"
 

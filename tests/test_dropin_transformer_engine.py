@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from reactivate import dropin
 from reactivate._engine.record import observed_by
 from reactivate.errors import RecomputeMismatchError, UnsupportedError, UsageError
-from reactivate.guards import RngTracker
+from reactivate.guards import DEFAULT, RngTracker
 
 checkpoint = dropin.transformer_engine.checkpoint
 
@@ -261,11 +261,12 @@ def test_install_replaces_the_function_wherever_it_is_bound(package: ModuleType)
     ran = Watched()
     with dropin.transformer_engine.install() as handle:
         assert imported["checkpoint"] is package.checkpoint is sys.modules["transformer_engine.pytorch"].checkpoint  # type: ignore[attr-defined]
-        with pytest.raises(UsageError, match="installed already"):
-            dropin.transformer_engine.install()
+        assert dropin.transformer_engine.install() is handle
+        with pytest.raises(UsageError, match="installed already, with guards="):
+            dropin.transformer_engine.install(guards=DEFAULT.without("rng"))
         with observed_by(ran):
             imported["checkpoint"](torch.sin, torch.ones(2, requires_grad=True)).sum().backward()
-        assert "installed" in repr(handle)
+        assert "installed" in repr(handle) and handle.regions == 1
     assert ran.recomputations == 1
     assert imported["checkpoint"].__module__ == theirs.__module__
     with pytest.raises(AssertionError, match="own function"):

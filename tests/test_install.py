@@ -39,6 +39,7 @@ from reactivate import dropin
 from reactivate._engine.record import observed_by
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guard
+from reactivate.storage import Host
 
 pytestmark = pytest.mark.usefixtures("whole_heap")
 
@@ -452,12 +453,63 @@ def test_generator_that_is_not_finished(end: str) -> None:
 # -- when it is there ------------------------------------------------------------------------------------------------
 
 
-def test_a_second_installation_is_refused() -> None:
+def test_a_second_installation_is_the_first() -> None:
+    original = upstream.checkpoint
+    handle = dropin.install(guards=DEFAULT.without("rng"), offload=Host(least_bytes=0))
+    installed = upstream.checkpoint
+    assert dropin.install() is handle  # as a cell of a notebook that runs again
+    assert dropin.install(guards=DEFAULT.without("rng"), offload=Host(least_bytes=0)) is handle
+    assert upstream.checkpoint is installed and dropin.is_installed()
+    with dropin.install() as again:
+        with dropin.install():
+            assert again is handle
+        assert upstream.checkpoint is installed
+    assert upstream.checkpoint is installed  # as before the `with`
+    handle.remove()
+    assert upstream.checkpoint is original and not dropin.is_installed()
+    with dropin.install() as other:
+        assert other is not handle
+    assert upstream.checkpoint is original
+
+
+@pytest.mark.parametrize(("name", "value"), [("guards", DEFAULT.without("rng")), ("offload", Host(least_bytes=0))])
+def test_a_second_installation_with_other_settings_is_refused(name: str, value: Any) -> None:
     with dropin.install():
         installed = upstream.checkpoint
-        with pytest.raises(UsageError, match="installed already"):
-            dropin.install()
+        with pytest.raises(UsageError, match=f"installed already, with {name}=.*call remove"):
+            dropin.install(**{name: value})
         assert upstream.checkpoint is installed
+    assert not dropin.is_installed()
+
+
+def test_uninstall() -> None:
+    original = upstream.checkpoint
+    dropin.uninstall()  # nothing to do
+    dropin.install()
+    dropin.uninstall()
+    assert upstream.checkpoint is original is checkpoint
+    with dropin.install() as installation:
+        dropin.uninstall()
+        assert upstream.checkpoint is original and "taken back" in repr(installation)
+    assert not dropin.is_installed()
+
+
+def test_it_counts_the_regions_that_run_through_it() -> None:
+    x = torch.ones(4, requires_grad=True)
+    with dropin.install() as installation:
+        assert installation.regions == 0
+        for use_reentrant in (False, True):
+            checkpoint(torch.sin, x, use_reentrant=use_reentrant).sum().backward()
+        with torch.no_grad():
+            checkpoint(torch.sin, x, use_reentrant=False)  # keeps nothing anyway
+        checkpoint_sequential([torch.sin, torch.exp, torch.cos], 3, x, use_reentrant=False)
+        composable(block())(torch.randn(8, 16, requires_grad=True))
+        dropin.torch.checkpoint(torch.sin, x, use_reentrant=False)  # through no installation
+        assert installation.regions == 5
+    checkpoint(torch.sin, x, use_reentrant=False)
+    assert installation.regions == 5 and "5 regions ran" in repr(installation)
+    with dropin.install() as other:
+        assert other.regions == 0
 
 
 def test_taking_it_back_twice_is_refused() -> None:

@@ -19,6 +19,8 @@ from reactivate.errors import UsageError
 transformers = pytest.importorskip("transformers", reason="the tests of integrations.transformers need transformers")
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 
+from accelerate.state import AcceleratorState, DistributedType, PartialState  # noqa: E402
+
 from reactivate.integrations.transformers import ActivationCheckpointing  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH, LAYERS = 61, 12, 4, 2
@@ -179,9 +181,36 @@ def test_an_exception_and_another_training(tmp_path: Path) -> None:
     assert checkpointing.handle is None and reactivate.Handle.of(model) is None
 
 
-def test_gradient_checkpointing_of_transformers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Leave out TrainingArguments\\(gradient_checkpointing=True\\)"):
-        fitted(tmp_path, [ActivationCheckpointing("full()")], gradient_checkpointing=True)
+SWITCH = "activation_checkpointing"  # since transformers 5.23
+if not hasattr(transformers.TrainingArguments, SWITCH):
+    SWITCH = "gradient_checkpointing"
+
+
+def test_checkpointing_of_transformers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=rf"Leave out TrainingArguments\({SWITCH}=True\), or call model.{SWITCH}_disable"
+    ):
+        fitted(tmp_path, [ActivationCheckpointing("full()")], **{SWITCH: True})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "warns"), [("MULTI_CPU", None, 1), ("MULTI_GPU", False, 0), ("FSDP", None, 0), ("NO", None, 0)]
+)
+def test_a_search_for_unused_parameters_is_warned_of(
+    kind: str, given: bool | None, warns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer has DDP search for them where its own checkpointing is off, unless told."""
+    trainer = trainer_of(tmp_path, model_of(), [], ddp_find_unused_parameters=given)
+    asked = trainer._build_accelerator_args()["kwargs_handlers"][0]
+    assert asked.find_unused_parameters is (given is None)
+    monkeypatch.setattr(PartialState(), "distributed_type", DistributedType("MULTI_CPU" if kind == "FSDP" else kind))
+    monkeypatch.setattr(AcceleratorState(), "fsdp_plugin", "a plugin" if kind == "FSDP" else None, raising=False)
+    callback = ActivationCheckpointing("full()")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callback.on_train_begin(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    callback.on_train_end(trainer.args, trainer.state, trainer.control)
+    assert sum("ddp_find_unused_parameters=False" in str(item.message) for item in caught) == warns
 
 
 def test_trainer_turns_the_cache_off_by_itself(tmp_path: Path) -> None:

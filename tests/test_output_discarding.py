@@ -18,7 +18,7 @@ from tracker_of_megatron import CpuRngStatesTracker
 import reactivate
 from reactivate import policies
 from reactivate._engine.record import observed_by
-from reactivate.dropin.megatron import CheckpointWithoutOutput, MHCBlockRecomputeManager, parallel
+from reactivate.dropin.megatron import CheckpointWithoutOutput, CheckpointWithoutOutputManager, parallel
 from reactivate.errors import MutationError, UsageError
 
 
@@ -364,7 +364,7 @@ def test_an_output_that_is_a_leaf_stays() -> None:
 @pytest.mark.parametrize("backward", [once, retained, partly, twice])
 def test_a_manager_discards_several_outputs_at_once(backward: Any) -> None:
     results, ran = [], Watched()
-    for manager in (None, MHCBlockRecomputeManager()):
+    for manager in (None, CheckpointWithoutOutputManager()):
         seed_everything()
         layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
         x = torch.randn(8, 8, requires_grad=True)
@@ -390,6 +390,76 @@ def test_a_manager_discards_several_outputs_at_once(backward: Any) -> None:
     for index, (one, other) in enumerate(zip(*results, strict=True)):
         assert_bitwise(one, other, str(index))
     assert ran.regions == 3 and ran.recomputations >= 3
+
+
+class NormAndResidual(torch.autograd.Function):
+    """Returns its input beside the normed one, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        scale = x.square().mean(-1, keepdim=True).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return x * scale * weight, x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, of_residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, scale = ctx.saved_tensors
+        inner = gradient * weight
+        found = scale * (inner - x * scale.square() * (inner * x).mean(-1, keepdim=True))
+        return found + of_residual, (gradient * x * scale).sum(0)
+
+
+@pytest.mark.parametrize("uses_manager", [False, True])
+@pytest.mark.parametrize("retains", [False, True])
+def test_an_output_that_is_an_input_is_kept(retains: bool, uses_manager: bool) -> None:
+    """Megatron frees the memory of the input with it, but for `retain_input_tensors`."""
+    results, ran = [], Watched()
+    for discards in (False, True):
+        seed_everything()
+        weight, leaf, linear = (
+            torch.randn(8, requires_grad=True),
+            torch.randn(4, 8, requires_grad=True),
+            nn.Linear(8, 8),
+        )
+        x = leaf.exp()
+        manager = CheckpointWithoutOutputManager() if uses_manager else None
+        checkpoint = CheckpointWithoutOutput(ckpt_manager=manager, retain_input_tensors=retains)
+        with observed_by(ran):
+            if discards:
+                normed, residual = checkpoint.checkpoint(lambda x: NormAndResidual.apply(x, weight), x)
+            else:
+                normed, residual = NormAndResidual.apply(x, weight)
+            memory = StorageWeakRef(normed.untyped_storage())
+            out = linear(normed * residual) * residual
+            if discards:
+                checkpoint.discard_output_and_register_recompute(out)
+                if manager is not None:
+                    manager.discard_all_outputs_and_register_unified_recompute(out)
+            del normed
+            assert memory.expired() == discards and torch.equal(residual, x)
+            out.sum().backward()
+        assert leaf.grad is not None and weight.grad is not None
+        results.append([out.detach(), leaf.grad, weight.grad, *(parameter.grad for parameter in linear.parameters())])
+    for index, (one, other) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(one, other, str(index))
+    assert (ran.regions, ran.recomputations) == (1, 1)
+
+
+def test_only_inputs_given_back_need_no_discard() -> None:
+    x = torch.randn(4, requires_grad=True)
+    out = CheckpointWithoutOutput().checkpoint(lambda x: x.view(2, 2), x * 2).sin()
+    out.sum().backward()
+    assert_bitwise(x.grad, 2 * (2 * x.detach()).cos(), "gradient")
+
+
+def test_a_manager_takes_checkpoints_that_were_called() -> None:
+    manager = CheckpointWithoutOutputManager()
+    with pytest.raises(TypeError, match="got str") as refusal:
+        manager.add_checkpoint("a checkpoint")  # type: ignore[arg-type]
+    assert isinstance(refusal.value, UsageError)
+    with pytest.raises(UsageError, match="checkpoint\\(run_function, \\*args\\) first"):
+        manager.add_checkpoint(CheckpointWithoutOutput())
+    assert manager.checkpoints == [] and not manager.is_last_layer_in_recompute_block
 
 
 def test_the_streams_of_a_tracker() -> None:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 import torchtune
 import yaml
+from memory import allocated_by
 from omegaconf import OmegaConf
 from oracle import Case, assert_same, run
 from torch import Tensor, nn
@@ -364,6 +365,30 @@ def test_op_keeps_the_products_that_torchtitan_keeps(make: Callable[[], Case], n
 
 def test_op_and_its_forced_products_are_bitwise_the_plain_model() -> None:
     check(torchtitan_llama, OP | {FORCED: ["attention.wk", "feed_forward.w1"]}, ALL)
+
+
+def test_op_keeps_of_attention_with_dropout_what_torchtitan_keeps() -> None:
+    """Many ops do it on a CPU, of which torchtitan keeps at most the products. We hold the state of the generator as well."""
+    model = functools.partial(
+        llama2,
+        vocab_size=VOCABULARY,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=HEADS,
+        embed_dim=WIDTH,
+        max_seq_len=8 * LENGTH,
+        attn_dropout=DROPOUT,
+    )
+
+    def kept_bytes(apply: Callable[[nn.Module], Any]) -> int:
+        made = model().train()
+        apply(made)
+        text = torch.randint(0, VOCABULARY, (BATCH, 8 * LENGTH))
+        made(text).sum().backward()
+        return allocated_by(lambda: made(text)).left_bytes
+
+    plain, theirs = kept_bytes(lambda made: None), kept_bytes(lambda made: torchtitan_does(made, OP))
+    assert kept_bytes(lambda made: recipe.apply(made, OP)) < 1.05 * theirs < plain / 2
 
 
 def test_the_router_is_recomputed_unless_told_otherwise() -> None:

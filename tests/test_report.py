@@ -548,8 +548,8 @@ onload = () => {
     }
     const page = inner.documentElement;
     const cut = [...inner.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth);
-    return {cut: cut.map(box => box.getAttribute("aria-label")), asked: frame.clientWidth, width: page.scrollWidth, height: page.scrollHeight, bad,
-            texts: inner.querySelectorAll("svg text").length, title: inner.title};
+    return {cut: cut.map(box => box.getAttribute("aria-label")), asked: frame.clientWidth, width: page.scrollWidth,
+            height: page.scrollHeight, bad, texts: inner.querySelectorAll("svg text").length, title: inner.title};
   });
   document.body.textContent = JSON.stringify(found);
 };

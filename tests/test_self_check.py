@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.mismatch import check
+from reactivate._engine.mismatch import calls
 from reactivate._engine.mismatch.check import Check
 from reactivate._engine.record import observed_by
 from reactivate.errors import RecomputeMismatchError
@@ -215,7 +215,7 @@ UNSEEN: dict[str, Callable[[], Use]] = {
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("REACTIVATE_TEST", "1")
-    monkeypatch.setattr(check, "_calls", {})  # closures of one code count together: each test has first calls
+    monkeypatch.setattr(calls, "_calls", {})  # closures of one code count together: each test has first calls
     with decimal.localcontext():
         yield
 
@@ -302,13 +302,106 @@ class Layer(nn.Module):
         return (self.linear(x) * (self.following.use() if self.number == 4 else 1)).sin()
 
 
-def test_closures_over_different_modules_are_different_regions() -> None:
+class Made:
+    """An object that is made for each call of a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.layer(x) * scale  # type: ignore[no-any-return]
+
+
+AFTERWARDS = nn.Identity()
+
+
+def with_a_module_of_the_file(layer: nn.Module, x: Tensor) -> Tensor:
+    return AFTERWARDS(layer(x))  # type: ignore[no-any-return]
+
+
+MADE_ANEW: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "a closure": lambda layer: lambda x: layer(x),
+    "a partial of a function": lambda layer: partial(type(layer).forward, layer),
+    "a partial of a method": lambda layer: partial(layer.__call__),
+    "a partial of a partial": lambda layer: partial(partial(nn.Module.__call__, layer)),
+    "a partial of an object": lambda layer: partial(Made(layer), scale=2.0),
+    "an object": Made,
+    "its method": lambda layer: Made(layer).__call__,
+    "a partial that leads to a second module": lambda layer: partial(with_a_module_of_the_file, layer),
+}
+
+
+def ops_of(step: Callable[[], Any]) -> int:
+    """Count the ops of a step, those that no mode sees among them."""
+    with torch.profiler.profile() as profile:
+        step()
+    return sum(event.name.startswith("aten::") for event in profile.events())
+
+
+@pytest.mark.parametrize("make", MADE_ANEW.values(), ids=MADE_ANEW)
+def test_a_function_made_anew_for_each_call_is_one_region(make: Callable[[nn.Module], Any]) -> None:
+    """Compared are the first call over each module, and its 2nd, 4th and 8th: these run more ops than the others."""
+    layers = nn.ModuleList(Layer(0) for _ in range(3))
+    x = torch.randn(4, 4, requires_grad=True)
+    ops: dict[tuple[int, int], int] = {}
+    for call in range(1, 10):
+        for number, layer in enumerate(layers):
+            ops[number, call] = ops_of(lambda layer=layer: reactivate.checkpoint(make(layer))(x).sum().backward())
+    compared = {key for key, count in ops.items() if count > min(ops.values())}
+    assert compared == {(number, call) for number in range(3) for call in (1, 2, 4, 8)}
+
+
+def product(weight: Tensor, x: Tensor) -> Tensor:
+    return weight * x
+
+
+WITHOUT_MODULES: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
+    "a closure": lambda weight: lambda x: x * weight,
+    "a partial": lambda weight: partial(product, weight),
+    "a partial of a function in C": lambda weight: partial(torch.mul, weight),
+    "a method in C": lambda weight: weight.mul,
+}
+
+
+@pytest.mark.parametrize("make", WITHOUT_MODULES.values(), ids=WITHOUT_MODULES)
+def test_functions_without_a_module_count_by_their_code(make: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    ops = [ops_of(lambda: reactivate.checkpoint(make(torch.randn(4, 4)))(x).sum().backward()) for _ in range(9)]
+    assert [call for call, count in enumerate(ops, 1) if count > min(ops)] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("make", MADE_ANEW.values(), ids=MADE_ANEW)
+def test_functions_over_different_modules_are_different_regions(make: Callable[[nn.Module], Any]) -> None:
     layers = nn.ModuleList(Layer(number) for number in range(6))
     x = torch.randn(4, 4, requires_grad=True)
-    for layer in layers:  # the fifth is the only wrong one: the fifth call of this lambda's code
-        x = reactivate.checkpoint(lambda x, layer=layer: layer(x))(x)
+    for layer in layers:  # the fifth is the only wrong one: the fifth call of this code
+        x = reactivate.checkpoint(make(layer))(x)
     with pytest.raises(RecomputeMismatchError, match="that the library cannot see"):
         x.sum().backward()
+
+
+def test_modules_and_code_made_anew_are_compared_in_their_first_call() -> None:
+    """Also where they have the addresses of dead ones."""
+    x = torch.randn(4, 4, requires_grad=True)
+    for _ in range(6):
+        names: dict[str, Any] = {"layer": Layer(4)}
+        exec("def forward(x):\n    return layer(x)", names)
+        for fn in (names["forward"], partial(Layer.forward, Layer(4))):
+            out = reactivate.checkpoint(fn)(x).sum()
+            with pytest.raises(RecomputeMismatchError, match="that the library cannot see"):
+                out.backward()
+
+
+def test_a_write_that_only_gradients_see_is_refused_in_every_call() -> None:
+    """The outputs are all zero, so that only checksums of saved tensors show it: also in the 3rd, 5th, 6th, ... call."""
+
+    def fn(h: Tensor, scale: Tensor, factor: float) -> Tensor:
+        return h.mul_(factor).exp() * scale
+
+    for _ in range(STEPS):
+        h = torch.rand(4, requires_grad=True).abs()
+        with pytest.raises(reactivate.ReactivateError):
+            reactivate.checkpoint(partial(fn, factor=2.0))(h, torch.zeros(4, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("tool", ["explain", "verify", "verify of a policy", "plan"])

@@ -13,11 +13,14 @@ import torch
 from torch import nn
 
 import reactivate
+from reactivate import policies
 from reactivate._engine import sites
 from reactivate._engine.inputs import namespaces
+from reactivate._engine.mismatch import calls
 from reactivate._engine.state import bounded
 from reactivate._engine.state.bounded import Bounded
 from reactivate._engine.state.code import CACHED
+from reactivate.storage import Host
 
 
 def test_the_oldest_entry_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +47,34 @@ def made_anew(number: int) -> nn.Module:
     return Made()
 
 
+def caches() -> set[Any]:
+    rooms = [name for name in sys.modules if name.startswith(("reactivate._engine", "reactivate._engine.state"))]
+    return {
+        value
+        for room in rooms
+        for value in vars(sys.modules[room]).values()
+        if isinstance(value, CACHED) and value.__module__ == room and inspect.signature(value).parameters
+    }
+
+
 def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded, "MOST", 8)
     for number in range(20):
         oracle.check(lambda: oracle.Case(made_anew(number), (torch.randn(2, 4, requires_grad=True),)))
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    before = len(calls._calls)
+    for number in range(20):  # of code and policies that are made anew
+        names: dict[str, Any] = {"layer": layer}
+        exec(f"def forward(x):\n    return layer(x).sin() * {number}", names)
+        reactivate.checkpoint(names["forward"])(x).sum().backward()
+        policy = policies.save_ops("linear", storage=Host(least_bytes=number))
+        reactivate.checkpoint(layer, policy=policy)(x).sum().backward()
+        del names
+    for cache in caches():
+        cache.cache_clear()
     gc.collect()
+    assert len(calls._calls) <= before + 10
+    assert max(len(item.counts) for _, _, item in calls._calls.values()) <= 8
     assert len(namespaces.facts_of_code) <= 8 and len(sites._known) <= 8
     assert not any(kind().__name__ == "Made" for _, kind in namespaces._facts_of_class.values()), (
         "classes that are gone"
@@ -56,15 +82,9 @@ def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.Monkey
 
 
 def test_every_cache_with_arguments_is_bounded() -> None:
-    rooms = [name for name in sys.modules if name.startswith(("reactivate._engine", "reactivate._engine.state"))]
-    caches = {
-        value
-        for room in rooms
-        for value in vars(sys.modules[room]).values()
-        if isinstance(value, CACHED) and value.__module__ == room and inspect.signature(value).parameters
-    }
-    assert len(caches) >= 4
-    unbounded = {f"{cache.__module__}.{cache.__name__}" for cache in caches if cache.cache_info().maxsize is None}
+    found = caches()
+    assert len(found) >= 4
+    unbounded = {f"{cache.__module__}.{cache.__name__}" for cache in found if cache.cache_info().maxsize is None}
     assert unbounded == {"reactivate._engine.kept_calls.site_log.opened"}  # its arguments are torch's own functions
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import weakref
@@ -24,8 +25,16 @@ scale = 1.0
 counted: int
 
 
+def shifted(x: Tensor, *, by: float) -> Tensor:
+    return x + by
+
+
+def raised(x: Tensor, *, by: float) -> Tensor:
+    return x.abs() ** (1 + by)
+
+
 class Scaled(nn.Module):
-    """Reads what may change: an attribute, a name of this file, an attribute of its class, a child, a plain list."""
+    """Reads what may change: an attribute, a name of this file, an attribute of its class, a child, a list, a partial."""
 
     factor = 1.0
 
@@ -34,9 +43,11 @@ class Scaled(nn.Module):
         self.inner = nn.Linear(4, 4)
         self.power = 1
         self.offsets = [0.0]
+        self.partial = functools.partial(shifted, by=0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        shift = getattr(self, "shift", 0.0)
+        shift = getattr(self, "shift", 0.0) + getattr(self.partial, "shift", 0.0)
+        x = self.partial(x)
         return (self.inner(x) * scale * self.factor + self.offsets[0] + shift).sin() ** self.power
 
 
@@ -101,7 +112,22 @@ def an_attribute_that_hides_that_of_the_class(module: Scaled) -> None:
     module.factor = 5.0
 
 
+def another_function_of_a_partial(module: Scaled) -> None:
+    module.partial.__setstate__((raised, (), module.partial.keywords, None))  # type: ignore[attr-defined]
+
+
+def another_keyword_of_a_partial(module: Scaled) -> None:
+    module.partial.keywords["by"] = 2.0
+
+
+def an_attribute_of_a_partial(module: Scaled) -> None:
+    module.partial.shift = 2.0  # type: ignore[attr-defined]
+
+
 CHANGES = (
+    another_function_of_a_partial,
+    another_keyword_of_a_partial,
+    an_attribute_of_a_partial,
     another_power,
     another_child,
     one_child_more,

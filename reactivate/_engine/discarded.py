@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from reactivate._engine.state.memory import memory_of
 from reactivate._torch.containers import flatten
 from reactivate._torch.raw_saved import Rebuild, nodes_since, replace_saved, saved_by
 
@@ -50,13 +51,20 @@ class Outputs:
     Args:
         result: what the function returned.
         saved: the tensor whose node has saved what is in it.
+        args: of the function.
 
     Attributes:
-        tensors: {their place among what the node has saved: the outputs}. Leaves, which the caller has anyway, are none.
+        tensors: {their place among what the node has saved: the outputs}. Leaves, which the caller has anyway, are none, nor
+            is what has the memory of an input, which the region keeps.
     """
 
-    def __init__(self, result: Any, saved: Tensor) -> None:
-        self.tensors = {place: item for place, item in enumerate(differentiable(result)) if not item.is_leaf}
+    def __init__(self, result: Any, saved: Tensor, args: tuple[Any, ...]) -> None:
+        kept = {memory_of(item) for item in flatten(args)[0] if isinstance(item, Tensor)} - {None}
+        self.tensors = {
+            place: item
+            for place, item in enumerate(differentiable(result))
+            if not item.is_leaf and memory_of(item) not in kept
+        }
         self._saved = saved  # which holds the node: before torch 2.12 Python's handle of a node does not
         self._versions = {place: tensor._version for place, tensor in self.tensors.items()}
 

@@ -36,7 +36,8 @@ from reactivate._engine.kept_calls.kept import SETTLING_CODE
 from reactivate._engine.kept_calls.saved_sites import ForwardLog
 from reactivate._engine.kept_calls.site_log import tensors_in
 from reactivate._engine.mismatch import naming
-from reactivate._engine.mismatch.check import BitsBefore, Check, is_due, note_writer, owner_of
+from reactivate._engine.mismatch.calls import is_due, note_writer, owner_of
+from reactivate._engine.mismatch.check import BitsBefore, Check
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.mismatch.places import Places, SavePlace, are_known, remember
 from reactivate._engine.mismatch.proof import WriteProof
@@ -100,9 +101,8 @@ class Region(BackwardSide):
         capture = self.capture = Capture(fn, args, kwargs, for_region=True, storage=options.inputs, name=options.name)
         self.context = capture.context
         self.users_hooks = users_hooks() if capture.is_hooked else None
-        scripts = capture.scripts
-        if scripts and is_being_watched(scripts):
-            return functools.partial(call_watched, scripts=scripts)
+        if capture.scripts and is_being_watched(capture.scripts):
+            return functools.partial(call_watched, scripts=capture.scripts)
         if capture.is_lazy:  # the first call of a lazy module makes its parameters, once
             return _call
         self.notes, self.inputs, self.saved_inputs = capture.notes, capture.inputs, capture.saved
@@ -205,7 +205,7 @@ class Region(BackwardSide):
             self.proof = WriteProof(written, result)
             self.states = self.states or TensorStates(())
             self.states.note_writes(self.proof.tensors())
-            note_writer(self.fn)
+            note_writer(capture)
             if self.forward_log is not None and self.check is None:
                 self.forward_log.distrust("the region writes to a tensor of which there is no copy")
 

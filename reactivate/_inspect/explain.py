@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import torch
 
-from reactivate._engine.mismatch.check import uncounted
+from reactivate._engine.mismatch.calls import uncounted
 from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.comparison import Comparison

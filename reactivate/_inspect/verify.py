@@ -11,7 +11,7 @@ from typing import Any
 from reactivate._backends import backends
 from reactivate._checkpoint import checkpoint
 from reactivate._engine.accounts import in_words
-from reactivate._engine.mismatch.check import uncounted
+from reactivate._engine.mismatch.calls import uncounted
 from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.differences import first_difference, largest_difference

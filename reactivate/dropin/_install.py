@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.utils.checkpoint as upstream
 
 from reactivate._options import checked
 from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Storage
 from reactivate.dropin import torch as dropin
-from reactivate.dropin._installation import Installation
-from reactivate.guards import DEFAULT, Guards
+from reactivate.dropin._installation import Installation, again, find
+from reactivate.guards import Guards
 from reactivate.policies._base import check_storage
 
 # {name in torch.utils.checkpoint: name in reactivate.dropin.torch}
@@ -27,7 +29,7 @@ _NAMES = {
 
 
 @refuse_unknown
-def install(*, guards: Guards = DEFAULT, offload: Storage = dropin.offload) -> Installation:
+def install(*, guards: Guards | None = None, offload: Storage | None = None) -> Installation:
     """Run everything that calls `torch.utils.checkpoint` on this engine, without an edit.
 
     References that were imported earlier are found and replaced: in modules, on objects and classes, in containers,
@@ -38,22 +40,49 @@ def install(*, guards: Guards = DEFAULT, offload: Storage = dropin.offload) -> I
     What a compiler traces (`torch.compile`, `torch.export`) is torch's own operator, as it is without the drop-in.
 
     Args:
-        guards: for every region; add to them what the program's libraries need, an RNG tracker say.
-        offload: where the results wait that policies of torch's selective checkpointing offload.
+        guards: for every region, `guards.DEFAULT` if None; add to them what the program's libraries need, an RNG tracker say.
+        offload: where the results wait that policies of torch's selective checkpointing offload; `storage.Host()` if None.
 
     Returns:
-        A handle with `remove()`; also a context manager.
+        A handle with `remove()` and `regions`; also a context manager. If it is installed already, the same handle.
 
     Raises:
-        UsageError: it is installed already; a guard is none, or could not restore anything; or `gc.freeze()` has hidden the
-            references.
+        UsageError: it is installed already with other guards or another storage; a guard is none, or could not restore
+            anything; or `gc.freeze()` has hidden the references.
 
     Examples:
         >>> import torch, reactivate
-        >>> with reactivate.dropin.install():
+        >>> with reactivate.dropin.install() as installation:
         ...     x = torch.ones(2, requires_grad=True)
         ...     torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+        >>> installation.regions
+        1
     """
-    checked(guards)
-    check_storage(offload, "install(offload=...)")
-    return Installation(upstream, dropin, _NAMES, guards=guards, offload=offload)
+    settings: dict[str, Any] = {}
+    if guards is not None:
+        checked(guards)
+        settings["guards"] = guards
+    if offload is not None:
+        check_storage(offload, "install(offload=...)")
+        settings["offload"] = offload
+    return again(upstream.__name__, **settings) or Installation(upstream, dropin, _NAMES, **settings)
+
+
+def uninstall() -> None:
+    """Put torch's checkpoint functions back, as `remove()` of what `install` returned does. Without it, do nothing.
+
+    Example:
+        >>> import reactivate
+        >>> installation = reactivate.dropin.install()
+        >>> reactivate.dropin.uninstall()
+        >>> reactivate.dropin.is_installed()
+        False
+    """
+    found = find(upstream.__name__)
+    if found is not None:
+        found.remove()
+
+
+def is_installed() -> bool:
+    """Return whether `install` has put this engine in the place of torch's checkpoint functions."""
+    return find(upstream.__name__) is not None

@@ -4,32 +4,58 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from threading import Lock
 from types import ModuleType, TracebackType
 from typing import Any
 
+from torch import is_grad_enabled
+
+from reactivate._text.words import counted
 from reactivate.dropin._references import Swap, backwards, replace_everywhere
 from reactivate.errors import UsageError
 
 _active: list[Installation] = []
 
 
+class Tally:
+    """A count of the regions that run through one instance of a drop-in.
+
+    Attributes:
+        regions: how many there were: calls with gradients, outside of compilers.
+    """
+
+    def __init__(self) -> None:
+        self.regions = 0
+        self._lock = Lock()
+
+    def add(self) -> None:
+        """Count a call, if it may keep something for a backward."""
+        if is_grad_enabled():
+            with self._lock:
+                self.regions += 1
+
+
 class Installation:
     """The handle of `install`: a context manager, whose end takes it back, as `remove()` does.
+
+    A second `install()` returns the same handle. The end of a `with` around that leaves it installed.
 
     Args:
         upstream: the library's module.
         dropin: the module of the drop-in.
         names: {name in the library's module: name in the drop-in}; those that the library does not have are left out.
         settings: attributes of the drop-in, for this installation.
+
+    Raises:
+        UsageError: `gc.freeze()` has hidden the references.
     """
 
     def __init__(self, upstream: ModuleType, dropin: ModuleType, names: Mapping[str, str], **settings: Any) -> None:
         self._upstream = upstream.__name__
-        if any(one._upstream == self._upstream for one in _active):
-            raise UsageError(
-                f"The drop-in for {self._upstream} is installed already. Call `remove()` on what `install()` returned."
-            )
-        instance = _second_instance(dropin)
+        self._lent = 0  # to calls of `install` whose `with` has not begun
+        self._ends_here: list[bool] = []  # for each `with` that it is in
+        instance: Any = _second_instance(dropin)
+        self._instance = instance
         for name, value in settings.items():
             setattr(instance, name, value)
         self._names = [name for name in names if hasattr(upstream, name)]
@@ -44,12 +70,18 @@ class Installation:
                 "before that, or call `gc.unfreeze()` first."
             )
         # Only now: what is in a dict would have been replaced.
-        instance.replaced = {name: swap.old for name, swap in zip(self._names, swaps)}  # type: ignore[attr-defined]
+        instance.replaced = {name: swap.old for name, swap in zip(self._names, swaps)}
         _active.append(self)
 
     def __repr__(self) -> str:
         state = "installed" if self in _active else "taken back"
-        return f"<reactivate in the place of {self._upstream}, {state}: {', '.join(self._names)}>"
+        names = ", ".join(self._names)
+        return f"<reactivate in the place of {self._upstream}, {state}, {counted(self.regions, 'region')} ran: {names}>"
+
+    @property
+    def regions(self) -> int:
+        """The number of regions that ran through it: calls with gradients, outside of compilers."""
+        return self._instance.tally.regions  # type: ignore[no-any-return]
 
     def remove(self) -> None:
         """Put the library's functions back, also where they were imported from it in the meantime.
@@ -60,15 +92,49 @@ class Installation:
         if self not in _active:
             raise UsageError("This installation was taken back already.")
         _active.remove(self)
+        self._lent = 0
         replace_everywhere(backwards(self._swaps))
 
     def __enter__(self) -> Installation:
+        self._ends_here.append(self._lent == 0)
+        self._lent = max(self._lent - 1, 0)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.remove()
+        if self._ends_here.pop() and self in _active:
+            self.remove()
+
+    def _lend(self, settings: Mapping[str, Any]) -> Installation:
+        for name, value in settings.items():
+            present = getattr(self._instance, name)
+            if value != present:
+                raise UsageError(
+                    f"install({name}={value!r:.100}): the drop-in for {self._upstream} is installed already, with "
+                    f"{name}={present!r:.100}. Leave {name} out, or call remove() on what install() returned."
+                )
+        self._lent += 1
+        return self
+
+
+def again(upstream: str, **settings: Any) -> Installation | None:
+    """Return the installation in the place of a module, None if there is none.
+
+    Args:
+        upstream: the name of the module.
+        settings: attributes of the drop-in that were asked for.
+
+    Raises:
+        UsageError: it has other ones.
+    """
+    found = find(upstream)
+    return None if found is None else found._lend(settings)
+
+
+def find(upstream: str) -> Installation | None:
+    """Return what is in the place of a module, None if that is the module itself."""
+    return next((one for one in _active if one._upstream == upstream), None)
 
 
 def library(name: str, asked_by: str) -> ModuleType:

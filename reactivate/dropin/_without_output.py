@@ -17,6 +17,10 @@ from reactivate.errors import MutationError, UsageError
 from reactivate.guards import DEFAULT, Guards
 
 
+class _NoCheckpointError(UsageError, TypeError):
+    """Something else was given for a checkpoint, which is Megatron's `TypeError` (Rule 18)."""
+
+
 class _Registration:
     """A mark: the output was discarded, or not yet."""
 
@@ -29,12 +33,18 @@ class WithoutOutput:
     `dropin.megatron.CheckpointWithoutOutput` is this with Megatron's state, and says what the arguments are.
     """
 
-    def __init__(self, fp8: bool | None = False, ckpt_manager: Any = None) -> None:
+    def __init__(self, fp8: Any = False, ckpt_manager: Any = None, retain_input_tensors: bool = False) -> None:
         self.fp8 = fp8
         self.ckpt_manager = ckpt_manager
+        self.retain_input_tensors = retain_input_tensors
         self._name = ""
         self._outputs: Outputs | None = None
         self._registration: _Registration | None = None
+
+    @property
+    def is_called(self) -> bool:
+        """True once there was an output to discard."""
+        return self._registration is not None
 
     def guards(self) -> Guards:
         """Return the guards of a region. A subclass may have others."""
@@ -50,7 +60,7 @@ class WithoutOutput:
         options = Options(tuple(self.guards()), name=self._name)
         result, saved = run_untraced(run, options, functools.partial(call_and_save, run_function), args, {})
         self._registration = _Registration()
-        self._outputs = None if saved is None else Outputs(result, saved)  # None under `torch.no_grad()`
+        self._outputs = None if saved is None else Outputs(result, saved, args)  # None under `torch.no_grad()`
         for tensor in self._outputs.tensors.values() if self._outputs is not None else ():
             tensor.register_hook(functools.partial(_refuse_unless_done, self._registration, self._name))
         if self.ckpt_manager is not None:
@@ -106,9 +116,23 @@ class SeveralWithoutOutput:
 
     def __init__(self) -> None:
         self.checkpoints: list[WithoutOutput] = []
+        self.is_last_layer_in_recompute_block = False
 
     def add_checkpoint(self, ckpt: WithoutOutput) -> None:
-        """Add a checkpoint whose output is to be discarded."""
+        """Add a checkpoint whose output is to be discarded.
+
+        Raises:
+            UsageError: it is none, or has not been called; a TypeError or ValueError too, as Megatron's.
+        """
+        if not isinstance(ckpt, WithoutOutput):
+            raise _NoCheckpointError(
+                f"add_checkpoint(ckpt) takes a CheckpointWithoutOutput, got {type(ckpt).__name__}."
+            )
+        if not ckpt.is_called:
+            raise UsageError(
+                "add_checkpoint(ckpt) takes a CheckpointWithoutOutput that was called. Call ckpt.checkpoint(run_function, "
+                "*args) first, or give it this manager: CheckpointWithoutOutput(ckpt_manager=manager)."
+            )
         self.checkpoints.append(ckpt)
 
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:

@@ -14,36 +14,54 @@ ranks are refused by name; `torch.autograd.grad` and `retain_graph` work with bo
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from reactivate._backends import accelerator
 from reactivate._types import DEVICE, Storage
 from reactivate.dropin._calls import SYNCHRONIZED, Chosen, call_region, timed, with_tracker
 from reactivate.dropin._deepspeed_settings import DeepSpeedOptions, configured
-from reactivate.dropin._installation import Installation, library
+from reactivate.dropin._installation import Installation, Tally, again, library
+from reactivate.errors import UsageError
+from reactivate.guards import RngTracker, tensor_parallel_seeds
 from reactivate.storage import Host
 
 __all__ = [
     "CheckpointFunction",
+    "CudaRNGStatesTracker",
     "checkpoint",
     "configure",
+    "get_cuda_rng_tracker",
     "install",
     "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
     "reset",
     "set_num_layers",
 ]
 
+_OF_THE_TRACKER = (
+    "CudaRNGStatesTracker",
+    "get_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
+)
+_STREAM = "model-parallel-rng"
 _UPSTREAM = "deepspeed.runtime.activation_checkpointing.checkpointing"
 _TIMED = timed(logging.getLogger("reactivate.dropin.deepspeed"))
 
 settings = DeepSpeedOptions()
 """The settings of this instance. `install` has an instance of this module of its own."""
+
+tally = Tally()
 
 replaced: dict[str, Any] = {}
 """DeepSpeed's own functions, by name, that those of this instance are in the place of."""
@@ -68,6 +86,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> x = torch.ones(2, requires_grad=True)
         >>> checkpoint(lambda x: x.sin().exp(), x).sum().backward()
     """
+    tally.add()
     guards = with_tracker(_tracker())
     if settings.is_profiled:
         guards = guards.adding(_TIMED)
@@ -164,19 +183,79 @@ class CheckpointFunction:
         return result
 
 
+CudaRNGStatesTracker = RngTracker
+"""The class of the tracker: `add`, `fork`, `reset`, `get_states` and `set_states`, on the CPU and on devices."""
+
+
+@functools.cache
+def get_cuda_rng_tracker() -> RngTracker:
+    """Return the tracker of `model_parallel_cuda_manual_seed`. Regions restore its streams."""
+    return RngTracker()
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the accelerator, or the CPU if there is none, and start the stream that differs on each tensor-parallel rank.
+
+    Args:
+        seed: of the accelerator's own generators. That of the stream "model-parallel-rng" is `seed + 2718 + rank`, with the
+            rank in the group of the `mpu_` that `configure` was given; 0 without one.
+
+    Example:
+        >>> import torch
+        >>> from reactivate.dropin import deepspeed
+        >>> deepspeed.model_parallel_cuda_manual_seed(1234)
+        >>> def block(x):
+        ...     with deepspeed.get_cuda_rng_tracker().fork():
+        ...         return torch.nn.functional.dropout(x) * x
+        >>> deepspeed.checkpoint(block, torch.ones(4, requires_grad=True)).sum().backward()
+    """
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    device = accelerator()
+    if device is None:
+        torch.manual_seed(seed)
+    else:
+        device.seed_rng(seed)
+    tracker.add(_STREAM, tensor_parallel_seeds(seed, _rank())[_STREAM])
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Start the stream of `model_parallel_cuda_manual_seed` again, from another seed.
+
+    Raises:
+        UsageError: there is no such stream yet.
+    """
+    tracker, begun = get_cuda_rng_tracker(), RngTracker()
+    states = tracker.get_states()
+    if _STREAM not in states:
+        raise UsageError(
+            f"model_parallel_reconfigure_tp_seed({seed}): there is no stream {_STREAM!r}. Call "
+            "model_parallel_cuda_manual_seed(seed) first."
+        )
+    begun.add(_STREAM, tensor_parallel_seeds(seed, _rank())[_STREAM])
+    tracker.set_states(states | begun.get_states())
+
+
+def _rank() -> int:
+    return 0 if settings.group is None else torch.distributed.get_rank(settings.group)
+
+
 def install() -> Installation:
     """Run everything that calls DeepSpeed's activation checkpointing on this engine, without an edit.
 
-    What DeepSpeed was configured with is taken over. Its RNG tracker stays DeepSpeed's.
+    What DeepSpeed was configured with is taken over. Its RNG tracker and its functions of that stay DeepSpeed's.
 
     Returns:
-        A handle with `remove()`; also a context manager.
+        A handle with `remove()`; also a context manager. If it is installed already, the same handle.
 
     Raises:
-        UsageError: DeepSpeed is not installed; or this drop-in is installed already.
+        UsageError: DeepSpeed is not installed.
         UnsupportedError: DeepSpeed is configured with contiguous buffers.
     """
     upstream: Any = library(_UPSTREAM, "dropin.deepspeed.install()")
+    present = again(upstream.__name__)
+    if present is not None:
+        return present
     found = DeepSpeedOptions(
         upstream.PARTITION_ACTIVATIONS,
         upstream.CONTIGUOUS_CHECKPOINTING,
@@ -187,7 +266,7 @@ def install() -> Installation:
         upstream.mp_group,
         upstream.is_configured(),
     )
-    names = {name: name for name in __all__ if name != "install"}
+    names = {name: name for name in __all__ if name != "install" and name not in _OF_THE_TRACKER}
     return Installation(upstream, sys.modules["reactivate.dropin.deepspeed"], names, settings=found.checked())
 
 

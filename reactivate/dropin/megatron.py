@@ -15,7 +15,7 @@ from reactivate._types import DEVICE, Policy, Storage
 from reactivate.dropin import _megatron_policy
 from reactivate.dropin._autocast_state import AutocastState
 from reactivate.dropin._calls import Chosen, call_region, is_first_of, with_tracker
-from reactivate.dropin._installation import Installation, library
+from reactivate.dropin._installation import Installation, Tally, again, library
 from reactivate.dropin._megatron_state import CHECKPOINTING, open_regions, parallel, rng_tracker, tensor_parallel_group
 from reactivate.dropin._without_output import SeveralWithoutOutput, WithoutOutput
 from reactivate.errors import UsageError
@@ -25,7 +25,9 @@ from reactivate.storage import Sharded
 __all__ = [
     "BlockLevelCheckpointManager",
     "CheckpointFunction",
+    "CheckpointManager",
     "CheckpointWithoutOutput",
+    "CheckpointWithoutOutputManager",
     "MHCBlockRecomputeManager",
     "checkpoint",
     "install",
@@ -38,6 +40,8 @@ _NOT_MEGATRONS = ("install", "parallel", "policy")
 _NAMES = {name: name for name in __all__ if name not in _NOT_MEGATRONS}
 
 _AUTOCAST = AutocastState()
+
+tally = Tally()
 
 replaced: dict[str, Any] = {}
 """Megatron's own functions, by name, that those of this instance are in the place of."""
@@ -67,6 +71,7 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool,
     if distribute_saved_activations:
         is_first = is_first_of(args, "checkpoint(function, distribute_saved_activations=True, *args)")
         inputs = Chosen(Sharded(tensor_parallel_group(), least_bytes=0), is_first)
+    tally.add()
     return call_region(function, args, {}, _guards(), inputs)
 
 
@@ -103,13 +108,16 @@ class CheckpointWithoutOutput(WithoutOutput):
 
     Args:
         fp8: without meaning for the results, since the state of 8-bit layers is restored in any case.
-        ckpt_manager: a `MHCBlockRecomputeManager`, which then discards the output in the place of
+        ckpt_manager: a `CheckpointWithoutOutputManager`, which then discards the output in the place of
             `discard_output_and_register_recompute`.
+        retain_input_tensors: without meaning: an output that has the memory of an input is never discarded, since the
+            region keeps its inputs.
 
     Raises:
         UsageError: in backward, if the output was never discarded: the checkpoint would save nothing.
 
-    Source: `megatron.core.tensor_parallel.random`, Megatron Core 0.16; `ckpt_manager` in later ones.
+    Source: `megatron.core.tensor_parallel.random`, Megatron Core 0.16; `ckpt_manager` and `retain_input_tensors` in later
+    ones.
 
     Examples:
         >>> import torch
@@ -123,22 +131,31 @@ class CheckpointWithoutOutput(WithoutOutput):
         >>> out.sum().backward()
     """
 
+    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+        """Call `run_function(*args)` as a region; return what it returns."""
+        tally.add()
+        return super().checkpoint(run_function, *args)
+
     def guards(self) -> Guards:
         """Return the guards of a region: those of `checkpoint`, and TransformerEngine's autocast."""
         return _guards().adding(_AUTOCAST)
 
 
-class MHCBlockRecomputeManager(SeveralWithoutOutput):
+class CheckpointWithoutOutputManager(SeveralWithoutOutput):
     """Discard the outputs of several checkpoints at once, each of which was made with this as its `ckpt_manager`.
 
     A checkpoint whose input is the output of another one keeps that.
+
+    Attributes:
+        checkpoints: of which the outputs are to be discarded.
+        is_last_layer_in_recompute_block: a mark of Megatron's layers for each other, without meaning here.
 
     Source: `megatron.core.tensor_parallel.random`, Megatron Core after 0.16.
     """
 
 
-BlockLevelCheckpointManager = MHCBlockRecomputeManager
-"""Megatron's older name of it."""
+BlockLevelCheckpointManager = CheckpointManager = MHCBlockRecomputeManager = CheckpointWithoutOutputManager
+"""Megatron's older names of it."""
 
 
 def policy(
@@ -197,10 +214,10 @@ def install() -> Installation:
     tensor-parallel group and the RNG tracker are Megatron's.
 
     Returns:
-        A handle with `remove()`; also a context manager.
+        A handle with `remove()`; also a context manager. If it is installed already, the same handle.
 
     Raises:
-        UsageError: megatron-core is not installed; or this drop-in is installed already.
+        UsageError: megatron-core is not installed.
     """
     upstream = library("megatron.core.tensor_parallel.random", "dropin.megatron.install()")
-    return Installation(upstream, sys.modules["reactivate.dropin.megatron"], _NAMES)
+    return again(upstream.__name__) or Installation(upstream, sys.modules["reactivate.dropin.megatron"], _NAMES)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -46,6 +46,7 @@ from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_tra
 from reactivate._types import Storage
 from reactivate.dropin._asked import Asked, warn_reentrant
 from reactivate.dropin._chain import segments_of
+from reactivate.dropin._installation import Tally
 from reactivate.dropin._of_torch import checkpoint_of_torch, generator_of_torch
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards
@@ -74,10 +75,10 @@ __all__ = [
 _early_stop: ContextVar[bool | None] = ContextVar("reactivate.dropin.torch.early_stop", default=None)
 _debug: ContextVar[bool | None] = ContextVar("reactivate.dropin.torch.debug", default=None)
 
-
 # Those of every region. `install` has an instance of this module of its own, with its own ones.
 guards: Guards = DEFAULT
 offload: Storage = Host()
+tally = Tally()
 
 replaced: dict[str, Any] = {}
 """torch's own functions, by name, that those of this instance are in the place of: what compilers are to trace."""
@@ -175,10 +176,10 @@ def _checkpoint(
         warn_of_running_as_traced()
         return function(*args, **kwargs)
     options = asked.options(guards, offload, _debug.get(), _early_stop.get())
+    tally.add()
     module = module_called_by(function)
-    if module is None:
-        return run_untraced(run, options, function, args, kwargs)
-    return run_untraced(run_module, options, module, args, kwargs)
+    runner, called = (run, function) if module is None else (run_module, module)
+    return run_untraced(runner, options, called, args, kwargs)
 
 
 def checkpoint_sequential(
@@ -213,31 +214,29 @@ def checkpoint_sequential(
     return last(value)
 
 
-@contextmanager
-def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
+def set_checkpoint_early_stop(enable: bool | None) -> AbstractContextManager[None]:
     """Override `early_stop` for the forward passes inside of the context; None leaves it to them."""
-    token = _early_stop.set(enable)
-    try:
-        yield
-    finally:
-        _early_stop.reset(token)
+    return _within(_early_stop, enable)
+
+
+def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[None]:
+    """Override `debug` for the forward passes inside of the context; None leaves it to them."""
+    return _within(_debug, enabled)
 
 
 @contextmanager
-def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
-    """Override `debug` for the forward passes inside of the context; None leaves it to them."""
-    token = _debug.set(enabled)
+def _within(variable: ContextVar[bool | None], value: bool | None) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _debug.reset(token)
+        variable.reset(token)
 
 
 class GraphExecGroup(shared_recompute):
     """`torch.utils.checkpoint.GraphExecGroup`: backward calls inside of it share one recomputation of each region.
 
-    Two of them may need the same saved tensor, as a norm does for the gradients of its input and of its weights. torch
-    refuses that; here the tensor is kept for both.
+    Two of them may need the same saved tensor, as a norm's do. torch refuses that; here the tensor is kept for both.
     """
 
     @classmethod
@@ -286,6 +285,7 @@ def checkpoint_generator_impl(
     if not is_grad_enabled():
         yield
         return
+    tally.add()
     region = Region()
     with set_aside():
         plainly = region.begin(fn, args, kwargs, asked.options(guards, offload, _debug.get(), _early_stop.get()))

@@ -18,7 +18,7 @@ from reactivate._types import Storage
 from reactivate.dropin._asked import Asked
 from reactivate.dropin._autocast_state import AutocastState
 from reactivate.dropin._calls import Chosen, call_with, guard_of, is_first_of
-from reactivate.dropin._installation import Installation, library
+from reactivate.dropin._installation import Installation, Tally, again, library
 from reactivate.guards import DEFAULT, Guards
 from reactivate.storage import Host, Sharded
 
@@ -32,6 +32,8 @@ guards: Guards = DEFAULT
 
 offload: Storage = Host()
 """The storage for what policies of torch's selective checkpointing offload."""
+
+tally = Tally()
 
 
 def checkpoint(
@@ -69,6 +71,7 @@ def checkpoint(
         >>> x = torch.ones(2, requires_grad=True)
         >>> reactivate.dropin.transformer_engine.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     """
+    tally.add()
     used = _guards(guards, get_rng_state_tracker)
     asked = Asked(context_fn=context_fn, determinism_check=determinism_check, debug=debug)
     options = asked.options(used, offload, None, None)
@@ -84,17 +87,20 @@ def _guards(guards: Guards, get_rng_state_tracker: Callable[[], Any] | None) -> 
 
 
 @refuse_unknown
-def install(*, guards: Guards = DEFAULT) -> Installation:
+def install(*, guards: Guards | None = None) -> Installation:
     """Run everything that calls `transformer_engine.pytorch.checkpoint` on this engine, without an edit.
 
     Args:
-        guards: for every region; add to them what the program needs.
+        guards: for every region, `guards.DEFAULT` if None; add to them what the program needs.
 
     Returns:
-        A handle with `remove()`; also a context manager.
+        A handle with `remove()`; also a context manager. If it is installed already, the same handle.
 
     Raises:
-        UsageError: TransformerEngine cannot be imported, or the drop-in is installed already.
+        UsageError: TransformerEngine cannot be imported, or the drop-in is installed already with other guards.
     """
     upstream = library(_PLACE, "reactivate.dropin.transformer_engine.install")
-    return Installation(upstream, sys.modules[__name__], {"checkpoint": "checkpoint"}, guards=guards)
+    settings = {} if guards is None else {"guards": guards}
+    return again(_PLACE, **settings) or Installation(
+        upstream, sys.modules[__name__], {"checkpoint": "checkpoint"}, **settings
+    )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.nn import Module
 
 from reactivate._engine.accounts import in_words, is_shortage
-from reactivate._engine.mismatch.check import uncounted
+from reactivate._engine.mismatch.calls import uncounted
 from reactivate._inspect.arguments import example_of
 from reactivate._model.apply import paused
 from reactivate._text.warnings import warn

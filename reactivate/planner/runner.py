@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Module
 
-from reactivate._engine.mismatch.check import uncounted
+from reactivate._engine.mismatch.calls import uncounted
 from reactivate._model.apply import apply, paused
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget

@@ -27,7 +27,7 @@ class Interest:
         modules: whether calls of modules are, inside of regions.
         paths: whether the answer depends on the module in which a function is called.
         calls: whether it depends on which call it is: the first, the second.
-        copies_to_host: whether copies from a device to the host are of interest.
+        arguments: whether it depends on the arguments, of copies between devices and of attention.
     """
 
     ops: frozenset[str] | None = frozenset()
@@ -36,7 +36,7 @@ class Interest:
     modules: bool = False
     paths: bool = False
     calls: bool = False
-    copies_to_host: bool = False
+    arguments: bool = False
 
     def __or__(self, other: Interest) -> Interest:
         ops = None if self.ops is None or other.ops is None else self.ops | other.ops
@@ -47,13 +47,13 @@ class Interest:
             self.modules or other.modules,
             self.paths or other.paths,
             self.calls or other.calls,
-            self.copies_to_host or other.copies_to_host,
+            self.arguments or other.arguments,
         )
 
     @property
     def any_function(self) -> bool:
         """Return whether functions of torch are of interest: then a region has to see each of them."""
-        return self.ops is None or bool(self.ops) or self.copies_to_host
+        return self.ops is None or bool(self.ops) or self.arguments
 
 
 # What has to be assumed of a user's own function.

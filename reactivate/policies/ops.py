@@ -58,7 +58,7 @@ class _Ops(ReadyMade):
     within: tuple[str, ...]
     storage: Storage
     asked: tuple[str, ...] = ()  # the call that stands for a list of ops: its name, and its arguments
-    copies_to_host: bool = False
+    arguments: bool = False  # whether copies to the host are saved as well, and attention only in one kernel
 
     def __repr__(self) -> str:
         if self.asked == ("compute_intensive",):
@@ -69,21 +69,23 @@ class _Ops(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         if site.function is None or site.name is not None:
             return None
-        if site.function not in self.functions and site.op not in self.ops and not self._takes_copy(site):
+        if site.function not in self.functions and not self._takes(site):
             return None
         if self.within and not any(matches(pattern, site.path) for pattern in self.within):
             return None
         return Save(self.storage)
 
-    def _takes_copy(self, site: Site) -> bool:
-        return self.copies_to_host and site.is_copy_to_host
+    def _takes(self, site: Site) -> bool:
+        if site.op in self.ops:
+            return not (self.arguments and site.is_unfused)
+        return self.arguments and site.is_copy_to_host
 
     def patterns(self) -> tuple[str, ...]:
         return self.within
 
     def interest(self) -> Interest:
         ops, functions = frozenset(self.ops), frozenset(self.functions)
-        return Interest(ops, functions, paths=bool(self.within), copies_to_host=self.copies_to_host)
+        return Interest(ops, functions, paths=bool(self.within), arguments=self.arguments)
 
     @property
     def may_match_nothing(self) -> bool:
@@ -149,8 +151,9 @@ def compute_intensive(storage: Storage = DEVICE) -> ReadyMade:
     """Inside of regions, keep what costs much to compute for each byte: matrix products, attention, convolutions.
 
     Kept as well: top-k, which chooses experts, communication between ranks, and copies from a device to the host, such as
-    those of split sizes, which the device waits for. This is what torchtitan 0.3 saves, less its habit of recomputing
-    every second matrix product; see the page on policies for how to have that as well.
+    those of split sizes, which the device waits for. Attention with dropout on a CPU is not kept: there it is many ops, which
+    save several times what one kernel does. This is what torchtitan 0.3 saves, less its habit of recomputing every second
+    matrix product; see the page on policies for how to have that as well.
 
     Args:
         storage: where to keep it.
@@ -161,7 +164,7 @@ def compute_intensive(storage: Storage = DEVICE) -> ReadyMade:
         >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
         >>> handle = reactivate.apply(model, policies.first_match(policies.compute_intensive(), policies.full()))
     """
-    return _Ops(COMPUTE_INTENSIVE, (), (), storage, ("compute_intensive",), copies_to_host=True)
+    return _Ops(COMPUTE_INTENSIVE, (), (), storage, ("compute_intensive",), arguments=True)
 
 
 KINDS = {

@@ -53,10 +53,9 @@ class FunctionWalk(ClassWalk):
             if not isinstance(fn.__self__, (ModuleType, type)):  # whose functions and class methods they are
                 self._look(fn.__self__, f"{place}.__self__", depth)
         elif issubclass(kind, functools.partial):
-            if holds_iterator(fn.args):
+            if fn.__dict__ or self.notes is self.module_notes or holds_iterator(fn.args):
                 self.notes.append(PartialNote(fn))
-            if fn.__dict__:
-                self._attributes(fn, place, depth)
+                self._look_at_all(fn.__dict__, place, depth)
             self._look(fn.func, f"{place}.func", depth)
             self._look(fn.args, f"{place}.args", depth)
             self._look(fn.keywords, f"{place}.keywords", depth)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from sys import _getframe
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -24,6 +24,7 @@ from reactivate.policies._base import ReadyMade, interest_of, parts_of
 from reactivate.policies._select import did_you_mean
 from reactivate.policies.canonical import name_of
 from reactivate.policies.host_copies import OPS as COPIES, is_copy_to_host
+from reactivate.policies.unfused import OPS as ATTENTION, is_unfused
 
 # They draw no random number and write to no module: nothing has to be brought along where they are skipped.
 _QUIET = frozenset(
@@ -50,6 +51,7 @@ _QUIET_MODULES = frozenset(
         *(nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Identity),
     }
 )
+_BY_ARGUMENTS = COPIES | ATTENTION
 # Functions written in Python that stand for many ops: these are looked at, unless the policy saves the whole.
 _OPENED = frozenset({multi_head_attention_forward})
 
@@ -129,6 +131,8 @@ class Unmatched:
 
 def number_of(policy: Policy) -> int:
     """Return a number that tells policies apart, and holds none: a function may be made for each call."""
+    if isinstance(policy, FunctionType):
+        return hash(policy.__code__)
     try:
         return hash(policy)
     except TypeError:
@@ -191,7 +195,7 @@ class Choice:
         decision = CallDecision(op, op=op, function=function, is_quiet=op in _QUIET)
         if function in _OPENED and not (ops is not None and op in ops):
             decision = decision._replace(is_opened=True)
-        elif op in COPIES and self.interest.copies_to_host:
+        elif op in _BY_ARGUMENTS and self.interest.arguments:
             decision = decision._replace(is_of_interest=True)  # which of its calls are, their arguments say
         elif op != "get" and (ops is None or op in ops):
             decision = self._decide(decision)
@@ -236,8 +240,8 @@ class Choice:
         index = counts.get(key, 0)
         counts[key] = index + 1
         with without_function_modes():
-            is_copy = is_copy_to_host(decision.op, args, kwargs)
-        site = self._site(decision, index, counts, is_copy)
+            is_copy, is_split = is_copy_to_host(decision.op, args, kwargs), is_unfused(decision.op, args, kwargs)
+        site = self._site(decision, index, counts, is_copy_to_host=is_copy, is_unfused=is_split)
         if self.unmatched.parts:
             self.unmatched.look_at(site)
         return self.policy(site)
@@ -251,7 +255,7 @@ class Choice:
         action = self.policy(site)
         return decision._replace(is_of_interest=isinstance(action, Save), action=action)
 
-    def _site(self, decision: CallDecision, index: int, counts: dict[Any, int], is_copy_to_host: bool = False) -> Site:
+    def _site(self, decision: CallDecision, index: int, counts: dict[Any, int], **facts: bool) -> Site:
         path = decision.path
         if path is None:
             path = self._innermost_path() if self.interest.paths else ""
@@ -262,8 +266,8 @@ class Choice:
             index=index,
             module=decision.module,
             function=decision.function,
-            is_copy_to_host=is_copy_to_host,
             counts=counts,
+            **facts,
         )
 
     def _innermost_path(self) -> str:

@@ -15,12 +15,8 @@ not stop early, the outputs are compared too, and a difference of these alone is
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from types import FunctionType, MethodType
+from collections.abc import Iterable
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,7 +25,6 @@ from torch.nn import Parameter
 from reactivate._bits import checksum
 from reactivate._engine.mismatch.stale import comes_from_stale, watches
 from reactivate._engine.state.geometry import has_memory
-from reactivate._engine.state.known import Known
 from reactivate._torch.containers import flatten
 from reactivate._torch.modes import run_unseen
 from reactivate._types import Unrestored
@@ -42,77 +37,6 @@ _ROWS = 32
 """How many sums a profile has: it is held until the backward."""
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
-
-# By the id of the region's owner: a reference to it, and how many calls there were with each policy, by the policy's number
-# and of closures over a module by that of their code.
-_calls: dict[int, tuple[Any, dict[Any, int]]] = {}
-_writers = Known()  # owners of regions that wrote to what there is no copy of
-
-
-def is_due(call: Any, determinism: str, choice: Any) -> bool:
-    """Return whether checksums are taken in this call of a region: for a comparison, or for a proof if one is needed.
-
-    With "first" they are in the 1st, 2nd, 4th, 8th, ... call, and but for "none" in every call if an earlier one needed a
-    proof. Closures may be made anew for each call: those of one code over one module count together.
-
-    Args:
-        call: its function and the modules that this reaches.
-        determinism: as given to `checkpoint`.
-        choice: of the policy, if there is one.
-    """
-    fn = call.fn
-    if determinism == "values" or (_writers and determinism != "none" and _writers.has(owner_of(fn))):
-        return True
-    if determinism != "first":
-        return False
-    kind = type(fn)
-    number: Any = 0 if choice is None else choice.number
-    if kind is FunctionType:
-        owner = fn.__code__
-        if call.roots:
-            owner, number = call.roots[0], (number, id(owner))
-    else:
-        owner = fn.__self__ if kind is MethodType else fn
-    entry = _calls.get(id(owner))
-    if entry is None or entry[0]() is not owner:
-        entry = _first_call(owner)
-    entry[1][number] = count = entry[1].get(number, 0) + 1
-    return not count & (count - 1)
-
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """Put the numbers of calls back afterwards: those that a tool makes meanwhile are no steps of a training."""
-    before = {key: (reference, dict(counts)) for key, (reference, counts) in _calls.copy().items()}  # owners may die
-    try:
-        yield
-    finally:
-        for key, (reference, counts) in _calls.copy().items():
-            counts.clear()
-            known, number = before.get(key, (None, {}))
-            if known is reference:
-                counts.update(number)
-
-
-def note_writer(fn: Any) -> None:
-    """Compare every call of this region from the next one on."""
-    _writers.note(owner_of(fn))
-
-
-def owner_of(fn: Any) -> Any:
-    """Return what stands for a region in all of its calls: wrappers and closures may be made anew for each."""
-    kind = type(fn)
-    return fn.__code__ if kind is FunctionType else fn.__self__ if kind is MethodType else fn
-
-
-def _first_call(owner: Any) -> tuple[Any, dict[Any, int]]:
-    key = id(owner)
-    try:
-        reference: Any = ref(owner, functools.partial(_calls.pop, key))
-    except TypeError:  # an object in C, which nobody can wait for: it is compared each time
-        return None, {}
-    entry = _calls[key] = reference, {}
-    return entry
 
 
 class Profile(NamedTuple):

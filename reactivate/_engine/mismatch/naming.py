@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from reactivate._engine.inputs.specs import InputSpec, rebuild
 from reactivate._engine.inputs.stored import name_of_region
-from reactivate._engine.mismatch.check import owner_of
+from reactivate._engine.mismatch.calls import owner_of
 from reactivate._engine.mismatch.places import users_site
 from reactivate._engine.record import Record
 from reactivate._engine.sites import Site, called_module, line_of, user_frame

@@ -42,19 +42,29 @@ class FunctionNote(Note):
 
 
 class PartialNote(Note):
-    """The positional arguments of a `functools.partial`."""
+    """A `functools.partial`: its function, its arguments and its attributes."""
 
     __slots__ = ()
 
     def contents(self, weak: bool | None = True) -> Any:
-        return held(self.target.args, weak)
+        target = self.target
+        return target.func, held(target.args, weak), target.keywords, hold_values(dict(vars(target)), weak)
 
     def is_at(self, contents: Any) -> bool:
-        return self.target.args is contents
+        target = self.target
+        function, arguments, keywords, attributes = contents
+        if target.func is not function or target.args is not arguments or target.keywords is not keywords:
+            return False
+        now = vars(target)
+        return len(now) == len(attributes) and all(
+            is_item(now.get(name, EMPTY), attributes[name]) for name in attributes
+        )
 
     def put(self, contents: Any) -> None:
+        function, arguments, keywords, attributes = contents
         target = self.target
-        target.__setstate__((target.func, given_back(contents), target.keywords, vars(target)))
+        target.__setstate__((function, given_back(arguments), keywords, vars(target)))
+        put_dict(vars(target), attributes)
 
 
 class CellNote(Note):

@@ -23,7 +23,7 @@ from reactivate._engine.state.attributes import KindNote, TensorsNote
 from reactivate._engine.state.bounded import is_for_good, is_in_its_module
 from reactivate._engine.state.code import CACHED, CodeNote, are_closed
 from reactivate._engine.state.contents import ATOMS, DictNote, ListNote, Note, SetNote
-from reactivate._engine.state.functions import CellNote, ClassNote, FunctionNote, Inside, NameNote
+from reactivate._engine.state.functions import CellNote, ClassNote, FunctionNote, Inside, NameNote, PartialNote
 from reactivate._engine.state.parts import Parts
 from reactivate._modules.standin import Cover
 from reactivate._torch.flags import ask
@@ -192,6 +192,9 @@ def _items_of(note: Note) -> Iterable[Any]:
     if isinstance(note, FunctionNote):
         _, defaults, keywords, attributes = note.noted
         return (note.target, *(defaults or ()), *(keywords or {}).values(), *attributes.values())
+    if isinstance(note, PartialNote):
+        function, arguments, keywords, attributes = note.noted
+        return (function, arguments, keywords, *attributes.values())
     if isinstance(note, CodeNote):
         if not all(is_for_good(namespace) for bindings in note.target for namespace, _ in bindings.names):
             return (note,)

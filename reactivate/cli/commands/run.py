@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from reactivate._text.words import counted
 from reactivate.dropin import install
 
 
@@ -18,16 +19,19 @@ from reactivate.dropin import install
 def run(script: Path, arguments: tuple[str, ...]) -> int:
     """Run SCRIPT with its ARGUMENTS, with reactivate in the place of torch.utils.checkpoint.
 
-    The script is not edited, and neither are the libraries that it imports.
+    The script is not edited, and neither are the libraries that it imports. A line on stderr says at the end how many
+    checkpointed regions ran.
     """
+    installation = install()
     before = sys.argv[:], sys.path[:]
     sys.argv[:], sys.path[:0] = [str(script), *arguments], [str(script.resolve().parent)]
     try:
-        with install():
+        with installation:
             runpy.run_path(str(script), run_name="__main__")
     except Exception:  # as Python itself says it
         traceback.print_exc()
         return 1
     finally:
         sys.argv[:], sys.path[:] = before
+        click.echo(f"reactivate: {counted(installation.regions, 'checkpointed region')} ran.", err=True)
     return 0

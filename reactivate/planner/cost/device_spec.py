@@ -44,7 +44,7 @@ class DeviceSpec:
     compute_efficiency: float = 0.6
     bandwidth_efficiency: float = 0.8
     links: Mapping[str, Link] = field(default_factory=dict, hash=False)
-    overhead: Overhead = Overhead()
+    overhead: Overhead = field(default_factory=Overhead)
 
     def __post_init__(self) -> None:
         for key in ("name", "source"):

@@ -22,8 +22,8 @@ def _gpu(
 
 
 # Memory is what torch says that a device has, in GiB: `mem_get_info`, and the "total capacity" of its errors; of TPUs, what
-# XLA's errors call the capacity. It is less than the data sheet's number, by what the driver and error correction take. Drivers
-# differ by some tenths: the table has the least of those that are common.
+# XLA's errors call the capacity. It is less than the data sheet's number, by what the driver and error correction take.
+# Drivers differ by some tenths: the table has the least of those that are common.
 
 # The same sheets print what PCI Express carries in both directions together, in 10^9 bytes per second, `host` below: each
 # direction has half. Of devices whose sheet has no such number nothing is said. That copies reach 0.8 of it is assumed.

@@ -158,8 +158,8 @@ class Trace:
         stored_bytes: the most that the storage keeps.
         failures: why the storage could not do its part.
         uncounted: the units of which calls with gradients were outside of forwards of the model.
-        of_data: the paths of the modules that computed something whose size, or whose meaning for Python, is in the numbers of
-            tensors; "" for the model itself, or outside of it.
+        of_data: the paths of the modules that computed something whose size, or whose meaning for Python, is in the numbers
+            of tensors; "" for the model itself, or outside of it.
         margin_bytes: what is to be left free beside its peak, for batches with other sizes there.
         is_real: whether it ran for real.
         standing: the bytes of each memory that was there before.
