@@ -34,8 +34,9 @@ class Storage(Protocol):
         exact: whether every bit comes back. A storage that says False has a method `bound(tensor)` besides, the most by
             which each element may come back as another number (see `reactivate.storage.contract`).
 
-    A storage may have two more: `takes_names = True` if its `save` takes the name of the tensor as well, for messages, and
-    `is_collective = True` if each `load` needs the same `load` on other ranks, so that none may be left out.
+    A storage may have more: `takes_names = True` if its `save` takes the name of the tensor as well, for messages,
+    `is_collective = True` if each `load` needs the same `load` on other ranks, so that none may be left out, and
+    `is_on_host = True` if it is the memory of the host, where a compiler can keep tensors too.
     """
 
     exact: bool

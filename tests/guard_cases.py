@@ -254,7 +254,7 @@ def gradients_that_no_rank_has_reduced_are_not_lost_silently() -> None:
 
 @case(CASES, 1)
 def the_only_rank_is_short() -> None:
-    """What communicates for the model has not come to the end of its step."""
+    """The step ends before what communicates for the model has come to its end."""
     every = functools.partial(wrapped, find_unused_parameters=True)
     assert_guarded(every, Failing({0: ("backward", (0,), 1), 2: ("backward", (0,), 1)}))
     assert_guarded(sharded, Failing({0: ("forward", (0,), 1), 2: ("backward", (0,), 1)}))

@@ -862,7 +862,7 @@ def of_a_large_argument(wrap: Wrap) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.parametrize("make", [lambda wrap: wrap(Table(is_parameter=True)), of_a_large_argument])
 def test_a_tensor_without_a_copy_that_is_written_to_without_a_new_version(make: Any) -> None:
-    """It is refused once by its name, and then there is a copy."""
+    """The tensor is refused once by its name, and then there is a copy."""
 
     def run(wrap: Wrap) -> list[Tensor]:
         torch.manual_seed(0)

@@ -406,7 +406,7 @@ def cache_object_grows_along_the_layers(wrap: Wrap) -> Any:
 
 
 class Statistics:
-    """What a normaliser of observations counts, two objects away from whoever has the normaliser."""
+    """Counts of a normaliser of observations, two objects away from whoever has the normaliser."""
 
     def __init__(self) -> None:
         self.mean, self.count = numpy.zeros(4), 1.0

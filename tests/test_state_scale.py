@@ -335,7 +335,7 @@ def tensor_bytes() -> int:
 
 
 def test_copies_of_state_go_with_the_policy() -> None:
-    """Those that a region refers to stay until its backward."""
+    """Copies that a region refers to stay until its backward."""
     model = nn.Sequential(Table())
     x, size = leaf(6, 4), model[0].table.nbytes
     handle = reactivate.apply(model, policies.recompute_modules("0"))

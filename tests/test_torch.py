@@ -307,7 +307,7 @@ def plain_tensors_are_distributed_alike() -> None:
     assert room.are_distributed_alike(torch.ones(2), torch.ones(3))
 
 
-@needs("lacks_values")
+@needs("lacks_values", "NEEDS_NUMBERS")
 def errors_for_the_want_of_values_are_known() -> None:
     def error_of(run: Callable[[Tensor], Any]) -> BaseException:
         with room.FakeTensorMode():
@@ -326,6 +326,7 @@ def errors_for_the_want_of_values_are_known() -> None:
 
     wants = (Tensor.item, Tensor.tolist, Tensor.nonzero, Tensor.numpy, "{:.2f}".format, lambda x: x[x > 0])
     assert all(room.lacks_values(error_of(run)) for run in wants)
+    assert all(isinstance(error_of(run), room.NEEDS_NUMBERS) for run in (Tensor.item, Tensor.nonzero))
     assert not any(room.lacks_values(error_of(run)) for run in (of_ours, of_users))
     assert not any(map(room.lacks_values, (torch.OutOfMemoryError("no more"), UnsupportedError("of ours"))))
 

@@ -24,7 +24,6 @@ from reactivate.errors import UnsupportedError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of
 from reactivate.policies.canonical import name_of
 from reactivate.policies.host_copies import is_copy_to_host
-from reactivate.storage import Host
 
 # Copies of what the op is called with, which eager saves no more than these: they are recomputed.
 _COPIES = frozenset({"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"})
@@ -76,7 +75,7 @@ def _refuse_untranslatable(policy: Policy) -> None:
 
 def _is_offloaded(storage: Storage) -> bool:
     """Return whether a compiler may know where that is: torch has a tag for the memory of the host alone."""
-    return _OFFLOAD is not None and isinstance(storage, Host)
+    return _OFFLOAD is not None and getattr(storage, "is_on_host", False)
 
 
 def _refusal(policy: Policy, storage: Storage) -> UnsupportedError:

@@ -71,7 +71,7 @@ def install(*, guards: Guards | None = None, offload: Storage | None = None) -> 
 def uninstall() -> None:
     """Put torch's checkpoint functions back, as `remove()` of what `install` returned does. Without it, do nothing.
 
-    Example:
+    Examples:
         >>> import reactivate
         >>> installation = reactivate.dropin.install()
         >>> reactivate.dropin.uninstall()

@@ -200,7 +200,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
         seed: of the accelerator's own generators. That of the stream "model-parallel-rng" is `seed + 2718 + rank`, with the
             rank in the group of the `mpu_` that `configure` was given; 0 without one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from reactivate.dropin import deepspeed
         >>> deepspeed.model_parallel_cuda_manual_seed(1234)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from reactivate.storage.moving import Moving
 from reactivate.storage.staging import Staging, staging_of
@@ -43,6 +44,7 @@ class Host(Moving):
     least_bytes: int | str = 2**20
     last: int = 1
     ahead: int = 1
+    is_on_host: ClassVar[bool] = True
     _mover: Staging = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

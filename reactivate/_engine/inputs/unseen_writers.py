@@ -21,7 +21,7 @@ def names_a_way(facts: Facts) -> bool:
     return not _WAYS.isdisjoint(facts.attributes)
 
 
-class Names(NamedTuple):
+class NamesOfWriters(NamedTuple):
     """The names in some code.
 
     Attributes:
@@ -39,7 +39,7 @@ class ReachedCode:
     def __init__(self) -> None:
         self._functions: list[Facts] = []
         self._classes: list[type] = []
-        self._trees: list[Names] = []
+        self._trees: list[NamesOfWriters] = []
 
     def add_function(self, facts: Facts) -> None:
         """Add a function, which may be called under any name."""
@@ -49,7 +49,7 @@ class ReachedCode:
         """Add the methods that a class has itself."""
         self._classes.append(kind)
 
-    def add_tree(self, names: Names) -> None:
+    def add_tree(self, names: NamesOfWriters) -> None:
         """Add what the code of a tree of modules was found to name."""
         self._trees.append(names)
 
@@ -59,12 +59,14 @@ class ReachedCode:
         self._classes += other._classes
         self._trees += other._trees
 
-    def names(self) -> Names:
+    def names(self) -> NamesOfWriters:
         """Return the names in all of it."""
         found = [*self._trees, *map(_names_in, self._classes)]
         asked = [*(facts.attributes for facts in self._functions), *(names for item in found for names in item.asked)]
         writers = frozenset[str]().union(*(item.writers for item in found))
-        return Names(tuple(asked), writers | {"__call__"} if any(map(names_a_way, self._functions)) else writers)
+        return NamesOfWriters(
+            tuple(asked), writers | {"__call__"} if any(map(names_a_way, self._functions)) else writers
+        )
 
     def may_write_unseen(self) -> bool:
         """Return whether it may write to tensors without a new version."""
@@ -76,17 +78,17 @@ def _is_called_anyway(name: str) -> bool:
     return name == "forward" or name.startswith("__")
 
 
-class _Known(NamedTuple):
+class _NamesOfClass(NamedTuple):
     codes: list[CodeType]
     generation: int
-    names: Names
+    names: NamesOfWriters
     reference: ref[type]
 
 
-_known: dict[int, _Known] = {}  # by the id of the class, as long as that lives
+_known: dict[int, _NamesOfClass] = {}  # by the id of the class, as long as that lives
 
 
-def _names_in(kind: type) -> Names:
+def _names_in(kind: type) -> NamesOfWriters:
     """Return the names in the methods that a class has itself, but for that which initialises an object."""
     codes = [item.__code__ for item in vars(kind).values() if type(item) is FunctionType]
     key = id(kind)
@@ -95,8 +97,8 @@ def _names_in(kind: type) -> Names:
         return known.names
     facts = [(name, facts_of(fn)) for name, fn in _methods_in(kind)]
     asked = frozenset[str]().union(*(item.attributes for _, item in facts))
-    names = Names((asked,), frozenset(name for name, item in facts if names_a_way(item)))
-    _known[key] = _Known(codes, generation(), names, ref(kind, lambda _: _known.pop(key, None)))
+    names = NamesOfWriters((asked,), frozenset(name for name, item in facts if names_a_way(item)))
+    _known[key] = _NamesOfClass(codes, generation(), names, ref(kind, lambda _: _known.pop(key, None)))
     return names
 
 
