@@ -10,7 +10,7 @@ import torch
 
 from reactivate._backends.base import Backend
 from reactivate._backends.cuda import CudaBackend
-from reactivate._backends.fence import Fence, WatchingFence, fences, register_fence
+from reactivate._backends.fence import Fence, NumberingFence, fences, register_fence
 from reactivate._backends.tpu import TpuBackend
 from reactivate._torch.devices import accelerator_device, xla_runtime
 

@@ -74,6 +74,22 @@ class Backend:
         self.write_rng(states)
         return now
 
+    def give_back_rng(self, held: Any, backward: int) -> bool:
+        """Set the generators to what `exchange_rng` returned, in a backward that may exchange them again.
+
+        Args:
+            held: the states.
+            backward: the number of the backward.
+
+        Returns:
+            whether `settle_rng` has to be called when the backward ends, for what nothing reads until then.
+        """
+        self.write_rng(held)
+        return False
+
+    def settle_rng(self, backward: int) -> None:
+        """Finish what `give_back_rng` has left to the end of this backward."""
+
     def rewind_rng(self, states: Any) -> None:
         """Set the generators to states that were read since anybody has done more than draw."""
         self.write_rng(states)
