@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
@@ -64,7 +63,7 @@ class FencedRecomputation:
         self._given = {id(form): rebuild(replaced.get(id(form), form), {}) for form in record.entries}
 
     def begin(self, record: Any) -> Memo:
-        """Let the tensors that the region can reach have the memory of aliases. Return aliases of the arguments, by their forms."""
+        """Let tensors that the region can reach have the memory of aliases. Return aliases of arguments, by their forms."""
         memo, self._given = self._given, {}
         run_unseen(self._begin, record, memo)
         return memo
@@ -115,7 +114,7 @@ def _move_back(moved: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
 
 
 def named_tensors(capture: Any) -> list[tuple[Tensor, int]]:
-    """Return what a recomputation can reach by name, each with its version: parameters, buffers, and what the walk has found."""
+    """Return what a recomputation can reach by name, with its version: parameters, buffers, and what the walk has found."""
     modules = tensors_of(capture.modules) if capture.parts is None else capture.parts.entries
     reached = (item.tensor for item in capture.inputs)
     found = {id(item): item for item in (*modules, *reached, *capture.tensors, *capture.module_tensors)}
