@@ -10,11 +10,21 @@ import torch
 
 from reactivate._backends.base import Backend
 from reactivate._backends.cuda import CudaBackend
-from reactivate._backends.fence import Fence, NumberingFence, fences, register_fence
+from reactivate._backends.fence import Fence, NumberingFence, RecordingFence, fences, register_fence
 from reactivate._backends.tpu import TpuBackend
 from reactivate._torch.devices import accelerator_device, xla_runtime
 
-__all__ = ["Backend", "CudaBackend", "Fence", "WatchingFence", "accelerator", "backends", "fences", "register_fence"]
+__all__ = [
+    "Backend",
+    "CudaBackend",
+    "Fence",
+    "NumberingFence",
+    "RecordingFence",
+    "accelerator",
+    "backends",
+    "fences",
+    "register_fence",
+]
 
 
 def accelerator() -> Backend | None:

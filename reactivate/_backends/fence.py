@@ -34,6 +34,18 @@ class NumberingFence(Fence, Protocol):
         """Return the number of a tensor: later ones have higher numbers."""
 
 
+@runtime_checkable
+class RecordingFence(Fence, Protocol):
+    """A fence whose device records ops, and runs them later, many as one program."""
+
+    def run(self, tensors: list[Tensor]) -> None:
+        """Run the ops that are recorded for these tensors.
+
+        Raises:
+            UnsupportedError: they cannot run here.
+        """
+
+
 _fences: dict[str, Fence] = {}
 
 

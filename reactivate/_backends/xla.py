@@ -32,6 +32,7 @@ from reactivate._backends.xla_seeds import (
     write_seed,
 )
 from reactivate._torch.devices import register_device_module
+from reactivate.errors import UnsupportedError
 
 _OF_XLA = Tensor, Parameter
 _LEAST, _MOST = 0, 2**64 - 1
@@ -54,6 +55,21 @@ class Barrier:
     def number_of(self, tensor: Tensor) -> int:
         """Return the number that torch_xla gave a tensor, a placeholder of its `scan` as well."""
         return int(RUNTIME._xla_get_tensor_id(_plain(tensor)))
+
+    def run(self, tensors: list[Tensor]) -> None:
+        """Run the ops that are recorded for these tensors.
+
+        This is not a step, in which XLA may write results into the memory of inputs: other tensors still need these.
+        """
+        plain = list(map(_plain, tensors))
+        if any(map(RUNTIME._is_placecholder, plain)):  # an op still runs, or a scan is traced
+            RUNTIME._xla_wait_device_ops(_devices())
+        if not RUNTIME._get_allow_execution() or any(map(RUNTIME._is_placecholder, plain)):
+            raise UnsupportedError(
+                'determinism="values" cannot be used in torch_xla.compile(full_graph=True) or around torch_xla\'s scan: '
+                "it runs op by op, and these record ops that must not run. Leave determinism out."
+            )
+        RUNTIME._xla_sync_multi(plain, [], wait=False, sync_xla_data=False)
 
 
 barrier = Barrier()
@@ -136,7 +152,8 @@ class XlaBackend(Backend):
             self.write_rng(held)
             return False
         set_eager(False)
-        return any([lend_root(name, seed, backward) for name, seed in zip(_names(), held.seeds)])
+        lent = [lend_root(name, seed, backward) for name, seed in zip(_names(), held.seeds)]
+        return any(lent)
 
     def settle_rng(self, backward: int) -> None:
         for name in _names():

@@ -125,7 +125,7 @@ def take_seed(device: str) -> Seed:
     """
     with _lock:
         running = read_seed(device)
-        RUNTIME._get_base_seed_as_tensor(device)
+        run_unseen(RUNTIME._get_base_seed_as_tensor, device)
         base = read_seed(device)
         loan = _loans.pop(device, None)
     if loan is None:
