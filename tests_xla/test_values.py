@@ -1,4 +1,4 @@
-"""`determinism="values"` on XLA, the one way to have recomputations compared there."""
+"""`determinism="values"` on XLA, the one way to have recomputations compared there; and numbers that follow no seed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch_xla.experimental.scan import scan
 
 import reactivate
+from reactivate import policies
 from reactivate.errors import RecomputeMismatchError, UnsupportedError
 
 
@@ -159,3 +160,43 @@ def test_in_a_whole_graph_it_is_refused() -> None:
             values(lambda x: x.sin().exp())(x)
 
     step(leaf(4))
+
+
+# -- numbers that follow no seed --------------------------------------------------------------------------------------
+
+
+def shuffled(x: Tensor, draw: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
+    order = draw(len(x))
+    return (x[order] * torch.arange(float(len(x)), device=DEVICE)).sin(), order
+
+
+def assert_is_shuffled_once(wrap: Wrap, draw: Callable[[int], Tensor]) -> None:
+    """The gradient is that of the permutation which the forward has drawn."""
+    x = leaf(64)
+    out, order = wrap(shuffled)(x, draw)
+    out.sum().backward()
+    torch_xla.sync()  # a permutation that is drawn in two programs is two
+    again = x.detach().clone().requires_grad_()
+    shuffled(again, lambda _: order)[0].sum().backward()
+    assert torch.allclose(x.grad.cpu(), again.grad.cpu(), rtol=1e-4, atol=1e-4)
+
+
+def on_xla(count: int) -> Tensor:
+    return torch.randperm(count, device=DEVICE)
+
+
+@pytest.mark.parametrize("wrap", [ours, values])
+def test_randperm_is_refused(wrap: Wrap) -> None:
+    with pytest.raises(UnsupportedError, match=r'torch.randperm\(n, device="xla"\), which follows no seed'):
+        wrap(shuffled)(leaf(64), on_xla)[0].sum().backward()
+
+
+@pytest.mark.parametrize("wrap", [ours, values])
+def test_randperm_that_is_kept(wrap: Wrap) -> None:
+    assert_is_shuffled_once(lambda fn: wrap(fn, policy=policies.save_ops("randperm")), on_xla)
+
+
+@pytest.mark.parametrize("wrap", [ours, values])
+def test_randperm_of_the_cpu(wrap: Wrap) -> None:
+    assert_is_shuffled_once(wrap, lambda count: torch.randperm(count).to(DEVICE))
+    assert_is_shuffled_once(wrap, lambda count: torch.randperm(count, device=DEVICE, dtype=torch.int32))

@@ -159,6 +159,19 @@ class XlaBackend(Backend):
         for name in _names():
             settle_root(name, backward)
 
+    def count_unseeded(self) -> int:
+        """Count the calls of `torch.randperm` that XLA computes: torch_xla gives those of dtypes but int64 to the CPU."""
+        count = RUNTIME._xla_counter_value
+        return (count("xla::randperm") or 0) - (count("aten::randperm") or 0)
+
+    def refuse_unseeded(self, before: int) -> None:
+        if self.count_unseeded() > before:
+            raise UnsupportedError(
+                'A checkpointed region calls torch.randperm(n, device="xla"), which follows no seed on XLA: '
+                "the recomputation has drawn another permutation. Draw it outside of the region, draw it on the CPU "
+                '(torch.randperm(n).to(x.device)), or keep it with a policy: policy=policies.save_ops("randperm").'
+            )
+
     def rewind_rng(self, states: Seeds) -> None:
         if states.is_eager:  # each draw moves the root on as well
             self.write_rng(states)

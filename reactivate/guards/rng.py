@@ -26,6 +26,7 @@ from reactivate._engine.state.turns import everybodys, undisturbed
 from reactivate._torch.autograd import current_backward, on_backward_end
 from reactivate._torch.flags import ask
 from reactivate._types import Call, Guard
+from reactivate.errors import RecomputeMismatchError
 from reactivate.guards._base import Rewound
 
 
@@ -181,6 +182,7 @@ class _RewoundDevices:
             None if backend.is_same_rng(present, state) else backend.exchange_rng(state)
             for (backend, present), (_, state) in zip(self._now, self._wanted)
         ]
+        self._unseeded = [backend.count_unseeded() for backend, _ in self._now]
 
     def __exit__(self, *error: object) -> None:
         backward = current_backward()
@@ -191,6 +193,9 @@ class _RewoundDevices:
                 backend.write_rng(held)
             elif backend.give_back_rng(held, backward):
                 _Settlement.of(backend, backward)
+        if not any(error) or isinstance(error[1], RecomputeMismatchError):  # of which it may be the cause
+            for (backend, _), count in zip(self._now, self._unseeded):
+                backend.refuse_unseeded(count)
 
 
 class _Settlement:
