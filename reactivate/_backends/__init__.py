@@ -10,7 +10,7 @@ import torch
 
 from reactivate._backends.base import Backend
 from reactivate._backends.cuda import CudaBackend
-from reactivate._backends.fence import Fence, WatchingFence, fences, register_fence
+from reactivate._backends.fence import Fence, NumberingFence, RecordingFence, fences, register_fence
 from reactivate._backends.tpu import TpuBackend
 from reactivate._torch.devices import accelerator_device, xla_runtime
 
@@ -18,7 +18,8 @@ __all__ = [
     "Backend",
     "CudaBackend",
     "Fence",
-    "WatchingFence",
+    "NumberingFence",
+    "RecordingFence",
     "accelerator",
     "backends",
     "fences",

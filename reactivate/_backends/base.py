@@ -79,6 +79,36 @@ class Backend:
         self.write_rng(states)
         return now
 
+    def give_back_rng(self, held: Any, backward: int) -> bool:
+        """Set the generators to what `exchange_rng` returned, in a backward that may exchange them again.
+
+        Args:
+            held: the states.
+            backward: the number of the backward.
+
+        Returns:
+            whether `settle_rng` has to be called when the backward ends, for what nothing reads until then.
+        """
+        self.write_rng(held)
+        return False
+
+    def settle_rng(self, backward: int) -> None:
+        """Finish what `give_back_rng` has left to the end of this backward."""
+
+    def count_unseeded(self) -> int:
+        """Return how many calls there were so far of ops that draw random numbers and follow no generator."""
+        return 0
+
+    def refuse_unseeded(self, before: int) -> None:
+        """Raise if there was such a call in a recomputation: it has drawn other numbers than its forward.
+
+        Args:
+            before: what `count_unseeded` returned when the recomputation began.
+
+        Raises:
+            UnsupportedError: there was one.
+        """
+
     def rewind_rng(self, states: Any) -> None:
         """Set the generators to states that were read since anybody has done more than draw."""
         self.write_rng(states)

@@ -7,7 +7,7 @@ for others, and that are there only after what stands behind the same fence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -27,11 +27,23 @@ class Fence(Protocol):
 
 
 @runtime_checkable
-class WatchingFence(Fence, Protocol):
-    """A fence whose device tells which tensors are new."""
+class NumberingFence(Fence, Protocol):
+    """A fence whose device numbers its tensors in the order in which it makes them."""
 
-    def begin_watch(self) -> Callable[[Tensor], bool]:
-        """A function for whether a tensor was made after this call."""
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number of a tensor: later ones have higher numbers."""
+
+
+@runtime_checkable
+class RecordingFence(Fence, Protocol):
+    """A fence whose device records ops, and runs them later, many as one program."""
+
+    def run(self, tensors: list[Tensor]) -> None:
+        """Run the ops that are recorded for these tensors.
+
+        Raises:
+            UnsupportedError: they cannot run here.
+        """
 
 
 _fences: dict[str, Fence] = {}

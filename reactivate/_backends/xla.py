@@ -6,29 +6,35 @@ Imported only where torch_xla is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from reactivate._backends.base import Backend
 from reactivate._backends.xla_seeds import (
+    RUNTIME,
     Seed,
     Seeds,
+    count_markers,
+    lend_root,
     read_seed,
     read_whole_seed,
     rewind_seed,
     seed_of_forward,
     set_eager,
+    settle_root,
     take_seed,
     write_seed,
 )
-from reactivate._torch.devices import register_device_module, xla_runtime
+from reactivate._torch.devices import register_device_module
+from reactivate.errors import UnsupportedError
 
+_OF_XLA = Tensor, Parameter
 _LEAST, _MOST = 0, 2**64 - 1
 _FIRST_SEED = 101  # of every device, whatever `torch.manual_seed` said before torch_xla was there
 
@@ -43,14 +49,27 @@ class Barrier:
         the caller's tensors, which would all become outputs of the graph, but on clones, which on XLA are handles.
         """
         aliases = [_plain(tensor).detach().clone() for tensor in tensors]
-        xla_runtime()._xla_optimization_barrier_(aliases)
+        RUNTIME._xla_optimization_barrier_(aliases)
         return aliases
 
-    def begin_watch(self) -> Callable[[Tensor], bool]:
-        """torch_xla numbers the tensors that it makes, a placeholder of its `scan` as well."""
-        number_of = xla_runtime()._xla_get_tensor_id
-        last = number_of(torch.empty((), device="xla"))
-        return lambda tensor: number_of(_plain(tensor)) > last
+    def number_of(self, tensor: Tensor) -> int:
+        """Return the number that torch_xla gave a tensor, a placeholder of its `scan` as well."""
+        return int(RUNTIME._xla_get_tensor_id(_plain(tensor)))
+
+    def run(self, tensors: list[Tensor]) -> None:
+        """Run the ops that are recorded for these tensors.
+
+        This is not a step, in which XLA may write results into the memory of inputs: other tensors still need these.
+        """
+        plain = list(map(_plain, tensors))
+        if any(map(RUNTIME._is_placecholder, plain)):  # an op still runs, or a scan is traced
+            RUNTIME._xla_wait_device_ops(_devices())
+        if not RUNTIME._get_allow_execution() or any(map(RUNTIME._is_placecholder, plain)):
+            raise UnsupportedError(
+                'determinism="values" cannot be used in torch_xla.compile(full_graph=True) or around torch_xla\'s scan: '
+                "it runs op by op, and these record ops that must not run. Leave determinism out."
+            )
+        RUNTIME._xla_sync_multi(plain, [], wait=False, sync_xla_data=False)
 
 
 barrier = Barrier()
@@ -58,7 +77,7 @@ barrier = Barrier()
 
 def _plain(tensor: Tensor) -> Tensor:
     """A tensor that is sharded over devices is a wrapper of one that XLA knows."""
-    return getattr(tensor, "global_tensor", tensor)
+    return tensor if type(tensor) in _OF_XLA else getattr(tensor, "global_tensor", tensor)
 
 
 class DeviceModule(ModuleType):
@@ -74,27 +93,25 @@ class DeviceModule(ModuleType):
 
     def is_initialized(self) -> bool:
         """Return whether the runtime has begun to use devices: asking for them would make it begin."""
-        runtime = xla_runtime()
-        return runtime is not None and runtime._xla_runtime_is_initialized()
+        return bool(RUNTIME._xla_runtime_is_initialized())
 
     _initialized = property(is_initialized)  # torch's own checkpointing looks here whether there are random numbers
 
     def current_device(self) -> int:
         """The number of the device that "xla" without a number is."""
-        return torch.device(xla_runtime()._xla_get_default_device()).index or 0
+        return torch.device(RUNTIME._xla_get_default_device()).index or 0
 
     @contextmanager
     def device(self, index: Any) -> Iterator[None]:
         """A context with this device as the current one."""
-        runtime = xla_runtime()
         number = torch.device(index).index if isinstance(index, (str, torch.device)) else index
-        before = runtime._xla_get_default_device()
+        before = RUNTIME._xla_get_default_device()
         if number is not None and number >= 0:
-            runtime._xla_set_default_device(f"xla:{number}")
+            RUNTIME._xla_set_default_device(f"xla:{number}")
         try:
             yield
         finally:
-            runtime._xla_set_default_device(before)
+            RUNTIME._xla_set_default_device(before)
 
     def get_rng_state(self, device: Any = None) -> Seed:
         """The seed of a device, any whole number of 64 bits without a sign, which knows its root."""
@@ -115,7 +132,7 @@ class XlaBackend(Backend):
     """The device type "xla"."""
 
     def seed_rng(self, seed: int) -> None:
-        self.write_rng(replace(self.read_rng(), seeds=(seed,) * len(_names())))
+        self.write_rng(self.read_rng()._replace(seeds=(seed,) * len(_names())))
 
     def read_rng(self) -> Seeds:
         return Seeds.of(map(read_seed, _names()))
@@ -130,6 +147,31 @@ class XlaBackend(Backend):
         self.write_rng(states)
         return now
 
+    def give_back_rng(self, held: Seeds, backward: int) -> bool:
+        if held.is_eager:  # each draw moves the root on as well
+            self.write_rng(held)
+            return False
+        set_eager(False)
+        lent = [lend_root(name, seed, backward) for name, seed in zip(_names(), held.seeds)]
+        return any(lent)
+
+    def settle_rng(self, backward: int) -> None:
+        for name in _names():
+            settle_root(name, backward)
+
+    def count_unseeded(self) -> int:
+        """Count the calls of `torch.randperm` that XLA computes: torch_xla gives those of dtypes but int64 to the CPU."""
+        count = RUNTIME._xla_counter_value
+        return (count("xla::randperm") or 0) - (count("aten::randperm") or 0)
+
+    def refuse_unseeded(self, before: int) -> None:
+        if self.count_unseeded() > before:
+            raise UnsupportedError(
+                'A checkpointed region calls torch.randperm(n, device="xla"), which follows no seed on XLA: '
+                "the recomputation has drawn another permutation. Draw it outside of the region, draw it on the CPU "
+                '(torch.randperm(n).to(x.device)), or keep it with a policy: policy=policies.save_ops("randperm").'
+            )
+
     def rewind_rng(self, states: Seeds) -> None:
         if states.is_eager:  # each draw moves the root on as well
             self.write_rng(states)
@@ -141,27 +183,27 @@ class XlaBackend(Backend):
     def rng_of_forward(self, before: Seeds) -> Seeds:
         if before.is_eager:
             return before
-        since = self.read_rng().markers - before.markers
-        seeds = [seed_of_forward(name, seed, since) for name, seed in zip(_names(), before.seeds)]
-        return replace(before, seeds=tuple(seeds))
+        since = count_markers() - before.markers
+        seeds = tuple(seed_of_forward(name, seed, since) for name, seed in zip(_names(), before.seeds))
+        return before._replace(seeds=seeds)
 
     @contextmanager
     def op_by_op(self) -> Iterator[None]:
-        before = self.exchange_rng(replace(self.read_rng(), is_eager=True))
+        before = self.exchange_rng(self.read_rng()._replace(is_eager=True))
         try:
             yield
         finally:
             self.write_rng(before)
 
     def is_same_rng(self, first: Seeds, second: Seeds) -> bool:
-        return first == second
+        return first.is_same(second)
 
     def first_rng(self) -> Seeds:
-        return replace(self.read_rng(), seeds=(_FIRST_SEED,) * MODULE.device_count())
+        return self.read_rng()._replace(seeds=(_FIRST_SEED,) * MODULE.device_count())
 
 
 def _devices() -> list[str]:
-    return list(xla_runtime()._xla_get_devices())
+    return RUNTIME._xla_get_devices()  # type: ignore[no-any-return]
 
 
 def _names() -> list[str]:
@@ -172,7 +214,7 @@ def _names() -> list[str]:
 
 def _name_of(device: Any) -> str:
     if device is None:
-        return str(xla_runtime()._xla_get_default_device())
+        return RUNTIME._xla_get_default_device()  # type: ignore[no-any-return]
     if isinstance(device, int):
         return f"xla:{device}"
     name = str(device)

@@ -5,6 +5,10 @@ numbers were drawn. torch_xla tells the running seed alone, and to set it sets t
 would draw other numbers. A seed that is to be brought back is therefore read with its root, set to it, and drawn from until
 it runs where it ran. Nothing reads these draws, so that no compiler sees them.
 
+These are as many draws as the step has made: to make them after each recomputation would take time that is quadratic in the
+number of regions. So until the backward ends a *stand-in* has the place of the root, one draw away from the running seed
+(`lend_root`). It tells whether the root is still in its place: after a step marker or `torch_xla.manual_seed` another one is.
+
 Source: `XLAGraphExecutor::DeviceContextArena` in xla_graph_executor.cpp of PyTorch/XLA 2.9, its last version.
 """
 
@@ -12,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from threading import RLock
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +25,10 @@ from reactivate._torch.devices import xla_runtime
 from reactivate._torch.modes import run_unseen
 from reactivate.errors import UnsupportedError
 
+RUNTIME = xla_runtime()
 _WRAP = 2**64
 _DRAW = 214013, 2531011
+_DRAW_BACK = pow(_DRAW[0], -1, _WRAP)
 _STEP = 7012063, 1012031
 _STEP_BACK = pow(_STEP[0], -1, _WRAP)
 
@@ -47,8 +54,7 @@ class Seed(int):
         return int(self), self.root
 
 
-@dataclass(frozen=True)
-class Seeds:
+class Seeds(NamedTuple):
     """The state of the random numbers of all devices.
 
     Attributes:
@@ -59,13 +65,41 @@ class Seeds:
 
     seeds: tuple[int, ...]
     is_eager: bool
-    markers: int = field(compare=False)
+    markers: int
 
     @classmethod
     def of(cls, seeds: Iterable[int]) -> Seeds:
         """Return `seeds` as the present ones."""
-        runtime = xla_runtime()
-        return cls(tuple(seeds), runtime._get_use_eager_mode(), runtime._xla_counter_value("MarkStep") or 0)
+        return cls(tuple(seeds), RUNTIME._get_use_eager_mode(), count_markers())
+
+    def is_same(self, other: Seeds) -> bool:
+        """Return whether the same numbers come next."""
+        return self.seeds == other.seeds and self.is_eager == other.is_eager
+
+
+def count_markers() -> int:
+    """Return how many step markers this process has gone past."""
+    return RUNTIME._xla_counter_value("MarkStep") or 0
+
+
+class _Loan(NamedTuple):
+    """A root whose place a stand-in has.
+
+    Attributes:
+        root: the root.
+        stand_in: what has its place.
+        markers: how many step markers there were before.
+        backward: the number of the backward that lasts as long.
+    """
+
+    root: int
+    stand_in: int
+    markers: int
+    backward: int
+
+
+_loans: dict[str, _Loan] = {}  # by device
+_lock = RLock()  # a backward may end on another thread than the next one begins on
 
 
 def count_draws(first: int, last: int, limit: int) -> int | None:
@@ -80,29 +114,95 @@ def count_draws(first: int, last: int, limit: int) -> int | None:
 
 def read_seed(device: str) -> int:
     """Return the running seed alone."""
-    return int(xla_runtime()._xla_get_rng_seed(device))
+    return int(RUNTIME._xla_get_rng_seed(device))
 
 
 def take_seed(device: str) -> Seed:
-    """Return the seed with its root, and leave the device at the root."""
-    running = read_seed(device)
-    xla_runtime()._get_base_seed_as_tensor(device)
-    return Seed(running, read_seed(device))
+    """Return the seed with its root, and leave the device at another one: it is to be written next.
+
+    Raises:
+        UnsupportedError: numbers were drawn behind a step marker that found a stand-in in the place of the root.
+    """
+    with _lock:
+        running = read_seed(device)
+        run_unseen(RUNTIME._get_base_seed_as_tensor, device)
+        base = read_seed(device)
+        loan = _loans.pop(device, None)
+    if loan is None:
+        return Seed(running, base)
+    if base == loan.stand_in:
+        return Seed(running if running != base else loan.root, loan.root)
+    steps = _steps_between(loan, base)
+    if steps is None:  # somebody set a seed
+        return Seed(running, base)
+    root = _stepped(loan.root, steps)
+    if running == base:
+        return Seed(root, root)
+    write_seed(device, Seed(running, base))
+    raise UnsupportedError(
+        "Between the recomputations of a backward, code went past a step marker (torch_xla.sync, xm.mark_step) and drew "
+        f"random numbers on {device}: they are not those of a step without regions. Mark the step behind the backward."
+    )
+
+
+def _steps_between(loan: _Loan, root: int) -> int | None:
+    """Return how many step markers lead from a stand-in to `root`, None if they do not."""
+    passed = count_markers() - loan.markers
+    return next((steps for steps in range(1, passed + 1) if _stepped(loan.stand_in, steps) == root), None)
+
+
+def _stepped(root: int, steps: int) -> int:
+    for _ in range(steps):
+        root = (_STEP[0] * root + _STEP[1]) % _WRAP
+    return root
 
 
 def read_whole_seed(device: str) -> Seed:
     """Return the seed with its root."""
     seed = take_seed(device)
-    _draw(device, seed)
+    write_seed(device, seed)
     return seed
+
+
+def lend_root(device: str, seed: Seed, backward: int) -> bool:
+    """Set the running seed, with a stand-in in the place of its root until `settle_root`. Ops have to be recorded.
+
+    Args:
+        seed: as `take_seed` returns it.
+        backward: the number of a backward, to settle when it ends.
+
+    Returns:
+        whether there is anything to settle.
+    """
+    if seed == seed.root:
+        RUNTIME._xla_set_rng_seed(seed.root, device)
+        return False
+    stand_in = (seed - _DRAW[1]) * _DRAW_BACK % _WRAP
+    with _lock:
+        RUNTIME._xla_set_rng_seed(stand_in, device)
+        run_unseen(_draw_unseen, device, 1)
+        _loans[device] = _Loan(seed.root, stand_in, count_markers(), backward)
+    return True
+
+
+def settle_root(device: str, backward: int) -> None:
+    """Put the root back, if it was lent until this backward ends.
+
+    Raises:
+        UnsupportedError: see `take_seed`.
+    """
+    with _lock:
+        loan = _loans.get(device)
+        if loan is not None and loan.backward == backward:
+            write_seed(device, take_seed(device))
 
 
 def write_seed(device: str, seed: int) -> None:
     """Set the running seed; the root is that of a `Seed`, and otherwise the same."""
     if not isinstance(seed, Seed):
-        xla_runtime()._xla_set_rng_seed(int(seed), device)
+        RUNTIME._xla_set_rng_seed(int(seed), device)
         return
-    xla_runtime()._xla_set_rng_seed(seed.root, device)
+    RUNTIME._xla_set_rng_seed(seed.root, device)
     _draw(device, seed)
 
 
@@ -119,7 +219,7 @@ def rewind_seed(device: str, seed: int) -> None:
         return
     root = take_seed(device).root
     if count_draws(root, seed, MANY) is None:
-        xla_runtime()._xla_set_rng_seed(int(seed), device)
+        RUNTIME._xla_set_rng_seed(int(seed), device)
         raise UnsupportedError(
             f"The seed of {device} was {int(seed)} when a recomputation began, and the recomputation has set it: the seed "
             "of the next step cannot be brought back. Set seeds (torch_xla.manual_seed) outside of regions."
@@ -150,7 +250,7 @@ def _draw_unseen(device: str, count: int) -> None:
 @contextmanager
 def _recorded() -> Iterator[None]:
     """Let draws be recorded and not run: one that is run moves the root on."""
-    is_eager = xla_runtime()._get_use_eager_mode()
+    is_eager = RUNTIME._get_use_eager_mode()
     set_eager(False)
     try:
         yield
@@ -160,7 +260,7 @@ def _recorded() -> Iterator[None]:
 
 def set_eager(is_eager: bool) -> None:
     """Let ops run one by one, or be recorded."""
-    xla_runtime()._set_use_eager_mode(is_eager)
+    RUNTIME._set_use_eager_mode(is_eager)
 
 
 def seed_of_forward(device: str, before: int, markers: int) -> int:

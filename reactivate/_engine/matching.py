@@ -154,9 +154,9 @@ class Matching:
         copied = copy_unseen(value)
         return copied, copied._version
 
-    def follow_sites(self, choice: Choice) -> RecomputationLog:
-        """Return the log that skips the calls that the policy saved."""
-        return RecomputationLog(self.record, choice, self.record.sites, self)
+    def follow_sites(self, choice: Choice, behind: Any) -> RecomputationLog:
+        """Return the log that skips the calls that the policy saved, and gives their results out behind a fence, if any."""
+        return RecomputationLog(self.record, choice, self.record.sites, self, behind)
 
     def skip(self, site: SavedSite, arguments: list[Tensor]) -> None:
         """A saved call is not made: fill its slots from its arguments, and go on behind them."""

@@ -176,12 +176,15 @@ def _read(record: Record, behind: FencedRecomputation) -> None:
 
 def _refill_behind(record: Record, behind: FencedRecomputation) -> None:
     """As `_refill`, where the state of the forward pass is read through aliases as well."""
-    with behind.standing(record) as memo:
+    memo = behind.begin(record)
+    try:
         call = _call_again(record, memo)
         for note in record.notes:
             if type(note) is CellTensorNote:  # rewound before its alias was there
                 note.put(note.spec)
-        _refill(record, *call)
+        _refill(record, *call, behind=behind)
+    finally:
+        behind.end()
 
 
 def _call_again(record: Record, memo: Memo) -> tuple[Callable[..., Any], list[Any], dict[str, Any]]:
@@ -212,11 +215,17 @@ def _in_words(record: Record, error: RuntimeError) -> BaseException:
     return record.options.exception(refusals.written_before_recomputation(record, error))
 
 
-def _refill(record: Record, fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
+def _refill(
+    record: Record,
+    fn: Callable[..., Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    behind: FencedRecomputation | None = None,
+) -> None:
     """Run the function, and put what autograd saves into the slots, matched by order."""
     matching = Matching(record)
     choice = record.options.choice
-    sites = None if choice is None else matching.follow_sites(choice)
+    sites = None if choice is None else matching.follow_sites(choice, behind)
     pack = matching.pack
     if record.log is not None:
         fn = matching.compare_ops_of(fn, record.log)

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from reactivate._backends import Fence
 from reactivate._engine.inputs.walk import Input
@@ -130,8 +129,7 @@ class Record:
         log: the ops of the forward pass, with `determinism="values"`.
         sites: the calls that are saved, in order.
         fence: (device type, its fence) where the device's compiler would undo a recomputation, otherwise None; with a fence
-            `entries`, the forms of all tensors among the arguments, `modules`, all that the function can reach, and the
-            `versions` of their tensors by id.
+            `entries`, the forms of all tensors among the arguments, and `named`, what else is read behind it, with versions.
     """
 
     __slots__ = (
@@ -152,7 +150,7 @@ class Record:
             "kwargs",
             "lock",
             "log",
-            "modules",
+            "named",
             "notes",
             "options",
             "proof",
@@ -161,7 +159,7 @@ class Record:
             "saved_inputs",
             "sites",
         ),
-        *("region_call", "snapshots", "states", "tokens", "users_hooks", "versions"),
+        *("region_call", "snapshots", "states", "tokens", "users_hooks"),
     )
     options: Options
     early_stop: bool
@@ -188,8 +186,7 @@ class Record:
     sites: Sequence[Any]
     fence: tuple[str, Fence] | None
     entries: Sequence[Any]
-    modules: Sequence[Module]
-    versions: dict[int, int]
+    named: Sequence[tuple[Tensor, int]]
 
     def take_snapshots(self) -> list[tuple[Recomputation, Any]]:
         """Return what the guards would keep if the forward pass ended now."""

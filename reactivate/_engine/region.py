@@ -27,7 +27,7 @@ from reactivate._backends import fences
 from reactivate._engine.accounts import note_shortage
 from reactivate._engine.backward import BackwardSide
 from reactivate._engine.barriers.exits import through_exit
-from reactivate._engine.barriers.fencing import fence_of, given_tensors, tensors_of
+from reactivate._engine.barriers.fencing import fence_of, given_tensors, named_tensors, tensors_of, unwritten
 from reactivate._engine.current import Place, enter_region, leave_region
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.inputs.scripts import call_watched, is_being_watched, refuse_watched
@@ -111,7 +111,7 @@ class Region(BackwardSide):
         self.script_graph = last_script_graph()
         self.fn, self.args, self.kwargs = capture.fn, capture.args, capture.kwargs
         if fences():
-            self.versions = {id(tensor): tensor._version for tensor in tensors_of(capture.modules)}
+            self.named = named_tensors(capture)
         self.region_call, self.around = enter_region()
         tokens: list[Any] = []
         self.tokens = tokens
@@ -218,7 +218,7 @@ class Region(BackwardSide):
         if is_forward_mode_active():
             refuse_forward_mode(self.fence[0])
         self.entries = list(map(capture.spec_of, given))
-        self.modules = capture.modules
+        self.named = unwritten(self.named, self.fence[0])
         return through_exit(self, result, capture)
 
     def fail(self, error: BaseException) -> None:

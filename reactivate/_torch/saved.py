@@ -15,13 +15,13 @@ from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes
 from reactivate._torch.ways import fastest
 
 
-def _empty(requires_grad: bool = False) -> torch.Tensor:
+def _empty() -> torch.Tensor:
     """A tensor that no mode sees being made."""
     modes = dispatch_modes()
     replace_dispatch_modes(())
     try:
         with torch._C.DisableTorchFunction():
-            return torch.empty(0, device="cpu", requires_grad=requires_grad)
+            return torch.empty(0, device="cpu")
     finally:
         replace_dispatch_modes(modes)
 
@@ -30,6 +30,10 @@ def _set_modes(grad: bool, forward_grad: bool) -> None:
     with torch._C.DisableTorchFunction():
         set_grad_enabled(grad)
         torch._C._set_fwd_grad_enabled(forward_grad)
+
+
+with torch.inference_mode(False):
+    _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)  # so that there is a node
 
 
 class _KeepInput(torch.autograd.Function):
@@ -55,7 +59,7 @@ class SavedOnNode:
         modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         _set_modes(True, False)
         try:
-            self._output = _KeepInput.apply(_empty(requires_grad=True), tensor)  # the node lives as long as this
+            self._output = _KeepInput.apply(_ANCHOR, tensor)  # the node lives as long as this
         finally:
             _set_modes(*modes)
 

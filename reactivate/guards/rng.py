@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
 
 from reactivate._backends import Backend, backends
 from reactivate._engine.state.streams import (
@@ -23,8 +23,10 @@ from reactivate._engine.state.streams import (
     torch_stream,
 )
 from reactivate._engine.state.turns import everybodys, undisturbed
+from reactivate._torch.autograd import current_backward, on_backward_end
 from reactivate._torch.flags import ask
 from reactivate._types import Call, Guard
+from reactivate.errors import RecomputeMismatchError
 from reactivate.guards._base import Rewound
 
 
@@ -181,13 +183,47 @@ class _RewoundDevices:
             None if backend.is_same_rng(present, state) else backend.exchange_rng(state)
             for (backend, present), (_, state) in zip(self._now, self._wanted)
         ]
+        self._unseeded = [backend.count_unseeded() for backend, _ in self._now]
 
     def __exit__(self, *error: object) -> None:
+        backward = current_backward()
         for (backend, present), held in zip(self._now, self._held):
-            if held is not None:
-                backend.write_rng(held)
-            else:
+            if held is None:
                 _rewind(backend, present)
+            elif backward == -1 or any(error):
+                backend.write_rng(held)
+            elif backend.give_back_rng(held, backward):
+                _Settlement.of(backend, backward)
+        if not any(error) or isinstance(error[1], RecomputeMismatchError):  # of which it may be the cause
+            for (backend, _), count in zip(self._now, self._unseeded):
+                backend.refuse_unseeded(count)
+
+
+class _Settlement:
+    """The end of a backward that has left something of a backend's generators to it.
+
+    Autograd calls it when the backward has ended, and forgets it also after an error, without a call.
+    """
+
+    _open: ClassVar[set[tuple[Backend, int]]] = set()
+
+    def __init__(self, backend: Backend, backward: int) -> None:
+        self._key = backend, backward
+        self._open.add(self._key)
+
+    @classmethod
+    def of(cls, backend: Backend, backward: int) -> None:
+        """Settle when this backward, which is running, ends."""
+        if (backend, backward) not in cls._open:
+            on_backward_end(cls(backend, backward))
+
+    def __call__(self) -> None:
+        if self._key in self._open:
+            self._open.discard(self._key)
+            backend, backward = self._key
+            backend.settle_rng(backward)
+
+    __del__ = __call__
 
 
 def _bring(states: Iterable[tuple[Backend, Any]]) -> None:

@@ -63,9 +63,12 @@ def through_exit(region: Any, result: Any, capture: Capture) -> Any:
 
 
 def _handed_out(region: Any, result: Any, capture: Capture) -> Any:
-    leaves, structure = flatten(result)
     given = {id(base_of(tensor)) for tensor in _given(capture)}
     known = fences()
+    if type(result) is Tensor and result._base is None:  # as mostly
+        is_computed = result.grad_fn is not None and result.device.type in known and id(result) not in given
+        return Exit.apply(region, result) if is_computed else result
+    leaves, structure = flatten(result)
     computed = {
         id(leaf): leaf
         for leaf in leaves

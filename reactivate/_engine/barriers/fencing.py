@@ -1,27 +1,27 @@
 """Recomputations behind a fence, on devices whose compiler would merge them with the forward pass (see `_backends/fence.py`).
 
 Two things keep them apart. What goes out of a region goes through an exit (see `exits`), which gets the gradient before
-anything in the region needs it. The first exit that a backward comes to puts this gradient and whatever the recomputation
-will read behind one fence, and recomputes the region there: no part of it can run before its backward begins. And the
-recomputation reads aliases: of the arguments, which are rebuilt for it anyway, and of parameters, buffers and whatever else
-is there before it, which a function mode puts in their place (see `aliases`).
+anything in the region needs it. The first exit that a backward comes to puts this gradient and what the recomputation will
+read behind one fence, and recomputes the region there: no part of it can run before its backward begins. And the
+recomputation reads aliases: of the arguments, which are rebuilt for it anyway; and of parameters, buffers and other tensors
+that the region can reach, which have the memory of their aliases until it is over, so that they stay the same objects.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from reactivate._backends import Fence, fences
-from reactivate._engine.barriers.aliases import Aliases, alias_like, whole_of
+from reactivate._engine.barriers.aliases import alias_like
 from reactivate._engine.inputs.specs import Memo, rebuild
 from reactivate._engine.kept_calls.site_log import tensors_in
-from reactivate._engine.state.held import WeakTensor
-from reactivate._torch.modes import run_unseen, without_function_modes
+from reactivate._torch.modes import run_unseen
+
+_PLAIN = Tensor, Parameter
 
 
 def fence_of(tensors: Iterable[Tensor]) -> tuple[str, Fence] | None:
@@ -51,6 +51,7 @@ class FencedRecomputation:
         self._fence = fence
         self.gradient = gradient
         self._given: Memo = {}
+        self._moved: Sequence[tuple[Tensor, Tensor, Tensor]] = ()  # each with its own memory, and that of its alias
 
     def read(self, record: Any) -> None:
         """Get the arguments: a region around this one may have to be recomputed for them, as long as all is as it is.
@@ -61,59 +62,80 @@ class FencedRecomputation:
         replaced = record.replaced
         self._given = {id(form): rebuild(replaced.get(id(form), form), {}) for form in record.entries}
 
-    @contextmanager
-    def standing(self, record: Any) -> Iterator[Memo]:
-        """Aliases of the arguments, by their forms; inside, everything else that is there already is read by alias."""
-        with Aliases({self._device_type: self._fence}) as aliases:
-            with without_function_modes():
-                memo = self._raise(record, aliases)
-            try:
-                yield memo
-            finally:
-                if self.gradient is not None and aliases.token is not None:
-                    self.gradient = aliases.token
-
-    def _raise(self, record: Any, aliases: Aliases) -> Memo:
+    def begin(self, record: Any) -> Memo:
+        """Let tensors that the region can reach have the memory of aliases. Return aliases of arguments, by their forms."""
         memo, self._given = self._given, {}
-        # Whoever refuses that something written to is read has to see that it is.
-        aliases.leave(tensor for tensor in tensors_of(record.modules) if _is_written(record, tensor))
-        stale = [_tensor_of(item) for item in record.inputs if item.tensor._version != item.version]
-        aliases.leave(stale)
-        named = {id(tensor): tensor for tensor in _named(record) if self._is_concerned(tensor)}
-        left = set(map(id, stale))
-        given = [key for key, tensor in memo.items() if self._is_concerned(tensor) and id(tensor) not in left]
-        gradient = [] if self.gradient is None or not self._is_concerned(self.gradient) else [self.gradient]
-        made = run_unseen(self._fence, [*gradient, *(memo[key] for key in given), *named.values()])
-        fenced = iter(made)
-        aliases.token = next(fenced) if gradient else None
-        for key in given:
-            memo[key] = alias_like(memo[key], next(fenced))
-        aliases.own(memo[key] for key in given)
-        for tensor, alias in zip(named.values(), fenced):
-            aliases.put(tensor, alias)
+        run_unseen(self._begin, record, memo)
         return memo
+
+    def _begin(self, record: Any, memo: Memo) -> None:
+        # Those that were written to since are left as they are: whoever refuses that they are read has to see it.
+        named = [tensor for tensor, version in record.named if tensor._version == version]
+        written = {id(item.tensor) for item in record.inputs if item.tensor._version != item.version}
+        given = [key for key, tensor in memo.items() if self._is_concerned(tensor) and id(tensor) not in written]
+        own = [tensor.data for tensor in named]
+        aliases = iter(self._fenced([*(memo[key] for key in given), *named]))
+        for key in given:
+            memo[key] = alias_like(memo[key], next(aliases))
+        self._moved = list(zip(named, own, aliases))
+        for tensor, _, alias in self._moved:
+            tensor.data = alias
+
+    def end(self) -> None:
+        """Give the tensors their own memory again."""
+        moved, self._moved = self._moved, ()
+        run_unseen(_move_back, moved)
+
+    def fenced(self, results: Sequence[Any]) -> list[Any]:
+        """Return results of saved calls as the recomputation reads them."""
+        return run_unseen(self._fenced_among, results)  # type: ignore[no-any-return]
+
+    def _fenced_among(self, values: Sequence[Any]) -> list[Any]:
+        found = list(values)
+        numbers = [index for index, item in enumerate(found) if isinstance(item, Tensor) and self._is_concerned(item)]
+        for index, alias in zip(numbers, self._fenced([found[index] for index in numbers])):
+            found[index] = alias_like(found[index], alias)
+        return found
+
+    def _fenced(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return aliases that wait for the gradient. It goes on from there: of a fence, what nobody reads may be dropped."""
+        if self.gradient is None or not self._is_concerned(self.gradient):
+            return self._fence(tensors) if tensors else []
+        self.gradient, *aliases = self._fence([self.gradient, *tensors])
+        return aliases
 
     def _is_concerned(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device_type
 
 
-def _is_written(record: Any, tensor: Tensor) -> bool:
-    """Return whether a tensor of a module was written to since."""
-    return bool(record.versions.get(id(tensor), tensor._version) != tensor._version)
+def _move_back(moved: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
+    for tensor, own, _ in moved:
+        tensor.data = own
 
 
-def _named(record: Any) -> Iterator[Tensor]:
-    """List the tensors that the recomputation will find by name, and may read."""
-    for tensor in tensors_of(record.modules):
-        if not _is_written(record, tensor):
-            yield whole_of(tensor)
-    for item in record.inputs:
-        if isinstance(item.tensor, Tensor) and item.tensor._version == item.version:
-            yield whole_of(item.tensor)
+def named_tensors(capture: Any) -> list[tuple[Tensor, int]]:
+    """Return what a recomputation can reach by name, with its version: parameters, buffers, and what the walk has found."""
+    modules = tensors_of(capture.modules) if capture.parts is None else capture.parts.entries
+    reached = (item.tensor for item in capture.inputs)
+    found = {id(item): item for item in (*modules, *reached, *capture.tensors, *capture.module_tensors)}
+    return [(item, item._version) for item in found.values() if type(item) in _PLAIN and not item.is_inference()]
 
 
-def _tensor_of(item: Any) -> Tensor:
-    return item.tensor.get() if isinstance(item.tensor, WeakTensor) else item.tensor
+def unwritten(named: Iterable[tuple[Tensor, int]], device_type: str) -> list[tuple[Tensor, int]]:
+    """Return those that may have the memory of an alias for the time of a recomputation.
+
+    Not what the forward has written to or may have written to unseen, as batch norm does: other tensors may share its
+    memory, and would not see what the recomputation writes.
+    """
+    return [
+        (tensor, version)
+        for tensor, version in named
+        if tensor._version == version
+        and tensor.device.type == device_type
+        and tensor.is_leaf
+        and tensor._base is None
+        and (tensor.requires_grad or tensor.ndim != 1)
+    ]
 
 
 def tensors_of(modules: Iterable[Module]) -> Iterator[Tensor]:

@@ -82,7 +82,7 @@ class ModuleWalk(FunctionWalk):
 
     def _has_found_more(self, modules: Iterable[Module]) -> bool:
         """Return whether there is more to say of these modules than their parts and notes do."""
-        if self.scripts or self.generators or self.module_tensors or self.is_lazy or fences():
+        if self.scripts or self.generators or self.module_tensors or self.is_lazy:
             return True
         return any(hasattr(type(module), "recompute_state") for module in modules)
 

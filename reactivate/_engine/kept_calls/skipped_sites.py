@@ -27,8 +27,11 @@ from reactivate._torch.modes import is_function_mode_active
 class RecomputationLog(Log):
     """The saved calls of a recomputation: they are skipped."""
 
-    def __init__(self, record: Any, choice: Choice, sites: Sequence[SavedSite], matching: Any) -> None:
+    def __init__(
+        self, record: Any, choice: Choice, sites: Sequence[SavedSite], matching: Any, behind: Any = None
+    ) -> None:
         super().__init__(record, choice)
+        self._behind = behind
         self._todo = iter(sites)
         self._next = next(self._todo, None)
         self._matching = matching
@@ -97,6 +100,8 @@ class RecomputationLog(Log):
             arguments = unseen(self._fill, site, args, kwargs) if is_seen else self._fill(site, args, kwargs)
             results = None if site.outputs is None else self._load(site, site.outputs, arguments)
             if results is not None:
+                if self._behind is not None:
+                    results = self._behind.fenced(results)
                 if site.is_function:
                     self.skipped.append(site)
                 if site.changes:

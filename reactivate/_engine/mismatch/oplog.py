@@ -2,6 +2,9 @@
 
 A dispatch mode writes them down in the forward pass and compares in the recomputation, so the first op that differs is named
 as it runs. It costs a checksum an op and, on an accelerator, a synchronisation an op: a tool for finding a fault.
+
+A device that records ops (XLA) runs each of them by itself, in both passes: how a compiler rounds depends on what else is in
+the program. Its tensors are copied to the host for their checksums.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tag, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reactivate._backends import RecordingFence, fences
 from reactivate._engine.mismatch.counted import call_counted
 from reactivate._engine.mismatch.stale import is_view
 from reactivate._engine.sites import Site, line_of, user_frame_inside
-from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes
+from reactivate._torch.containers import leaves_at_op
+from reactivate._torch.fake import STAND_INS
+from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes, run_unseen
 
 # Their results are whatever was in memory. `copy.deepcopy` of a tensor calls `set_` before it copies.
 _UNINITIALIZED = frozenset(
@@ -89,12 +95,32 @@ class OpLog(TorchDispatchMode):
         return unlogged
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_paused:
+            return call_counted(func, args, kwargs)
+        _run_recorded((args, kwargs))  # otherwise they would be in the op's program
         result = call_counted(func, args, kwargs)
-        if not self._is_paused and not _is_cast_of_parameter(func, args):
-            self.ops.append(LoggedOp(str(func), _results_unseen(result, func), sys._getframe(1)))
+        if not _is_left_out(func, args):
+            frame = sys._getframe()  # that of a backward inside of the region may be the first on its thread
+            self.ops.append(LoggedOp(str(func), _results_unseen(result, func), frame.f_back or frame))
             if self._check is not None:
                 self._check(self.ops)
         return result
+
+
+def _run_recorded(value: Any) -> None:
+    """Run what devices have recorded for the tensors among the arguments of an op."""
+    for kind, fence in fences().items():
+        if isinstance(fence, RecordingFence):
+            tensors = [item for item in leaves_at_op(value) if isinstance(item, Tensor) and item.device.type == kind]
+            recorded = [item for item in tensors if not isinstance(item, STAND_INS)]
+            if recorded:
+                run_unseen(fence.run, recorded)
+
+
+def _is_left_out(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an op is in one pass only, for reasons that the user's code has no part in."""
+    # A device that copies views (XLA) copies them again once what they are views of was written to.
+    return Tag.view_copy in func.tags or _is_cast_of_parameter(func, args)
 
 
 def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
@@ -153,6 +179,8 @@ def checksum(tensor: Tensor) -> int:
     dense = tensor.detach()
     if dense.layout is not torch.strided or dense.device.type == "meta" or type(dense) is not Tensor:
         return 0  # only its shape and dtype are compared
+    if isinstance(fences().get(dense.device.type), RecordingFence):
+        dense = dense.cpu()  # under a dispatch mode, torch_xla ends the process in `view(torch.uint8)`
     plain = dense.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     data = plain.reshape(-1).view(torch.uint8).to(torch.int64)
     if data.numel() == 0:
