@@ -606,7 +606,7 @@ def test_torch_alone_is_enough_to_print() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for said in ("Kept for the backward", "fits into", "Peak: promised", "The same, bit for bit", "Plan("):
         assert done.stdout.count(said) == 1, said
-    assert done.stderr == ""
+    assert all(line.startswith("plan: ") for line in done.stderr.splitlines())  # its progress, on a slow machine
 
 
 def test_nothing_to_explain_is_refused() -> None:

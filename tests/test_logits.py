@@ -164,8 +164,8 @@ def test_it_goes_with_regions_and_finds_the_loss_inside_of_the_model() -> None:
     policy = policies.first_match(policies.full(), policies.loss_by_rows("lm_head"))
     with reactivate.apply(case.model, policy) as handle, observed_logits() as read:
         assert allocated_by(case.step).peak_bytes < plain
+        assert "Loss by rows: lm_head." in str(handle)
     assert handle.heads == ("lm_head",) and len(handle.regions) == 4
-    assert "Loss by rows: lm_head." in str(handle)
     assert [item.place for item in read] == ["lm_head"]
     for first, other in zip(one, case.model.parameters()):
         assert_bitwise(first, other.grad, "gradient")

@@ -351,7 +351,7 @@ def test_how_it_is_written() -> None:
 def test_compiled_regions_refuse_it() -> None:
     region = reactivate.checkpoint(lambda x: x.sin().cos(), inputs=Shelf())
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(Exception, match="under torch.compile they stay on the device"):
+    with pytest.raises(Exception, match="under torch.compile that stays on the device"):
         torch.compile(lambda t: region(t * 2), backend="eager", fullgraph=True)(x)
 
 

@@ -74,7 +74,7 @@ def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.Monkey
         cache.cache_clear()
     gc.collect()
     assert len(calls._calls) <= before + 10
-    assert max(len(item.counts) for _, _, item in calls._calls.values()) <= 8
+    assert max(len(item.counts) for owner, _, item in calls._calls.values() if owner() is layer) == 8
     assert len(namespaces.facts_of_code) <= 8 and len(sites._known) <= 8
     assert not any(kind().__name__ == "Made" for _, kind in namespaces._facts_of_class.values()), (
         "classes that are gone"
