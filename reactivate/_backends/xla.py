@@ -147,7 +147,7 @@ class XlaBackend(Backend):
         self.write_rng(states)
         return now
 
-    def give_back_rng(self, held: Seeds, backward: int) -> bool:
+    def give_back_rng(self, held: Any, backward: int) -> bool:
         if held.is_eager:  # each draw moves the root on as well
             self.write_rng(held)
             return False
