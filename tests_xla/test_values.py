@@ -93,7 +93,7 @@ def test_steps() -> None:
 
 
 def test_an_input_that_has_not_been_computed() -> None:
-    """It is, before the first op: in one program with that op it would be rounded otherwise than in the recomputation's."""
+    """The input is computed before the first op: in one program with that op it would be rounded otherwise."""
     torch.manual_seed(0)
     norm, block, x = nn.LayerNorm(64).to(DEVICE), nn.Linear(64, 64).to(DEVICE), leaf(32, 64)
     torch_xla.sync()
@@ -127,7 +127,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("inner", [plain, ours, values])
 def test_a_backward_inside(inner: Wrap) -> None:
-    """It runs on a thread without a frame of Python's, and brings seeds back that the region's own ops come after."""
+    """The backward runs on a thread without a frame of Python's, and brings seeds back that the region's ops come after."""
 
     def block(x: Tensor) -> Tensor:
         y = x * 2
