@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from memory import allocated_by
 from plan_models import MODELS, Case
-from torch import Tensor
+from torch import Tensor, nn
 
 import reactivate
 from reactivate.errors import PlanInfeasible
@@ -95,3 +96,58 @@ def test_nothing_waits_for_the_memory_of_an_inner_region_s_input() -> None:
     out = reactivate.checkpoint(outer, determinism="metadata")(torch.randn(8, requires_grad=True))
     assert gone[0]() is None
     out.sum().backward()
+
+
+class Pieces(nn.Module):
+    """Reads its input piece by piece, as a scan does: each piece has a gradient as large as all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.out(torch.stack([x[:, number].tanh() for number in range(x.shape[1])], 1))
+
+
+def test_gradients_are_summed_in_place() -> None:
+    case = Case(nn.Sequential(Pieces(), Pieces()), (torch.randn(256, 8, 64),), loss=torch.sum)
+    plan = reactivate.plan(case.model, case.args, budget="100%", loss=case.loss)
+    own = plan.predicted.peak_bytes - plan.fixed.total
+    assert abs(measured(case, plan) - own) <= 0.001 * own
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.ones_like(gradient)
+
+
+class Hooked(nn.Module):
+    """Its backward adds tensors, and none of these is a sum of gradients that autograd makes in place."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        if self.kind == "a function":
+            return Noisy.apply(x) * 2
+        if self.kind == "twice":
+            return (x + x) * 2
+        y, noise = x * 2, torch.ones_like(x)
+        y.register_hook(lambda gradient: gradient + noise)
+        return y * 3
+
+
+@pytest.mark.parametrize("kind", ["a function", "twice", "a hook"])
+def test_other_sums_of_a_backward_take_memory(kind: str) -> None:
+    case = Case(Hooked(kind), (torch.randn(256, 64),), loss=torch.sum)
+    plan = reactivate.plan(case.model, case.args, budget="100%", loss=case.loss)
+    own = plan.predicted.peak_bytes - plan.fixed.total
+    assert 0 <= own - measured(case, plan) <= 0.001 * own
