@@ -66,7 +66,13 @@ def verdict(plan: Planned) -> str:
 def circumstances(plan: Planned) -> str:
     """Say which step it is for: its device, the mode of the model, and what the backward begins from."""
     made_for = plan.made_for
-    return f"For a step on {made_for.device}, in {made_for.mode}, whose backward begins from {made_for.loss}."
+    idle = (
+        f" {made_for.idle_units} of {made_for.units} blocks did not run in it: a step in which they do takes more memory. If "
+        "it draws which ones run, use reactivate.guard_memory, or a smaller budget."
+        if made_for.idle_units
+        else ""
+    )
+    return f"For a step on {made_for.device}, in {made_for.mode}, whose backward begins from {made_for.loss}.{idle}"
 
 
 def _beyond(plan: Planned) -> str:

@@ -68,6 +68,7 @@ class Circumstances:
             counted.
         units: how many blocks, and other modules that contain modules, the model had; 0 in older files.
         trains: whether the model was in training mode, and not in `eval()`; true in older files.
+        idle_units: how many of the units did not run in the step.
     """
 
     model: str
@@ -78,6 +79,7 @@ class Circumstances:
     is_predicted: bool
     units: int = 0
     trains: bool = True
+    idle_units: int = 0
 
     @property
     def mode(self) -> str:

@@ -45,7 +45,7 @@ from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.planner.trials import Trials
 from reactivate.planner.units import units_of
 from reactivate.planner.unsimulated import NO_STORAGES
-from reactivate.planner.written import circumstances_of, decisions_of, infeasible, no_room, storages_of
+from reactivate.planner.written import about_repeated, circumstances_of, decisions_of, infeasible, no_room, storages_of
 from reactivate.storage.rehearsal import Rehearsal
 
 
@@ -241,6 +241,7 @@ class Planner:
         found = self._fastest(self.own_bytes(allowed)) if is_enough else None
         if found is None:
             least, advice = self.smallest_bytes(), "".join(search.advice() for search in self._head_searches)
+            advice += about_repeated(self.plain)
             asked_by = None if asked is None else budget.text
             device = self._device, self.place.memory_bytes
             raise infeasible(asked_by, allowed, least, self.fixed, self.plain.peak_bytes, device, advice)
@@ -290,7 +291,12 @@ class Planner:
             budget=budget.text,
             budget_bytes=allowed,
             made_for=circumstances_of(
-                self.step, self._device, self._facts, self._units_of_model, is_predicted=self.is_predicted
+                self.step,
+                self._device,
+                self._facts,
+                self._units_of_model,
+                self._units_of_model - len(self.units),
+                is_predicted=self.is_predicted,
             ),
             decisions=decisions_of(choice, self.plain_reading.paths, self.step.model),
             fixed=self.fixed,

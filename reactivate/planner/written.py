@@ -11,15 +11,17 @@ from torch.nn import Module
 
 from reactivate._engine.accounts import in_words
 from reactivate._inspect.step import leaves_of
-from reactivate._modules.paths import is_below
+from reactivate._modules.paths import THE_MODEL, is_below
 from reactivate._modules.spans import SpanPlace, module_at
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.chosen import ChosenStep
+from reactivate.planner.cost.alive import KEPT, alive_at_peak
 from reactivate.planner.cost.prediction import Fixed
 from reactivate.planner.digest import class_name_of, digest_of
 from reactivate.planner.offers import Offer
 from reactivate.planner.plan import Plan
 from reactivate.planner.planned import Circumstances, Decision, StorageUse
+from reactivate.planner.profile.trace import Trace
 from reactivate.planner.spelled import spelled_of
 from reactivate.planner.step import StepFacts, TrainingStep
 from reactivate.planner.treatments import FULL
@@ -75,6 +77,26 @@ def _about_unit(asked: str | None, allowed: int) -> str:
         return ""
     share = f'"{amount}%" is a share, ' if allowed <= 100 else ""
     return f' A number alone is one of bytes: {share}"{amount}GiB" has a unit.'
+
+
+def about_repeated(plain: Trace) -> str:
+    """Say how code that runs several times becomes a unit; "" where what is made outside of units is mostly something else.
+
+    Args:
+        plain: the plain step.
+    """
+    alive = alive_at_peak(plain)
+    repeated = [item for item in alive if item.kind == KEPT and item.count > 1 and not item.module.startswith("*")]
+    kept_bytes = sum(item.nbytes for item in repeated)
+    if 2 * kept_bytes <= plain.peak_bytes:
+        return ""
+    most = repeated[0]
+    return (
+        f" In the plain step, {in_words(kept_bytes)} are made several times by code that is no block ({most.count} x "
+        f"{most.op} {most.shape} in {most.module or THE_MODEL}), and a plan treats blocks. Is that a method such as "
+        "self.layer(x, z)? Make it the forward of a module that has the modules which it uses, or call "
+        "reactivate.checkpoint(self.layer)(x, z)."
+    )
 
 
 def no_room(fixed: Fixed, device: str, memory_bytes: int) -> PlanInfeasible:
@@ -171,10 +193,12 @@ def storages_of(choice: ChosenStep, offers: Sequence[Offer]) -> tuple[StorageUse
 
 
 def circumstances_of(
-    step: TrainingStep, device: str, facts: StepFacts, units: int, *, is_predicted: bool
+    step: TrainingStep, device: str, facts: StepFacts, units: int, idle_units: int, *, is_predicted: bool
 ) -> Circumstances:
     """Return the circumstances that a plan is made for."""
     leaves = leaves_of("args", step.args) | leaves_of("kwargs", dict(step.kwargs or {}))
     inputs = tuple((name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items())
     model = class_name_of(step.model)
-    return Circumstances(model, inputs, device, torch.__version__, facts.loss, is_predicted, units, facts.trains)
+    return Circumstances(
+        model, inputs, device, torch.__version__, facts.loss, is_predicted, units, facts.trains, idle_units
+    )

@@ -14,7 +14,6 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from reactivate._engine.state.iterators import copied
 from reactivate._engine.state.memory import memory_of
@@ -71,19 +70,24 @@ class SavedInput(InputSpec):
         self._original = ref(tensor)
         self._version = tensor._version
         self._attributes = dict(vars(tensor))
-        # Held weakly, the memory is gone with the tensor, and its number is nobody else's meanwhile.
-        self._memory = None if memory_of(tensor) is None else StorageWeakRef(tensor.untyped_storage())
+        # A weak reference of Python: on torch 2.9 one of C++ keeps the storage's object, and the planner sees no end of it.
+        self._memory = None if memory_of(tensor) is None else ref(tensor.untyped_storage())
 
     def rebuild(self, memo: Memo) -> Tensor:
         original = self._original()
         if original is not None and original._version == self._version:
             return original
         tensor: Tensor = self._saved.unpack()
-        if tensor._version > self._version and self._memory is not None and memory_of(tensor) != self._memory.cdata:
+        if tensor._version > self._version and self._is_elsewhere(tensor):
             tensor = _uncounted(tensor)
         if self._attributes and tensor is not original:
             vars(tensor).update(self._attributes)
         return tensor
+
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        if self._memory is None:
+            return False
+        return memory_of(tensor) is None or self._memory() is not tensor.untyped_storage()
 
     def data(self) -> Any:
         """Return the saved tensor."""

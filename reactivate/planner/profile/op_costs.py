@@ -20,7 +20,7 @@ from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.ops import opaque_arguments
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
-from reactivate.planner.profile.trace import Cost, Trace
+from reactivate.planner.profile.trace import SUM_IN_PLACE, Cost, Trace
 
 Key = tuple[Hashable, ...]
 
@@ -100,11 +100,11 @@ class Measured(Modelled):
         costs = [self._measured.get(keys[id(cost)]) for cost in trace.costs]
         if not trace.is_real or None in costs:
             return None
-        ops = [
-            op._replace(seconds=cost.seconds, top_bytes=max(op.live_bytes, op.start_bytes + cost.top_bytes))
-            for op, cost in zip(trace.ops, costs)
-            if cost is not None
-        ]
+        ops = []
+        for op, cost in zip(trace.ops, costs):
+            assert cost is not None
+            own_bytes = 0 if op.name == SUM_IN_PLACE else cost.top_bytes
+            ops.append(op._replace(seconds=cost.seconds, top_bytes=max(op.live_bytes, op.start_bytes + own_bytes)))
         return replace(trace, ops=ops, costs=costs)  # type: ignore[arg-type]
 
     def _like(self, key: Key, near: Key, cost: Cost, result: Any) -> Cost:

@@ -83,6 +83,8 @@ class Origin(NamedTuple):
 
 
 UNKNOWN = Origin("")
+SUM_IN_PLACE = "add_ of gradients"
+"""The name of an op that is out of place only because it is traced."""
 
 
 @dataclass

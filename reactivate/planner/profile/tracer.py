@@ -8,6 +8,7 @@ born and dies. That gives the peak of the real step to the byte, but for what ke
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -36,7 +37,7 @@ from reactivate.planner.profile.data_scope import DataScope
 from reactivate.planner.profile.module_stack import ModuleStack
 from reactivate.planner.profile.places import Places
 from reactivate.planner.profile.resized import Resized
-from reactivate.planner.profile.trace import Allocation, CopyEvent, Costs, Op, Origin, Trace, UnitCall
+from reactivate.planner.profile.trace import SUM_IN_PLACE, Allocation, CopyEvent, Costs, Op, Origin, Trace, UnitCall
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
 
@@ -44,9 +45,10 @@ NUMBERS, STATE, ASIDE = "numbers", "state of a region", "state put aside"
 """Origins that are no ops."""
 
 _NUMBERS = (bool, int, float, complex)
+_ADD: Any = torch.ops.aten.add.Tensor
 _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
-
+_AROUND_MODES = ("torch._dynamo.", "torch._compile")  # modules of functions that torch wraps a mode's in
 _INDEXING = frozenset({"index", "_unsafe_index"})
 
 
@@ -157,6 +159,11 @@ class _Tracer(TorchDispatchMode):
         self._call: UnitCall | None = None  # that runs
         self._last: UnitCall | None = None  # that runs, or ran last
         self._aside: list[Allocation] = []  # by the guards of the recomputations that run
+        self._node: int | None = None  # of autograd, that runs
+        self._node_began = 0  # the op with which it did
+        self._sum: tuple[Allocation, Allocation] | None = (
+            None  # the last op's, of gradients: what it added to, its result
+        )
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -240,6 +247,7 @@ class _Tracer(TorchDispatchMode):
             return device_of(args[0])
         traits = _traits_of(func)
         self._resized.look()
+        self._look_at_sum()
         before = self._live_bytes
         for leaf in leaves_at_op((args, kwargs)):
             if isinstance(leaf, Tensor):
@@ -258,6 +266,8 @@ class _Tracer(TorchDispatchMode):
         live = self._live_bytes
         top = max(live, before + cost.top_bytes)
         op = Op(turn, position, is_backward, is_recomputing(), before, top, live, cost.seconds, traits.name)
+        if is_backward:
+            self._note_sum(func, args, kwargs, result)
         self.trace.ops.append(op)
         self.trace.costs.append(cost)
         if self._scope is not None:
@@ -272,6 +282,39 @@ class _Tracer(TorchDispatchMode):
         if self._watch is not None:
             self._watch(top)
         return result
+
+    def _note_sum(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An op of a backward has run: note whether it adds a gradient to the sum of those that a tensor has so far."""
+        node = current_node_number()
+        if node != self._node:
+            self._node, self._node_began = node, len(self.trace.ops)
+        if func is not _ADD or kwargs or torch.is_grad_enabled() or not _is_called_by_autograd():
+            return
+        before, more, after = (self._own_of(item) for item in (*args, result))
+        if before is None or after is None or before is more or before.born >= self._node_began:
+            return
+        is_alone = not args[0]._is_view()  # which holds the tensor that it is a view of
+        if is_alone and before.size_bytes == after.size_bytes and args[0].shape == args[1].shape:
+            self._sum = before, after
+
+    def _own_of(self, tensor: Any) -> Allocation | None:
+        is_plain = isinstance(tensor, Tensor) and not hasattr(tensor, "__tensor_flatten__")
+        storages = list(storages_of(tensor)) if is_plain else []
+        return self._own.get(id(storages[0])) if len(storages) == 1 else None
+
+    def _look_at_sum(self) -> None:
+        """Take a sum for one in place, whose memory before is gone by now: no one else had it.
+
+        Autograd adds gradients in place then, but not while a dispatch mode looks on.
+        """
+        if self._sum is None:
+            return
+        (before, after), self._sum = self._sum, None
+        if before.died == len(self.trace.ops):
+            after.born = before.died
+            op = self.trace.ops[-1]
+            live = op.live_bytes - after.size_bytes
+            self.trace.ops[-1] = op._replace(top_bytes=max(live, op.start_bytes), live_bytes=live, name=SUM_IN_PLACE)
 
     def needs_data(self) -> None:
         """The op that runs needs the numbers in tensors."""
@@ -342,6 +385,16 @@ class _Tracer(TorchDispatchMode):
     def recomputation_done(self, record: Record) -> None:
         """A region was recomputed."""
         self._release(self._aside.pop())
+
+
+def _is_called_by_autograd() -> bool:
+    """Return whether autograd itself runs the op, and no hook, custom function or subclass of tensors does."""
+    frame = sys._getframe(2).f_back
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_AROUND_MODES):
+        frame = frame.f_back
+    return (
+        frame is None or frame.f_code.co_filename == torch.autograd.graph.__file__
+    )  # None: a thread of autograd's own
 
 
 @functools.cache
