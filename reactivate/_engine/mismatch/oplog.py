@@ -100,11 +100,18 @@ class OpLog(TorchDispatchMode):
         _run_recorded((args, kwargs))  # otherwise they would be in the op's program
         result = call_counted(func, args, kwargs)
         if not _is_left_out(func, args):
-            frame = sys._getframe()  # that of a backward inside of the region may be the first on its thread
-            self.ops.append(LoggedOp(str(func), _results_unseen(result, func), frame.f_back or frame))
+            self.ops.append(LoggedOp(str(func), _results_unseen(result, func), _caller()))
             if self._check is not None:
                 self._check(self.ops)
         return result
+
+
+def _caller() -> FrameType:
+    """Return the frame that made an op: ours in a backward inside of the region, which may be the first on its thread.
+
+    No frame has itself in a variable: only the collector would end it.
+    """
+    return sys._getframe(1).f_back or sys._getframe(1)
 
 
 def _run_recorded(value: Any) -> None:
