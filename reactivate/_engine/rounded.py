@@ -98,6 +98,8 @@ class RoundedReads(TorchDispatchMode):
 
 def _parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """List the tensors with memory that a tensor is made of: itself, mostly."""
+    if not isinstance(tensor, Tensor):  # a DTensor names its mesh as well
+        return
     if memory_of(tensor) is not None:
         yield tensor
     elif hasattr(type(tensor), "__tensor_flatten__"):

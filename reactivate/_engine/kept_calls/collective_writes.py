@@ -88,4 +88,7 @@ def _memory_in(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
         if memory is not None:
             yield memory, tensor
         elif hasattr(tensor, "__tensor_flatten__"):
-            yield from _memory_in(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            yield from _memory_in(
+                part for part in parts if isinstance(part, Tensor)
+            )  # a DTensor names its mesh as well
