@@ -28,18 +28,12 @@ __all__ = [
 
 
 class Storage(Protocol):
-    """A storage: the place where a tensor that is kept for the backward waits.
-
-    Attributes:
-        exact: whether every bit comes back. A storage that says False has a method `bound(tensor)` besides, the most by
-            which each element may come back as another number (see `reactivate.storage.contract`).
+    """A storage: the place where a tensor that is kept for the backward waits. It gives back every bit.
 
     A storage may have more: `takes_names = True` if its `save` takes the name of the tensor as well, for messages,
     `is_collective = True` if each `load` needs the same `load` on other ranks, so that none may be left out, and
     `is_on_host = True` if it is the memory of the host, where a compiler can keep tensors too.
     """
-
-    exact: bool
 
     def save(self, tensor: Tensor) -> Any:
         """Take `tensor` in: a handle for it."""
@@ -51,8 +45,6 @@ class Storage(Protocol):
 @dataclass(frozen=True)
 class Device:
     """Kept tensors stay where they are."""
-
-    exact = True
 
     def save(self, tensor: Tensor) -> Any:
         return tensor

@@ -301,7 +301,6 @@ def test_explain_counts_as_on_the_cpu(that_synchronizes: None) -> None:
 STORAGES: dict[str, Callable[[Any], Any]] = {
     "host": lambda path: reactivate.storage.Host(least_bytes=1, last=0),
     "disk": lambda path: reactivate.storage.Disk(path, least_bytes=1, last=0),
-    "lossy": lambda path: reactivate.storage.Lossy(bits=8, least_bytes=1),
 }
 
 
@@ -317,9 +316,8 @@ def test_storages(name: str, tmp_path: Any) -> None:
         ]
     assert storage.traffic.moved > 0 and not storage.traffic.stayed
     for verdict in verdicts:
-        assert bool(verdict) == storage.exact, verdict
+        assert verdict, verdict
         assert verdict.recomputations == 3
-        assert 0 <= verdict.largest_difference < 1
 
 
 def test_a_plan(that_counts: None) -> None:

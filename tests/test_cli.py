@@ -27,7 +27,7 @@ from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
 from reactivate.planner.cost.devices import DEVICES
 from reactivate.recipe._text import parse_policy
-from reactivate.storage import Disk, Host, Lossy
+from reactivate.storage import Disk, Host
 
 PACKAGE = Path(reactivate.__file__).parents[1]
 LLAMA = {
@@ -354,7 +354,6 @@ def test_explain(saved: Path) -> None:
             ),
         ),
         ("full(inputs=Disk('tensors', limit=1000))", policies.full(inputs=Disk("tensors", limit=1000))),
-        ("full(inputs=Lossy(4, storage=Host()))", policies.full(inputs=Lossy(4, storage=Host()))),
         ("exclude(full(), recompute_modules('0'))", policies.exclude(policies.full(), policies.recompute_modules("0"))),
     ],
 )

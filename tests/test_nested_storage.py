@@ -69,8 +69,6 @@ class Shelf:
         trap: called for each use.
     """
 
-    exact = True
-
     def __init__(self, folder: pathlib.Path, trap: Callable[[], None] = lambda: None) -> None:
         self.folder = folder
         self.trap = trap

@@ -482,16 +482,6 @@ SPELLED: list[tuple[Any, ReadyMade]] = [
     ("none", policies.none()),
     ("compute_intensive", policies.compute_intensive()),
     ({"compute_intensive": {"storage": "host"}}, policies.compute_intensive(ON_HOST)),
-    ({"full": {"inputs": {"lossy": {"bits": 4}}}}, policies.full(inputs=storage.Lossy(4))),
-    (
-        {
-            "save_names": {
-                "names": ["q"],
-                "storage": {"lossy": {"zero_point": True, "storage": {"host": {"limit": 1000}}}},
-            }
-        },
-        policies.save_names("q", storage=storage.Lossy(zero_point=True, storage=storage.Host(1000))),
-    ),
     ({"recompute_every": 2}, policies.recompute_every(2)),
     ({"recompute_every": {"k": 3, "offset": 1}}, policies.recompute_every(3, offset=1)),
     ({"recompute_modules": ["layers.*"]}, policies.recompute_modules("layers.*")),
@@ -640,10 +630,9 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ({"policy": {"save_ops": 1}}, ["is a list", "1"]),
     (
         {"policy": {"save_ops": {"ops": ["linear"], "storage": "Host"}}},
-        ["the storage 'Host' is not known", "'device', 'disk', 'host', 'lossy'"],
+        ["the storage 'Host' is not known", "'device', 'disk', 'host'"],
     ),
     ({"policy": {"full": {"inputs": {"disk": 3}}}}, ["Disk: path is a text; got 3"]),
-    ({"policy": {"full": {"inputs": {"lossy": 3}}}}, ["Lossy(bits=...) takes 8 or 4; got 3"]),
     ({"policy": {"first_match": "full"}}, ["policies is a list"]),
     ({"policy": {"first_match": {"save_ops": ["linear"]}}}, ["policies is a list"]),
     ({"policy": {"first_match": []}}, ["at least one policy"]),

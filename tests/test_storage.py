@@ -40,8 +40,6 @@ class Busy:
         uses: how often it was used.
     """
 
-    exact = True
-
     def __init__(self) -> None:
         self.uses = 0
         self._numbers = itertools.count()

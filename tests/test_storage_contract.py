@@ -64,7 +64,6 @@ class CopyPiece(Piece):
 class Copies(Mover):
     """A right storage, of which the wrong ones below are made."""
 
-    exact = True
     shares_views = True
 
     def __init__(self) -> None:
@@ -258,61 +257,8 @@ def test_there_is_a_wrong_storage_for_each_check() -> None:
     assert {name for name, _ in WRONG.values()} == set(CHECKS)
 
 
-class Rounds(Copies):
-    exact = False
-
-    def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
-        piece = CopyPiece(memory, extent, run)
-        if run.dtype is torch.float32:
-            piece.run = piece.run.to(torch.bfloat16).to(torch.float32)
-        return piece
-
-    def bound(self, tensor: Tensor) -> Tensor | None:
-        return tensor.abs().nan_to_num(posinf=0) * 2**-8 + 1e-38 if tensor.dtype is torch.float32 else None
-
-
-def test_an_inexact_storage_says_by_how_much() -> None:
-    assert failures(Rounds) == {}
-
-    class SaysItIsExact(Rounds):
-        exact = True
-
-    class SaysNothing(Rounds):
-        bound = None  # type: ignore[assignment]
-
-    class SaysTooLittle(Rounds):
-        def bound(self, tensor: Tensor) -> Tensor | None:
-            found = super().bound(tensor)
-            return None if found is None else found / 4
-
-    class RoundsOthersToo(Rounds):
-        def load(self, handle: Any) -> Tensor:
-            found = super().load(handle)
-            return found.bfloat16().to(found.dtype) if found.dtype is torch.float64 else found
-
-    class LosesInfinities(Rounds):
-        def load(self, handle: Any) -> Tensor:
-            found = super().load(handle)
-            return found.nan_to_num() if found.dtype is torch.float32 else found
-
-    assert "has no `bound(tensor)`" in failures(SaysNothing)["every_layout"]
-    assert "further off than `bound` says" in failures(SaysTooLittle)["every_layout"]
-    assert list(failures(RoundsOthersToo)) == ["every_dtype"]
-    assert "infinities and NaNs are something else" in failures(LosesInfinities)["every_dtype"]
-
-    class ChangesDtypes(Rounds):
-        def load(self, handle: Any) -> Tensor:
-            found = super().load(handle)
-            return found.double() if found.dtype is torch.float16 else found
-
-    assert len(failures(SaysItIsExact)) > 5
-    assert list(failures(ChangesDtypes)) == ["every_dtype"]
-
-
 def test_what_a_users_simple_storage_misses() -> None:
     class Numpy:
-        exact = True
-
         def save(self, tensor: Tensor) -> Any:
             return tensor.detach().numpy().copy()
 

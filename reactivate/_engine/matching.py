@@ -18,7 +18,6 @@ from reactivate._engine.mismatch.check import Check
 from reactivate._engine.mismatch.oplog import LoggedOp, OpLog, difference
 from reactivate._engine.mismatch.stale import is_watched, refuse_stale, watches
 from reactivate._engine.record import Record, Saved, metadata_of
-from reactivate._engine.rounded import RoundedReads, inexact_storages, is_anything_rounded, note_rounded
 from reactivate._engine.state.memory import memory_of
 from reactivate._engine.state.rewound import rewound_memory
 from reactivate._torch.autograd import (
@@ -44,7 +43,7 @@ class Matching:
 
     __slots__ = (
         *("check", "detach", "entries", "is_complete", "last", "last_index", "log", "record", "refused"),
-        *("is_rounded", "stops", "without_graph"),
+        *("stops", "without_graph"),
     )
 
     def __init__(self, record: Record) -> None:
@@ -61,7 +60,6 @@ class Matching:
             if saved[-1][0]() is None or record.options.choice is not None:
                 self.last_index = last_needed(saved, record.sites)
             self.last = saved[self.last_index] if self.last_index >= 0 else None
-        self.is_rounded = bool(inexact_storages(record))
         self.log: OpLog | None = None
         self.detach: Callable[[Tensor], Tensor] = Tensor.detach
         self.is_complete = False
@@ -92,8 +90,6 @@ class Matching:
                 refuse_stale(tensor)
             if rewound_memory and (present := rewound_memory.get(memory_of(value))) is not None:
                 value, version = self._outlasting(value, present, saved[1][3])
-            if self.is_rounded:  # a region inside of this one may read it
-                note_rounded(value)
             slot.version = version  # first, as another thread may take the value at once
             slot.value = value
         if saved is self.last:
@@ -177,8 +173,6 @@ class Matching:
                     refuse_stale(tensor)
                 if self.check is not None:
                     self.check.note(index, tensor)
-                if self.is_rounded:
-                    note_rounded(tensor)
                 slot.version = tensor._version
                 slot.value = tensor
         self.entries.__setstate__(site.stop)
@@ -251,18 +245,6 @@ class Matching:
         self.log = OpLog(check)
         self.detach = self.log.unseen(Tensor.detach)
         return self.log.around(fn)
-
-    def following_rounded(self, fn: Callable[..., Any], check: Check) -> Callable[..., Any]:
-        """`fn`, with what it computes from rounded tensors left out of the comparison."""
-        if not (self.is_rounded or is_anything_rounded()):
-            return fn
-        reads = check.rounded = RoundedReads()
-
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            with reads:
-                return fn(*args, **kwargs)
-
-        return followed
 
     def _details(self) -> str:
         forward = self.record.log

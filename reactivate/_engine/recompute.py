@@ -230,7 +230,7 @@ def _refill(
     if record.log is not None:
         fn = matching.compare_ops_of(fn, record.log)
     if matching.check is not None:
-        fn, pack = matching.following_rounded(fn, matching.check), matching.pack_checked
+        pack = matching.pack_checked
     push_saved_tensor_hooks(pack, unpack if record.tokens is None else matching.unpack_in_forward)
     if sites is not None:
         sites.open()

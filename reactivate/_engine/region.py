@@ -43,7 +43,6 @@ from reactivate._engine.mismatch.places import Places, SavePlace, are_known, rem
 from reactivate._engine.mismatch.proof import WriteProof
 from reactivate._engine.mismatch.stale import refuse_stale, watches
 from reactivate._engine.record import Options, SharedSlot, Slot, metadata_of, observers, tell
-from reactivate._engine.rounded import refuse_values
 from reactivate._engine.sites import user_frame
 from reactivate._engine.state.gradients import Gradients
 from reactivate._engine.state.tensor_states import TensorStates
@@ -93,8 +92,6 @@ class Region(BackwardSide):
         self.saved = []
         self.lock = RLock()
         self.log = None if options.determinism != "values" else OpLog()
-        if self.log is not None:
-            refuse_values(options.inputs)
         self.sites = ()
         self.proof = self.check = self.bits = self.fence = self.places = None
         self.replaced = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,32 +23,6 @@ def first_difference(one: Results, other: Results) -> str | None:
             return f"{name} is different{_by_how_much(first, second)}"
     extra = [name for name in other if name not in one]
     return f"{extra[0]} is extra" if extra else None
-
-
-def largest_difference(one: Results, other: Results) -> tuple[str, float] | None:
-    """Return the largest difference of a gradient, in words and as a number; None if anything else differs."""
-    found = ("", 0.0)
-    for name in one.keys() | other.keys():
-        first, second = one.get(name), other.get(name)
-        if isinstance(first, Tensor) and isinstance(second, Tensor) and _is_gradient(name, first, second):
-            off = _distance(first, second)
-            if off > found[1]:
-                found = f"{name} is off by up to {off:.3g}, its largest element is {_size(first):.3g}", off
-        elif (first is None) != (second is None) or (first is not None and not _is_same(first, second)):
-            return None
-    return found if found[0] else None
-
-
-def _is_gradient(name: str, one: Tensor, other: Tensor) -> bool:
-    return name.startswith("gradient of ") and one.shape == other.shape and one.dtype == other.dtype
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    return math.inf if (off := _size(one.double() - other.double())) != off else off
-
-
-def _size(tensor: Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
 
 
 def _is_same(one: Any, other: Any) -> bool:

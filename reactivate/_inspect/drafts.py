@@ -39,7 +39,6 @@ class Draft:
     storage: str | None = None
     figures: dict[str, Any] = field(default_factory=dict)
     inside: list[Draft] = field(default_factory=list)
-    is_exact: bool = True
 
     def put_in(self, storage: Any) -> None:
         """Take note of where it is kept."""
@@ -54,7 +53,7 @@ class Draft:
         path, source = self.place
         inside = tuple(draft.entry() for draft in self.inside)
         what = self.kind, path, self.name, self.action, self.reason, source, self.storage
-        return Entry(*what, inside=inside, is_exact=self.is_exact, **self.figures)
+        return Entry(*what, inside=inside, **self.figures)
 
 
 @dataclass

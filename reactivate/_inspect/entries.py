@@ -25,7 +25,6 @@ class Entry:
         reason: why a saved call runs again, or None.
         source: the line of the call, "file:line in function"; None if no line of the user's is in between.
         storage: where a saved call keeps its results, or a region its inputs, if not where they were made.
-        is_exact: whether that gives back every bit.
         tensors: how many tensors are kept, or recomputed if it is "recomputed".
         input_bytes: of the inputs of a region.
         snapshot_bytes: of what guards keep: states of generators, buffers as they were.
@@ -50,7 +49,6 @@ class Entry:
     recomputed_bytes: int = 0
     seconds: float | None = None
     inside: tuple[Entry, ...] = ()
-    is_exact: bool = True
 
     @property
     def kept_bytes(self) -> int:

@@ -164,7 +164,6 @@ class ExplainedStep(Step):
         for kept in kept_of(record, site):
             if not isinstance(kept.storage, Device):
                 draft.put_in(kept.storage)
-            draft.is_exact = draft.is_exact and not kept.is_rounded
             event = self._results.pop(id(kept), None)
             if event is not None:
                 event.draft = draft
@@ -189,7 +188,6 @@ class ExplainedStep(Step):
             self._enter(event.draft, "input_bytes", tensor)
         for spec in stored_inputs(record):
             event.draft.put_in(spec.storage)
-            event.draft.is_exact = event.draft.is_exact and not spec.is_rounded
             self._enter_handle(event.draft, "input_bytes", spec.handle())
         for tensor in held_by_guards(record):
             self._enter(event.draft, "snapshot_bytes", tensor)

@@ -100,12 +100,8 @@ class Explanation:
         parts = [f"{in_words(self.outside_bytes)} outside of regions"]
         if self.offloaded_bytes:
             parts.append(f"{in_words(self.offloaded_bytes)} offloaded")
-        inexact = [entry for entry in self.walk() if not entry.is_exact]
-        warning = (
-            f" Gradients are not exact: {counted(len(inexact), 'site')} of these keep fewer bits." if inexact else ""
-        )
         kept, recomputed = in_words(self.kept_bytes), in_words(self.recomputed_bytes)
-        return f"Kept for the backward: {kept}, of which {' and '.join(parts)}. Recomputed: {recomputed}.{warning}"
+        return f"Kept for the backward: {kept}, of which {' and '.join(parts)}. Recomputed: {recomputed}."
 
     def __repr__(self) -> str:
         kept, recomputed = in_words(self.kept_bytes), in_words(self.recomputed_bytes)

@@ -74,8 +74,6 @@ def _cells(group: Sequence[Entry], around: str) -> list[str]:
     sizes = (entry.input_bytes, entry.snapshot_bytes, entry.result_bytes, entry.recomputed_bytes)
     what = ", inputs" if entry.kind == "region" else ""
     action = entry.action + (f"{what} to {entry.storage}" if entry.storage else "")
-    if not entry.is_exact:
-        action += ", not exact"
     return [
         _named(entry, alike([_inside_of(around, entry.path) for entry in group]), around),
         action,

@@ -14,8 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from reactivate._engine.accounts import Ledger
 from reactivate._engine.inputs.capture import Capture
 from reactivate._engine.record import Record, observed_by
-from reactivate._inspect.inexact_sites import inexact_sites
-from reactivate._modules.view import original_of
 from reactivate._torch.containers import flatten, leaves_with_paths
 from reactivate.errors import UsageError
 from reactivate.guards import Modules, all_sources
@@ -31,20 +29,15 @@ class Outcome:
         results: whatever came out, by name.
         kept_bytes: what autograd kept.
         regions, recomputations: how many there were.
-        inexact: the sites of which a storage that is not exact kept something, each once.
-        paths: of modules, by their ids.
     """
 
     results: dict[str, Any] = field(default_factory=dict)
     kept_bytes: int = 0
     regions: int = 0
     recomputations: int = 0
-    inexact: dict[str, None] = field(default_factory=dict)
-    paths: Mapping[int, str] = field(default_factory=dict)
 
     def forward_done(self, record: Record) -> None:
         self.regions += 1
-        self.inexact |= dict.fromkeys(inexact_sites(record, self.paths))
 
     def recomputation_done(self, record: Record) -> None:
         self.recomputations += 1
@@ -62,7 +55,6 @@ class Step:
         self._state = self._guard.before(reach)
         self.inputs = _leaves_requiring_grad("args", args) | _leaves_requiring_grad("kwargs", kwargs)
         known = {id(tensor) for tensor in self.inputs.values()}
-        self._paths = {id(original_of(module)): path for root in reach.roots for path, module in root.named_modules()}
         for root in reach.roots:
             for name, parameter in root.named_parameters():
                 if parameter.requires_grad and id(parameter) not in known:
@@ -73,7 +65,7 @@ class Step:
 
     def run(self, model: Callable[..., Any], change: Change = nullcontext) -> Outcome:
         """Run forward and backward from the state that the call was made in, and go back to it."""
-        run = Outcome(paths=self._paths)
+        run = Outcome()
         with self.held(), observed_by(run), change(model) as subject:
             self._run(subject, run)
         return run

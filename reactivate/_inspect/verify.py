@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from reactivate._backends import backends
@@ -14,7 +14,7 @@ from reactivate._engine.accounts import in_words
 from reactivate._engine.mismatch.calls import uncounted
 from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
-from reactivate._inspect.differences import first_difference, largest_difference
+from reactivate._inspect.differences import first_difference
 from reactivate._inspect.step import Change, Outcome, Step
 from reactivate._inspect.under import under
 from reactivate._model.cache_watch import Caller, called
@@ -26,12 +26,11 @@ from reactivate.policies._base import check_policy
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of `verify`: true in a condition if the two runs are the same, and everything is kept with every bit.
+    """The verdict of `verify`: true in a condition if the two runs are the same.
 
     Attributes:
         is_same: whether everything that was compared is bitwise equal.
-        difference: the first difference, by name; None if there is none. Where a storage is not exact and only gradients
-            differ, the largest one.
+        difference: the first difference, by name; None if there is none.
         is_deterministic: whether the plain model is bitwise equal to itself. If it is not, `is_same` is False, and
             `difference` is that of the plain model to itself.
         compared: how many tensors and random states were compared.
@@ -39,8 +38,6 @@ class Verdict:
         recomputations: how many recomputations ran in its backward.
         plain_bytes: what autograd kept of the plain forward pass, without parameters.
         kept_bytes: what it kept of the checkpointed one.
-        inexact: the sites of which a storage that is not exact kept something, in words.
-        largest_difference: of an element of a gradient, if there are such sites; else 0.
     """
 
     is_same: bool
@@ -51,11 +48,9 @@ class Verdict:
     recomputations: int
     plain_bytes: int
     kept_bytes: int
-    inexact: tuple[str, ...] = ()
-    largest_difference: float = 0.0
 
     def __bool__(self) -> bool:
-        return self.is_same and not self.inexact
+        return self.is_same
 
     def __str__(self) -> str:
         if not self.is_deterministic:
@@ -64,18 +59,9 @@ class Verdict:
             f"{counted(self.regions, 'region')}, {counted(self.recomputations, 'recomputation')}; autograd kept "
             f"{in_words(self.kept_bytes)} where the plain model keeps {in_words(self.plain_bytes)}"
         )
-        if self.inexact and (self.is_same or self.largest_difference):
-            return f"Not exact, as asked for: {self._inexactness()} ({facts})."
         if self.is_same:
             return f"The same, bit for bit ({self.compared} tensors and random states; {facts})."
         return f"Not the same: {self.difference} ({facts})."
-
-    def _inexactness(self) -> str:
-        first, count = self.inexact[0], len(self.inexact)
-        sites = first if count == 1 else f"{first} and {counted(count - 1, 'more site')}"
-        if self.is_same:
-            return f"{sites}. In this step no gradient differs, in another one they may"
-        return f"{sites}. The largest difference: {self.difference}. All but the gradients is the same, bit for bit"
 
 
 @refuse_unknown
@@ -101,8 +87,7 @@ def verify(
             meanwhile, if that is a module; of a function it says what is kept inside.
 
     Returns:
-        The verdict, with the first difference by name. Where a policy asks for a storage that is not exact, as
-        `storage.Lossy`, the verdict is false, says which sites are concerned, and how far gradients are off at most.
+        The verdict, with the first difference by name.
 
     Raises:
         UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
@@ -133,10 +118,7 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
             if change is None and not ours.regions:
                 ours = call.run(checkpoint(model))
         difference = first_difference(plain.results, ours.results)
-        largest = largest_difference(plain.results, ours.results) if ours.inexact and difference is not None else None
-        if largest is None:
-            return _verdict(plain, ours, difference, is_deterministic=True)
-        return replace(_verdict(plain, ours, largest[0], is_deterministic=True), largest_difference=largest[1])
+        return _verdict(plain, ours, difference, is_deterministic=True)
 
 
 @contextmanager
@@ -159,5 +141,4 @@ def _verdict(plain: Outcome, ours: Outcome, difference: str | None, *, is_determ
         recomputations=ours.recomputations,
         plain_bytes=plain.kept_bytes,
         kept_bytes=ours.kept_bytes,
-        inexact=tuple(ours.inexact),
     )

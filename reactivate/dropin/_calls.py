@@ -147,7 +147,6 @@ class Chosen:
 
     def __init__(self, storage: Storage, chooses: Callable[[torch.Tensor], bool]) -> None:
         self.storage = storage
-        self.exact = storage.exact
         self.is_collective = getattr(storage, "is_collective", False)
         self._chooses = chooses
 

@@ -123,22 +123,14 @@ def copies(plan: Planned) -> str:
 
 
 def _of_storage(plan: Planned, use: StorageUse) -> str:
-    inexact = (
-        ""
-        if use.exact
-        else (" It is NOT EXACT: what comes back is not what it took, and gradients are not those of the plain step.")
-    )
     if use.out_bytes_per_second is None or use.back_bytes_per_second is None:
-        return f"{use.written} keeps tensors for the backward.{inexact}"
+        return f"{use.written} keeps tensors for the backward."
     ways = []
     for is_back, words, rate in ((False, "out", use.out_bytes_per_second), (True, "back", use.back_bytes_per_second)):
         sizes = [copy.nbytes for copy in plan.predicted.copies if copy.is_back == is_back]
         ways.append(f"{in_words(sum(sizes))} {words} in {counted(len(sizes), 'tensor')} at {rate / 1e9:.3g} GB/s")
     waited = seconds_in_words(plan.predicted.waited_seconds)
-    return (
-        f"{use.written} keeps {in_words(use.stored_bytes)} at most: {', '.join(ways)}; the step waits {waited} for that."
-        f"{inexact}"
-    )
+    return f"{use.written} keeps {in_words(use.stored_bytes)} at most: {', '.join(ways)}; the step waits {waited} for that."
 
 
 def at_peak(plan: Planned) -> dict[str, int]:

@@ -39,7 +39,6 @@ class StorageUse:
     Attributes:
         name: what treatments call it.
         written: the storage, as it is written.
-        exact: whether every bit comes back.
         stored_bytes: the most that it keeps.
         out_bytes_per_second, back_bytes_per_second: how fast it was taken to be; None where its copies are ops like others.
         spelled: what makes it again; None for a storage of somebody's own.
@@ -47,7 +46,6 @@ class StorageUse:
 
     name: str
     written: str
-    exact: bool
     stored_bytes: int
     out_bytes_per_second: float | None
     back_bytes_per_second: float | None

@@ -181,7 +181,6 @@ def storages_of(choice: ChosenStep, offers: Sequence[Offer]) -> tuple[StorageUse
         StorageUse(
             offer.name,
             repr(offer.storage),
-            bool(offer.storage.exact),
             choice.flow.stored_bytes,
             None if offer.link is None else offer.link.out_bytes_per_second,
             None if offer.link is None else offer.link.back_bytes_per_second,

@@ -169,11 +169,6 @@ def check_storage(storage: Any, asked_by: str) -> None:
             f"{asked_by} takes a storage, an object with `save` and `load` such as reactivate.storage.Host(); got "
             f"{described(storage)}."
         )
-    if not isinstance(getattr(storage, "exact", None), bool):
-        raise UsageError(
-            f"{asked_by}: the storage {storage!r} does not say whether it gives back every bit. Give its class "
-            "`exact = True`, or False."
-        )
 
 
 def _found(policy: Any) -> str:

@@ -15,12 +15,12 @@ from reactivate import policies
 from reactivate._text.words import did_you_mean
 from reactivate._types import Policy, Storage
 from reactivate.errors import UsageError
-from reactivate.storage import Device, Disk, Host, Lossy
+from reactivate.storage import Device, Disk, Host
 
 Functions = Mapping[str, Callable[..., Any]]
 
 POLICIES: Functions = {name: value for name in policies.__all__ if inspect.isfunction(value := getattr(policies, name))}
-STORAGES: Functions = {"Device": Device, "Disk": Disk, "Host": Host, "Lossy": Lossy}
+STORAGES: Functions = {"Device": Device, "Disk": Disk, "Host": Host}
 
 
 @dataclass(frozen=True)

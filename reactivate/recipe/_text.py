@@ -20,7 +20,7 @@ def parse_policy(text: str, asked_by: str = "--policy") -> Policy:
 
     Args:
         text: one call of a function in `reactivate.policies`. Its arguments are literals, lists of them, other such calls,
-            and the storages `Host()`, `Disk(path)`, `Lossy(bits)` and `Device()`.
+            and the storages `Host()`, `Disk(path)` and `Device()`.
         asked_by: the option or the function that was given the text, for errors.
 
     Raises:

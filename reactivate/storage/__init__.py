@@ -4,7 +4,6 @@ from reactivate._types import Device, Storage
 from reactivate.storage import contract
 from reactivate.storage.disk import Disk
 from reactivate.storage.host import Host
-from reactivate.storage.lossy import Lossy
 from reactivate.storage.sharded import Sharded
 
-__all__ = ["Device", "Disk", "Host", "Lossy", "Sharded", "Storage", "contract"]
+__all__ = ["Device", "Disk", "Host", "Sharded", "Storage", "contract"]

@@ -22,7 +22,6 @@ class Moving:
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    exact = True
     shares_views = True
     _mover: Mover
 

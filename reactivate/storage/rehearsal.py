@@ -165,7 +165,6 @@ class Rehearsal(Mover):
         failures: why the real storage could not do the same.
     """
 
-    exact = True
     shares_views = True
     is_rehearsal = True  # nobody asked for what a candidate of a plan moves
 

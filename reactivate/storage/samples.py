@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._types import Storage
-
 
 class Plain(Tensor):
     """A plain subclass."""
@@ -110,14 +108,11 @@ class Look:
 
     Args:
         tensor: as it goes in.
-        storage: where it goes; one that is not exact says by how much each element may differ.
     """
 
-    def __init__(self, tensor: Tensor, storage: Storage) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self._facts = _facts(tensor)
         self._bits = _bits(tensor)
-        bound = None if storage.exact else _bound_of(storage, tensor)
-        self._bound = None if bound is None else _numbers(bound)
 
     def check(self, found: Tensor, name: str) -> None:
         """Raise an error if `found` is anything else.
@@ -133,35 +128,8 @@ class Look:
         facts = _facts(found)
         for fact, expected in self._facts.items():
             assert facts[fact] == expected, f"{name}, but its {fact} is {facts[fact]} where it was {expected}"
-        if self._bound is None:
-            different = int((_bits(found) != self._bits).sum())
-            assert different == 0, f"{name}, but {different:,} of its {self._bits.numel():,} bytes are different"
-        else:
-            self._check_numbers(_numbers(found), self._bound, name)
-
-    def _check_numbers(self, found: Tensor, bound: Tensor, name: str) -> None:
-        expected = _numbers(self._bits.view(self._facts["dtype"]))
-        is_finite = expected.isfinite()
-        other = ~torch.isclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True) & ~is_finite
-        assert not other.any(), f"{name}, but {int(other.sum()):,} of its infinities and NaNs are something else"
-        excess = ((found - expected).abs() - bound)[is_finite]
-        assert not (excess > 0).any(), (
-            f"{name}, but an element is {float(excess.max()):.3g} further off than `bound` says"
-        )
-        assert not excess.isnan().any(), f"{name}, but an element has become NaN"
-
-
-def _bound_of(storage: Any, tensor: Tensor) -> Tensor | None:
-    assert callable(getattr(storage, "bound", None)), (
-        "a storage that is not exact says by how much each element may differ: "
-        f"{type(storage).__name__} has no `bound(tensor)`"
-    )
-    bound: Tensor | None = storage.bound(tensor)
-    return bound
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    return tensor.detach().as_subclass(Tensor).resolve_neg().cpu().double().reshape(-1)
+        different = int((_bits(found) != self._bits).sum())
+        assert different == 0, f"{name}, but {different:,} of its {self._bits.numel():,} bytes are different"
 
 
 def _facts(tensor: Tensor) -> dict[str, Any]:

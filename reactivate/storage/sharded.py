@@ -52,7 +52,6 @@ class Sharded:
     group: Any = None
     storage: Storage = field(default=DEVICE, kw_only=True)
     least_bytes: int | str = field(default=2**20, kw_only=True)
-    exact = True
     shares_views = True
     takes_names = True
     is_collective = True

@@ -15,7 +15,6 @@ from torch.nn import Module
 
 from reactivate._engine.inputs.specs import InputSpec, Memo
 from reactivate._engine.requests import take_in
-from reactivate._engine.rounded import is_exact, note_rounded
 from reactivate._engine.stored_form import Form
 from reactivate._torch.autograd import give_back
 from reactivate._torch.saved import SavedTensor, save_tensor
@@ -51,16 +50,9 @@ class StoredInput(InputSpec):
         tensor = self._form.in_class(give_back(self._form.load(self.storage, self.handle()).detach()))
         if original is not None:  # the other ranks may have no original, and need this one's part
             return original
-        if self.is_rounded:
-            note_rounded(tensor)
         if self._attributes:
             vars(tensor).update(self._attributes)
         return tensor
-
-    @property
-    def is_rounded(self) -> bool:
-        """Return whether it may come back with other values."""
-        return not is_exact(self.storage)
 
     def handle(self) -> Any:
         """Return what the storage gave for the tensor."""

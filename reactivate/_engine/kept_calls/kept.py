@@ -14,7 +14,6 @@ from reactivate._engine.kept_calls.derive import Derived
 from reactivate._engine.kept_calls.results import Contents
 from reactivate._engine.record import Saved, SharedSlot
 from reactivate._engine.requests import take_in
-from reactivate._engine.rounded import is_exact, note_rounded
 from reactivate._engine.stored_form import Form
 from reactivate._torch.modules import is_distributed_run
 from reactivate._torch.saved import SavedTensor, save_tensor
@@ -33,18 +32,17 @@ class Kept:
     """A tensor that is kept for the backward.
 
     Attributes:
-        is_rounded: whether it may come back with other values.
         is_overwritten: whether a collective in place has written to it, which moves no version.
     """
 
-    __slots__ = ("__weakref__", "form", "handle", "is_overwritten", "is_rounded", "storage", "tensor", "version")
+    __slots__ = ("__weakref__", "form", "handle", "is_overwritten", "storage", "tensor", "version")
 
     def __init__(self, tensor: Tensor, version: int, storage: Storage) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version
         self.storage = storage
         self.handle: Any = None
-        self.is_rounded = self.is_overwritten = False
+        self.is_overwritten = False
 
     def is_written(self) -> bool:
         """Return whether the tensor was written to, as long as it is not settled."""
@@ -62,7 +60,6 @@ class Kept:
             if self.storage is not DEVICE:
                 self.form = Form.of(tensor)
                 handle = take_in(self.storage, tensor, name)
-                self.is_rounded = handle is not tensor and not is_exact(self.storage)
             self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
 
     def load(self) -> Tensor:
@@ -77,10 +74,7 @@ class Kept:
         handle = self.handle.unpack() if type(self.handle) is SavedTensor else self.handle
         if self.storage is DEVICE:
             return handle  # type: ignore[no-any-return]
-        tensor = self.form.in_class(self.form.load(self.storage, handle))
-        if self.is_rounded:
-            note_rounded(tensor)
-        return tensor
+        return self.form.in_class(self.form.load(self.storage, handle))
 
 
 class There(Kept):
@@ -93,7 +87,7 @@ class There(Kept):
         self.version = version
         self.storage = DEVICE
         self.handle = None
-        self.is_rounded = self.is_overwritten = False
+        self.is_overwritten = False
 
     def settle(self, name: str) -> None:
         if self.tensor is not None:

@@ -44,7 +44,6 @@ from reactivate._engine.kept_calls.surroundings import Surroundings
 from reactivate._engine.kept_calls.unseen_writes import UnseenWrites, may_write_unseen
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.record import observers, tell
-from reactivate._engine.rounded import refuse_values
 from reactivate._engine.state.changes import Noted
 from reactivate._torch.autograd import (
     hook_backward,
@@ -118,8 +117,6 @@ class ForwardLog(SettledLog):
         action = decision.action or self.choice.ask(decision, self.counts, args, kwargs)
         if type(action) is not Save:
             return None
-        if self.values is not None:
-            refuse_values(action.storage)
         if self.pending is not None:
             self.finish_pending()
         reason = _why_not_saved()

@@ -76,7 +76,6 @@ class Check:
         versions: of the outputs, by their numbers.
         has_same_results: whether a proof has found the outputs to be those of the forward.
         recomputed: those of the last recomputation that came to its end.
-        rounded: what follows rounded tensors in a recomputation, None if there are none.
     """
 
     def __init__(self) -> None:
@@ -84,11 +83,10 @@ class Check:
         self.versions: dict[int, int] = {}
         self.has_same_results = False
         self.recomputed: Check | None = None
-        self.rounded: Any = None
 
     def note(self, number: int, tensor: Tensor) -> None:
         """Take the checksum of a tensor, if it has bits to look at that come from what the forward had."""
-        if (watches and comes_from_stale(tensor)) or (self.rounded is not None and self.rounded.has(tensor)):
+        if watches and comes_from_stale(tensor):
             return
         sums = run_unseen(_sums_of, tensor)
         if sums is not None:

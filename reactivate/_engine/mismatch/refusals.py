@@ -20,7 +20,6 @@ from reactivate._engine.mismatch.naming import (
     written_input,
 )
 from reactivate._engine.record import Record
-from reactivate._engine.rounded import inexact_storages
 from reactivate._engine.sites import line_of
 from reactivate.errors import MutationError, RecomputeMismatchError
 
@@ -29,17 +28,6 @@ _SAME = (
     'or a file that it changes, a random number from a source that no guard knows. `determinism="values"` names the '
     "first op that differs."
 )
-
-
-def _same(record: Record) -> str:
-    """Return what to look for where a recomputation does something else than its forward."""
-    storages = inexact_storages(record)
-    if not storages:
-        return _SAME
-    return (
-        f"The storage {storages[0]!r} is not exact: what decides by the values of the tensors that it kept may decide "
-        f"otherwise, as a router of experts. Keep such inputs or results exactly. Or {_SAME[0].lower()}{_SAME[1:]}"
-    )
 
 
 def is_of_a_write(error: Exception) -> bool:
@@ -75,13 +63,9 @@ def modified_input(record: Record, place: str, tensor: Tensor) -> MutationError:
 
 def disproved(record: Record) -> MutationError:
     """The region wrote to what it reads, and no copy of it had been made."""
-    storages = inexact_storages(record)
-    rounded = (
-        f" Nor can it show that this does not matter: the storage {storages[0]!r} is not exact." if storages else ""
-    )
     return MutationError(
         f"The forward of the region `{name_of(record)}` wrote in place to {record.proof.places()}, of which there is no "
-        f"copy, and computes other outputs from what it left there.{rounded} Use the out-of-place op (a module's "
+        f"copy, and computes other outputs from what it left there. Use the out-of-place op (a module's "
         "`inplace=False`), clone the tensor inside the region first, or make it a buffer of a module. From its next call on "
         "the region keeps "
         "a copy of such a tensor if that requires no gradient or is a parameter."
@@ -115,7 +99,7 @@ def different_tensor(record: Record, index: int, tensor: Tensor, frame: FrameTyp
         f"{len(record.saved)} has different metadata.\n"
         f"  forward:       {metadata_text(shape, dtype, device)}, saved at {site_text(record, saved_at(record, index))}\n"
         f"  recomputation: {metadata_text(tensor.shape, tensor.dtype, tensor.device)}, saved at {site_now(record, frame)}\n"
-        f"{_same(record)}",
+        f"{_SAME}",
         kind="metadata",
     )
 
@@ -126,7 +110,7 @@ def different_site(record: Record, site: Any, label: str | None = None) -> Recom
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(record)}` differs from its forward pass: the saved call of {site.label} "
         f"at {site_text(record, site.place)} comes after {site.start} saved tensors and takes {site.count} tensors; the "
-        f"recomputation {found}.\n{_same(record)}",
+        f"recomputation {found}.\n{_SAME}",
         kind="metadata",
     )
 
@@ -138,7 +122,7 @@ def fewer_tensors(record: Record, count: int, details: str = "") -> RecomputeMis
         f"The recomputation of the region `{name_of(record)}` differs from its forward pass: a different number of tensors "
         f"was saved, {len(record.saved)} in the forward pass and {count} in the recomputation. The first that is missing is "
         f"{metadata_text(*metadata[:3])}, saved by the forward pass at {site_text(record, saved_at(record, count))}.\n"
-        f"{details or _same(record)}",
+        f"{details or _SAME}",
         kind="fewer",
     )
 
@@ -148,7 +132,7 @@ def more_tensors(record: Record, tensor: Tensor, frame: FrameType) -> RecomputeM
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(record)}` differs from its forward pass: it saves more than the "
         f"{len(record.saved)} tensors of the forward pass. The first one too many is "
-        f"{metadata_text(tensor.shape, tensor.dtype, tensor.device)}, saved at {site_now(record, frame)}.\n{_same(record)}",
+        f"{metadata_text(tensor.shape, tensor.dtype, tensor.device)}, saved at {site_now(record, frame)}.\n{_SAME}",
         kind="more",
     )
 
@@ -178,7 +162,7 @@ def different_values(record: Record, details: str) -> RecomputeMismatchError:
     )
 
 
-_LOSSY = (
+_CHANGED_BY_HOOKS = (
     "\nOr the saved-tensor hooks around the region changed its inputs: they must return the bits that they were given. Hooks "
     "that cast or quantize go around the model without regions, or inside of a region around single calls."
 )
@@ -186,10 +170,10 @@ _LOSSY = (
 
 def missed_state(record: Record, number: int) -> RecomputeMismatchError:
     """The recomputation computes something else than the forward, for a reason that no rule knows."""
-    lossy = "" if record.users_hooks is None else _LOSSY
+    hooks = "" if record.users_hooks is None else _CHANGED_BY_HOOKS
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(record)}` computes other values than its forward, first in "
-        f'{_numbered(record, number)}. {_unseen(record)} `determinism="values"` names the first op that differs.{lossy}',
+        f'{_numbered(record, number)}. {_unseen(record)} `determinism="values"` names the first op that differs.{hooks}',
         kind="values",
     )
 
