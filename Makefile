@@ -120,7 +120,6 @@ bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: 
 	$(BIN)/python benchmarks/self_check.py --out benchmarks/results
 	$(BIN)/python benchmarks/planning.py --out benchmarks/results
 	$(BIN)/python benchmarks/selective.py --out benchmarks/results
-	$(BIN)/python benchmarks/dropout.py --out benchmarks/results
 	$(BIN)/python benchmarks/offload.py --out benchmarks/results
 	$(BIN)/python benchmarks/optimum.py --out benchmarks/results
 	$(BIN)/python benchmarks/architectures.py --again all --out benchmarks/results

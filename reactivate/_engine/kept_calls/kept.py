@@ -114,8 +114,7 @@ class SavedSite:
         start, stop: which entries of the record's `saved` are its.
         derived: the last of these that a recomputation derives from the arguments, -1 if there is none.
         count: how many tensors are among its arguments.
-        outputs: the tensors that it returned, each a `Kept`, the number of an argument, or a `Product` (see `dropouts`).
-            None: not kept.
+        outputs: the tensors that it returned, each a `Kept` or the number of an argument. None: not kept.
         requires: for each of these, whether it needs a gradient.
         contents: what it returned around them.
         changes: what brings guarded state to where the call left it.
@@ -203,8 +202,8 @@ def _last_of_all(count: int, sites: Sequence[SavedSite]) -> int:
 
 
 def kept_among(outputs: Sequence[Any]) -> list[Kept]:
-    """Return what is kept of the results of a call: of one that is computed again, what it is computed from."""
-    return [item for output in outputs if isinstance(item := getattr(output, "noise", output), Kept)]
+    """Return what is kept of the results of a call."""
+    return [item for item in outputs if isinstance(item, Kept)]
 
 
 def is_parameter(tensor: Tensor) -> bool:

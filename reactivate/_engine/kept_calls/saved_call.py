@@ -45,8 +45,6 @@ class SavedCall:
     """A saved call while it runs.
 
     Attributes:
-        is_dropout: whether it is a call of dropout by torch's code alone.
-        unsaved: the noise of a dropout call of which autograd saves nothing.
         is_overwritten: whether a collective in place has written to its arguments or to what it closes over.
 
     Args:
@@ -63,7 +61,6 @@ class SavedCall:
         "check",
         "decision",
         "entries",
-        "is_dropout",
         "is_overwritten",
         "noted",
         "objects",
@@ -72,7 +69,6 @@ class SavedCall:
         "site",
         "sources",
         "storage",
-        "unsaved",
         "users_hooks",
         "versions",
     )
@@ -93,8 +89,7 @@ class SavedCall:
         self.decision = decision
         self.storage = storage
         self.entries = record.saved
-        self.unsaved: Tensor | None = None
-        self.is_dropout = self.is_overwritten = False
+        self.is_overwritten = False
         self.users_hooks = record.users_hooks
         self.check = record.check
         self.saved: list[tuple[SiteSlot, Tensor, int]] = []
@@ -144,7 +139,6 @@ class SavedCall:
     def let_go(self) -> None:
         """Hold no tensor any more: what was saved for the graph knows `pack`, in a cycle that no collector sees."""
         self.saved.clear()
-        self.unsaved = None
         self.reached = self.noted = None
         self.objects = []
 

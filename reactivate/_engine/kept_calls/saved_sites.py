@@ -26,7 +26,6 @@ from torch.nn import Parameter
 from reactivate._engine.barriers.aliases import base_of
 from reactivate._engine.kept_calls.choice import CallDecision, Choice
 from reactivate._engine.kept_calls.collective_writes import watch
-from reactivate._engine.kept_calls.dropouts import call_without_graph, drawn_by, has_no_graph, is_dropout
 from reactivate._engine.kept_calls.kept import (
     Argument,
     Kept,
@@ -122,7 +121,6 @@ class ForwardLog(SettledLog):
         reason = _why_not_saved()
         what = self.record, decision, number, action.storage, fn, args, kwargs, reason, self.noted, self.casts
         call: SavedCall = unseen(SavedCall, *what) if is_function_mode_active() else SavedCall(*what)
-        call.is_dropout = is_dropout(fn)
         if innermost_pack_hook() is not self._pack:
             call.site.reason = _OTHER_HOOKS
         if observers:
@@ -146,8 +144,7 @@ class ForwardLog(SettledLog):
         self.is_inside = True
         try:
             with writes or nullcontext():
-                is_drawn_aside = call.is_dropout and has_no_graph(call, args, kwargs)
-                result = call_without_graph(call, fn, args, kwargs) if is_drawn_aside else fn(*args, **kwargs)
+                result = fn(*args, **kwargs)
         except BaseException as error:
             close_checkpoints_within(error)
             call.let_go()
@@ -230,11 +227,7 @@ class ForwardLog(SettledLog):
         """Sort what was saved and what came out into what is kept and what is derived."""
         site, sources, storage = call.site, call.sources, call.storage
         kept: dict[Any, Kept] = {}
-        drawn = drawn_by(call, result) if call.is_dropout else None
         for number, (slot, tensor, version) in enumerate(call.saved, site.start):
-            if drawn is not None and tensor is drawn.noise:
-                slot.kept = drawn.kept
-                continue
             if is_parameter(tensor) and id(base_of(tensor)) not in self._moved:
                 slot.kept = There(tensor, version)
                 continue
@@ -269,8 +262,7 @@ class ForwardLog(SettledLog):
                 site.reason = "its result is a view of an argument"
             else:
                 version = leaf._version if versions is None else versions.get(id(leaf), leaf._version)
-                item = None if drawn is None else drawn.form_of(leaf)
-                site.outputs.append(item or keep(leaf, version, storage, kept))
+                site.outputs.append(keep(leaf, version, storage, kept))
                 computed.append(leaf)
         site.reason = site.reason or self._why_again(call, bool(computed))
         if site.reason is None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from reactivate._engine.barriers.aliases import seen_by_aliases
 from reactivate._engine.kept_calls.choice import CallDecision, Choice
-from reactivate._engine.kept_calls.dropouts import Product
 from reactivate._engine.kept_calls.kept import Kept, SavedSite
 from reactivate._engine.kept_calls.saved_functions import mark
 from reactivate._engine.kept_calls.site_log import Log, objects_in, scalars_in, tensors_in, unseen
@@ -98,7 +97,7 @@ class RecomputationLog(Log):
         if site.reason is None:
             is_seen = is_function_mode_active()
             arguments = unseen(self._fill, site, args, kwargs) if is_seen else self._fill(site, args, kwargs)
-            results = None if site.outputs is None else self._load(site, site.outputs, arguments)
+            results = None if site.outputs is None else self._load(site, site.outputs)
             if results is not None:
                 if self._behind is not None:
                     results = self._behind.fenced(results)
@@ -112,12 +111,12 @@ class RecomputationLog(Log):
                 return _hand_back(site, results, arguments, args, kwargs)
         return self.run_again(fn, args, kwargs)
 
-    def _load(self, site: SavedSite, outputs: Sequence[Any], arguments: Sequence[Tensor]) -> list[Any] | None:
+    def _load(self, site: SavedSite, outputs: Sequence[Any]) -> list[Any] | None:
         """Load what the call returned; None if somebody has written to it since the region ended, so that it runs again."""
         try:
             if not any(isinstance(item, Kept) and item.is_overwritten for item in outputs):
                 # To load may recompute a region around this one.
-                return [_loaded(item, arguments) for item in outputs]
+                return [item.load() if isinstance(item, Kept) else item for item in outputs]
         except RuntimeError as error:
             if not is_of_a_write(error):
                 raise
@@ -136,12 +135,6 @@ class RecomputationLog(Log):
             context = change()
             if context is not None:
                 self._contexts.enter_context(context)
-
-
-def _loaded(item: Any, arguments: Sequence[Tensor]) -> Any:
-    if isinstance(item, Kept):
-        return item.load()
-    return item.make(arguments) if isinstance(item, Product) else item
 
 
 def _is_here(site: SavedSite) -> bool:
