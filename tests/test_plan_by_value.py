@@ -300,7 +300,7 @@ def test_the_last_dropout_is_what_a_block_saves_first(monkeypatch: pytest.Monkey
     found = prepared(gpt(layers=4, dim=64))
     first = by_value(found, "blocks.0")[0]
     assert first.save_modules == ("mlp.4",) and not first.save_calls
-    saved, full = (found.table.changes("blocks.0", item)[0] for item in (first, FULL))
+    saved, full = (found.table.change("blocks.0", item) for item in (first, FULL))
     assert saved is not None and full is not None
     assert 0 < saved.held_bytes - full.held_bytes <= 4 * 64 * 64 * 4
     trace, whole = (found.attempt({"blocks.0": item})[0] for item in (first, FULL))

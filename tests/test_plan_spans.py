@@ -15,12 +15,11 @@ from torch import Tensor, nn
 import reactivate
 from reactivate._engine.record import Record, observed_by
 from reactivate.errors import UsageError
-from reactivate.planner.call_treatments import of_calls
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import FULL, KEEP, Assignment
+from reactivate.planner.treatments import FULL, Assignment
 
 
 class Block(nn.Module):
@@ -290,13 +289,12 @@ class Again(nn.Sequential):
         super().__init__(*blocks(2), shared, *blocks(2), shared, nn.Flatten(), nn.Linear(8 * 16, 10))
 
 
-def test_beside_a_layer_whose_calls_have_treatments_of_their_own() -> None:
+def test_beside_a_layer_that_is_called_twice() -> None:
     torch.manual_seed(0)
     case = Case(Again(), (torch.randn(4, 8, 4, 4),))
-    calls = of_calls([FULL, KEEP])
-    policy = Assignment({"[0:2]": FULL, "2": calls, "[3:5]": FULL})
+    policy = Assignment({"[0:2]": FULL, "2": FULL, "[3:5]": FULL})
     verdict = reactivate.verify(case.model, case.args, policy=policy)
-    assert verdict.is_same and verdict.regions == 3
+    assert verdict.is_same and verdict.regions == 4
     twin = copy.deepcopy(case.model)
     with reactivate.apply(twin, policy) as handle:
         assert handle.regions == ("[0:2]", "[3:5]", "2")

@@ -44,7 +44,7 @@ class World:
             peak = max(peak, held + need)
             held += HELD[name]
         outside = (0,) * len(self.paths) + (5,)
-        return Reading(self.paths, tuple(calls), outside, max(peak, held + 5), (0,) * len(self.paths))
+        return Reading(self.paths, tuple(calls), outside, max(peak, held + 5), self.paths)
 
     def simulate(self, treatments: Mapping[str, Treatment]) -> tuple[Trace, Reading]:
         self.simulated += 1

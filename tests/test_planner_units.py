@@ -170,11 +170,24 @@ def table_of(
     """The figures of units that hold so much, and take so long where everything is recomputed."""
 
     def reading(calls: Sequence[Figures]) -> Reading:
-        return Reading(tuple(units), tuple(calls), (0,) * (len(calls) + 1), 0, (0,) * len(calls))
+        return Reading(tuple(units), tuple(calls), (0,) * (len(calls) + 1), 0, tuple(units))
 
     table = TreatmentTable(reading([Figures(size, 9, 1.0) for size in plain_bytes]), units)
     table.enter(reading([Figures(1, 9, seconds) for seconds in least_seconds]), dict.fromkeys(units, FULL))
     return table
+
+
+def test_a_unit_that_is_called_twice_shares_no_figures_with_one_that_is_called_once() -> None:
+    units, paths = {"one": Block(8), "two": Block(8)}, ("one", "two", "two")
+
+    def reading(size: int) -> Reading:
+        return Reading(paths, (Figures(size, 9, 1.0),) * 3, (0,) * 4, 0, paths)
+
+    table = TreatmentTable(reading(5), units)
+    table.enter(reading(1), {"two": FULL})
+    change = table.change("two", FULL)
+    assert change is not None and change.held_bytes == 2 * (1 - 5)
+    assert table.change("one", FULL) is None
 
 
 @pytest.mark.parametrize(("last_bytes", "last_seconds"), [(5, 2.0), (6, 2.0), (5, 3.0)])

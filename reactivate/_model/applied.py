@@ -48,22 +48,12 @@ class Applied:
             if kind is SpansForward:
                 found[id(module)] = SpansForward(self, module, path, hidden, chosen.spans[path])
             else:
-                found[id(module)] = self.placed(kind, module, path, hidden)
+                found[id(module)] = kind(self, module, path, hidden)
         self.unmatched.regions = self.cache_watch.regions = len(self.handle.regions)
         self.handle.kept = chosen.kept_beside()
         if not found and isinstance(self.policy, ReadyMade) and self.policy.is_found:
             found[id(model)] = FoundForward(self, model, "", own_forward_of(model))
         return list(found.values())
-
-    def placed(self, kind: type[AppliedForward], module: Module, path: str, hidden: Any) -> AppliedForward:
-        """Return what is to stand in for the `forward` of a module.
-
-        Args:
-            kind: what that is.
-            module, path: the module.
-            hidden: its own `forward`, if that is none of its class: of the user's, or of other regions in it.
-        """
-        return kind(self, module, path, hidden)
 
     def options_of(self, path: str, within: str, module: weakref.ref[Module]) -> Options:
         """The options of a region.

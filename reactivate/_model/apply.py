@@ -11,8 +11,7 @@ from torch.nn import Module
 
 from reactivate._engine.kept_calls.choice import Unmatched
 from reactivate._engine.record import Options
-from reactivate._model.applied import kinds_in
-from reactivate._model.by_call import applied_for
+from reactivate._model.applied import Applied, kinds_in
 from reactivate._model.handle import FORWARD, AppliedForward, Handle, Owner, forward_of, forwards_of
 from reactivate._model.per_call import AppliedPerCall, CalledForward
 from reactivate._model.selection import Selection
@@ -95,7 +94,7 @@ def apply(
 
 
 def _applied(model: Module, policy: Policy, options: Options) -> Handle:
-    applied = AppliedPerCall(policy, options) if isinstance(policy, PerCall) else applied_for(policy, options)
+    applied = (AppliedPerCall if isinstance(policy, PerCall) else Applied)(policy, options)
     undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
     try:
         applied.attach(model)

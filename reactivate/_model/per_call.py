@@ -20,7 +20,6 @@ from torch.nn import Module
 
 from reactivate._engine.record import Options
 from reactivate._model.applied import Applied
-from reactivate._model.by_call import applied_for
 from reactivate._model.handle import FORWARD, AppliedForward, own_forward_of
 from reactivate._torch.dynamo import leave_out_of_graphs
 from reactivate._types import Policy
@@ -69,7 +68,7 @@ class AppliedPerCall(Applied):
         return known[1]
 
     def _attach_one(self, model: Module, policy: Policy) -> Chosen:
-        chosen = {id(forward.module()): forward for forward in applied_for(policy, self.options).forwards_in(model)}
+        chosen = {id(forward.module()): forward for forward in Applied(policy, self.options).forwards_in(model)}
         for forward in chosen.values():
             module = forward.module()
             if not isinstance(vars(module).get(FORWARD), SwitchedForward):

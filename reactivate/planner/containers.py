@@ -68,7 +68,7 @@ def _modules_in(model: Module, plain: Reading) -> Iterator[tuple[str, Module, in
             continue
         start, stop = calls[0], calls[-1] + 1
         members = plain.paths[start:stop]
-        if len(members) == len(calls) and once.issuperset(members) and None not in plain.numbers[start:stop]:
+        if len(members) == len(calls) and once.issuperset(members) and None not in plain.treated[start:stop]:
             yield path, module, start, stop
 
 

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from reactivate._engine.accounts import in_words
-from reactivate._types import Action, Policy, Site, Storage
+from reactivate._types import Action, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.by_value.call_names import CallName
@@ -115,9 +115,6 @@ class Plan(Planned, ReadyMade):
 
     def inside(self, path: str) -> Any:
         return self.assignment.inside(path)
-
-    def by_call(self) -> Mapping[str, tuple[Policy, ...]]:
-        return self.assignment.by_call()
 
     def spans(self) -> tuple[str, ...]:
         return self.assignment.spans()
@@ -286,10 +283,9 @@ def _plainly(value: Any) -> Any:
 
 def _treatment_of(value: Mapping[str, Any]) -> Treatment:
     recompute, modules, ops = (tuple(value[name]) for name in ("recompute", "save_modules", "save_ops"))
-    calls = tuple(map(_treatment_of, value.get("calls", ())))
     saved = tuple(CallName(*call) for call in value.get("save_calls", ()))
     inputs, results, by_rows = value.get("inputs", ""), value.get("results", ""), value.get("by_rows", False)
-    return Treatment(value["name"], recompute, modules, ops, inputs, results, saved, calls, by_rows)
+    return Treatment(value["name"], recompute, modules, ops, inputs, results, saved, by_rows)
 
 
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:

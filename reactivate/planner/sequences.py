@@ -29,7 +29,7 @@ def spans_in(model: Module, plain: Reading) -> Iterator[tuple[str, Module, int, 
         plain: the plain step.
     """
     counts = Counter(plain.paths)
-    once = {path for path, number in zip(plain.paths, plain.numbers) if counts[path] == 1 and number is not None}
+    once = {path for path in plain.treated if path is not None and counts[path] == 1}
     around = {above for path in plain.paths for above in _above(path)}
     for path, module in model.named_modules():
         if path not in around or why_without_spans(module):

@@ -76,10 +76,10 @@ class StorageSearch:
 
     def _is_worth_it(self, path: str, treatment: Treatment, failed: Set[tuple[str, Treatment]]) -> bool:
         """Return whether a treatment can be had, and moves anything."""
-        figures = self._step.table.changes(path, treatment)
-        if None in figures or (path, treatment) in failed:
+        figures = self._step.table.change(path, treatment)
+        if figures is None or (path, treatment) in failed:
             return False
-        return self.offer.residence is None or any(call.moved for call in figures if call is not None)
+        return self.offer.residence is None or bool(figures.moved)
 
     def _check(self, has_regions: bool) -> None:
         """See to it that the storage would take anything."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from torch.nn import Module
 
 from reactivate._modules.paths import is_below
 from reactivate._modules.spans import SpanPlace
-from reactivate._types import DEVICE, Action, LossByRows, Policy, Recompute, Save, Site, Storage
+from reactivate._types import DEVICE, Action, LossByRows, Recompute, Save, Site, Storage
 from reactivate.planner.by_value.call_names import CallName, name_of_function_call
 from reactivate.planner.units import parts_of
 from reactivate.policies._base import Interest, ReadyMade, written
@@ -37,8 +36,6 @@ class Treatment:
         save_calls: recomputations skip these calls of functions.
         inputs: the name of the storage in which the inputs of the regions are kept; "" for where they are.
         results: the name of the storage in which the saved calls are kept.
-        calls: of a unit that a forward of the model calls several times, the treatment of each call; empty for one treatment
-            of all calls, which the other attributes are.
         by_rows: whether the loss of what it returns is computed by rows.
     """
 
@@ -49,13 +46,12 @@ class Treatment:
     inputs: str = ""
     results: str = ""
     save_calls: tuple[CallName, ...] = ()
-    calls: tuple[Treatment, ...] = ()
     by_rows: bool = False
 
     @property
     def storage(self) -> str:
         """Return the name of the storage that it uses; "" for none."""
-        return self.inputs or self.results or next((call.storage for call in self.calls if call.storage), "")
+        return self.inputs or self.results
 
     @property
     def saves(self) -> bool:
@@ -155,17 +151,12 @@ class Assignment(ReadyMade):
     storages: Mapping[str, Storage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        regions = {join(unit, part): unit for unit, item in self._uncounted.items() for part in item.recompute}
-        saved = {join(unit, part): unit for unit, item in self._uncounted.items() for part in item.save_modules}
+        regions = {join(unit, part): unit for unit, item in self.treatments.items() for part in item.recompute}
+        saved = {join(unit, part): unit for unit, item in self.treatments.items() for part in item.save_modules}
         heads = frozenset(path for path, item in self.treatments.items() if item.by_rows)
         object.__setattr__(self, "_heads", heads)
         object.__setattr__(self, "_regions", regions)
         object.__setattr__(self, "_saved", saved)
-
-    @functools.cached_property
-    def _uncounted(self) -> Mapping[str, Treatment]:
-        """The treatments where nobody counts calls: a unit that has one for each call is recomputed."""
-        return {unit: FULL if item.calls else item for unit, item in self.treatments.items()}
 
     def __hash__(self) -> int:
         return hash(tuple(self.treatments.items()))
@@ -180,12 +171,12 @@ class Assignment(ReadyMade):
         if site.module is not None:
             regions, saved = self._regions, self._saved  # type: ignore[attr-defined]
             if site.path in regions:
-                return Recompute(self._named(self._uncounted[regions[site.path]].inputs))
+                return Recompute(self._named(self.treatments[regions[site.path]].inputs))
             if site.path in self._heads:  # type: ignore[attr-defined]
                 return LossByRows()
-            return Save(self._named(self._uncounted[saved[site.path]].results)) if site.path in saved else None
+            return Save(self._named(self.treatments[saved[site.path]].results)) if site.path in saved else None
         unit = next(
-            (path for path, item in self._uncounted.items() if not item.by_rows and is_below(site.path, path)), None
+            (path for path, item in self.treatments.items() if not item.by_rows and is_below(site.path, path)), None
         )
         return None if unit is None else self._inside(unit)(site)
 
@@ -193,7 +184,7 @@ class Assignment(ReadyMade):
         return self.storages[storage] if storage else DEVICE
 
     def interest(self) -> Interest:
-        ops = frozenset(op for item in self._uncounted.values() for op in item.seen_ops)
+        ops = frozenset(op for item in self.treatments.values() for op in item.seen_ops)
         return Interest(ops, modules=bool(self._saved), paths=bool(ops))  # type: ignore[attr-defined]
 
     def inside(self, path: str) -> ReadyMade:
@@ -201,15 +192,8 @@ class Assignment(ReadyMade):
         return self if unit is None else self._inside(unit)
 
     def _inside(self, unit: str) -> _InsideUnit:
-        treatment = self._uncounted[unit]
+        treatment = self.treatments[unit]
         return _InsideUnit(unit, treatment, self._named(treatment.results))
-
-    def by_call(self) -> Mapping[str, tuple[Policy, ...]]:
-        return {
-            unit: tuple(Assignment({unit: call}, self.storages) for call in item.calls)
-            for unit, item in self.treatments.items()
-            if item.calls
-        }
 
     def spans(self) -> tuple[str, ...]:
         return tuple(path for path in self.treatments if SpanPlace.of(path) is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Literal
@@ -95,13 +95,6 @@ class ReadyMade:
     def inside(self, path: str) -> Policy:
         """Return the policy for the calls inside of the region at `path`: where that is less, less has to be looked at."""
         return self
-
-    def by_call(self) -> Mapping[str, tuple[Policy, ...]]:
-        """Return {path: the policy of each of its calls in a forward} of the modules whose calls are treated one by one.
-
-        Where a call has no number, and for further calls, the policy itself speaks.
-        """
-        return {}
 
     def check_blocks(self, blocks: Sequence[str]) -> None:
         """See to it that the policy is for a model with these blocks.

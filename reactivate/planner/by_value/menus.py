@@ -34,8 +34,9 @@ def menus_of(
     calls = record({path: functions[path] for path in firsts.values()})
     added: dict[object, _Added] = {}
     for kind, path in firsts.items():
-        change = next(iter(table.changes(path, FULL)), None)  # of its first call
-        added[kind] = _Added.to(fixed[path], calls.get(path, ()), 0 if change is None else -change.held_bytes)
+        change, count = table.change(path, FULL), table.plain.treated.count(path)
+        keep_bytes = 0 if change is None else -change.held_bytes // count  # of one call, as `calls` are
+        added[kind] = _Added.to(fixed[path], calls.get(path, ()), keep_bytes)
     return {path: added[class_of(unit)].beside(fixed[path]) for path, unit in units.items()}
 
 

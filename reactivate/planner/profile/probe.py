@@ -15,7 +15,6 @@ from typing import Protocol
 from torch.nn import Module
 
 from reactivate.planner.cost.overhead import Overhead
-from reactivate.planner.profile.call_numbers import CallKey, keys_of
 from reactivate.planner.profile.trace import Trace
 from reactivate.planner.solver.chain import Candidate, Chain, Span, Transfer
 from reactivate.planner.treatments import FULL, KEEP, Treatment
@@ -53,8 +52,7 @@ class Reading:
         calls: what each call comes to.
         outside_bytes: for k = 0, 1, ...: the most that is alive between the calls, above what the first k hold.
         peak_bytes: the most that is alive at any moment.
-        numbers: how many calls of the unit there were before each in the forward of the model; None for calls that have none.
-        uncounted: the units of which calls with gradients have none.
+        treated: the unit of each call that has a treatment; None for a call without gradients.
         starts_bytes: what is alive when each call begins, and after the last.
         between_seconds: for k = 0, 1, ...: what the ops between the calls take, in their forward and backward.
     """
@@ -63,8 +61,7 @@ class Reading:
     calls: tuple[Figures, ...]
     outside_bytes: tuple[int, ...]
     peak_bytes: int
-    numbers: tuple[int | None, ...] = ()
-    uncounted: frozenset[str] = frozenset()
+    treated: tuple[str | None, ...] = ()
     starts_bytes: tuple[int, ...] = ()
     between_seconds: tuple[float, ...] = ()
 
@@ -102,10 +99,10 @@ def read(trace: Trace, scale: float, overhead: Overhead, sees_functions: Mapping
             )
         )
     outside = tuple(max(found[2 * index][1] for found in same) for index in range(count + 1))
-    numbers = tuple(call.number for call in trace.calls[longest])
+    treated = tuple(call.path if call.has_gradients else None for call in trace.calls[longest])
     starts = tuple(max(found[2 * index][4] for found in same) for index in range(count + 1))
     between = tuple(scale * sum(found[2 * index][2] for found in same) for index in range(count + 1))
-    return Reading(paths, tuple(calls), outside, trace.peak_bytes, numbers, trace.uncounted, starts, between)
+    return Reading(paths, tuple(calls), outside, trace.peak_bytes, treated, starts, between)
 
 
 def _read_turn(trace: Trace, turn: int) -> Iterator[tuple[int, int, float, float, int]]:
@@ -161,27 +158,29 @@ class TreatmentTable:
         units: by path.
 
     Attributes:
-        keys: what decides about each call.
         spans: what may be done with several calls as one.
     """
 
     def __init__(self, plain: Reading, units: Mapping[str, Module]) -> None:
         self.plain = plain
-        self.keys: tuple[CallKey, ...] = tuple(keys_of(plain.paths, plain.numbers, plain.uncounted))
         self.spans: list[Span] = []
-        self._classes = {path: class_of(unit) for path, unit in units.items()}
-        # Of the call of a path or a class, by the treatment's name: changes.
-        self._found: dict[tuple[object, int | None, str], Figures] = {}
+        self._classes = {path: (class_of(unit), plain.treated.count(path)) for path, unit in units.items()}
+        # Of a path or a class, by the treatment's name: changes.
+        self._found: dict[tuple[object, str], Figures] = {}
 
     def enter(self, reading: Reading, treatments: Mapping[str, Treatment]) -> None:
         """Take in a step in which units had these treatments."""
         if reading.paths != self.plain.paths:
             return
-        for call in dict.fromkeys(self.keys):
-            if call.path in treatments:
-                change = self._of(reading, call, self.plain)
-                for key in (call.path, self._classes[call.path]):
-                    self._found.setdefault((key, call.number, treatments[call.path].name), change)
+        for path in dict.fromkeys(self.plain.treated):
+            if path is not None and path in treatments:
+                change = self._of(reading, path)
+                for key in (path, self._classes[path]):
+                    self._found.setdefault((key, treatments[path].name), change)
+
+    def class_of(self, path: str) -> object:
+        """Return what a unit has in common with those that it shares its figures with: `class_of`, and how many calls."""
+        return self._classes[path]
 
     def beside(self, plain: Reading) -> TreatmentTable:
         """Return the table for another plain step, from which treatments differ by as much.
@@ -193,9 +192,10 @@ class TreatmentTable:
         other.plain = plain
         return other
 
-    def _of(self, reading: Reading, key: CallKey, plain: Reading) -> Figures:
-        """Return what differs from the plain step; of calls that have one treatment, in all."""
-        pairs = [pair for name, *pair in zip(self.keys, reading.calls, plain.calls) if name == key]
+    def _of(self, reading: Reading, path: str) -> Figures:
+        """Return what differs from the plain step, of all calls of a unit."""
+        calls = zip(self.plain.treated, reading.calls, self.plain.calls)
+        pairs = [pair for name, *pair in calls if name == path]
         return Figures(
             sum(one.held_bytes - other.held_bytes for one, other in pairs),
             max(one.need_bytes - other.need_bytes for one, other in pairs),
@@ -218,24 +218,23 @@ class TreatmentTable:
             corrections: bytes to add at a position, where simulated plans showed them.
             copies: what the copies of treatments that use a storage cost.
         """
-        seen: set[CallKey] = set()
+        seen: set[str | None] = set()
         blocks: list[tuple[Candidate, ...]] = []
-        for index, (key, plain) in enumerate(zip(self.keys, self.plain.calls)):
+        for index, (path, plain) in enumerate(zip(self.plain.treated, self.plain.calls)):
             more = corrections.get(2 * index + 1, 0)
-            menu = menus[key.path] if key.number is not None else (KEEP,)  # without gradients there is nothing to treat
-            if key in seen:  # decided where it is called first, which holds for both
-                most = max(self._known(key, item).need_bytes for item in menu)
+            if path is None or path in seen:  # decided where it is called first, which holds for all calls
+                most = 0 if path is None else max(self._known(path, item).need_bytes for item in menus[path])
                 blocks.append((Candidate(KEEP.name, 0.0, plain.held_bytes, plain.need_bytes + max(most, 0) + more),))
                 continue
-            seen.add(key)
-            blocks.append(tuple(self._entry(key, plain, item, more, copies) for item in menu))
+            seen.add(path)
+            blocks.append(tuple(self._entry(path, plain, item, more, copies) for item in menus[path]))
         outside = [size + corrections.get(2 * index, 0) for index, size in enumerate(self.plain.outside_bytes)]
         if copies is None:
             return Chain(tuple(blocks), tuple(outside), spans=tuple(self.spans))
         return Chain(tuple(blocks), tuple(outside), copies.limit_bytes, copies.in_flight)
 
-    def _entry(self, key: CallKey, plain: Figures, treatment: Treatment, more: int, copies: Copies | None) -> Candidate:
-        change = self._known(key, treatment)
+    def _entry(self, path: str, plain: Figures, treatment: Treatment, more: int, copies: Copies | None) -> Candidate:
+        change = self._known(path, treatment)
         forward = max(0.0, plain.forward_seconds + change.forward_seconds)
         transfer, costs = copies.of(change.moved, change.passes) if copies and change.moved else (None, 0.0)
         return Candidate(
@@ -248,25 +247,21 @@ class TreatmentTable:
             transfer,
         )
 
-    def _known(self, key: CallKey, treatment: Treatment) -> Figures:
-        found = self._change(key, treatment)
+    def _known(self, path: str, treatment: Treatment) -> Figures:
+        found = self.change(path, treatment)
         assert found is not None
         return found
 
-    def _change(self, key: CallKey, treatment: Treatment) -> Figures | None:
+    def change(self, path: str, treatment: Treatment) -> Figures | None:
+        """Return what differs from the plain step with a treatment of a unit; None if nobody has tried it."""
         if treatment == KEEP:
             return Figures(0, 0, 0.0)
-        found = self._found.get((key.path, key.number, treatment.name))
-        return self._found.get((self._classes[key.path], key.number, treatment.name)) if found is None else found
+        found = self._found.get((path, treatment.name))
+        return self._found.get((self._classes[path], treatment.name)) if found is None else found
 
     def are_alike(self, paths: Sequence[str]) -> bool:
         """Return whether units of one class come to the same in the plain step, and where everything is recomputed."""
-        return len({(self._plain_of(path), tuple(self.changes(path, FULL))) for path in paths}) == 1
+        return len({(self._plain_of(path), self.change(path, FULL)) for path in paths}) == 1
 
-    def _plain_of(self, path: str) -> tuple[tuple[int | None, Figures], ...]:
-        return tuple((key.number, figures) for key, figures in zip(self.keys, self.plain.calls) if key.path == path)
-
-    def changes(self, path: str, treatment: Treatment) -> list[Figures | None]:
-        """Return what differs from the plain step with a treatment of a unit, for each call; None if nobody has tried it."""
-        keys = dict.fromkeys(key for key in self.keys if key.path == path and key.number is not None)
-        return [self._change(key, treatment) for key in keys]
+    def _plain_of(self, path: str) -> tuple[Figures, ...]:
+        return tuple(figures for name, figures in zip(self.plain.paths, self.plain.calls) if name == path)

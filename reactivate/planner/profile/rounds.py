@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.nn import Module
 
-from reactivate.planner.profile.probe import TreatmentTable, class_of
+from reactivate.planner.profile.probe import TreatmentTable
 from reactivate.planner.treatments import FULL, KEEP, Treatment
 
 REPEATED = 4  # equal blocks that are many
@@ -28,8 +28,8 @@ def rounds_of(
         table: has the plain step, and that in which every unit is recomputed.
     """
     classes: dict[object, list[str]] = {}
-    for path, unit in units.items():
-        classes.setdefault(class_of(unit), []).append(path)
+    for path in units:
+        classes.setdefault(table.class_of(path), []).append(path)
     groups = [
         group
         for members in classes.values()

@@ -132,8 +132,7 @@ class UnitCall:
         functions: how often it called each of torch's functions, where that was asked for.
         regions, saved_tensors, saved_calls: how many there were in it, for what the engine itself takes.
         moved: the bytes of each tensor of it that a storage took.
-        number: how many calls of the unit with gradients there were before in this forward of the model; None if it has none,
-            or runs elsewhere.
+        has_gradients: whether gradients were enabled: otherwise there is nothing to treat.
     """
 
     path: str
@@ -143,7 +142,7 @@ class UnitCall:
     saved_tensors: int = 0
     saved_calls: int = 0
     moved: list[int] = field(default_factory=list)
-    number: int | None = None
+    has_gradients: bool = True
     op: int = 0
 
 
@@ -159,7 +158,6 @@ class Trace:
         moves: every transfer to and from a storage, in order.
         stored_bytes: the most that the storage keeps.
         failures: why the storage could not do its part.
-        uncounted: the units of which calls with gradients were outside of forwards of the model.
         of_data: the paths of the modules that computed something whose size, or whose meaning for Python, is in the numbers
             of tensors; "" for the model itself, or outside of it.
         margin_bytes: what is to be left free beside its peak, for batches with other sizes there.
@@ -178,7 +176,6 @@ class Trace:
     moves: list[CopyEvent] = field(default_factory=list)
     stored_bytes: int = 0
     failures: list[str] = field(default_factory=list)
-    uncounted: frozenset[str] = frozenset()
     standing: list[int] = field(default_factory=list)
     rounding: int = 1
 

@@ -32,7 +32,6 @@ from reactivate._torch.containers import leaves_at_op
 from reactivate._torch.fake import FakeTensor, device_of
 from reactivate._torch.ops import DEVICE_QUERY, tensor_positions, written_arguments
 from reactivate.planner.profile.answers import RealAnswers
-from reactivate.planner.profile.call_numbers import CallNumbers
 from reactivate.planner.profile.data_scope import DataScope
 from reactivate.planner.profile.module_stack import ModuleStack
 from reactivate.planner.profile.places import Places
@@ -101,14 +100,13 @@ def traced(
         count_functions: whether to count the calls of torch's functions, and to find where sizes depend on data.
         rehearsal: of the storage that is used.
         watch: called after each op with the bytes that are alive; it may raise.
-        model: the model in whose forwards the calls of units are counted, and whose modules are named as the origin of what
-            they allocate.
+        model: whose modules are named as the origin of what they allocate.
         answers: those that the step is given; None for one that runs for real, or needs none.
     """
     paths = {id(module): path for path, module in units.items()}
     known = list(known)
     scope = DataScope(known, () if model is None else model.buffers()) if count_functions else None
-    tracer = _Tracer(paths, costs, watch, CallNumbers(model), ModuleStack(model), scope)
+    tracer = _Tracer(paths, costs, watch, ModuleStack(model), scope)
     tracer.trace.rounding = costs.rounding
     for tensor in known:
         tracer.trace.standing += tracer.know(tensor)
@@ -127,7 +125,6 @@ def traced(
         if rehearsal is not None:
             rehearsal.tell = tracer.moved
         yield tracer.trace
-    tracer.trace.uncounted = frozenset(tracer.numbers.uncounted)
     tracer.trace.of_data = set() if scope is None else scope.paths
     if rehearsal is not None:
         tracer.trace.stored_bytes, tracer.trace.failures = rehearsal.most_stored_bytes, rehearsal.failures
@@ -139,12 +136,10 @@ class _Tracer(TorchDispatchMode):
         units: Mapping[int, str],
         costs: Costs,
         watch: Callable[[int], None] | None,
-        numbers: CallNumbers,
         modules: ModuleStack,
         scope: DataScope | None,
     ) -> None:
         super().__init__()
-        self.numbers = numbers
         self._watch = watch
         self._modules = modules
         self._scope = scope
@@ -329,7 +324,6 @@ class _Tracer(TorchDispatchMode):
         if is_recomputing():
             return
         self._modules.mark(next_node_number())
-        self.numbers.begins(module)
         path = self._units.get(id(module))
         if path is None:
             return
@@ -338,8 +332,9 @@ class _Tracer(TorchDispatchMode):
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
                 self.trace.calls.append([])
-            number = self.numbers.next(path)
-            self._call = self._last = UnitCall(path, self._live_bytes, number=number, op=len(self.trace.ops))
+            self._call = self._last = UnitCall(
+                path, self._live_bytes, has_gradients=torch.is_grad_enabled(), op=len(self.trace.ops)
+            )
             self.trace.calls[turn].append(self._call)
 
     def unit_ends(self, module: Module, args: Any, result: Any) -> None:
@@ -351,7 +346,6 @@ class _Tracer(TorchDispatchMode):
         self._modules.mark(next_node_number())
         if self._scope is not None and path is not None:
             self._scope.returned(path, outer, result)
-        self.numbers.ends(module)
         if id(module) in self._units and self._place.unit_ends():
             self._call = None
 

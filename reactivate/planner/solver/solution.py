@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reactivate.planner.call_treatments import of_calls
 from reactivate.planner.profile.probe import Copies, Figures, Reading, TreatmentTable
 from reactivate.planner.profile.trace import Trace
 from reactivate.planner.solver.chain import Candidate, Chain, Solution
@@ -171,12 +170,12 @@ class Search:
         return Proven(treatments, solution, trace, reading, len(self._seen))
 
     def _treatments_of(self, entries: Sequence[Candidate]) -> dict[str, Treatment]:
-        chosen: dict[str, dict[int, Treatment]] = {}
-        for (path, number), entry in zip(self._table.keys, entries):
+        chosen: dict[str, Treatment] = {}
+        for path, entry in zip(self._table.plain.treated, entries):
             unit = entry.span or path
-            if number is not None and number not in chosen.setdefault(unit, {}):
-                chosen[unit][number] = next(item for item in self._menus[unit] if item.name == entry.name)
-        return {unit: of_calls(list(calls.values())) for unit, calls in chosen.items() if calls}
+            if unit is not None and unit not in chosen:
+                chosen[unit] = next(item for item in self._menus[unit] if item.name == entry.name)
+        return chosen
 
     def _correct(self, found: Proven) -> bool:
         """Take into the problem where the simulated step is above or below the promise."""
