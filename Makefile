@@ -65,7 +65,7 @@ $(TPU)/.installed:
 	$(TPU)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-tpu.txt
 	touch $@
 
-test-xla: $(XLA)/.installed $(TPU)/.installed  ## regions on XLA's CPU device, compiled for a TPU, and in JAX
+test-xla: $(XLA)/.installed $(TPU)/.installed  ## regions on XLA's CPU device, and compiled for a TPU
 	$(TEST) $(IN_XLA) -m pytest tests_xla
 
 WITHOUT_TITAN := --ignore tests/test_recipe.py --ignore tests/test_recipe_configs.py  # torchtitan needs a newer torch

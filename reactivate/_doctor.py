@@ -16,7 +16,7 @@ from reactivate._torch.ways import ways
 
 EXTRAS = ("click", "rich", "jinja2", "matplotlib", "numpy", "pydantic", "PyYAML", "transformers")
 HOSTS = (
-    *("deepspeed", "megatron-core", "transformer-engine", "torch-xla", "torchax", "accelerate", "lightning"),
+    *("deepspeed", "megatron-core", "transformer-engine", "torch-xla", "accelerate", "lightning"),
     *("pytorch-lightning", "torchtitan", "torchtune", "torchao", "torch-remat", "timm", "diffusers"),
 )
 

@@ -1,4 +1,4 @@
-"""The one dispatch of a region's call: into a graph of torch.compile or AOTAutograd, into a trace of JAX, or to the engine.
+"""The one dispatch of a region's call: into a graph of torch.compile or AOTAutograd, or to the engine.
 
 Fake tensors, dispatch modes and transforms of `torch.func` are the engine's own affair: there is a call to run.
 """
@@ -9,15 +9,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch import is_grad_enabled
 from torch.compiler import is_compiling
 
 from reactivate._backends import backends
 from reactivate._compilers.aot import run_tagged
-from reactivate._compilers.jax import is_traced, run_traced
+from reactivate._engine.inputs.capture import Capture
+from reactivate._engine.kept_calls.site_log import tensors_in
 from reactivate._engine.record import Options
 from reactivate._options import contexts_in_graph
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_while_traced
 from reactivate._torch.modes import is_aot_tracing
+from reactivate.errors import UnsupportedError
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any], Options], Any]
 
@@ -43,9 +46,21 @@ def run_untraced(runner: Runner, options: Options, fn: Any, args: tuple[Any, ...
     """Call `fn(*args, **kwargs)` as a region that dynamo does not trace."""
     if is_aot_tracing():
         return run_tagged(fn, args, kwargs, options, contexts_in_graph(options))
-    if "torchax" in sys.modules and is_traced(fn, args, kwargs):
-        return run_traced(fn, args, kwargs, options)
+    if "torchax" in sys.modules and is_grad_enabled():
+        _refuse_torchax(fn, args, kwargs)
     return runner(fn, args, kwargs, options)
+
+
+def _refuse_torchax(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if a call reaches tensors of torchax: under `jax.jit` torch's autograd keeps nothing that could be dropped."""
+    capture = Capture(fn, args, kwargs)
+    parameters = (tensor for module in capture.modules for tensor in module.parameters(recurse=False))
+    found = (*tensors_in(args, kwargs), *capture.reached(), *parameters)
+    if any(type(tensor).__module__.startswith("torchax.") for tensor in found):
+        raise UnsupportedError(
+            "A checkpointed region was given tensors of torchax, which are not supported: JAX differentiates what torchax "
+            "runs under jax.jit, and decides what is kept. Use jax.checkpoint around the function there."
+        )
 
 
 @runs_while_traced

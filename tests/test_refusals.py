@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -539,3 +541,18 @@ def test_an_error_in_the_recomputation_of_an_outer_region_stays_what_it_is() -> 
     out = reactivate.checkpoint(outer, early_stop=False)(leaf(4)).sum()
     with pytest.raises(RuntimeError, match="^out of memory$"):
         out.backward()
+
+
+def test_tensors_of_torchax_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the module of their class, so torchax need not be installed here."""
+    kind: Any = type("Tensor", (Tensor,), {"__module__": "torchax.tensor"})
+    x, model = torch.randn(4, 4).as_subclass(kind), nn.Linear(4, 4)
+    calls = [(torch.sin, (x,)), (lambda held: held[0].sin(), ([x],)), (lambda: x.sin(), ()), (model, (torch.ones(4),))]
+    monkeypatch.setitem(sys.modules, "torchax", ModuleType("torchax"))
+    assert reactivate.checkpoint(model)(torch.ones(4)).requires_grad  # beside torchax
+    model.weight = nn.Parameter(x)
+    for fn, args in calls:
+        with pytest.raises(UnsupportedError, match=r"tensors of torchax.*Use jax\.checkpoint"):
+            reactivate.checkpoint(fn)(*args)
+        with torch.no_grad():
+            reactivate.checkpoint(fn)(*args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def accelerator() -> Backend | None:
     """The backend of this machine's accelerator, None if torch has none."""
     # Asked each time: a privateuse1 backend is registered after torch is imported.
     device = accelerator_device()
-    if device is None:
+    if device is None or device.type == "jax":  # torchax's, whose tensors no region takes
         return None
     module = getattr(torch, device.type, None)  # which a privateuse1 backend may register later
     return None if module is None else _backend(device.type, module)
@@ -61,10 +60,6 @@ def backends() -> tuple[Backend, ...]:
 
 @functools.cache
 def _backend(device_type: str, module: Any) -> Backend:
-    if device_type == "jax" and "torchax" in sys.modules:
-        from reactivate._backends.torchax import BACKEND  # an optional package
-
-        return BACKEND
     return _KINDS.get(device_type, Backend)(device_type, module)
 
 

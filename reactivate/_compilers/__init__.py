@@ -1,1 +1,1 @@
-"""Compilers: regions inside of a trace of torch.compile or JAX."""
+"""Compilers: regions inside of a trace of torch.compile."""

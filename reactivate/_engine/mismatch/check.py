@@ -165,7 +165,7 @@ def _bits_and_place(tensor: Tensor) -> tuple[Tensor, Any]:
 def _is_looked_at(tensor: Tensor) -> bool:
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return False
-    return tensor.device.type not in ("xla", "meta", "jax") and tensor.numel() > 0 and not tensor.is_quantized
+    return tensor.device.type not in ("xla", "meta") and tensor.numel() > 0 and not tensor.is_quantized
 
 
 def _sums_of(tensor: Tensor) -> Sums | None:
