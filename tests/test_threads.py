@@ -728,3 +728,46 @@ def test_generators_of_their_own_are_in_nobodys_way() -> None:
     for plain, ours in zip(expected, found):
         assert_equal(plain, ours, "generator")
     assert [(ran.regions, ran.recomputations) for ran in rans] == [(1, 1)] * 2
+
+
+# -- a tensor that one thread may not read any more --------------------------------------------------------------------
+
+
+def test_what_one_recomputation_may_not_save_another_thread_saves() -> None:
+    """The table is modified behind one region and in front of the other, which saves it while the first recomputes."""
+    table = torch.randn(8, 1024)
+    x, y = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    ran = Ran()
+
+    def outdated(meet: Meet) -> Callable[[Tensor], Tensor]:
+        def run(h: Tensor) -> Tensor:
+            table.mul(2)  # read, and not saved
+            if reactivate.is_recomputing():
+                meet()
+                meet()
+            return h.sin().exp()
+
+        return reactivate.checkpoint(run)
+
+    def current(h: Tensor) -> Tensor:
+        return ((h.sin() @ table) * table[0]).exp()
+
+    def first(meet: Meet) -> None:
+        with observed_by(ran):
+            out = outdated(meet)(x)
+            with torch.no_grad():
+                table.add_(1)
+            out.sum().backward()
+
+    def second(meet: Meet) -> None:
+        meet()  # in the middle of the recomputation of the other
+        with observed_by(ran):
+            reactivate.checkpoint(current)(y).sum().backward()
+        meet()
+
+    together(first, second)
+    assert (ran.regions, ran.recomputations) == (2, 2)
+    found, y.grad = y.grad, None
+    current(y).sum().backward()
+    assert_equal(found, y.grad, "the gradient")
+    assert_equal(torch.autograd.grad(x.sin().exp().sum(), x), x.grad, "the gradient of the outdated one")
