@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from journal import Journal
 from oracle import assert_bitwise
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import reactivate
 from reactivate import policies
@@ -87,6 +91,45 @@ def test_gradients_are_near_and_all_else_is_the_same(kind: str, bits: int, large
             distances = [float((a - b).norm() / a.norm()) for a, b in zip(expected[1], found[1], strict=True)]
             assert 0 < max(distances) < largest  # not bitwise, or nothing was rounded
     assert lossy.traffic.moved >= 5 * 3
+
+
+def test_what_is_rounded_is_noted_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is forgotten when it is gone: a reference to a memory is asked a few times whether it still is there."""
+    asked, expired = Journal(), StorageWeakRef.expired
+    monkeypatch.setattr(StorageWeakRef, "expired", lambda self: (asked.append(1), expired(self))[1])
+    lossy, count = Lossy(least_bytes=0), 300
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(count):
+            x = x.sin()
+        return x
+
+    region = reactivate.checkpoint(chain, policy=policies.save_ops("sin", storage=lossy))
+    for _ in range(3):
+        region(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    assert lossy.traffic.moved >= 3 * (count - 1)
+    assert 0 < len(asked) < 3 * 10 * count
+
+
+def test_regions_with_rounded_inputs_on_several_threads() -> None:
+    """What is rounded is known of all threads, and a thread looks through it while others add to it."""
+    interval = sys.getswitchinterval()
+
+    def train(seed: int) -> int:
+        weight = torch.randn(16, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        for _ in range(40):
+            h = weight @ weight
+            for _ in range(4):
+                h = reactivate.checkpoint(lambda x: (x @ weight).sin().tanh(), inputs=SMALL)(h)
+            h.sum().backward()
+        return int(weight.grad is not None)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(pool.map(train, range(4))) == 4
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("lossy", [None, SMALL])

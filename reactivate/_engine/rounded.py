@@ -8,6 +8,7 @@ that is compared a dispatch mode sees which ops read it. Mostly nothing is round
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,34 @@ from reactivate._torch.ops import written_values
 from reactivate._types import DEVICE, Storage
 from reactivate.errors import UsageError
 
-_rounded: dict[Any, StorageWeakRef] = {}  # by memory, which gets no other address as long as it is in here
+
+class _Memories:
+    """Memory that is alive, or was until not long ago: it gets no other address as long as it is in here."""
+
+    def __init__(self) -> None:
+        self._references: dict[Any, StorageWeakRef] = {}
+        self._most = _FEW
+        self._lock = Lock()
+
+    def __contains__(self, memory: Any) -> bool:
+        return memory in self._references
+
+    def add(self, memory: Any, tensor: Tensor) -> None:
+        """Note the memory of a tensor; of what is gone by now it lets go whenever there is twice as much."""
+        with self._lock:
+            if len(self._references) >= self._most:
+                self._references = {key: item for key, item in self._references.items() if not item.expired()}
+                self._most = max(_FEW, 2 * len(self._references))
+            self._references[memory] = StorageWeakRef(tensor.untyped_storage())
+
+    def any_is_alive(self) -> bool:
+        """Return whether there is any."""
+        with self._lock:
+            return any(not item.expired() for item in self._references.values())
+
+
+_FEW = 64
+_rounded = _Memories()
 
 
 def is_exact(storage: Storage) -> bool:
@@ -39,16 +67,13 @@ def is_exact(storage: Storage) -> bool:
 
 def note_rounded(tensor: Tensor) -> None:
     """Take note that `tensor` has other values than it had in the forward."""
-    for key, reference in list(_rounded.items()):
-        if reference.expired():
-            _rounded.pop(key, None)  # another thread may have been faster
     for part in _parts_of(tensor):
-        _rounded[memory_of(part)] = StorageWeakRef(part.untyped_storage())
+        _rounded.add(memory_of(part), part)
 
 
 def is_anything_rounded() -> bool:
     """Return whether there may be a rounded tensor anywhere."""
-    return any(not reference.expired() for reference in _rounded.values())
+    return _rounded.any_is_alive()
 
 
 def inexact_storages(record: Any) -> list[Storage]:
