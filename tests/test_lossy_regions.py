@@ -112,7 +112,7 @@ def test_what_is_rounded_is_noted_in_linear_time(monkeypatch: pytest.MonkeyPatch
 
 
 def test_regions_with_rounded_inputs_on_several_threads() -> None:
-    """What is rounded is known of all threads, and a thread looks through it while others add to it."""
+    """Threads look through what is rounded while others add to it."""
     interval = sys.getswitchinterval()
 
     def train(seed: int) -> int:
