@@ -244,6 +244,31 @@ def test_references_of_every_kind() -> None:
         check_runs_on_torch(with_checkpoint(get))
 
 
+class Counting(nn.Module):
+    """Writes to a buffer, of which a region has a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(128, 128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return (x.sin() * self.count.mean()).exp()
+
+
+def test_copies_of_buffers_go_with_the_installation() -> None:
+    def tensor_bytes() -> int:
+        return sum(item.nbytes for item in gc.get_objects() if type(item) is Tensor)
+
+    model = Counting()
+    with dropin.install() as installed:
+        for _ in range(2):
+            upstream.checkpoint(model, torch.ones(4, requires_grad=True), use_reentrant=False).sum().backward()
+        during = tensor_bytes()
+    assert installed.regions == 2
+    assert tensor_bytes() <= during - model.count.nbytes
+
+
 def test_references_made_while_installed() -> None:
     """They are torch's afterwards, as if they had been made then."""
     original = upstream.checkpoint

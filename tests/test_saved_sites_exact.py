@@ -503,6 +503,23 @@ def test_a_custom_function_whose_write_moves_no_version_is_made_again() -> None:
     assert_same(plain, ours)
 
 
+@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize("determinism", ["first", "metadata"])
+def test_a_write_to_a_result_that_moves_no_version_lets_the_call_run_again(name: str, determinism: str) -> None:
+    write = UNSEEN[name]
+
+    def fn(call: Fn, x: Tensor, w: Tensor) -> Tensor:
+        found = call(x, w)
+        write(found)
+        return found.sin() * found
+
+    compare(fn, lambda x, w: (x * w).exp(), runs=2, determinism=determinism)
+
+
+def test_a_region_that_only_reads_a_result_past_versions_skips_the_call() -> None:
+    compare(lambda call, x, w: (y := call(x, w)).sin() * y.data, lambda x, w: (x * w).exp(), runs=1)
+
+
 @pytest.mark.parametrize("read", [lambda y: y.data.exp(), lambda y: torch.from_numpy(y.detach().numpy().copy())])
 def test_a_call_that_only_reads_past_versions_is_skipped(read: Fn) -> None:
     compare(lambda call, x, w: call(x.sin(), w).exp(), lambda y, w: y * w * read(y), runs=1)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._engine.record import observed_by, without_regions
-from reactivate.guards import DEFAULT
+from reactivate._engine.state.streams import Stream
+from reactivate.guards import DEFAULT, HostRng
 
 PATIENCE_SECONDS = 60.0  # after which a meeting that does not take place is a failure
 
@@ -439,6 +440,26 @@ class Counting(nn.Module):
         return (h * self.count.clone()).exp() * len(self.losses) * self.norm.running_mean.clone()
 
 
+class Plain:
+    """Writes to a tensor and a list that no module holds."""
+
+    def __init__(self) -> None:
+        self.count, self.losses = torch.zeros(()), [0.0]
+
+    def parameters(self) -> list[Tensor]:
+        return []
+
+    def buffers(self) -> list[Tensor]:
+        return [self.count]
+
+    def __call__(self, x: Tensor, middle: Meet) -> Tensor:
+        self.count += 1
+        self.losses.append(1.0)
+        h = x.sin()
+        middle()
+        return (h * self.count.clone()).exp() * len(self.losses)
+
+
 class Dropping(nn.Module):
     """Draws from streams that are the process's."""
 
@@ -470,8 +491,8 @@ class Encounter:
         self._first_ended.set()
 
 
-@pytest.mark.parametrize("make", [Counting, Dropping])
-def test_two_recomputations_of_what_they_share(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("make", [Counting, Plain, Dropping])
+def test_two_recomputations_of_what_they_share(make: Callable[[], Any]) -> None:
     """Both set the same state back, so one has to wait for the other."""
 
     def once(wrap: Callable[..., Any], ran: Ran) -> list[Any]:
@@ -609,6 +630,35 @@ def test_what_another_thread_draws_is_what_it_draws_alone() -> None:
     assert torch.equal(grad, 2 * torch.autograd.grad(x.sin().exp().sum(), x)[0])
 
 
+@pytest.mark.parametrize("moment", ["in front of the snapshot", "in the middle of it"])
+def test_a_snapshot_is_of_one_moment(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread draws while a region begins; later the generator stands where it stood before that."""
+    guard = HostRng()
+    guard.before(None)  # which looks for NumPy's stream the first time
+    stream = guard._streams[0]
+    read, snapshot = stream.read, Stream.snapshot
+
+    def others_draw() -> None:
+        monkeypatch.undo()
+        stream.read = read
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(torch.rand, 1).result()
+
+    torch.rand(1)  # so that the next region needs a new snapshot
+    start = read()
+    if moment == "in the middle of it":
+        stream.read = lambda: (others_draw(), read())[1]
+    else:
+        monkeypatch.setattr(Stream, "snapshot", lambda self: (others_draw(), snapshot(self))[1])
+    guard.before(None)
+    after_one = torch.rand(1)
+    stream.write(start)
+    snapshots, expected = guard.before(None), torch.rand(3)
+    assert torch.equal(expected[1:2], after_one), "no other thread has drawn"
+    with guard.recompute(snapshots):
+        assert torch.equal(torch.rand(3), expected)
+
+
 def test_recomputations_that_set_nothing_back_run_side_by_side() -> None:
     """Nobody drew between forward and backward, so neither of two threads waits for the other."""
 
@@ -728,3 +778,46 @@ def test_generators_of_their_own_are_in_nobodys_way() -> None:
     for plain, ours in zip(expected, found):
         assert_equal(plain, ours, "generator")
     assert [(ran.regions, ran.recomputations) for ran in rans] == [(1, 1)] * 2
+
+
+# -- a tensor that one thread may not read any more --------------------------------------------------------------------
+
+
+def test_what_one_recomputation_may_not_save_another_thread_saves() -> None:
+    """The table is modified behind one region and in front of the other, which saves it while the first recomputes."""
+    table = torch.randn(8, 1024)
+    x, y = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    ran = Ran()
+
+    def outdated(meet: Meet) -> Callable[[Tensor], Tensor]:
+        def run(h: Tensor) -> Tensor:
+            table.mul(2)  # read, and not saved
+            if reactivate.is_recomputing():
+                meet()
+                meet()
+            return h.sin().exp()
+
+        return reactivate.checkpoint(run)
+
+    def current(h: Tensor) -> Tensor:
+        return ((h.sin() @ table) * table[0]).exp()
+
+    def first(meet: Meet) -> None:
+        with observed_by(ran):
+            out = outdated(meet)(x)
+            with torch.no_grad():
+                table.add_(1)
+            out.sum().backward()
+
+    def second(meet: Meet) -> None:
+        meet()  # in the middle of the recomputation of the other
+        with observed_by(ran):
+            reactivate.checkpoint(current)(y).sum().backward()
+        meet()
+
+    together(first, second)
+    assert (ran.regions, ran.recomputations) == (2, 2)
+    found, y.grad = y.grad, None
+    current(y).sum().backward()
+    assert_equal(found, y.grad, "the gradient")
+    assert_equal(torch.autograd.grad(x.sin().exp().sum(), x), x.grad, "the gradient of the outdated one")

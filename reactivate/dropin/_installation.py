@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import is_grad_enabled
 
+from reactivate._engine.state.shadows import forget_shadows
 from reactivate._text.words import counted
 from reactivate.dropin._references import Swap, backwards, replace_everywhere
 from reactivate.errors import UsageError
@@ -84,7 +85,7 @@ class Installation:
         return self._instance.tally.regions  # type: ignore[no-any-return]
 
     def remove(self) -> None:
-        """Put the library's functions back, also where they were imported from it in the meantime.
+        """Put the library's functions back, also where they were imported from it, and let go of copies of buffers.
 
         Raises:
             UsageError: this was done before.
@@ -94,6 +95,7 @@ class Installation:
         _active.remove(self)
         self._lent = 0
         replace_everywhere(backwards(self._swaps))
+        forget_shadows()
 
     def __enter__(self) -> Installation:
         self._ends_here.append(self._lent == 0)

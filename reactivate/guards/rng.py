@@ -44,18 +44,20 @@ class HostRng(Guard):
 
     def _index(self) -> None:
         self._probes = [probe for stream in self._streams for probe in stream.probes]
-        self._known = list(map(ask, self._probes)), [stream.snapshot() for stream in self._streams]
+        self._look()
+
+    def _look(self) -> list[Snapshot]:
+        """Take a snapshot of each stream, with what the probes told in that moment: another thread may draw in any other."""
+        snapshots = [stream.snapshot() for stream in self._streams]
+        self._known = [probed for snapshot in snapshots for probed in snapshot.fingerprint], snapshots
+        return snapshots
 
     def before(self, call: Call) -> list[Snapshot]:
         if len(self._streams) == 2 and "numpy.random" in sys.modules:
             self._add_numpy()
         fingerprints, snapshots = self._known
         now = list(map(ask, self._probes))  # of all streams at once: this runs for every region
-        if now != fingerprints:
-            snapshots = [stream.snapshot() for stream in self._streams]
-            # Theirs, and not those above: another thread may have drawn since.
-            self._known = [probed for snapshot in snapshots for probed in snapshot.fingerprint], snapshots
-        return snapshots
+        return snapshots if now == fingerprints else self._look()
 
     def _add_numpy(self) -> None:
         stream = numpy_stream()

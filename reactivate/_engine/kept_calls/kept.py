@@ -124,10 +124,12 @@ class SavedSite:
         place: the code and the instruction that made the call.
         is_placed: whether that is inside of the region, and so the same in a recomputation.
         scalars: the numbers and texts among its arguments, for a comparison; None if there is none in this call.
+        bits: of what is kept, until the forward is over, if its code may write to that without a new version.
     """
 
     __slots__ = (
         *(
+            "bits",
             "changes",
             "count",
             "derived",
@@ -162,6 +164,7 @@ class SavedSite:
     place: tuple[CodeType, int]
     is_placed: bool
     scalars: list[Any] | None
+    bits: Any  # `BitsBefore`, or None
 
 
 class Argument:

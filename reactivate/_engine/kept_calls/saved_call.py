@@ -111,7 +111,7 @@ class SavedCall:
         site = self.site = SavedSite()
         site.number, site.label, site.path = number, decision.label, decision.path
         site.is_function = site.is_nested = False
-        site.reason, site.changes = reason, ()
+        site.reason, site.changes, site.bits = reason, (), None
         site.start, site.derived = len(self.entries), -1
         site.count = len(arguments)
         frame, site.is_placed = user_frame_inside(_getframe(2))  # the first frames are ours

@@ -41,6 +41,7 @@ from reactivate._engine.kept_calls.side_effects import versions_of
 from reactivate._engine.kept_calls.site_log import unseen
 from reactivate._engine.kept_calls.surroundings import Surroundings
 from reactivate._engine.kept_calls.unseen_writes import UnseenWrites, may_write_unseen
+from reactivate._engine.mismatch.check import BitsBefore
 from reactivate._engine.mismatch.oplog import OpLog
 from reactivate._engine.record import observers, tell
 from reactivate._engine.state.changes import Noted
@@ -55,6 +56,7 @@ from reactivate._torch.checkpoints import close_checkpoints_within
 from reactivate._torch.classes import has_memory
 from reactivate._torch.collectives import arrived
 from reactivate._torch.modes import is_function_mode_active, without_function_modes
+from reactivate._torch.modules import is_distributed_run
 from reactivate._torch.transforms import current_transform, name_of_transform
 from reactivate._types import DEVICE, Save
 
@@ -76,6 +78,8 @@ class ForwardLog(SettledLog):
         capture = record.capture
         # Leaves that hooks around the region have moved: somebody may write to them before the backward reads the copies.
         self._moved = {id(tensor) for tensor, *_ in capture.saved if tensor.is_leaf} if capture.is_hooked else ()
+        # Ranks decide alike, whichever bytes a write has changed.
+        self._checks_bits = capture.may_write_unseen() and not is_distributed_run()
         self._hooks[0] = functools.partial(_went_through, ref(self))
 
     def open(self) -> None:
@@ -269,6 +273,8 @@ class ForwardLog(SettledLog):
             for leaf in computed:
                 if leaf.grad_fn is not None:
                     hook_backward(leaf, leaf.detach(), self._hooks)
+            if self._checks_bits:
+                site.bits = BitsBefore((item.tensor, site.label) for item in kept.values() if item.tensor is not None)
 
 
 def _loses_class(kind: type[Tensor]) -> bool:

@@ -58,11 +58,11 @@ class SettledLog(Log):
         self.finish_pending()
         self._hooks.clear()  # which the graph has
         for site in self.sites:
-            for item in kept_among(site.outputs or ()):
-                if item.is_written():
-                    site.reason = "its result is written to afterwards"
-                    self._let_go(site)
-                    break
+            bits, site.bits = site.bits, None
+            is_written = any(item.is_written() for item in kept_among(site.outputs or ()))
+            if is_written or (bits is not None and site.reason is None and bits.written()):
+                site.reason = "its result is written to afterwards"
+                self._let_go(site)
         saved: Sequence[Saved] = self.record.saved
         last = last_needed(saved, self.sites) if self.record.early_stop else len(saved)
         for site in self.sites:
