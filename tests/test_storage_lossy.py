@@ -183,6 +183,7 @@ def test_copies_and_equality() -> None:
         assert other == lossy and hash(other) == hash(lossy) and other._quantizing is not lossy._quantizing
     assert Lossy() != lossy and not Lossy.exact and repr(Lossy()) == "Lossy(bits=8)"
     assert eval(repr(lossy)) == lossy
+    assert Lossy(least_bytes="4KiB") == Lossy()
 
 
 @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ def test_copies_and_equality() -> None:
         (lambda: Lossy(block=0), "got 0"),
         (lambda: Lossy(storage=Host), "takes a storage such as Host.*; got the class Host"),
         (lambda: Lossy(storage=Lossy()), "takes a storage that gives back every bit; got Lossy"),
+        (lambda: Lossy(least_bytes="much"), r"Lossy\(least_bytes=...\) takes a size: .*; got 'much'"),
     ],
 )
 def test_refusals(make: Callable[[], Any], message: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from reactivate._text.sizes import size
 from reactivate._text.words import described
 from reactivate._types import DEVICE, Storage
 from reactivate.errors import UsageError
@@ -37,7 +38,7 @@ class Lossy:
         bits: 8 or 4.
         block: how many numbers share a step: an even number. Each step takes 4 bytes, or 8 for float64.
         zero_point: take the block's smallest and largest number in the place of its largest magnitude.
-        least_bytes: smaller tensors stay as they are.
+        least_bytes: smaller tensors stay as they are; an int or a text ("4KiB").
         storage: what keeps the codes: `Host()`, to move a quarter of the bytes. The device by default.
 
     Raises:
@@ -52,7 +53,7 @@ class Lossy:
     bits: int = 8
     block: int = field(default=128, kw_only=True)
     zero_point: bool = field(default=False, kw_only=True)
-    least_bytes: int = field(default=2**12, kw_only=True)
+    least_bytes: int | str = field(default=2**12, kw_only=True)
     storage: Storage = field(default=DEVICE, kw_only=True)
     exact = False
     _quantizing: Quantizing = field(init=False, repr=False, compare=False)
@@ -68,8 +69,10 @@ class Lossy:
             raise UsageError(f"Lossy(storage=...) takes a storage such as Host(); got {described(storage)}.")
         if not storage.exact:
             raise UsageError(f"Lossy(storage=...) takes a storage that gives back every bit; got {storage!r}.")
+        least_bytes = size(self.least_bytes, "Lossy(least_bytes=...)")
         codec = Codec(self.bits, self.block, bool(self.zero_point))
-        object.__setattr__(self, "_quantizing", Quantizing(codec, self.least_bytes, storage))
+        object.__setattr__(self, "least_bytes", least_bytes)
+        object.__setattr__(self, "_quantizing", Quantizing(codec, least_bytes, storage))
 
     def save(self, tensor: Tensor) -> Any:
         return self._quantizing.save(tensor)
@@ -106,5 +109,5 @@ class Lossy:
         return _lossy(self.bits, self.block, self.zero_point, self.least_bytes, self.storage)
 
 
-def _lossy(bits: int, block: int, zero_point: bool, least_bytes: int, storage: Storage) -> Lossy:
+def _lossy(bits: int, block: int, zero_point: bool, least_bytes: int | str, storage: Storage) -> Lossy:
     return Lossy(bits, block=block, zero_point=zero_point, least_bytes=least_bytes, storage=storage)
