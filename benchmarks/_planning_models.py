@@ -1,4 +1,4 @@
-"""Models in the shapes of large ones, to be planned without memory: on the meta device."""
+"""Models to be planned: in the shapes of large ones, without memory; and small ones, whose steps run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 @dataclass(frozen=True)
@@ -130,3 +131,17 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+class PackedLSTM(nn.Module):
+    """Recurrent layers over sequences of unlike lengths, packed: small ops, and as many as there are tokens."""
+
+    def __init__(self, layers: int, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(dim, dim, batch_first=True) for _ in range(layers))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        for layer in self.layers:
+            packed = layer(packed)[0]
+        return pad_packed_sequence(packed, batch_first=True)[0]

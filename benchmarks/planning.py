@@ -5,7 +5,8 @@ python benchmarks/planning.py --out DIRECTORY       JSON and Markdown as well, n
 python benchmarks/planning.py --only llama-8b,solve --layers 4 --blocks 50 --json    a trial, as JSON on the terminal
 
 Models are on the meta device, in bfloat16, and planned for an H100 with 60 % of the plain step's activation peak: nothing is
-measured, everything is simulated. A chain has blocks with a menu of ten, of one kind or of three kinds in turns.
+measured, everything is simulated. Small models run here, for 70 %: their seconds are also given in plain steps, of which
+planning may take 60. A chain has blocks with a menu of ten, of one kind or of three kinds in turns.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from time import process_time
 from typing import Any
 
 import torch
-from _planning_models import SHAPES, Decoder, Shape
+from _planning_models import SHAPES, Decoder, PackedLSTM, Shape
 from _presentation import Table, describe_machine, write
+from _subjects import mixture
+from _training import Size
+from torch import Tensor
 
 import reactivate
 from reactivate.planner.solver.chain import Candidate, Chain
@@ -30,36 +34,43 @@ from reactivate.planner.solver.solve import frontier, least, solve
 
 TARGETS = {"llama-8b": 10.0, "llama-70b": 30.0, "deepseek-v3": 30.0, "solve": 2.0, "solve, three kinds": 2.0}
 """The seconds that each may take."""
+SMALL = ("mixtral", "packed lstm")
+PLAIN_STEPS = 60
+"""The plain steps whose seconds a plan of a small model may take."""
+BEST_OF = 5  # plain steps
 POINTS = 24  # of a frontier
 LENGTH = 4096
+LSTM_LENGTH = 80
+NAMES = (*SHAPES, *SMALL, "solve", "frontier")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", help="some of them, with commas between: " + ", ".join([*SHAPES, "solve", "frontier"])
-    )
+    parser.add_argument("--only", help="some of them, with commas between: " + ", ".join(NAMES))
     parser.add_argument("--layers", type=int, help="blocks of each model, in place of its own number")
     parser.add_argument("--blocks", type=int, default=1000, help="blocks of a chain (default: 1000)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="where to write the results")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    names = (options.only or ",".join([*SHAPES, "solve", "frontier"])).split(",")
+    names = (options.only or ",".join(NAMES)).split(",")
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         found |= measured(name, options.layers, options.blocks)
-    results = {
-        "machine": describe_machine(torch.device("cpu")),
-        "load": os.getloadavg()[1] / (os.cpu_count() or 1),
-        "found": found,
+    facts = {"machine": describe_machine(torch.device("cpu")), "load": os.getloadavg()[1] / (os.cpu_count() or 1)}
+    parts = {
+        "planning": (to_table, {name: row for name, row in found.items() if name not in SMALL}),
+        "planning-small": (steps_table, {name: row for name, row in found.items() if name in SMALL}),
     }
-    text = json.dumps(results, indent=1)
-    print(text if options.json else to_table(found).with_title())
-    if options.out:
-        name = f"planning-cpu-torch{torch.__version__.partition('+')[0]}"
-        write(options.out, name, json=text + "\n", md=to_table(found).to_markdown() + "\n")
+    for part, (table, rows) in parts.items():
+        if not rows:
+            continue
+        text = json.dumps({**facts, "found": rows}, indent=1)
+        print(text if options.json else table(rows).with_title())
+        if options.out:
+            name = f"{part}-cpu-torch{torch.__version__.partition('+')[0]}"
+            write(options.out, name, json=text + "\n", md=table(rows).to_markdown() + "\n")
 
 
 def measured(name: str, layers: int | None, blocks: int) -> dict[str, dict[str, Any]]:
@@ -67,6 +78,8 @@ def measured(name: str, layers: int | None, blocks: int) -> dict[str, dict[str, 
     if name in SHAPES:
         shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
         return {name: plan_of(shape)}
+    if name in SMALL:
+        return {name: plan_of_small(name, layers or 4)}
     if name == "solve":
         chains = {"solve": chain_of(blocks, 1), "solve, three kinds": chain_of(blocks, 3)}
         return {
@@ -84,6 +97,23 @@ def plan_of(shape: Shape) -> dict[str, Any]:
     plans: list[reactivate.Plan] = []
     seconds = timed(lambda: plans.append(reactivate.plan(model, tokens, budget="60%", device="H100-SXM")))
     return {"blocks": shape.layers, **seconds, "plan": repr(plans[0])}
+
+
+def plan_of_small(name: str, layers: int) -> dict[str, Any]:
+    """Plan a model whose steps run: each step's sizes depend on its data, or it has many small ops."""
+    torch.manual_seed(0)
+    if name == "mixtral":
+        subject = mixture(Size(layers=layers, dim=128, batch=4, length=64))
+        model, args, kwargs, loss = subject.model, subject.args, subject.kwargs, subject.loss
+    else:
+        lengths = torch.randint(LSTM_LENGTH // 2, LSTM_LENGTH + 1, (32,))
+        model, args, kwargs = PackedLSTM(layers, 64), (torch.randn(32, LSTM_LENGTH, 64), lengths), {}
+        loss = Tensor.sum
+    step = min(timed(lambda: loss(model(*args, **kwargs)).backward())["seconds"] for _ in range(BEST_OF))
+    model.zero_grad()
+    plan, plans = reactivate.plan, []  # whose import is not timed
+    seconds = timed(lambda: plans.append(plan(model, args, kwargs, budget="70%", loss=loss)))
+    return {"blocks": layers, **seconds, "plain step": step, "plan": repr(plans[0])}
 
 
 def middle_of(chain: Chain) -> None:
@@ -122,6 +152,23 @@ def to_table(found: dict[str, dict[str, Any]]) -> Table:
         for name, row in found.items()
     ]
     return Table("Seconds of one core", ("", "blocks", "seconds", "target"), rows)
+
+
+def steps_table(found: dict[str, dict[str, Any]]) -> Table:
+    """Return the rows of small models as a table."""
+    rows = [
+        (
+            name,
+            str(row["blocks"]),
+            f"{row['plain step'] * 1e3:.0f} ms",
+            f"{row['seconds']:.1f}",
+            f"{row['seconds'] / row['plain step']:.0f}",
+            str(PLAIN_STEPS),
+        )
+        for name, row in found.items()
+    ]
+    names = ("", "blocks", "plain step", "seconds", "in plain steps", "target")
+    return Table("Seconds of one core, and how many plain steps these are", names, rows)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,7 @@ def test_a_class_is_planned_once(applied: tuple[GPT, AdaptivePlan]) -> None:
     step_of(model, tokens(4, 113))
     assert len(plan.classes) == len(known) + 1
     assert "4, 112" in str(plan)
+    assert str(plan).splitlines()[0].endswith(f". Classes of shapes so far: {len(plan.classes)}.")
 
 
 def test_shapes_that_a_plan_serves_are_not_remembered_without_end(

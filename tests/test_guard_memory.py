@@ -346,6 +346,21 @@ def test_memory_that_runs_out_while_a_shape_is_planned() -> None:
         assert_bitwise(other.grad, parameter.grad, "gradient")
 
 
+def test_memory_that_runs_out_while_a_tighter_plan_is_made(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise what the step has raised, and say that there was no memory for a plan."""
+
+    def short(plan: Plan, budget: object) -> Plan:
+        raise torch.OutOfMemoryError("Out of memory. Tried to allocate 1.00 GiB.")
+
+    monkeypatch.setattr(Plan, "at", short)
+    before, states = copy.deepcopy(model.state_dict()), random_states()
+    model.fails = Failing("backward", asked="16.00 KiB")
+    with pytest.raises(torch.OutOfMemoryError, match=r"16\.00 KiB") as caught:
+        reactivate.guard_memory(lambda: loss_of(model(tokens(4, 64))).backward())()
+    assert "memory ran out while a tighter plan was made, too" in said_in(caught.value)
+    assert_same(dict(model.state_dict()) | random_states(), dict(before) | states)
+
+
 def test_what_is_refused(planned: tuple[Model, Plan], tmp_path: Path) -> None:
     plain, batch = copy.deepcopy(planned[0]), tokens(4, 64)
     step = reactivate.guard_memory(lambda: plain(batch))

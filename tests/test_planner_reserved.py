@@ -166,9 +166,11 @@ def test_the_default_plan_fits_as_the_allocator_reserves_it() -> None:
     tight = replace(SPEC, memory_bytes=(whole.plain.reserved_bytes + whole.plain.peak_bytes) // 2)
     naive = planned(budget=tight.memory_bytes, device=tight)
     assert naive.predicted.reserved_bytes > tight.memory_bytes  # type: ignore[operator]
+    too_much = f", and mine has {plan_table.in_words(tight.memory_bytes)}: give a smaller budget, or leave it out."
+    assert too_much in str(naive)
     found = planned(device=tight, reserve=0)
     assert found.predicted.reserved_bytes <= tight.memory_bytes  # type: ignore[operator]
-    assert found.budget_bytes < tight.memory_bytes
+    assert found.budget_bytes < tight.memory_bytes and too_much not in str(found)
     assert any(decision.treatment.recompute for decision in found.decisions)
     with pytest.raises(PlanInfeasible):
         planned(device=replace(SPEC, memory_bytes=30 * 10**6))

@@ -117,7 +117,7 @@ class AdaptivePlan(PerCall):
         return f"<p>{escape(self._title())}</p>{table_of(self.classes).html()}"
 
     def _title(self) -> str:
-        return f"{self!r}: {len(self.classes)} classes of shapes so far."
+        return f"{self!r}. Classes of shapes so far: {len(self.classes)}."
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdaptivePlan:
         return self

@@ -240,15 +240,17 @@ _WHY_NOT = {
 
 
 def _check_call(name: str, function: Any, given: int) -> None:
-    """See to it that a function can be called with so many arguments, where Python knows its parameters."""
+    """See to it that a function, or a module of a class, can be called with so many arguments, where Python knows that."""
+    is_class, kind = isinstance(function, type), function if isinstance(function, type) else type(function)
+    is_module = issubclass(kind, Module)
     try:
-        signature = inspect.signature(function.forward if isinstance(function, Module) else function)
+        signature = inspect.signature(function.forward if is_module else function)
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(*range(given))
+        signature.bind(*range(given + is_class))
     except TypeError as error:
-        called = f"{type(function).__name__}()" if isinstance(function, Module) else name_of(function)
+        called = f"{kind.__name__}()" if is_module else name_of(function)
         takes = "the model's output alone" if given else "no argument"
         example = f"lambda output: {called}(output, labels)" if given else f"lambda: {called}(...)"
         raise UsageError(
@@ -258,12 +260,15 @@ def _check_call(name: str, function: Any, given: int) -> None:
 
 def _check_step(loss: Any, step: Any, optimizer: Any) -> None:
     for name, function, takes in (("loss", loss, "the model's output"), ("step", step, "nothing")):
+        given = 1 if name == "loss" else 0
         is_class = isinstance(function, type)
+        if is_class and issubclass(function, Module):
+            _check_call(name, function, given)
         if function is not None and (is_class or not callable(function)):
             instance = f" Write {name}={function.__name__}()." if is_class else ""
             raise UsageError(f"plan: {name}= takes a function of {takes}; got {described(function)}.{instance}")
         if function is not None:
-            _check_call(name, function, 1 if name == "loss" else 0)
+            _check_call(name, function, given)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         is_kind = isinstance(optimizer, type) and issubclass(optimizer, Optimizer)
         kind = optimizer.__name__ if is_kind else "AdamW"

@@ -109,8 +109,11 @@ def memory(plan: Planned) -> str:
     """Say what the peak is made of."""
     parts = ", ".join(f"{name} {in_words(size)}" for name, size in at_peak(plan).items() if size)
     optimizer = "" if plan.optimizer_bytes else " No optimizer was given, so its memory is not counted: optimizer=..."
-    reserved = plan.predicted.reserved_bytes
-    reserves = "" if reserved is None else f" For that the allocator reserves about {in_words(reserved)}."
+    reserved, reserves = plan.predicted.reserved_bytes, ""
+    if reserved is not None:
+        is_more = 0 < plan.device_bytes < reserved
+        has = f", and {plan.made_for.device} has {in_words(plan.device_bytes)}: give a smaller budget, or leave it out"
+        reserves = f" For that the allocator reserves about {in_words(reserved)}{has if is_more else ''}."
     return f"At the peak of forward and backward: {parts}.{reserves}{optimizer}"
 
 
