@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 import torch
 from _timing import Estimate
 
-from reactivate._torch.ways import ways
+from reactivate._torch.private_api import ways
 
 Machine = dict[str, str | int | None]
 Place = tuple[float, float]

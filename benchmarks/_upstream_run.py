@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 import reactivate
-from reactivate._engine.record import Record, observed_by
+from reactivate._passes.observing import observed_by
+from reactivate._region.region import Region as Record
 
 TORCH, REACTIVATE = "torch", "reactivate"
 

@@ -22,7 +22,7 @@ from _xla_case import KEEPS_BARRIERS, NONE, OURS, TORCH, Program, answer_of, rea
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 WAYS = (NONE, TORCH, OURS)
 LONGEST_SECONDS = 1800

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 import reactivate
 from fuzz.snapshot import Freezer, Frozen, bits_of, random_streams
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate._types import DEVICE, Storage
 
 Wrap = Callable[..., Any]

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reactivate import dropin, errors, guards, integrations, policies, recipe, report, storage
     from reactivate._checkpoint import checkpoint
-    from reactivate._engine.current import current_region, is_recomputing
-    from reactivate._engine.sharing import shared_recompute
     from reactivate._inspect.comparison import Comparison
     from reactivate._inspect.explain import explain
     from reactivate._inspect.explanation import Explanation
@@ -18,6 +16,8 @@ if TYPE_CHECKING:
     from reactivate._loss.chunked import chunked_cross_entropy
     from reactivate._model.apply import apply
     from reactivate._model.handle import Handle
+    from reactivate._passes.current import current_region, is_recomputing
+    from reactivate._region.sharing import shared_recompute
     from reactivate._site import site
     from reactivate._types import Recompute, Save, Site
     from reactivate.errors import ReactivateError
@@ -76,12 +76,12 @@ _MODULES = {
     "apply": "_model.apply",
     "checkpoint": "_checkpoint",
     "chunked_cross_entropy": "_loss.chunked",
-    "current_region": "_engine.current",
+    "current_region": "_passes.current",
     "explain": "_inspect.explain",
     "guard_memory": "planner.memory_guard",
-    "is_recomputing": "_engine.current",
+    "is_recomputing": "_passes.current",
     "plan": "planner.api",
-    "shared_recompute": "_engine.sharing",
+    "shared_recompute": "_region.sharing",
     "site": "_site",
     "verify": "_inspect.verify",
 }

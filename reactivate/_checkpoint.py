@@ -14,10 +14,10 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._engine.record import Options
-from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._modules.view import view_of
 from reactivate._options import DEFAULT_OPTIONS, Determinism, make_options, with_policy
+from reactivate._region.options import Options
+from reactivate._region.run import module_called_by, run, run_module
 from reactivate._run import run_region
 from reactivate._text.words import counted, described, did_you_mean, name_of
 from reactivate._types import DEVICE, Guard, Policy, Storage

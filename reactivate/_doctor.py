@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import reactivate
-from reactivate._torch.ways import ways
+from reactivate._torch.private_api import ways
 
 EXTRAS = ("click", "rich", "jinja2", "matplotlib", "numpy", "pydantic", "PyYAML", "transformers")
 HOSTS = (

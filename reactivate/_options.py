@@ -9,15 +9,16 @@ from typing import Any, Literal, NoReturn, get_args
 from torch.nn import Module
 
 from reactivate._compilers.graph import contexts_for
-from reactivate._engine.kept_calls.choice import Choice, Unmatched
-from reactivate._engine.kept_calls.site_log import serve
-from reactivate._engine.record import Options
+from reactivate._region.options import Options
+from reactivate._saved_calls.choice import Choice
+from reactivate._saved_calls.log import serve
 from reactivate._text.words import described
 from reactivate._torch.dynamo import runs_while_traced
 from reactivate._types import DEVICE, Guard, Policy, Storage
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
 from reactivate.policies._base import check_policy, check_storage
+from reactivate.policies._unmatched import Unmatched
 
 Determinism = Literal["first", "metadata", "values", "none"]
 
@@ -79,7 +80,7 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
     root = None if module is None else weakref.ref(module)
     unmatched = Unmatched(policy, "checkpoint", has_modules=module is not None)
     choice = serve(Choice(policy, unmatched, root, "", is_applied=False))
-    choice.find_modules()
+    list(choice.find_modules())  # which crosses off what matches a module
     return options.of(options.name, choice, contexts_for(policy, root, ""))
 
 

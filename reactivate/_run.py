@@ -14,12 +14,12 @@ from torch.compiler import is_compiling
 
 from reactivate._backends import backends
 from reactivate._compilers.aot import run_tagged
-from reactivate._engine.inputs.capture import Capture
-from reactivate._engine.kept_calls.site_log import tensors_in
-from reactivate._engine.record import Options
 from reactivate._options import contexts_in_graph
+from reactivate._region.options import Options
+from reactivate._snapshot.call import Call
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_while_traced
-from reactivate._torch.modes import is_aot_tracing
+from reactivate._torch.modes import is_aot_tracing, is_dispatch_mode_active
+from reactivate._torch.ops import tensors_in
 from reactivate.errors import UnsupportedError
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any], Options], Any]
@@ -39,7 +39,9 @@ def run_region(runner: Runner, options: Options, fn: Any, /, *args: Any, **kwarg
             return checkpoint_in_graph(fn, args, kwargs, contexts_in_graph(options))
         except NotTraced:
             return runner(fn, args, kwargs, options)
-    return run_untraced(runner, options, fn, args, kwargs)
+    if is_dispatch_mode_active() or "torchax" in sys.modules:
+        return run_untraced(runner, options, fn, args, kwargs)
+    return runner(fn, args, kwargs, options)
 
 
 def run_untraced(runner: Runner, options: Options, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,9 +55,9 @@ def run_untraced(runner: Runner, options: Options, fn: Any, args: tuple[Any, ...
 
 def _refuse_torchax(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if a call reaches tensors of torchax: under `jax.jit` torch's autograd keeps nothing that could be dropped."""
-    capture = Capture(fn, args, kwargs)
-    parameters = (tensor for module in capture.modules for tensor in module.parameters(recurse=False))
-    found = (*tensors_in(args, kwargs), *capture.reached(), *parameters)
+    call = Call(fn, args, kwargs)
+    parameters = (tensor for module in call.modules for tensor in module.parameters(recurse=False))
+    found = (*tensors_in(args, kwargs), *call.reached(), *parameters)
     if any(type(tensor).__module__.startswith("torchax.") for tensor in found):
         raise UnsupportedError(
             "A checkpointed region was given tensors of torchax, which are not supported: JAX differentiates what torchax "

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from torch.compiler import is_compiling
 
-from reactivate._engine.kept_calls.site_log import current_log
+from reactivate._passes.logs import current_log
 from reactivate._text.words import described
 from reactivate._torch.dynamo import named_in_graph
 from reactivate.errors import UsageError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -134,36 +133,6 @@ class Call(Protocol):
     def generators(self) -> Sequence[Any]:
         """Every source of randomness that it can reach: `torch.Generator`, `random.Random`, NumPy's."""
 
-    @property
-    def roots(self) -> Sequence[Module]:
-        """The outermost modules."""
-
-    @property
-    def is_large(self) -> bool:
-        """Return whether modules are noted as the forward reaches them, being too many; `modules` is empty then."""
-
-    def reach(self, module: Module) -> Sequence[Any]:
-        """Return what is found of `module` and of others that it leads to, of each that was not reached before."""
-
-    @staticmethod
-    def look_into(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Tensor]]:
-        """Return (notes, tensors) that some objects lead to; tensors by their Python attributes."""
-
-    @property
-    def parts(self) -> Any:
-        """Return the parts of the modules, None if nobody has looked."""
-
-    @property
-    def module_notes(self) -> Sequence[Any]:
-        """Contents of containers and objects in the attributes of modules."""
-
-    @property
-    def module_tensors(self) -> Sequence[Tensor]:
-        """Tensors in the attributes of modules, and in their containers and objects."""
-
-    def may_write_unseen(self) -> bool:
-        """Return whether code that it can reach may write to tensors without a new version, through `.data` or NumPy."""
-
 
 class Unrestored(NamedTuple):
     """A tensor that was modified in place, and of which there is no copy.
@@ -187,6 +156,10 @@ class Guard:
     the region's backward is done and is given to `recompute` for each recomputation; None keeps nothing and leaves the
     recomputations alone.
 
+    A recomputation skips calls that a policy saves. One that changes what `before` returns is run again instead, unless
+    the guard has a method `position(call)`, as those of random numbers do: it returns a function that brings a
+    recomputation to the present state, or None if there is none.
+
     Examples:
         >>> import contextlib, reactivate
         >>> class Counter(reactivate.guards.Guard):
@@ -206,6 +179,9 @@ class Guard:
 
     replaces_tensors: bool = False
     """Whether the function may meet other tensors in a recomputation than in the forward pass, with versions of their own."""
+
+    is_of_modules: bool = False
+    """Whether it stands for the state of modules, which the engine restores itself."""
 
     is_innermost: bool = False
     """Whether `recompute` is entered when all other state is as it was: what a context of the user's sets then holds."""
@@ -230,27 +206,6 @@ class Guard:
         None where nothing has changed and nothing will: that saves entering a context.
         """
         raise NotImplementedError
-
-    def skip(self, call: Call, token: Any) -> Callable[[], AbstractContextManager[Any] | None] | None:
-        """Return, right after a saved call, what brings a recomputation that skips the call to the present state.
-
-        None if nothing has changed since `before` returned `token`. The context that the function returns, if any, is
-        left when the recomputation ends.
-        """
-        if token is None or self.after(token) is None:
-            return None
-        snapshot = self.after(self.before(call))
-        return None if snapshot is None else functools.partial(self.recompute, snapshot)
-
-    def unrestored(self, token: Any) -> Sequence[Unrestored]:
-        """Return what was modified since `before` and what `recompute` does not restore.
-
-        Asked after the forward and before each recomputation.
-        """
-        return ()
-
-    def finish(self, token: Any) -> None:
-        """The forward is over: let go of what only its end needed."""
 
     def leave(self, token: Any, error: BaseException | None) -> None:
         """The forward pass is over, by `error` if that is not None. For guards that opened something in `before`."""

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 CASES: Cases = {}
 # torch 2.13 has other names for them.

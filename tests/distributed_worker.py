@@ -27,7 +27,7 @@ from surroundings import Kept
 from torch.distributed.tensor import DTensor
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 STEPS = 3
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)

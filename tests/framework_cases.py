@@ -15,7 +15,7 @@ from ranks import Cases, case
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.dropin import deepspeed, megatron
 from reactivate.errors import StorageError
 from reactivate.guards import RngTracker, tensor_parallel_seeds

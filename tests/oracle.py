@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 SEED = 1234
 

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import reactivate
-from reactivate._engine.record import Record, observed_by
+from reactivate._passes.observing import observed_by
+from reactivate._region.region import Region
 from reactivate.errors import UsageError
 
 CASES: Cases = {}
@@ -40,10 +41,10 @@ def model_of(layers: int = 4) -> GPT:
 class Counted:
     recomputations = 0
 
-    def recomputation_done(self, record: Record) -> None:
+    def recomputation_done(self, region: Region) -> None:
         self.recomputations += 1
 
-    def forward_done(self, record: Record) -> None:
+    def forward_done(self, region: Region) -> None:
         pass
 
 

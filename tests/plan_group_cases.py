@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.errors import PlanInfeasible, UnsupportedError, UsageError
 from reactivate.planner.plan import Plan
 

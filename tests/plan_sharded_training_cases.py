@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import reactivate
-from reactivate._torch import collectives
-from reactivate._torch.ways import Missing
+from reactivate._torch import ops
+from reactivate._torch.private_api import Missing
 from reactivate.errors import PlanInfeasible, UnsupportedError, UsageError
 
 CASES: Cases = {}
@@ -89,10 +89,10 @@ def a_step_that_one_rank_cannot_simulate_is_refused() -> None:
 @case(CASES, 2)
 def a_torch_that_does_not_show_its_shards_is_refused() -> None:
     model = sharded()
-    found = collectives._FakeWork
-    collectives._FakeWork = Missing("torch._C._distributed_c10d.FakeWork")
+    found = ops._FakeWork
+    ops._FakeWork = Missing("torch._C._distributed_c10d.FakeWork")
     try:
         with pytest.raises(UnsupportedError):
             reactivate.plan(model, batch(), budget="60%", loss=loss_of, group=dist.group.WORLD)
     finally:
-        collectives._FakeWork = found
+        ops._FakeWork = found

@@ -31,7 +31,7 @@ from process_group_programs import (
 )
 from torch.utils.checkpoint import CheckpointError
 
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 PROGRAMS: dict[str, Callable[[Wrap], Found]] = {**OTHERS, **PIPELINES}
 FAILURES: dict[str, Callable[[], None]] = {**OTHER_FAILURES, **IN_PIPELINES}

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-NAME = "reactivate._torch.ways"
+NAME = "reactivate._torch.private_api"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -42,14 +42,14 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def prefer_public_ways(module: Any) -> None:
-    """Have `fastest` and `layout` find that a private name does something else, where there is a public way."""
-    fastest = module.fastest
+    """Have `resolve_private` and `layout` find that a private name does something else, where there is a public way."""
+    resolve_private = module.resolve_private
 
     def choose(*names: str, probe: Callable[..., bool], public: Any = None, **others: Any) -> Any:
         found = probe if public is None else lambda *names: False
-        return fastest(*names, probe=found, public=public, **others)
+        return resolve_private(*names, probe=found, public=public, **others)
 
-    module.fastest = choose
+    module.resolve_private = choose
     module.layout = lambda what, find_it: None
 
 

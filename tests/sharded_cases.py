@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.dropin.transformer_engine import checkpoint
 from reactivate.errors import StorageError
 from reactivate.storage import Disk, Sharded, agreement, contract

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._backends import accelerator
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.errors import UnsupportedError
 from reactivate.guards import RngTracker
 from reactivate.integrations import register_fence

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 Wrap = Callable[..., Any]
 """`wrap(fn)` checkpoints `fn`, or returns `fn` itself. Options (`policy=`) reach `reactivate.checkpoint` only."""

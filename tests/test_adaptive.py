@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 import reactivate
 from reactivate import AdaptivePlan, policies
-from reactivate._engine.record import Record, observed_by
 from reactivate._model import per_call
+from reactivate._passes.observing import observed_by
+from reactivate._region.region import Region
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner import adaptive
@@ -38,10 +39,10 @@ class Counted:
     def __init__(self) -> None:
         self.regions = self.recomputations = 0
 
-    def forward_done(self, record: Record) -> None:
+    def forward_done(self, region: Region) -> None:
         self.regions += 1
 
-    def recomputation_done(self, record: Record) -> None:
+    def recomputation_done(self, region: Region) -> None:
         self.recomputations += 1
 
 

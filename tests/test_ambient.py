@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
-from reactivate._backends import Backend
-from reactivate._engine.record import observed_by
-from reactivate._torch.flags import FLAGS
+from reactivate._backends.base import Backend
+from reactivate._passes.observing import observed_by
+from reactivate._torch.modes import FLAGS, dispatch_modes, function_modes
 from reactivate.guards import DEFAULT
 
 
@@ -294,9 +294,24 @@ def _nested_autocast_by_hand() -> Any:
     return lambda: [leave.pop()() for _ in range(2)]
 
 
-@pytest.mark.parametrize("setting", [_default_dtype, _deterministic, _autocast_by_hand, _nested_autocast_by_hand])
-@pytest.mark.parametrize("determinism", ["first", "metadata"])
-def test_flags_are_put_back_when_a_recomputation_stops_before_the_function_does(setting: Any, determinism: Any) -> None:
+def _modes_by_hand() -> Any:
+    contexts = [SinIsCos(), ExpIsSquare()]
+    for context in contexts:
+        context.__enter__()
+    return lambda: [context.__exit__(None, None, None) for context in reversed(contexts)]
+
+
+BY_HAND = [_default_dtype, _deterministic, _autocast_by_hand, _nested_autocast_by_hand, _modes_by_hand]
+
+
+def _settings() -> list[Any]:
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    flags = [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), nesting]
+    return [*flags, torch.is_autocast_enabled("cpu"), function_modes(), dispatch_modes()]
+
+
+def _sets_and_puts_back(setting: Any, determinism: Any) -> Callable[[Tensor], Tensor]:
     weight = torch.randn(4, 4, requires_grad=True)
 
     def block(x: Tensor) -> Tensor:
@@ -306,15 +321,30 @@ def test_flags_are_put_back_when_a_recomputation_stops_before_the_function_does(
         restore()
         return hidden + out.float()
 
-    def found() -> list[Any]:
-        nesting = torch.autocast_increment_nesting()
-        torch.autocast_decrement_nesting()
-        return [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), nesting]
+    return reactivate.checkpoint(block, determinism=determinism)
 
-    before, ran = found(), Watched()
-    region = reactivate.checkpoint(block, determinism=determinism)
+
+@pytest.mark.parametrize("setting", BY_HAND)
+@pytest.mark.parametrize("determinism", ["first", "metadata"])
+def test_flags_are_put_back_when_a_recomputation_stops_before_the_function_does(setting: Any, determinism: Any) -> None:
+    before, ran, region = _settings(), Watched(), _sets_and_puts_back(setting, determinism)
     with observed_by(ran):
         for _ in range(3):
             region(torch.randn(4, 4, requires_grad=True)).sum().backward()
-            assert found() == before
+            assert _settings() == before
     assert ran.recomputations == 3
+
+
+@pytest.mark.unfenced(reason="the graph has the fence in between")
+@pytest.mark.parametrize("around", [nullcontext, SinIsCos, ExpIsSquare])
+@pytest.mark.parametrize("setting", BY_HAND)
+def test_all_settings_are_put_back_where_no_backward_does_it(setting: Any, around: Any) -> None:
+    """A program reads a tensor that the region's graph has saved; autograd restores modes after each node alone."""
+    ran, region = Watched(), _sets_and_puts_back(setting, "metadata")
+    with observed_by(ran), around():
+        before = _settings()
+        out = region(torch.randn(4, 4, requires_grad=True))
+        (node, _), *_ = out.grad_fn.next_functions
+        assert node._saved_self.shape == (4, 4)
+        assert _settings() == before
+    assert ran.recomputations == 1

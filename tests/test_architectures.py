@@ -38,7 +38,7 @@ from transformers import (
 
 import reactivate
 from reactivate import dropin, policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 pytestmark = pytest.mark.usefixtures("whole_heap")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import reactivate
-from reactivate._engine.sharing import current_group
+from reactivate._region.sharing import current_group
 from reactivate.errors import MutationError, UnsupportedError
 
 Backward = Callable[[list[Tensor], dict[str, Tensor]], Any]
@@ -274,7 +274,7 @@ def nested(depth: int) -> Callable[[], Case]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_nested_to_any_depth(depth: int) -> None:
-    from reactivate._engine.record import without_regions
+    from reactivate._passes.observing import without_regions
 
     make = nested(depth)
     with without_regions():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 
 transformers = pytest.importorskip("transformers", reason="the caches are those of transformers")
 

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 WIDTH = 8
 

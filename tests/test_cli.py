@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 
 import reactivate
 from reactivate import _doctor, policies, report
-from reactivate._torch.ways import Way
+from reactivate._torch.private_api import Way
 from reactivate.cli import command, demo, huggingface
 from reactivate.cli.where import where_of
 from reactivate.errors import UsageError

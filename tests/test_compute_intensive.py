@@ -19,7 +19,7 @@ from torch.nn.attention import flex_attention as flex
 
 import reactivate
 from reactivate import Save, Site, policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.policies import host_copies
 from reactivate.policies.ops import COMPUTE_INTENSIVE
 from reactivate.storage import Host
@@ -36,7 +36,7 @@ class Saved:
 
     def forward_done(self, record: Any) -> None:
         if not reactivate.is_recomputing():
-            self.calls.append({site.label: site.reason for site in record.sites})
+            self.calls.append({site.label: site.reason for site in record.saved_calls})
 
     def recomputation_done(self, record: Any) -> None:
         pass

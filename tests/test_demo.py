@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tracker_of_megatron import CpuRngStatesTracker
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.dropin import megatron
 from reactivate.errors import UsageError
 from reactivate.guards import TrackerGuard

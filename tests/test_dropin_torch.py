@@ -19,7 +19,7 @@ from memory import allocated_by
 from oracle import Case, Ran, assert_bitwise, assert_same, run
 from torch import Tensor, nn
 
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.dropin import torch as ours
 from reactivate.errors import RecomputeMismatchError
 

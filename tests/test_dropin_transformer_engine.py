@@ -19,7 +19,7 @@ from test_fp8_state import ORDERS, Block, Changing, Nested, Twice, assert_same a
 from torch import Tensor, nn
 
 from reactivate import dropin
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.errors import RecomputeMismatchError, UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, RngTracker
 

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate._torch.autograd import innermost_pack_hook
 
 

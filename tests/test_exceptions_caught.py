@@ -22,7 +22,7 @@ from surroundings import (
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.guards import DEFAULT, ContextPair, Guard
 
 # -- functions that catch ---------------------------------------------------------------------------------------------

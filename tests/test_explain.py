@@ -22,13 +22,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import reactivate
-from reactivate._engine import accounts
-from reactivate._engine.accounts import in_words, note_shortage
-from reactivate._engine.record import observed_by
-from reactivate._engine.state.modules import ModuleNotes
 from reactivate._inspect.explain import explain
 from reactivate._inspect.explanation import Entry, Explanation
-from reactivate._torch.fake import FakeTensorMode
+from reactivate._passes.observing import observed_by
+from reactivate._region import accounts
+from reactivate._region.accounts import in_words, note_shortage
+from reactivate._region.region import Region
+from reactivate._torch.modes import FakeTensorMode
 from reactivate.errors import UsageError
 from reactivate.policies import first_match, full, recompute_every, recompute_modules, save_modules, save_ops
 
@@ -163,14 +163,12 @@ class Counted:
 
     @staticmethod
     def snapshots(record: Any) -> Iterator[Tensor]:
-        if record.states is not None:
-            yield from record.states.held()
+        yield from record.moment.held()
         for _, snapshot in record.snapshots:
-            if isinstance(snapshot, ModuleNotes):
-                yield from snapshot.tensors.held()
-            else:  # (generator, state), or flags
-                yield from (item[1] for item in snapshot if isinstance(item, tuple) and isinstance(item[1], Tensor))
-        for change in (change for site in record.sites for change in site.changes):
+            for *_, state, _ in getattr(snapshot, "others", ()):  # of generators
+                if isinstance(state, Tensor):
+                    yield state
+        for change in (bring for call in record.saved_calls for bring in call.streams):
             for item in change.args[0] if hasattr(change, "args") else ():
                 if isinstance(item[1], Tensor):
                     yield item[1]
@@ -696,7 +694,7 @@ def test_before_python_311_the_account_is_in_the_message(monkeypatch: pytest.Mon
     error = torch.OutOfMemoryError("out of memory", "and more")
     monkeypatch.setattr(sys, "version_info", (3, 10, 0))
     for _ in range(2):
-        note_shortage(error)
+        note_shortage(error, Region)
     monkeypatch.undo()
     assert error.args[0].startswith("out of memory\nKept for the backward by regions") and error.args[1] == "and more"
     assert notes_of(error).count("Kept for the backward") == 1

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import Plan, policies
-from reactivate._torch.fake import FakeTensor
+from reactivate._torch.modes import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
 
 

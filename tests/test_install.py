@@ -36,7 +36,7 @@ from torch.utils.checkpoint import (
 )
 
 from reactivate import dropin
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guard
 from reactivate.storage import Host

@@ -13,9 +13,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.known_results import KnownResults
-from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from reactivate._torch.ops import DEVICE_QUERY
+from reactivate._torch.modes import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from reactivate._torch.ops import DEVICE_QUERY, leaves_at_op
 from reactivate.planner.cost.devices import find
 from reactivate.planner.profile.op_costs import Modelled
 from reactivate.planner.profile.simulate import simulate

@@ -16,7 +16,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import reactivate
-from reactivate._engine.record import Record, observed_by
+from reactivate._passes.observing import observed_by
+from reactivate._region.region import Region
+from reactivate._snapshot.streams import STREAMS
 from reactivate.policies import save_ops
 
 
@@ -36,21 +38,21 @@ class Watch:
     """Weak references to every region that ran."""
 
     def __init__(self) -> None:
-        self.records: list[weakref.ref[Record]] = []
+        self.regions: list[weakref.ref[Region]] = []
         self.recomputations = 0
 
-    def forward_done(self, record: Record) -> None:
-        self.records.append(weakref.ref(record))
+    def forward_done(self, region: Region) -> None:
+        self.regions.append(weakref.ref(region))
 
-    def recomputation_done(self, record: Record) -> None:
+    def recomputation_done(self, region: Region) -> None:
         self.recomputations += 1
 
     def counts(self) -> tuple[int, int]:
         """Of forward passes and of recomputations."""
-        return len(self.records), self.recomputations
+        return len(self.regions), self.recomputations
 
     def alive(self) -> int:
-        return sum(reference() is not None for reference in self.records)
+        return sum(reference() is not None for reference in self.regions)
 
 
 def size(tensor: Tensor) -> int:
@@ -88,11 +90,10 @@ def test_regions_between_two_draws_share_one_snapshot() -> None:
     torch.rand(1)
     kept = allocated_by(lambda: [fn(x) for _ in range(10)])
     assert kept.left_bytes == 10 * size(first)
-    (guard,) = [guard for guard in reactivate.guards.DEFAULT if isinstance(guard, reactivate.guards.HostRng)]
-    snapshots = [guard.before(None) for _ in range(2)]
+    snapshots = [STREAMS.now() for _ in range(2)]
     assert snapshots[0] is snapshots[1]
     torch.rand(1)
-    assert guard.before(None) is not snapshots[0]
+    assert STREAMS.now() is not snapshots[0]
 
 
 def test_statistics_of_batch_norm_are_kept_and_named_in_the_docs() -> None:

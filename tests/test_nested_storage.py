@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import without_regions
+from reactivate._passes.observing import without_regions
 
 # -- storages that count, and move what they are given ----------------------------------------------------------------
 

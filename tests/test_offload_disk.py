@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.inputs.stored import stored
+from reactivate._storing.inputs import stored
 from reactivate.errors import UsageError
 from reactivate.storage import Disk, Host, spool
 from reactivate.storage.areas import Areas

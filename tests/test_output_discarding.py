@@ -17,7 +17,7 @@ from tracker_of_megatron import CpuRngStatesTracker
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.dropin.megatron import CheckpointWithoutOutput, CheckpointWithoutOutputManager, parallel
 from reactivate.errors import MutationError, UsageError
 

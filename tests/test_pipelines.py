@@ -21,7 +21,7 @@ from torch.utils import checkpoint as upstream
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.storage import Disk, Host
 
 WIDTH, MICROBATCHES = 16, 3
@@ -135,10 +135,9 @@ class Recomputed(Watched):
 
     def recomputation_done(self, record: Any) -> None:
         super().recomputation_done(record)
-        for reference, *_ in record.saved:
-            slot = reference()
-            if slot is not None and slot.value is not None:
-                storage = slot.value.untyped_storage()
+        for value in record.values:
+            if value is not None:
+                storage = value.untyped_storage()
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def alive_bytes(self) -> int:
@@ -267,7 +266,7 @@ def test_what_the_first_half_alone_reads_is_freed_by_it() -> None:
 def test_where_torch_does_not_say_which_edges_are_taken_more_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the bits are the same, and a region is recomputed once."""
     _, least = compared("attention", reactivate.checkpoint, reactivate.shared_recompute)
-    monkeypatch.setattr("reactivate._torch.edges._will_run", lambda node: False)
+    monkeypatch.setattr("reactivate._torch.autograd._will_run", lambda node: False)
     watched, alive = compared("attention", reactivate.checkpoint, reactivate.shared_recompute)
     assert watched.recomputations == calls_of("attention")
     assert alive[0] > least[0] and alive[-1] == 0

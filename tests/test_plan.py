@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import reactivate
-from reactivate._engine.accounts import in_words
-from reactivate._torch.fake import FakeTensor
+from reactivate._region.accounts import in_words
+from reactivate._torch.modes import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner import first_trial, planner, progress
 from reactivate.planner.cost.devices import find

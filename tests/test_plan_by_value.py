@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
-from reactivate._engine.current import is_recomputing
+from reactivate._passes.current import is_recomputing
 from reactivate.planner import first_trial, planner
 from reactivate.planner.by_value.call_costs import RecordedCall, costs_of
 from reactivate.planner.by_value.call_names import CallName

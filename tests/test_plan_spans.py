@@ -13,7 +13,8 @@ from plan_models import Case, peak_with
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.record import Record, observed_by
+from reactivate._passes.observing import observed_by
+from reactivate._region.region import Region
 from reactivate.errors import UsageError
 from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
@@ -332,8 +333,8 @@ class Regions:
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def forward_done(self, record: Record) -> None:
-        self.names.append(record.options.name or "")
+    def forward_done(self, region: Region) -> None:
+        self.names.append(region.options.name or "")
 
-    def recomputation_done(self, record: Record) -> None:
+    def recomputation_done(self, region: Region) -> None:
         """Nothing is noted."""

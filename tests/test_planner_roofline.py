@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from reactivate._torch.fake import FakeTensorMode
+from reactivate._torch.modes import FakeTensorMode
 from reactivate.planner.cost.devices import DEVICES, find
 from reactivate.planner.cost.roofline import bytes_of, flops_of, seconds_of
 

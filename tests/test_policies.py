@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import Recompute, Save, Site, policies
-from reactivate._engine.record import observed_by
 from reactivate._modules.blocks import blocks_of
+from reactivate._passes.observing import observed_by
 from reactivate.errors import UsageError
 from reactivate.policies import canonical
 from reactivate.policies._select import matches
@@ -93,7 +93,7 @@ class Sites:
 
     def forward_done(self, record: Any) -> None:
         if not reactivate.is_recomputing():
-            self.labels.append([site.label for site in record.sites])
+            self.labels.append([site.label for site in record.saved_calls])
 
     def recomputation_done(self, record: Any) -> None:
         pass

@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 import reactivate
-from reactivate._backends import fences
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate._torch.autograd import current_backward, is_function_running
+from reactivate._xla.fence import fences
 from reactivate.errors import MutationError
 
 Draw = Callable[[Any], Any]
@@ -342,5 +342,5 @@ def _found(*rest: Step, modules: tuple[str, ...] = ()) -> Program:
 @given(programs(), st.booleans(), st.sampled_from(["metadata", "first", "first", "values", "none"]))
 def test_random_programs(program: Program, early_stop: bool, determinism: str) -> None:
     note(str(program))
-    with patch("reactivate._engine.region.is_due", lambda fn, determinism, choice: True):
+    with patch("reactivate._region.region.is_due", lambda fn, determinism, choice: True):
         check(program, early_stop=early_stop, determinism=determinism)

@@ -36,7 +36,7 @@ import reactivate
 from reactivate import Plan, report
 from reactivate.errors import UsageError
 from reactivate.planner import plan_table
-from reactivate.planner.cost.prediction import Fixed, Moment, Point, Prediction, Proof
+from reactivate.planner.cost.prediction import Fixed, LiveBytes, Point, Prediction, Proof
 from reactivate.planner.planned import Circumstances, Decision
 from reactivate.planner.treatments import FULL, KEEP, Treatment
 from reactivate.report import figure, pareto, timeline
@@ -53,11 +53,11 @@ HOSTILE = "<script>alert('x')</script> & \"$\\frac{1}{2}$\" <img src=https://exa
 
 def step(blocks: int, kept: int, recomputed: int, seconds: float) -> Prediction:
     """A forward that keeps `kept` bytes a block, a backward in which each block makes `recomputed` again."""
-    moments = [Moment(seconds * (k + 1) / (3 * blocks), (k + 1) * kept, 0, 2 * MIB) for k in range(blocks)]
+    moments = [LiveBytes(seconds * (k + 1) / (3 * blocks), (k + 1) * kept, 0, 2 * MIB) for k in range(blocks)]
     forward = moments[-1].seconds
     for k in range(blocks):
         now = forward + (seconds - forward) * (k + 1) / blocks
-        moments.append(Moment(now, (blocks - k) * kept, recomputed, 3 * MIB))
+        moments.append(LiveBytes(now, (blocks - k) * kept, recomputed, 3 * MIB))
     peak = FIXED.total + max(moment.total for moment in moments)
     return Prediction(peak, seconds, forward, tuple(moments))
 

@@ -21,9 +21,10 @@ from oracle import Case, check
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._backends import Backend
+from reactivate._backends.base import Backend
+from reactivate._snapshot.streams import STREAMS
 from reactivate.errors import RecomputeMismatchError
-from reactivate.guards import DEFAULT, ContextPair, DeviceRng, HostRng, RngTracker, TrackerGuard
+from reactivate.guards import DEFAULT, ContextPair, Rng, RngTracker, TrackerGuard
 
 
 def leaf(*shape: int) -> Tensor:
@@ -164,12 +165,12 @@ def test_backward_draws_nothing_from_the_streams_after() -> None:
 
 
 def test_regions_between_two_draws_share_one_snapshot_of_each_stream() -> None:
-    guard = HostRng()
-    first, again = guard.before(None), guard.before(None)  # type: ignore[arg-type]
+    first, again = STREAMS.now(), STREAMS.now()
     assert first is again
     torch.rand(1)
-    later = guard.before(None)  # type: ignore[arg-type]
-    assert [one is other for one, other in zip(first, later)] == [False, True, True], "only torch's stream has moved"
+    later = STREAMS.now()
+    moved = [one is not other for one, other in zip(first.moments, later.moments, strict=True)]
+    assert moved == [True, False, False], "only torch's stream has moved"
 
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -293,7 +294,7 @@ def test_every_device_of_a_device_module(count: int) -> None:
 
     plain = once(lambda fn: fn, FakeDevices(count))
     devices = FakeDevices(count)
-    guards = DEFAULT.adding(DeviceRng(Backend("fake", devices)))
+    guards = DEFAULT.adding(Rng(Backend("fake", devices)))
     ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards), devices)
     assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
     with pytest.raises(AssertionError):
@@ -313,7 +314,7 @@ def test_a_device_that_is_first_used_inside_of_a_region() -> None:
 
     plain = once(lambda fn: fn, FakeDevices(2, initialized=False))
     devices = FakeDevices(2, initialized=False)
-    guards = DEFAULT.adding(DeviceRng(Counted("fake", devices)))
+    guards = DEFAULT.adding(Rng(Counted("fake", devices)))
     ours = once(lambda fn: reactivate.checkpoint(fn, guards=guards), devices)
     assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
 
@@ -321,7 +322,7 @@ def test_a_device_that_is_first_used_inside_of_a_region() -> None:
 def test_a_device_that_is_not_in_use_is_left_alone() -> None:
     devices = FakeDevices(2, initialized=False)
     x = torch.ones(4, requires_grad=True)
-    guards = DEFAULT.adding(DeviceRng(Backend("fake", devices)))
+    guards = DEFAULT.adding(Rng(Backend("fake", devices)))
     reactivate.checkpoint(lambda x: x.sin().exp(), guards=guards)(x).sum().backward()
     assert not devices.initialized
 

@@ -22,7 +22,7 @@ from tracker_of_megatron import CpuRngStatesTracker, GraphSafeTracker
 import reactivate
 from reactivate import policies
 from reactivate.errors import UsageError
-from reactivate.guards import DEFAULT, Guards, NamedStreams, RngTracker, TrackerGuard, tensor_parallel_seeds
+from reactivate.guards import DEFAULT, RngTracker, TrackerGuard, tensor_parallel_seeds
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -207,12 +207,12 @@ def test_our_tracker_through_the_guard_for_others() -> None:
         assert_bitwise(one, other, "drawn")
 
 
-def test_without_its_guard_it_is_wrong() -> None:
-    without = Guards(tuple(guard for guard in DEFAULT if not isinstance(guard, NamedStreams)))
+def test_a_tracker_that_regions_do_not_know_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = trained(outside_and_inside, RngTracker(), lambda fn: fn, None)
+    monkeypatch.setattr("reactivate.guards.rng.trackers", ())
 
     def unguarded(fn: Any) -> Any:
-        return reactivate.checkpoint(fn, guards=without, determinism="none")
+        return reactivate.checkpoint(fn, determinism="none")
 
     assert not torch.equal(plain[0], trained(outside_and_inside, RngTracker(), unguarded, None)[0])
 
@@ -314,11 +314,11 @@ def test_regions_know_copies(again: Callable[[RngTracker], RngTracker]) -> None:
 def test_a_tracker_that_is_gone_is_not_held() -> None:
     from reactivate.guards import named_streams
 
-    before = len(named_streams._trackers)
+    before = len(named_streams.trackers)
     tracker = RngTracker()
-    assert len(named_streams._trackers) == before + 1
+    assert len(named_streams.trackers) == before + 1
     del tracker
-    assert len(named_streams._trackers) == before
+    assert len(named_streams.trackers) == before
 
 
 @pytest.mark.parametrize("forks", [True, False])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 STEPS = 5
 Block = Callable[[Tensor], Tensor]

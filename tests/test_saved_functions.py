@@ -17,7 +17,7 @@ from torch.nn.functional import dropout
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 calls = Journal()
 
@@ -183,6 +183,7 @@ def test_what_works_in_place_or_is_written_to_afterwards_runs_again() -> None:
     assert calls == ["InPlace", "Random"] * 2
 
 
+@pytest.mark.unfenced(reason="bytes are not compared there before the backward, which then refuses")
 def test_a_function_that_writes_through_data_runs_again() -> None:
     fn = lambda x, weight: (WritesData.apply(y := x.sin()) * weight * y).exp()  # noqa: E731
     oracle.check(make(fn), policy=policies.save_ops(WritesData, "exp"))

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import reactivate
 from reactivate import Save, Site, policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.guards import RngTracker
 from reactivate.storage import Host
 
@@ -43,7 +43,7 @@ class Reasons:
         self.found: dict[str, str | None] = {}
 
     def forward_done(self, record: Any) -> None:
-        self.found |= {saved.label: saved.reason for saved in record.sites}
+        self.found |= {saved.label: saved.reason for saved in record.saved_calls}
 
     def recomputation_done(self, record: Any) -> None:
         pass
@@ -458,7 +458,7 @@ def test_calls_inside_of_transforms_and_in_inference_mode_run_again(fn: Any, rea
 
     class Sees(Reasons):
         def forward_done(self, record: Any) -> None:
-            reasons.extend(str(saved.reason) for saved in record.sites)
+            reasons.extend(str(saved.reason) for saved in record.saved_calls)
 
     def make() -> Case:
         return case(fn, w=(4, 4))

@@ -15,13 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, assert_same, run
+from oracle import Case, Watched, assert_same, run
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import reactivate
 from reactivate import policies
+from reactivate._passes.observing import observed_by
 
 SAVED = policies.save_names("saved")
 Fn = Callable[..., Any]
@@ -696,20 +697,35 @@ def an_iterator() -> tuple[Fn, Fn]:
 
 
 @pytest.mark.parametrize(
-    ("make", "runs"),
+    ("make", "reason"),
     [
-        *((make, 1) for make in (in_a_list, in_a_cell, in_a_dict, in_a_set, in_a_deque, in_an_attribute, in_a_slot)),
-        *((make, 1) for make in (in_a_name, in_a_function, in_an_array, in_a_class, in_running_statistics)),
-        *(
-            (make, 2)
-            for make in (a_tensor_in_a_list, a_tensor_in_a_list_at_module_level, a_write_to_a_tensor_at_module_level)
-        ),
-        *((make, 2) for make in (a_new_object, an_iterator)),
+        (in_a_list, "a list"),
+        (in_a_cell, "a cell"),
+        (in_a_dict, "a dict"),
+        (in_a_set, "a set"),
+        (in_a_deque, "a deque"),
+        (in_an_attribute, "a Counter"),
+        (in_a_slot, "a Slots"),
+        (in_a_name, "it changes `count_of_calls`"),
+        (in_a_function, "a function"),
+        (in_an_array, "a ndarray"),
+        (in_a_class, "a type"),
+        (in_running_statistics, "it writes to a tensor that the region reads"),
+        (a_tensor_in_a_list, "a list"),
+        (a_tensor_in_a_list_at_module_level, "a list"),
+        (a_write_to_a_tensor_at_module_level, "it writes to a tensor that the region reads"),
+        (a_new_object, "a Counter"),
+        (an_iterator, "an iterator"),
     ],
 )
 @pytest.mark.parametrize("determinism", ["first", "metadata"])
-def test_what_a_skipped_call_changes_is_changed(make: Any, runs: int, determinism: Any) -> None:
-    """Plain values are put there; where the call leaves anything else it runs again."""
+def test_a_call_with_an_effect_runs_again_and_says_which(make: Any, reason: str, determinism: Any) -> None:
+    class Reasons(Watched):
+        def forward_done(self, record: Any) -> None:
+            reasons[:] = [call.reason for call in record.saved_calls]
+            super().forward_done(record)
+
+    reasons: list[Any] = []
 
     def made(calls: Journal) -> Case:
         change, read = make()
@@ -735,10 +751,16 @@ def test_what_a_skipped_call_changes_is_changed(make: Any, runs: int, determinis
         calls = Journal()
         found.append(run(partial(made, calls), wrap))
     assert_same(*found)
-    assert found[1].regions == 1 and len(calls) == 2 * runs
+    assert found[1].regions == 1 and len(calls) == 4
+    calls.clear()
+    with observed_by(Reasons()):
+        case = made(calls)
+        reactivate.checkpoint(case.fn, policy=SAVED, determinism=determinism)(*case.args).sum().backward()
+    assert len(reasons) == 2 and all(reason in str(item) for item in reasons), reasons
+    assert len(calls) == 4
 
 
-def test_what_a_skipped_call_changes_in_a_variable_of_the_region_is_changed() -> None:
+def test_what_a_call_changes_in_a_variable_of_the_region_is_changed_again() -> None:
     def fn(call: Fn, x: Tensor, w: Tensor) -> Tensor:
         counts, count = [0], 0
 
@@ -782,7 +804,7 @@ class Leaves(nn.Module):
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_tensors_that_a_skipped_call_leaves_in_a_module(early_stop: bool) -> None:
+def test_tensors_that_a_saved_call_leaves_in_a_module(early_stop: bool) -> None:
     plain, ours = (
         run(lambda: Case(Leaves(), (leaf(),)), wrap)
         for wrap in (None, partial(reactivate.checkpoint, policy=SAVED, early_stop=early_stop))

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import reactivate
 from reactivate import Recompute, Save, Site, policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 WIDTH = 8
 

@@ -14,7 +14,7 @@ from oracle import Ran, assert_bitwise
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.errors import UnsupportedError
 
 BIAS_GELU = """

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.mismatch import calls
-from reactivate._engine.mismatch.check import Check
-from reactivate._engine.record import observed_by
+from reactivate._passes.check import Check
+from reactivate._passes.observing import observed_by
+from reactivate._region import due
 from reactivate.errors import RecomputeMismatchError
 
 Use = Callable[[], float]
@@ -215,7 +215,7 @@ UNSEEN: dict[str, Callable[[], Use]] = {
 @pytest.fixture(autouse=True)
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("REACTIVATE_TEST", "1")
-    monkeypatch.setattr(calls, "_calls", {})  # closures of one code count together: each test has first calls
+    monkeypatch.setattr(due, "_calls", {})  # closures of one code count together: each test has first calls
     with decimal.localcontext():
         yield
 

@@ -14,18 +14,17 @@ from torch import nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine import sites
-from reactivate._engine.inputs import namespaces
-from reactivate._engine.mismatch import calls
-from reactivate._engine.state import bounded
-from reactivate._engine.state.bounded import Bounded
-from reactivate._engine.state.code import CACHED
+from reactivate._passes import places
+from reactivate._region import due
+from reactivate._snapshot import caches, facts
+from reactivate._snapshot.bindings import CACHED
+from reactivate._snapshot.caches import BoundedCache
 from reactivate.storage import Host
 
 
 def test_the_oldest_entry_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "MOST", 3)
-    found: Bounded[int, str] = Bounded()
+    monkeypatch.setattr(caches, "MOST", 3)
+    found: BoundedCache[int, str] = BoundedCache()
     for number in range(5):
         found[number] = str(number)
     assert dict(found) == {2: "2", 3: "3", 4: "4"}
@@ -47,8 +46,12 @@ def made_anew(number: int) -> nn.Module:
     return Made()
 
 
-def caches() -> set[Any]:
-    rooms = [name for name in sys.modules if name.startswith(("reactivate._engine", "reactivate._engine.state"))]
+def caches_of_package() -> set[Any]:
+    rooms = [
+        name
+        for name in sys.modules
+        if name.startswith(("reactivate._region", "reactivate._snapshot", "reactivate._saved_calls"))
+    ]
     return {
         value
         for room in rooms
@@ -58,11 +61,11 @@ def caches() -> set[Any]:
 
 
 def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "MOST", 8)
+    monkeypatch.setattr(caches, "MOST", 8)
     for number in range(20):
         oracle.check(lambda: oracle.Case(made_anew(number), (torch.randn(2, 4, requires_grad=True),)))
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    before = len(calls._calls)
+    before = len(due._calls)
     for number in range(20):  # of code and policies that are made anew
         names: dict[str, Any] = {"layer": layer}
         exec(f"def forward(x):\n    return layer(x).sin() * {number}", names)
@@ -70,26 +73,24 @@ def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.Monkey
         policy = policies.save_ops("linear", storage=Host(least_bytes=number))
         reactivate.checkpoint(layer, policy=policy)(x).sum().backward()
         del names
-    for cache in caches():
+    for cache in caches_of_package():
         cache.cache_clear()
     gc.collect()
-    assert len(calls._calls) <= before + 10
-    assert max(len(item.counts) for owner, _, item in calls._calls.values() if owner() is layer) == 8
-    assert len(namespaces.facts_of_code) <= 8 and len(sites._known) <= 8
-    assert not any(kind().__name__ == "Made" for _, kind in namespaces._facts_of_class.values()), (
-        "classes that are gone"
-    )
+    assert len(due._calls) <= before + 10
+    assert max(len(item.counts) for owner, _, item in due._calls.values() if owner() is layer) == 8
+    assert len(facts.facts_of_code) <= 8 and len(places._known) <= 8
+    assert not any(kind().__name__ == "Made" for _, kind in facts._facts_of_class.values()), "classes that are gone"
 
 
 def test_every_cache_with_arguments_is_bounded() -> None:
-    found = caches()
-    assert len(found) >= 4
+    found = caches_of_package()
+    assert len(found) >= 3
     unbounded = {f"{cache.__module__}.{cache.__name__}" for cache in found if cache.cache_info().maxsize is None}
-    assert unbounded == {"reactivate._engine.kept_calls.site_log.opened"}  # its arguments are torch's own functions
+    assert not unbounded
 
 
 def test_two_classes_in_turn_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "MOST", 1)
+    monkeypatch.setattr(caches, "MOST", 1)
     blocks = [made_anew(0), made_anew(1)]
     x = torch.randn(2, 4, requires_grad=True)
     for step in range(3):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.state.rewound import rewound_memory
+from reactivate._snapshot.rewound_tensors import rewound_memory
 from reactivate.errors import MutationError
 
 PROGRAMS = Programs()

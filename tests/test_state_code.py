@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.state.trees import whole_trees
+from reactivate._snapshot.trees import whole_trees
 
 PROGRAMS = Programs()
 right = PROGRAMS.right
@@ -914,7 +914,7 @@ def test_a_tree_whose_code_names_helpers_is_remembered() -> None:
     module = Remembered()
     for _ in range(2):
         reactivate.checkpoint(module)(leaf(6, 4)).sum().backward()
-    assert id(module) in whole_trees._trees
+    assert id(module) in whole_trees.kept
 
 
 @functools.cache
@@ -937,7 +937,7 @@ def test_a_tree_that_names_what_holds_something_is_not_remembered() -> None:
     for named, is_remembered in ((len, True), ([].append, False)):
         collect, module = named, Collects()
         reactivate.checkpoint(module)(leaf(6, 4)).sum().backward()
-        assert (id(module) in whole_trees._trees) is is_remembered
+        assert (id(module) in whole_trees.kept) is is_remembered
 
 
 def test_hooks_on_all_modules_are_not_remembered() -> None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 import reactivate
-from reactivate._engine.state.iterators import copied, position_of
+from reactivate._snapshot.iterators import copied, position_of
 from reactivate.errors import RecomputeMismatchError
 
 PROGRAMS = Programs()

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 Make = Callable[[], Any]
 OPTIONS: dict[str, dict[str, Any]] = {

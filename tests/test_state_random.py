@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf
 from torch import Tensor, nn
 
-from reactivate._engine.state import streams
+from reactivate._snapshot.generators import numpy_stream
 
 PROGRAMS = Programs()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
@@ -590,13 +590,14 @@ def test_states_of_numpy_are_compared_by_all_that_is_in_them(monkeypatch: pytest
     other = {**before, "state": {**before["state"], "key": before["state"]["key"].copy()}}
     other["state"]["key"][300] += 1
     monkeypatch.setattr(numpy.random, "get_bit_generator", lambda: object())  # as if another one had been set
-    stream = streams.numpy_stream()
+    stream = numpy_stream()
     try:
         with numpy.printoptions(threshold=1, edgeitems=1):
-            (probe,) = stream.probes
-            first = probe()
-            assert probe() == first
+            assert not stream.memory
+            assert stream.ask is not None
+            first = stream.ask()
+            assert stream.ask() == first
             numpy.random.set_state(other)
-            assert probe() != first
+            assert stream.ask() != first
     finally:
         numpy.random.set_state(before)

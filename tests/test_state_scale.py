@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 PROGRAMS = Programs()
 right, right_with = PROGRAMS.right, PROGRAMS.right_with

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.inputs.capture import Capture
-from reactivate._engine.state import parts
-from reactivate._engine.state.trees import single_modules, whole_trees
+from reactivate._snapshot import parts
+from reactivate._snapshot.module_walk import ModuleWalk
+from reactivate._snapshot.trees import single_modules, whole_trees
 
 scale = 1.0
 counted: int
@@ -154,13 +154,13 @@ def as_it_was() -> Any:
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    walk = Capture._walk
+    walk = ModuleWalk.over
 
-    def counting(self: Capture) -> Any:
-        found.append(self.roots)
-        return walk(self)
+    def counting(self: ModuleWalk, roots: Any) -> Any:
+        found.append(roots)
+        return walk(self, roots)
 
-    monkeypatch.setattr(Capture, "_walk", counting)
+    monkeypatch.setattr(ModuleWalk, "over", counting)
     return found
 
 
@@ -210,11 +210,10 @@ def test_what_changes_is_seen(
     found = steps(wrap, change, is_between=is_between)
     for one, other in zip(expected, found, strict=True):
         assert_bitwise(one, other, change.__name__)
-    is_walked_again = is_between and change not in (
-        another_parameter,
-        another_registry,
-    )  # which tensor makes no difference
-    assert len(walks) == 1 + is_walked_again
+    # Which tensor or which plain value there is makes no difference to the structure.
+    values = another_parameter, another_registry, another_power, another_item, another_name
+    values = *values, another_keyword_of_a_partial, an_attribute_of_a_partial
+    assert len(walks) == 1 + (is_between and change not in values)
 
 
 def has_versions() -> bool:
@@ -229,13 +228,13 @@ def test_items_are_not_compared_as_long_as_nobody_writes_to_a_dict(monkeypatch: 
     fn = reactivate.checkpoint(module)
     fn(x).sum().backward()
     compared: list[Any] = []
-    compare = parts.Layout.parts_of
+    compare = parts.Layout.read
 
     def counting(self: Any, namespaces: Any) -> Any:
         compared.append(namespaces)
         return compare(self, namespaces)
 
-    monkeypatch.setattr(parts.Layout, "parts_of", counting)
+    monkeypatch.setattr(parts.Layout, "read", counting)
     for _ in range(3):
         fn(x).sum().backward()
     assert not compared
@@ -277,15 +276,25 @@ def test_a_name_that_the_first_call_makes() -> None:
         assert_bitwise(one, other, "a counter")
 
 
-def test_attributes_that_change_with_every_call_are_not_remembered_for_ever(walks: list[Any]) -> None:
+def test_objects_that_change_with_every_call_are_not_remembered_for_ever(walks: list[Any]) -> None:
     module = Scaled()
     fn = reactivate.checkpoint(module)
     x = torch.randn(4, 4, requires_grad=True)
     for number in range(12):
-        module.power = 10**6 + number
+        module.offsets = [float(number)]
         fn(x).sum().backward()
     assert len(walks) == 12
-    assert id(module) not in whole_trees._trees
+    assert id(module) not in whole_trees.kept
+
+
+def test_values_that_change_with_every_call_need_no_walk(walks: list[Any]) -> None:
+    module = Scaled()
+    fn = reactivate.checkpoint(module)
+    x = torch.randn(4, 4, requires_grad=True)
+    for number in range(4):
+        module.power = 10**6 + number
+        fn(x).sum().backward()
+    assert len(walks) == 1
 
 
 @pytest.mark.parametrize("is_large", [False, True])
@@ -308,7 +317,7 @@ def test_nothing_is_kept_alive(is_large: bool) -> None:
     del y
     gc.collect()
     trees = single_modules if is_large else whole_trees
-    assert trees._trees
+    assert trees.kept
     gc.disable()
     try:
         weight = weakref.ref(holder.blocks[0].inner.weight)
@@ -334,7 +343,7 @@ def test_a_policy_that_leads_to_its_model_goes_with_it() -> None:
     x = torch.randn(4, 4, requires_grad=True)
     for _ in range(3):
         model(x).sum().backward()
-    assert id(model[0]) in whole_trees._trees
+    assert id(model[0]) in whole_trees.kept
     weight = weakref.ref(model[0].inner.weight)
     del model, recompute_blocks
     gc.collect()

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.errors import RecomputeMismatchError
 
 Wrap = Callable[[Any], Any]

@@ -11,7 +11,7 @@ from oracle import Watched
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 SHAPES = {"few": (2, 2), "vector": (64,), "long vector": (5_000,), "matrix": (80, 80), "huge vector": (70_000,)}
 """For each way in which the engine keeps track of a tensor, one."""

@@ -115,7 +115,7 @@ def test_no_log_of_a_region_around_sees_it(inside: str, around: str) -> None:
     def nested() -> oracle.Case:
         return oracle.Case(outer, (torch.randn(8, 8, requires_grad=True),))
 
-    with reactivate._engine.record.without_regions():
+    with reactivate._passes.observing.without_regions():
         plain = oracle.run(nested, None, twice)
     policy = POLICIES[around](storages[1])
     ours = oracle.run(nested, lambda fn: reactivate.checkpoint(fn, policy=policy, determinism="values"), twice)

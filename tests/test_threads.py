@@ -21,9 +21,10 @@ from surroundings import Failure, Kept, SinIsCos, assert_unchanged, surroundings
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.record import observed_by, without_regions
-from reactivate._engine.state.streams import Stream
-from reactivate.guards import DEFAULT, HostRng
+from reactivate._passes.observing import observed_by, without_regions
+from reactivate._snapshot.locks import STATE_LOCK
+from reactivate._snapshot.streams import STREAMS
+from reactivate.guards import DEFAULT
 
 PATIENCE_SECONDS = 60.0  # after which a meeting that does not take place is a failure
 
@@ -630,33 +631,27 @@ def test_what_another_thread_draws_is_what_it_draws_alone() -> None:
     assert torch.equal(grad, 2 * torch.autograd.grad(x.sin().exp().sum(), x)[0])
 
 
-@pytest.mark.parametrize("moment", ["in front of the snapshot", "in the middle of it"])
-def test_a_snapshot_is_of_one_moment(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread draws while a region begins; later the generator stands where it stood before that."""
-    guard = HostRng()
-    guard.before(None)  # which looks for NumPy's stream the first time
-    stream = guard._streams[0]
-    read, snapshot = stream.read, Stream.snapshot
+    STREAMS.now()  # which looks for NumPy's stream the first time
+    stream, *others = STREAMS._streams
 
-    def others_draw() -> None:
+    def others_draw() -> Any:
         monkeypatch.undo()
-        stream.read = read
         with ThreadPoolExecutor(1) as pool:
             pool.submit(torch.rand, 1).result()
+        return stream.read()
 
     torch.rand(1)  # so that the next region needs a new snapshot
-    start = read()
-    if moment == "in the middle of it":
-        stream.read = lambda: (others_draw(), read())[1]
-    else:
-        monkeypatch.setattr(Stream, "snapshot", lambda self: (others_draw(), snapshot(self))[1])
-    guard.before(None)
+    start = stream.read()
+    monkeypatch.setattr(STREAMS, "_streams", [stream._replace(read=others_draw), *others])
+    STREAMS.now()
     after_one = torch.rand(1)
     stream.write(start)
-    snapshots, expected = guard.before(None), torch.rand(3)
+    snapshot, expected = STREAMS.now(), torch.rand(3)
     assert torch.equal(expected[1:2], after_one), "no other thread has drawn"
-    with guard.recompute(snapshots):
-        assert torch.equal(torch.rand(3), expected)
+    STREAMS.rewind(snapshot)
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_recomputations_that_set_nothing_back_run_side_by_side() -> None:
@@ -677,6 +672,58 @@ def test_recomputations_that_set_nothing_back_run_side_by_side() -> None:
     (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
     for grad in together(job, job, job):
         assert_bitwise(expected, grad, "gradient")
+
+
+def test_recomputations_that_set_nothing_back_take_no_mutex(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken(Exception):
+        pass
+
+    class Mutex:
+        def __enter__(self) -> None:
+            raise Taken
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    x, ran = torch.linspace(0, 1, 4, requires_grad=True), Ran()
+    with observed_by(ran):
+        quiet, loud = (reactivate.checkpoint(lambda x: x.sin().exp())(x).sum() for _ in range(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(STATE_LOCK, "_mutex", Mutex())
+            quiet.backward()
+            torch.rand(1)  # which is put back
+            with pytest.raises(Taken):
+                loud.backward()
+        assert ran.recomputations == 1
+        loud.backward()
+    assert ran.recomputations == 2
+    assert not (STATE_LOCK.readers or STATE_LOCK.waiting)
+
+
+def test_a_recomputation_that_sets_state_back_inside_of_one_that_does_not() -> None:
+    """On another thread: the outer one waits for it, and the inner one does not for the outer."""
+
+    def once(wrap: Callable[..., Any], ran: Ran) -> list[Any]:
+        seed_everything()
+        scales = [2.0]
+
+        def outer(x: Tensor) -> Tensor:
+            h = x.sin() * scales[0]
+            with torch.random.fork_rng():
+                z = h.detach().requires_grad_()
+                y = wrap(lambda z: F.dropout(z.sin(), 0.5).exp())(z)
+                ((slope,),) = together(lambda meet: torch.autograd.grad(y.sum(), z))
+            return (h * slope).tanh()
+
+        x = torch.linspace(0, 1, 8, requires_grad=True)
+        with observed_by(ran):
+            out = wrap(outer)(x)
+            return [out.detach(), *torch.autograd.grad(out.sum(), x), torch.rand(2)]
+
+    ran = Ran()
+    assert_equal(once(lambda fn: fn, Ran()), once(reactivate.checkpoint, ran), "gradient")
+    assert ran.recomputations >= 3
+    assert not STATE_LOCK.readers
 
 
 def test_a_queue_and_its_worker_are_not_rewound() -> None:

@@ -13,7 +13,7 @@ from oracle import Watched
 from torch import Tensor, nn
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 DEVICE = torch.device("xla")
 XLA = torch_xla._XLAC

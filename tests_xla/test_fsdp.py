@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
 import reactivate
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 PLACES: dict[str, Callable[[nn.Module], Any]] = {
     "inside": lambda block: sharded(reactivate.checkpoint(block)),

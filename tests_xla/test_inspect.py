@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies, storage
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.errors import UnsupportedError
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.errors import UnsupportedError
 
 

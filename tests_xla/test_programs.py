@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 
 STEPS = 3
 Body = Callable[[int], Tensor]

@@ -16,7 +16,7 @@ from torch_xla.experimental.scan_layers import scan_layers
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
 from reactivate.errors import UnsupportedError
 
 Run = Callable[[nn.ModuleList, Tensor], Tensor]

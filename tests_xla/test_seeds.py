@@ -19,7 +19,8 @@ from torch_xla.experimental import eager_mode
 
 import reactivate
 from reactivate import policies
-from reactivate._engine.record import observed_by
+from reactivate._passes.observing import observed_by
+from reactivate.errors import UnsupportedError
 
 Step = Callable[[nn.Module, Tensor, Wrap], Tensor]
 
@@ -172,6 +173,33 @@ def test_a_backward_in_a_later_step() -> None:
         return [x.grad.cpu(), behind.cpu(), torch.rand(3, device=DEVICE).cpu(), XLA._xla_get_rng_seed("")]
 
     assert_equal(later(plain), later(ours))
+
+
+def marked_in_the_backward(wrap: Wrap, inside: Callable[[], Any]) -> list[Any]:
+    """A step marker between the backward of two regions, where each recomputation has found a root."""
+    torch_xla.manual_seed(5)
+    x = torch.ones(64, device=DEVICE).requires_grad_()
+    region = wrap(lambda x: F.dropout(x, 0.5).exp())
+    y = region(F.dropout(x, 0.5))
+    y.register_hook(lambda gradient: [torch_xla.sync(), inside()].clear())
+    region(y).sum().backward()
+    behind = torch.rand(3, device=DEVICE)
+    torch_xla.sync()
+    return [x.grad.cpu(), behind.cpu(), torch.rand(3, device=DEVICE).cpu(), XLA._xla_get_rng_seed("")]
+
+
+def test_a_marker_between_the_recomputations_of_a_backward() -> None:
+    watched = Watched()
+    expected = marked_in_the_backward(plain, lambda: None)
+    with observed_by(watched):
+        found = marked_in_the_backward(ours, lambda: None)
+    assert watched.recomputations == 2
+    assert_equal(expected, found)
+
+
+def test_numbers_drawn_behind_a_marker_inside_of_a_backward_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="Mark the step behind the backward"):
+        marked_in_the_backward(ours, lambda: torch.rand(3, device=DEVICE))
 
 
 def test_an_error_in_a_recomputation_brings_the_seed_back() -> None:

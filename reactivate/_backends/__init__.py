@@ -1,4 +1,4 @@
-"""Devices: their random number generators, which device and stream is current, and what undoes a recomputation."""
+"""Devices: their random number generators, and which device and stream is current."""
 
 from __future__ import annotations
 
@@ -9,22 +9,10 @@ import torch
 
 from reactivate._backends.base import Backend
 from reactivate._backends.cuda import CudaBackend
-from reactivate._backends.fence import Fence, NumberingFence, RecordingFence, fences, register_fence
-from reactivate._backends.tpu import TpuBackend
-from reactivate._torch.devices import accelerator_device, xla_runtime
+from reactivate._torch.rng import accelerator_device, xla_runtime
+from reactivate._xla.tpu import TpuBackend
 
-__all__ = [
-    "Backend",
-    "CudaBackend",
-    "Fence",
-    "NumberingFence",
-    "RecordingFence",
-    "accelerator",
-    "backends",
-    "fences",
-    "offloads_in_graphs",
-    "register_fence",
-]
+__all__ = ["Backend", "CudaBackend", "accelerator", "backends", "offloads_in_graphs", "synchronize"]
 
 
 def accelerator() -> Backend | None:
@@ -52,7 +40,7 @@ def backends() -> tuple[Backend, ...]:
         # torch has one accelerator: a library's own device goes before its own.
         known = (*known, _backend("cuda", torch.cuda))
     if xla_runtime() is not None:
-        from reactivate._backends.xla import BACKEND  # an optional package
+        from reactivate._xla.device import BACKEND  # an optional package
 
         known = (*known, BACKEND)
     return known

@@ -14,8 +14,9 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from reactivate._engine.record import Options, are_regions_off, plain_contexts
-from reactivate._torch.containers import flatten
+from reactivate._passes.observing import are_regions_off, plain_contexts
+from reactivate._region.options import Options
+from reactivate._torch.ops import flatten
 from reactivate.errors import UnsupportedError
 
 _ACTION, _REGION = "recompute", "ac_graph_id"  # torch's names: its partitioner reads them

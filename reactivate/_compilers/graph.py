@@ -17,8 +17,8 @@ from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from reactivate._backends import offloads_in_graphs
-from reactivate._torch.containers import flatten
 from reactivate._torch.dynamo import SITE, names_reach_graphs, node_being_traced
+from reactivate._torch.ops import flatten
 from reactivate._types import DEVICE, Action, Policy, Save, Site, Storage
 from reactivate.errors import UnsupportedError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._torch.collectives import finished_work, finished_work_with
-from reactivate._torch.containers import flatten, unflatten
+from reactivate._torch.ops import finished_work, finished_work_with, flatten, unflatten
 
 _WRITING = "c10d"
 _IN_PLACE = ("::allreduce_", "::allreduce_coalesced_", "::broadcast_", "::reduce_", "::barrier")

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reactivate._engine.accounts import in_words
 from reactivate._inspect.entries import Entry
 from reactivate._inspect.explanation import Explanation
 from reactivate._modules.paths import THE_MODEL, is_below
+from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 from reactivate.errors import UsageError

@@ -8,13 +8,13 @@ from weakref import ref
 
 from torch import Tensor
 
-from reactivate._engine.record import Record
 from reactivate._inspect.entries import Entry
 from reactivate._inspect.places import SourcePlace
+from reactivate._region.region import Region
 from reactivate._types import Device
 
 
-class Holder:
+class Token:
     """A token in the place of a saved tensor: it is alive as long as the tensor is kept."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -23,7 +23,7 @@ class Holder:
         self.tensor = tensor
 
 
-def tensor_of(holder: Holder) -> Tensor:
+def tensor_of(holder: Token) -> Tensor:
     return holder.tensor
 
 
@@ -60,7 +60,7 @@ class Draft:
 class KeptTensor:
     """A tensor is kept: by whom, and under which figure it counts. No draft: nobody knows yet."""
 
-    holder: ref[Holder]
+    holder: ref[Token]
     draft: Draft | None
     figure: str
 
@@ -69,6 +69,6 @@ class KeptTensor:
 class RegionEnd:
     """A region has ended, and keeps what autograd does not know of."""
 
-    record: ref[Record]
+    region: ref[Region]
     draft: Draft
     calls: dict[int, Draft]  # by the number of the call

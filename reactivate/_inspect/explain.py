@@ -10,8 +10,6 @@ from typing import Any, overload
 
 import torch
 
-from reactivate._engine.mismatch.calls import uncounted
-from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.comparison import Comparison
 from reactivate._inspect.explained_step import ExplainedStep
@@ -21,6 +19,8 @@ from reactivate._inspect.places import codes_around
 from reactivate._inspect.step import Step, leaves_of
 from reactivate._inspect.under import under
 from reactivate._model.cache_watch import Caller, called
+from reactivate._passes.observing import without_regions
+from reactivate._region.due import uncounted
 from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Policy
 from reactivate.policies._base import check_policy

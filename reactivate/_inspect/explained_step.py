@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from sys import _getframe
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -24,7 +24,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from reactivate._backends import synchronize
-from reactivate._engine.accounts import (
+from reactivate._inspect.drafts import Draft, KeptTensor, RegionEnd, Token, tensor_of
+from reactivate._inspect.explanation import Explanation
+from reactivate._inspect.places import SourcePlace, SourcePlaces, module_of
+from reactivate._inspect.step import Step, cotangents, leaves_of
+from reactivate._modules.blocks import blocks_of
+from reactivate._modules.spans import paths_in
+from reactivate._passes.current import is_recomputing, running_now
+from reactivate._passes.observing import keeping, observed_by
+from reactivate._region.accounts import (
     Ledger,
     copied_inputs,
     held_by,
@@ -33,19 +41,11 @@ from reactivate._engine.accounts import (
     pieces_in,
     stored_inputs,
 )
-from reactivate._engine.current import is_recomputing
-from reactivate._engine.inputs.capture import Capture
-from reactivate._engine.kept_calls.kept import Kept, SavedSite
-from reactivate._engine.mismatch.naming import name_of, saved_at
-from reactivate._engine.record import Record, observed_by
-from reactivate._engine.region import Region
-from reactivate._inspect.drafts import Draft, Holder, KeptTensor, RegionEnd, tensor_of
-from reactivate._inspect.explanation import Explanation
-from reactivate._inspect.places import SourcePlace, SourcePlaces, module_of, regions_around
-from reactivate._inspect.step import Step, cotangents, leaves_of
-from reactivate._modules.blocks import blocks_of
-from reactivate._modules.spans import paths_in
-from reactivate._torch.containers import flatten
+from reactivate._region.naming import name_of, saved_at
+from reactivate._region.region import Region
+from reactivate._saved_calls.saved_call import Kept, SavedCall
+from reactivate._snapshot.call import Call
+from reactivate._torch.ops import flatten
 from reactivate._types import Device
 
 
@@ -57,7 +57,7 @@ class ExplainedStep(Step):
     ) -> None:
         super().__init__(model, args, kwargs)
         self._is_fake = is_fake
-        roots = [model] if isinstance(model, Module) else Capture(model, args, kwargs).roots
+        roots = [model] if isinstance(model, Module) else Call(model, args, kwargs).roots
         self._places = SourcePlaces(roots, around)
         self._roots = roots
         self._ledger = Ledger()
@@ -67,9 +67,9 @@ class ExplainedStep(Step):
         self._outside: dict[SourcePlace, Draft] = {}
         # Of regions whose forward pass runs, by their ids: what they keep, and the sites inside.
         self._inputs: defaultdict[int, list[KeptTensor]] = defaultdict(list)
-        self._inside: defaultdict[int, list[Draft | tuple[SavedSite, SourcePlace]]] = defaultdict(list)
+        self._inside: defaultdict[int | None, list[Draft | tuple[SavedCall, SourcePlace]]] = defaultdict(list)
         self._results: dict[int, KeptTensor] = {}  # by the id of a `Kept`
-        self._drafts: dict[int, RegionEnd] = {}  # by the id of the record
+        self._drafts: dict[int, RegionEnd] = {}  # by the id of the region
         # Of the recomputations that run: when they began, and what those inside took.
         self._clocks: list[list[float]] = []
 
@@ -105,63 +105,58 @@ class ExplainedStep(Step):
 
     # -- the forward pass ---------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Holder:
+    def _pack(self, tensor: Tensor) -> Token:
         """Autograd keeps `tensor`."""
-        holder = Holder(tensor)
+        holder = Token(tensor)
         event = KeptTensor(ref(holder), None, "result_bytes")
         self._events.append(event)
-        frame: FrameType | None = _getframe(1)
-        here = frame
-        while frame is not None:
-            if frame.f_code is Kept.settle.__code__:
-                self._results[id(frame.f_locals["self"])] = event
-                return holder
-            if frame.f_code is Region.begin.__code__:
-                event.figure = "input_bytes"
-                self._inputs[id(frame.f_locals["self"])].append(event)
-                return holder
-            frame = frame.f_back
-        place = self._places.at(here)
+        owner = keeping.owner
+        if isinstance(owner, Kept):
+            self._results[id(owner)] = event
+            return holder
+        if owner is not None:
+            event.figure = "input_bytes"
+            self._inputs[id(owner)].append(event)
+            return holder
+        place = self._places.at(_getframe(1))
         event.draft = self._outside.setdefault(place, Draft("outside", place))
         return holder
 
-    def call_begins(self, site: SavedSite) -> None:
+    def call_begins(self, call: SavedCall) -> None:
         """A call is to be saved."""
-        frame = _getframe(1)
         if not is_recomputing():
-            region = next(regions_around(frame), None)
-            self._inside[id(region)].append((site, self._places.at(frame)))
+            self._inside[_region_now()].append((call, self._places.at(_getframe(1))))
 
-    def forward_done(self, record: Record) -> None:
+    def forward_done(self, region: Region) -> None:
         """A region's forward pass is over."""
         if is_recomputing():
             return
         frame = _getframe(1)
-        module = module_of(record)
-        name = name_of(record) if module is None else type(module).__name__
-        draft = Draft("region", self._places.of_region(record, frame), name, "recompute")
-        for event in self._inputs.pop(id(record), ()):
+        module = module_of(region)
+        name = name_of(region) if module is None else type(module).__name__
+        draft = Draft("region", self._places.of_region(region, frame), name, "recompute")
+        for event in self._inputs.pop(id(region), ()):
             event.draft = draft
         calls: dict[int, Draft] = {}
-        for item in self._inside.pop(id(record), ()):
+        for item in self._inside.pop(id(region.identity), ()):
             if isinstance(item, Draft):
                 draft.inside.append(item)
-            elif item[0] in record.sites:
-                call = calls[item[0].number] = self._saved_call(record, *item)
+            elif item[0] in region.saved_calls:
+                call = calls[item[0].number] = self._saved_call(region, *item)
                 draft.inside.append(call)
-        done = self._drafts[id(record)] = RegionEnd(ref(record), draft, calls)
+        done = self._drafts[id(region)] = RegionEnd(ref(region), draft, calls)
         self._events.append(done)
-        around = next((region for region in regions_around(frame) if region is not record), None)
-        (self._regions if around is None else self._inside[id(around)]).append(draft)
+        around = _region_now()
+        (self._regions if around is None else self._inside[around]).append(draft)
 
-    def _saved_call(self, record: Record, site: SavedSite, place: SourcePlace) -> Draft:
-        draft = Draft("saved call", place, site.label, "save")
-        if site.path is not None:
-            draft.place = site.path, place[1]
-            draft.name = site.label.removeprefix(site.path).strip(" ()")
-        if site.reason is not None:
-            draft.kind, draft.action, draft.reason = "call run again", "recompute", site.reason
-        for kept in kept_of(record, site):
+    def _saved_call(self, region: Region, call: SavedCall, place: SourcePlace) -> Draft:
+        draft = Draft("saved call", place, call.label, "save")
+        if call.path is not None:
+            draft.place = call.path, place[1]
+            draft.name = call.label.removeprefix(call.path).strip(" ()")
+        if call.reason is not None:
+            draft.kind, draft.action, draft.reason = "call run again", "recompute", call.reason
+        for kept in kept_of(region, call):
             if not isinstance(kept.storage, Device):
                 draft.put_in(kept.storage)
             event = self._results.pop(id(kept), None)
@@ -181,19 +176,19 @@ class ExplainedStep(Step):
         self._events.clear()
 
     def _count_rest(self, event: RegionEnd) -> None:
-        record = event.record()
-        if record is None:
+        region = event.region()
+        if region is None:
             return
-        for tensor in copied_inputs(record):
+        for tensor in copied_inputs(region):
             self._enter(event.draft, "input_bytes", tensor)
-        for spec in stored_inputs(record):
+        for spec in stored_inputs(region):
             event.draft.put_in(spec.storage)
             self._enter_handle(event.draft, "input_bytes", spec.handle())
-        for tensor in held_by_guards(record):
+        for tensor in held_by_guards(region):
             self._enter(event.draft, "snapshot_bytes", tensor)
-        for site in record.sites:
-            for kept in kept_of(record, site):
-                self._enter_handle(event.calls[site.number], "result_bytes", kept.handle)
+        for call in region.saved_calls:
+            for kept in kept_of(region, call):
+                self._enter_handle(event.calls[call.number], "result_bytes", kept.handle)
 
     def _enter_handle(self, draft: Draft, figure: str, handle: Any) -> None:
         """Count what a storage took, in memory and elsewhere."""
@@ -215,32 +210,31 @@ class ExplainedStep(Step):
 
     # -- the backward -------------------------------------------------------------------------------------------------
 
-    def recomputation_begins(self, record: Record) -> None:
+    def recomputation_begins(self, region: Region) -> None:
         """A region is about to be recomputed."""
         self._clocks.append([_now(), 0.0])
 
-    def recomputation_done(self, record: Record) -> None:
+    def recomputation_done(self, region: Region) -> None:
         """A region was recomputed, and what the recomputation made is in its slots."""
         began, others = self._clocks.pop()
         seconds = _now() - began
         if self._clocks:
             self._clocks[-1][1] += seconds
-        event = self._drafts.get(id(record))
-        if event is None or event.record() is not record:
+        event = self._drafts.get(id(region))
+        if event is None or event.region() is not region:
             return
         if not self._is_fake:
             event.draft.add("seconds", seconds - others)
         if "recomputed_bytes" not in event.draft.figures:
-            self._count_recomputed(record, event.draft)
+            self._count_recomputed(region, event.draft)
 
-    def _count_recomputed(self, record: Record, draft: Draft) -> None:
+    def _count_recomputed(self, region: Region, draft: Draft) -> None:
         draft.add("recomputed_bytes", 0)
         lines: dict[str | None, Draft] = {}
-        for number, (reference, *_) in enumerate(record.saved):
-            slot = reference()
-            size = 0 if slot is None or slot.value is None else self._ledger.enter(slot.value)
+        for number, value in enumerate(region.values or ()):
+            size = 0 if value is None else self._ledger.enter(value)
             if size:
-                site = saved_at(record, number)
+                site = saved_at(region, number)
                 source = self._places.line(site)
                 place = draft.place[0], source
                 line = lines.setdefault(source, Draft("recomputed", place, action="recompute"))
@@ -248,6 +242,12 @@ class ExplainedStep(Step):
                     item.add("recomputed_bytes", size)
                 line.add("tensors", 1)
         draft.inside += lines.values()
+
+
+def _region_now() -> int | None:
+    """Return the id of the identity of the region whose forward pass runs, None outside of regions."""
+    place = running_now()
+    return None if place is None else id(place[0])
 
 
 def _now() -> float:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reactivate._engine.accounts import in_words
 from reactivate._inspect.entries import Entry, merged
 from reactivate._inspect.explanation_table import table_of
+from reactivate._region.accounts import in_words
 from reactivate._text.table import Table
 from reactivate._text.words import counted
 from reactivate.errors import UsageError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from reactivate._engine.accounts import in_words
 from reactivate._inspect.entries import Entry, merged
 from reactivate._modules.paths import THE_MODEL
+from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 

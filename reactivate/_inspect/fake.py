@@ -12,15 +12,13 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._engine.inputs.capture import Capture
 from reactivate._inspect.collectives import is_collective, simulated_collective
 from reactivate._inspect.known_results import KnownResults
 from reactivate._inspect.sharded import sharding_faked
-from reactivate._torch.containers import flatten, leaves_at_op, unflatten
-from reactivate._torch.fake import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
-from reactivate._torch.ops import DEVICE_QUERY
-from reactivate._torch.reducers import without_reducing
-from reactivate._torch.sharding import sharded_in
+from reactivate._snapshot.call import Call
+from reactivate._torch.modes import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
+from reactivate._torch.modules import sharded_in, without_reducing
+from reactivate._torch.ops import DEVICE_QUERY, flatten, leaves_at_op, unflatten
 
 
 def has_no_memory(tensor: Tensor) -> bool:
@@ -31,7 +29,7 @@ def has_no_memory(tensor: Tensor) -> bool:
 def tensors_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Arguments and parameters."""
     found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    return found + [item for root in Capture(model, args, kwargs).roots for item in root.parameters()]
+    return found + [item for root in Call(model, args, kwargs).roots for item in root.parameters()]
 
 
 @contextmanager
@@ -65,7 +63,7 @@ def faked(
     def fake_argument(value: Any) -> Any:
         return value if isinstance(value, Tensor) and _has_values(value) else fake(value)
 
-    modules = Capture(model, args, kwargs).modules
+    modules = Call(model, args, kwargs).modules
     namespaces: list[dict[str, Any]] = [
         namespace for module in modules for namespace in (module._parameters, module._buffers, module.__dict__)
     ]

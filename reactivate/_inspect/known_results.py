@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from reactivate._torch.fake import FakeTensor, without_dispatch
-from reactivate._torch.modes import without_function_modes
+from reactivate._torch.modes import FakeTensor, without_dispatch, without_function_modes
 from reactivate._torch.ops import OpOverload, returns_arguments, written_arguments
 
 Facts = tuple[Any, ...]

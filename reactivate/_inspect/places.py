@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import CodeType, FrameType
 
 from torch.nn import Module
 
-from reactivate._engine.record import Record
-from reactivate._engine.region import Region
-from reactivate._engine.run import run
-from reactivate._engine.sites import Site, line_of, user_frame
 from reactivate._modules.spans import SequentialSpan, SpanPlace
 from reactivate._modules.view import original_of
+from reactivate._passes.places import CodeLocation, line_of, user_frame
+from reactivate._region.region import Region
 from reactivate._torch.modules import MODULE_CALL_CODE
 
 SourcePlace = tuple[str, "str | None"]  # module path, source line
@@ -40,16 +38,16 @@ class SourcePlaces:
         found = None if here is None else user_frame(here)
         return path or "", None if found is None else self.line((found.f_code, found.f_lasti))
 
-    def of_region(self, record: Record, frame: FrameType) -> SourcePlace:
+    def of_region(self, region: Region, frame: FrameType) -> SourcePlace:
         """Return the place of a region whose forward ends in `frame`."""
         path, line = self.at(frame)
-        module = module_of(record)
+        module = module_of(region)
         if isinstance(module, SequentialSpan):
-            place = SpanPlace.of(record.options.name or "")
+            place = SpanPlace.of(region.options.name or "")
             return path if place is None else str(place._replace(path=path)), line
         return self._paths.get(id(module), path), line
 
-    def line(self, site: Site) -> str | None:
+    def line(self, site: CodeLocation) -> str | None:
         """Return the line of a site; None in the code around."""
         return None if site[0] in self._around else line_of(site)
 
@@ -63,18 +61,8 @@ def codes_around(frame: FrameType | None) -> set[CodeType]:
     return codes
 
 
-def regions_around(frame: FrameType | None) -> Iterator[Region]:
-    """The regions whose forward pass runs, innermost first."""
-    while frame is not None:
-        if frame.f_code is run.__code__:
-            region = frame.f_locals.get("region")
-            if region is not None:
-                yield region
-        frame = frame.f_back
-
-
-def module_of(record: Record) -> Module | None:
+def module_of(region: Region) -> Module | None:
     """The module that is the region, if it is one."""
-    fn = record.fn
+    fn = region.fn
     owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, Module) else None

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._torch.sharding import drop_unreduced_gradients, is_root, sharded_in, sharding_state
+from reactivate._torch.modules import drop_unreduced_gradients, is_root, sharded_in, sharding_state
 
 _LIBRARY = "torch.distributed.fsdp"
 _CONTAINERS = (list, dict, set)

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from reactivate._engine.accounts import Ledger
-from reactivate._engine.inputs.capture import Capture
-from reactivate._engine.record import Record, observed_by
-from reactivate._torch.containers import flatten, leaves_with_paths
+from reactivate._passes.observing import observed_by
+from reactivate._region.accounts import Ledger
+from reactivate._region.region import Region
+from reactivate._snapshot.call import Call
+from reactivate._snapshot.moment import Moment
+from reactivate._snapshot.rewound import RewoundMoment
+from reactivate._torch.ops import flatten, leaves_with_paths
 from reactivate.errors import UsageError
-from reactivate.guards import Modules, all_sources
+from reactivate.guards import all_sources
 
 Change = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any]]]
 
@@ -36,10 +39,10 @@ class Outcome:
     regions: int = 0
     recomputations: int = 0
 
-    def forward_done(self, record: Record) -> None:
+    def forward_done(self, region: Region) -> None:
         self.regions += 1
 
-    def recomputation_done(self, record: Record) -> None:
+    def recomputation_done(self, region: Region) -> None:
         self.recomputations += 1
 
 
@@ -48,11 +51,10 @@ class Step:
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        reach = Capture(model, args, kwargs)
+        reach = Call(model, args, kwargs)
         self.sources = all_sources(reach)
         self.modules = reach.modules
-        self._guard = Modules()
-        self._state = self._guard.before(reach)
+        self._moment = Moment((), (), (), reach.tree, reach.may_write_unseen)
         self.inputs = _leaves_requiring_grad("args", args) | _leaves_requiring_grad("kwargs", kwargs)
         known = {id(tensor) for tensor in self.inputs.values()}
         for root in reach.roots:
@@ -77,8 +79,7 @@ class Step:
             for source in self.sources:
                 stack.callback(source.write, source.read())
             stack.enter_context(torch.enable_grad())
-            if self._state is not None:
-                stack.enter_context(self._guard.rewound(self._state))
+            stack.enter_context(RewoundMoment(self._moment, takes_turns=False))
             yield
 
     def _roots_of(self, outputs: Iterable[Tensor]) -> list[Tensor]:

@@ -10,14 +10,14 @@ from typing import Any
 
 from reactivate._backends import backends
 from reactivate._checkpoint import checkpoint
-from reactivate._engine.accounts import in_words
-from reactivate._engine.mismatch.calls import uncounted
-from reactivate._engine.record import without_regions
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.differences import first_difference
 from reactivate._inspect.step import Change, Outcome, Step
 from reactivate._inspect.under import under
 from reactivate._model.cache_watch import Caller, called
+from reactivate._passes.observing import without_regions
+from reactivate._region.accounts import in_words
+from reactivate._region.due import uncounted
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import counted
 from reactivate._types import Policy

@@ -25,10 +25,10 @@ from torch.nn import functional
 
 from reactivate._loss.by_rows import cross_entropy_by_rows
 from reactivate._loss.observed import tell
-from reactivate._torch.containers import flatten, unflatten
 from reactivate._torch.dynamo import leave_out_of_graphs
-from reactivate._torch.fake import FakeTensor
-from reactivate._torch.wrappers import without_memory
+from reactivate._torch.modes import FakeTensor
+from reactivate._torch.modules import without_memory
+from reactivate._torch.ops import flatten, unflatten
 from reactivate.errors import UnsupportedError
 
 _ASKED: tuple[Any, ...] = (

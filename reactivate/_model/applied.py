@@ -9,15 +9,16 @@ from typing import Any
 from torch.nn import Module
 
 from reactivate._compilers.graph import contexts_for
-from reactivate._engine.kept_calls.choice import Choice, Unmatched
-from reactivate._engine.kept_calls.site_log import serve
-from reactivate._engine.record import Options
 from reactivate._model.cache_watch import CacheWatch
 from reactivate._model.forwards import FoundForward, HeadForward, RegionForward, SavedForward, SpansForward
 from reactivate._model.handle import FORWARD, AppliedForward, Handle, own_forward_of
 from reactivate._model.selection import Selection
+from reactivate._region.options import Options
+from reactivate._saved_calls.choice import Choice
+from reactivate._saved_calls.log import serve
 from reactivate._types import DEVICE, Policy, Storage
 from reactivate.policies._base import ReadyMade, interest_of
+from reactivate.policies._unmatched import Unmatched
 
 
 class Applied:

@@ -9,19 +9,19 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._engine.kept_calls.choice import Unmatched
-from reactivate._engine.record import Options
 from reactivate._model.applied import Applied, kinds_in
 from reactivate._model.handle import FORWARD, AppliedForward, Handle, Owner, forward_of, forwards_of
 from reactivate._model.per_call import AppliedPerCall, CalledForward
 from reactivate._model.selection import Selection
 from reactivate._options import Determinism, make_options
+from reactivate._region.options import Options
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
 from reactivate._types import Guard, Policy
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
 from reactivate.policies._base import PerCall, ReadyMade, check_policy
+from reactivate.policies._unmatched import Unmatched
 
 
 @refuse_unknown

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled
 
-from reactivate._engine.accounts import Ledger, in_words
-from reactivate._engine.record import Options
-from reactivate._engine.run import run
+from reactivate._region.accounts import Ledger, in_words
+from reactivate._region.options import Options
+from reactivate._region.run import run
 from reactivate._text.warnings import warn
 from reactivate._text.words import counted
 

@@ -11,12 +11,12 @@ from typing import Any
 from torch.compiler import is_compiling
 from torch.nn import Module, Sequential
 
-from reactivate._engine.kept_calls.site_log import current_log
-from reactivate._engine.record import Options
-from reactivate._engine.run import run
 from reactivate._loss.logits import call_by_rows
 from reactivate._model.handle import AppliedForward, Handle, Owner
 from reactivate._modules.spans import SequentialSpan, SpanPlace, members_of
+from reactivate._passes.logs import current_log
+from reactivate._region.options import Options
+from reactivate._region.run import run
 from reactivate._run import run_region, run_untraced
 
 

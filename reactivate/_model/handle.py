@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from torch.nn import Module
 
-from reactivate._engine.record import Options
-from reactivate._engine.state.shadows import forget_shadows
 from reactivate._model.cache_watch import CacheWatch
 from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.standin import Cover
+from reactivate._region.options import Options
+from reactivate._snapshot.shadows import forget_shadows
 from reactivate._text.words import counted
 from reactivate._types import Policy
 from reactivate.policies._base import shortened

@@ -18,9 +18,9 @@ from torch import is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._engine.record import Options
 from reactivate._model.applied import Applied
 from reactivate._model.handle import FORWARD, AppliedForward, own_forward_of
+from reactivate._region.options import Options
 from reactivate._torch.dynamo import leave_out_of_graphs
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError

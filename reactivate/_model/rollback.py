@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from reactivate._bits import checksum
-from reactivate._engine.inputs.capture import Capture
 from reactivate._model.companions import KINDS as COMPANIONS, Companions
 from reactivate._model.handle import FORWARD, AppliedForward
-from reactivate._torch.containers import flatten
+from reactivate._snapshot.call import Call
+from reactivate._torch.ops import flatten
 from reactivate.guards import all_sources
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -42,11 +42,12 @@ class Rollback:
     def __init__(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, copies_optimizer: bool
     ) -> None:
-        reach = Capture(step, args, kwargs)
+        reach = Call(step, args, kwargs)
         self.modules: list[Module] = list(reach.modules)
         self._copies_optimizer = copies_optimizer
         self._streams = [(source, source.read()) for source in all_sources(reach)]
-        self._notes = [*reach.notes, *reach.module_notes]
+        trees = () if reach.tree is None else zip(reach.tree.holders, reach.tree.contents)
+        self._objects = [*((holder, holder.record()) for holder in reach.holders), *trees]
         self._namespaces = [(space, dict(space)) for module in self.modules for space in _namespaces_of(module)]
         stateful: list[Any] = [item for item in self.modules if hasattr(type(item), "recompute_state")]
         self._states = [(item, item.recompute_state()) for item in stateful]
@@ -122,9 +123,9 @@ class Rollback:
             if space.keys() != before.keys() or not all(map(is_, space.values(), map(before.get, space))):
                 space.clear()
                 space.update(before)
-        for note in self._notes:
-            if not note.is_at(note.noted):
-                note.put(note.noted)
+        for holder, contents in self._objects:
+            if not holder.is_at(contents):
+                holder.put(contents)
         for module, known in self._states:
             module.load_recompute_state(known)
         for tensor, content in self._buffers:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.nn import Module
 
-from reactivate._engine.kept_calls.choice import Unmatched
 from reactivate._model.span_selection import by_sequential, spans_named
 from reactivate._modules.blocks import blocks_of, siblings_of
 from reactivate._modules.paths import THE_MODEL
@@ -16,6 +15,7 @@ from reactivate._types import DEVICE, Action, LossByRows, Policy, Recompute, Sav
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
 from reactivate.policies._select import did_you_mean
+from reactivate.policies._unmatched import Unmatched
 
 
 class Selection:

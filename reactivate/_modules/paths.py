@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from torch.nn import Module
+
 THE_MODEL = "the model itself"
 """The path of a model in words: in `named_modules()` it is empty."""
 
@@ -15,3 +19,20 @@ def is_below(path: str, above: str) -> bool:
         (True, False, True)
     """
     return not above or path == above or path.startswith(f"{above}.")
+
+
+def modules_below(root: Module, path: str) -> Iterator[tuple[str, Module]]:
+    """Yield (path, module) of the modules inside of `root`, which has `path`, as `named_modules` does, unseen and faster."""
+    seen = {id(root)}
+    todo: list[tuple[str, Module]] = [(path, root)]
+    while todo:
+        path, module = todo.pop()
+        if module is not root:
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            yield path, module
+        children = module.__dict__["_modules"]
+        if children:
+            prefix = path + "." if path else ""
+            todo += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]

@@ -1,4 +1,4 @@
-"""torch.compile: what it is not to compile, and regions inside of what it does."""
+"""Compilers of torch's: what torch.compile is not to compile and regions inside of what it does, inductor, TorchScript."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, GeneratorType
 from typing import Any, TypeVar
 
 import torch
@@ -14,25 +14,28 @@ import torch.utils.checkpoint
 
 from reactivate._torch.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, same
 from reactivate._torch.modes import is_tracing
-from reactivate._torch.ways import fastest, find, is_missing
+from reactivate._torch.private_api import Replaced, find, is_missing, resolve_private
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_WRAP = "torch._higher_order_ops.wrap"
+# -- what is not compiled ---------------------------------------------------------------------------------------------
 
-
-def _is_strategy(put: Any, strategy: Any, action: Any) -> bool:
-    put((lambda: None).__code__, strategy(action.SKIP, action.SKIP))
-    return True
-
-
-_set_strategy, _Strategy, _Action = fastest(
+_set_strategy, _Strategy, _Action = resolve_private(
     "excluding code from torch.compile",
     "torch._C._dynamo.eval_frame.set_code_exec_strategy",
     "torch._C._dynamo.eval_frame._FrameExecStrategy",
     "torch._C._dynamo.eval_frame._FrameAction",
-    probe=_is_strategy,
+    probe=lambda put, kind, action: put((lambda: None).__code__, kind(action.SKIP, action.SKIP)) is None,
     lost="the exclusion of regions from torch.compile: it may compile parts of them, and a warning says so",
+)
+# With `False`: of the compiled versions of a function that fit a call, take the oldest, not the one used last. So a
+# recomputation takes the version that its forward pass took, also if others were compiled or used in between.
+prefer_version_used_last: Callable[[bool], Any] = resolve_private(
+    "choosing the oldest compiled version that fits",
+    "torch._C._dynamo.eval_frame._set_lru_cache",
+    probe=callable,  # there is no question for what it was before
+    without=lambda is_on: None,  # as in torch 2.9
+    lost="a recomputation may use another compiled version of a function that fits",
 )
 
 
@@ -44,8 +47,8 @@ def leave_to_eager(code: CodeType) -> None:
     """
     if is_missing(_set_strategy):
         _warn_of_compiled_regions()
-        return
-    _set_strategy(code, _Strategy(_Action.SKIP, _Action.SKIP))
+    else:
+        _set_strategy(code, _Strategy(_Action.SKIP, _Action.SKIP))
 
 
 @functools.cache
@@ -72,23 +75,17 @@ def runs_while_traced(function: _F) -> _F:
 
     That one imports torch._dynamo, which takes seconds.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True
     return function
 
 
-def _prefer_nothing(is_on: bool) -> None:
-    """torch 2.9 has no such switch."""
+# -- regions in a graph -----------------------------------------------------------------------------------------------
 
-
-# With `False`: of the compiled versions of a function that fit a call, take the oldest, not the one used last. So a
-# recomputation takes the version that its forward pass took, also if others were compiled or used in between.
-prefer_version_used_last: Callable[[bool], None] = fastest(
-    "choosing the oldest compiled version that fits",
-    "torch._C._dynamo.eval_frame._set_lru_cache",
-    probe=callable,  # there is no question for what it was before
-    without=_prefer_nothing,
-    lost="a recomputation may use another compiled version of a function that fits",
-)
+_WRAP = "torch._higher_order_ops.wrap"
+# Where the traced graph is not compiled further but run as it is (`backend="eager"`), torch checkpoints it with its own
+# engine and without random states: gradients would be wrong. There the region keeps its activations. (torch < 2.12 does
+# that by itself.)
+_recompute_everything: Any = getattr(find(_WRAP), "_always_prefer_recompute", None)
 
 
 class NotTraced(Exception):
@@ -123,29 +120,6 @@ def checkpoint_in_graph(
     raise NotTraced
 
 
-def named_in_graph(name: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A call that torch.compile traces, named for policies."""
-    if not names_reach_graphs:
-        return fn(*args, **kwargs)
-    with torch.fx.traceback.annotate({SITE: name}):
-        return fn(*args, **kwargs)
-
-
-SITE = "reactivate.site"
-names_reach_graphs: bool = hasattr(torch.fx.traceback, "annotate")  # since torch 2.10
-
-
-def node_being_traced() -> Any:
-    """Return what Dynamo knows of the call that the op being traced comes from."""
-    return torch.fx.traceback.get_current_meta()
-
-
-# Where the traced graph is not compiled further but run as it is (`backend="eager"`), torch checkpoints it with its own
-# engine and without random states: gradients would be wrong. There the region keeps its activations. (torch < 2.12 does
-# that by itself.)
-_recompute_everything: Any = getattr(find(_WRAP), "_always_prefer_recompute", None)
-
-
 def runs_as_traced(function: Callable[..., Any]) -> bool:
     """Return whether `function` is the inside of a traced region, which torch is running as it was traced."""
     return function.__module__ == _WRAP and not is_tracing()
@@ -169,14 +143,12 @@ def _contexts_in_graph(context_fn: Callable[[], Any]) -> Any:
 
 
 def _contexts_by_default() -> Any:
-    return _contexts_in_graph(_recompute_everything_contexts)
+    return _contexts_in_graph(
+        lambda: torch.utils.checkpoint.create_selective_checkpoint_contexts(_recompute_everything)
+    )
 
 
-def _recompute_everything_contexts() -> Any:
-    return torch.utils.checkpoint.create_selective_checkpoint_contexts(_recompute_everything)
-
-
-_contexts_by_default.cache_hash = "reactivate: recompute everything"  # type: ignore[attr-defined]
+_contexts_by_default.cache_hash = "reactivate: recompute everything"
 
 
 class _KeepEverything(contextlib.AbstractContextManager[None]):
@@ -189,3 +161,105 @@ class _KeepEverything(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *error: object) -> None:
         pop_saved_tensor_hooks()
+
+
+SITE = "reactivate.site"
+names_reach_graphs: bool = hasattr(torch.fx.traceback, "annotate")  # since torch 2.10
+
+
+def named_in_graph(name: str, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call that torch.compile traces, named for policies."""
+    if not names_reach_graphs:
+        return fn(*args, **kwargs)
+    with torch.fx.traceback.annotate({SITE: name}):
+        return fn(*args, **kwargs)
+
+
+def node_being_traced() -> Any:
+    """Return what Dynamo knows of the call that the op being traced comes from."""
+    return torch.fx.traceback.get_current_meta()
+
+
+# -- code that inductor compiled, shown as one op ---------------------------------------------------------------------
+
+COMPILED_CODE = "inductor_compiled_code"
+_FLAG = "_is_in_torch_dispatch_mode"
+
+
+def _reads_flag(is_active: Any) -> bool:
+    names, seen = is_active.__globals__, []
+    before = names[_FLAG]
+    for value in (True, False, before):
+        names[_FLAG] = value
+        seen.append(is_active())
+    return seen[:2] == [True, False]
+
+
+_is_active = resolve_private(
+    "compiled code as one op",
+    "torch.utils._python_dispatch.is_in_torch_dispatch_mode",
+    probe=_reads_flag,
+    without=lambda: None,  # an older torch has no such op
+    lost="policies that save compiled code: it is recomputed",
+)
+# With inductor's option `wrap_inductor_compiled_regions` compiled code calls itself through an op, but only where torch
+# notes that a dispatch mode is active. A region with a policy has a function mode, which costs less and sees that op as
+# well; so the note is set for as long as such a region runs. Nothing else in torch reads it.
+compiled_code_is_shown = Replaced(
+    lambda: [(find("torch.utils._python_dispatch"), _FLAG, True)] if _FLAG in _is_active.__globals__ else []
+)
+
+# -- TorchScript ------------------------------------------------------------------------------------------------------
+
+# The graph that TorchScript's interpreter ran last on this thread, None if it never did: 0.05 us.
+last_script_graph: Callable[[], Any] = resolve_private(
+    "the scripted function that ran last",
+    "torch._C._last_executed_optimized_graph",
+    probe=lambda ask: ask() is ask(),
+    without=lambda: None,
+    lost="the first call of a scripted function raises if reactivate cannot find that function in the code",
+)
+# How many calls TorchScript watches before it compiles.
+count_of_profiled_runs: Callable[[], int] = resolve_private(
+    "the number of calls that TorchScript profiles",
+    "torch._C._jit_get_num_profiled_runs",
+    probe=lambda ask: ask() >= 0,
+    lost="regions with scripted functions",
+)
+
+
+def is_profiling_graph(graph: Any) -> bool:
+    """Return whether TorchScript ran `graph` to see what to compile, and will run another one next time."""
+    return any(node.kind() == "prim::profile" for node in graph.nodes())
+
+
+def is_compiled_script(script: Any) -> bool:
+    """Return whether a scripted function or module has been called often enough to be compiled."""
+    try:
+        script.get_debug_state()
+    except RuntimeError:
+        return False
+    return True
+
+
+# -- torch's own checkpoint -------------------------------------------------------------------------------------------
+
+
+def close_checkpoints_within(error: BaseException) -> None:
+    """Close what calls of torch's checkpoint have opened that an error went through, the innermost first.
+
+    torch 2.9 and 2.11 leave saved-tensor hooks and modes to a generator that nobody closes before the traceback is collected:
+    until then the hooks stay, and then those go that are innermost by that time, whoever's they are.
+
+    Args:
+        error: as it arrives at a caller of ours. Calls outside of that caller are not in its traceback yet.
+    """
+    trace, frames = error.__traceback__, []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames):
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            for value in frame.f_locals.values():
+                if isinstance(value, GeneratorType):
+                    value.close()

@@ -1,81 +1,71 @@
-"""Function and dispatch modes, and looks at tensors that none of them sees."""
+"""Modes: function and dispatch modes, fake tensors, transforms of `torch.func`, and settings that decide what ops compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import logging
+import operator
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from reactivate._torch.ways import fastest
+from reactivate._torch.private_api import find, is_missing, resolve_private
+from reactivate._torch.rng import accelerator_device
+
+# -- stacks of modes --------------------------------------------------------------------------------------------------
 
 
-class _Mode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class _DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def _is_stack(count: Any, at: Any, push: Any, pop: Any, is_any: Any, disabled: Any) -> bool:
-    before, mode = count(), _Mode()
+def _is_stack(mode: Any, count: Any, at: Any, push: Any, pop: Any) -> bool:
+    before = count()
     push(mode)
-    try:
-        is_there = count() == before + 1 and at(before) is mode and is_any()
+    is_there = count() == before + 1 and at(before) is mode
+    return pop() is mode and is_there and count() == before
+
+
+def _hides_modes(is_any: Any, disabled: Any) -> bool:
+    with TorchFunctionMode():
         with disabled():
             is_hidden = not is_any()
-    finally:
-        popped = pop()
-    return is_there and is_hidden and popped is mode and count() == before
+        return is_hidden and is_any()
 
 
 push_function_mode: Callable[[Any], None]
 pop_function_mode: Callable[[], Any]
-is_function_mode_active: Callable[[], bool]
-without_function_modes: Any  # the engine's own looks at tensors are not the user's ops
-(
-    _count_function_modes,
-    _function_mode_at,
-    push_function_mode,
-    pop_function_mode,
-    is_function_mode_active,
-    without_function_modes,
-) = fastest(
+_count_function_modes, _function_mode_at, push_function_mode, pop_function_mode = resolve_private(
     "the stack of function modes",
     "torch._C._len_torch_function_stack",
     "torch._C._get_function_stack_at",
     "torch._C._push_on_torch_function_stack",
     "torch._C._pop_torch_function_stack",
-    "torch._C._is_torch_function_mode_enabled",
-    "torch._C.DisableTorchFunction",
-    probe=_is_stack,
+    probe=lambda *names: _is_stack(TorchFunctionMode(), *names),
     lost="every region",
 )
-
-
-def _is_dispatch_stack(count: Any, at: Any, push: Any, pop: Any) -> bool:
-    before, mode = count(), _DispatchMode()
-    push(mode)
-    try:
-        is_there = count() == before + 1 and at(before) is mode
-    finally:
-        popped = pop(None)
-    return is_there and popped is mode and count() == before
-
-
+is_function_mode_active: Callable[[], bool]
+without_function_modes: Any  # the engine's own looks at tensors are not the user's ops
+is_function_mode_active, without_function_modes = resolve_private(
+    "looks at tensors that no function mode sees",
+    "torch._C._is_torch_function_mode_enabled",
+    "torch._C.DisableTorchFunction",
+    probe=_hides_modes,
+    lost="every region",
+)
 is_dispatch_mode_active: Callable[[], int]
-is_dispatch_mode_active, _dispatch_mode_at, _push_dispatch_mode, _pop_dispatch_mode = fastest(
+is_dispatch_mode_active, _dispatch_mode_at, _push_dispatch_mode, _pop_dispatch_mode = resolve_private(
     "the stack of dispatch modes",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._get_dispatch_stack_at",
     "torch._C._push_on_torch_dispatch_stack",
     "torch._C._pop_torch_dispatch_stack",
-    probe=_is_dispatch_stack,
+    probe=lambda count, at, push, pop: _is_stack(TorchDispatchMode(), count, at, push, lambda: pop(None)),
     lost="every region",
 )
 
@@ -107,31 +97,36 @@ def replace_dispatch_modes(modes: tuple[Any, ...]) -> None:
         _push_dispatch_mode(mode)
 
 
+_KEYS, _machinery = find("torch._C._TorchDispatchModeKey"), find("torch._C._get_dispatch_mode")
+
+
 def is_tracing() -> bool:
     """Return whether ops are traced, and not run."""
-    keys = torch._C._TorchDispatchModeKey
-    return any(map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)))
+    return any(map(_machinery, (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)))
 
 
 def is_aot_tracing() -> bool:
     """Return whether AOTAutograd calls Python to trace it, with tensors that stand for no values."""
-    if not is_dispatch_mode_active():
-        return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+    return bool(is_dispatch_mode_active()) and _machinery(_KEYS.FUNCTIONAL) is not None
+
+
+# The innermost torch.func transform around the call, or None.
+current_transform: Callable[[], Any] = resolve_private(
+    "detecting torch.func transforms around a call",
+    "torch._C._functorch.peek_interpreter_stack",
+    probe=lambda ask: ask() is ask(),
+    without=lambda: None,
+    lost="regions under torch.func raise torch's own error about hooks",
+)
+_TRANSFORMS = {"Grad": "torch.func.grad or vjp", "Jvp": "torch.func.jvp", "Vmap": "torch.func.vmap"}
+
+
+def name_of_transform() -> str | None:
+    """Return the name of the innermost transform; None for functionalization, which is not the user's."""
+    return _TRANSFORMS.get(current_transform().key().name)
 
 
 # -- looks that none of them sees -------------------------------------------------------------------------------------
-
-
-def copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that neither autograd nor modes of the user's notice."""
-    if not is_dispatch_mode_active() and not _count_function_modes():
-        return (tensor.detach() if tensor.requires_grad else tensor).clone()
-    with without_function_modes():
-        if type(tensor) is not torch.Tensor or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
-            return tensor.detach().clone()
-        with _disable_current_modes():
-            return tensor.detach().clone()
 
 
 def run_unseen(function: Callable[..., Any], *args: Any) -> Any:
@@ -142,30 +137,264 @@ def run_unseen(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def equal_unseen(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare tensors unseen by the user's modes and by a fake-tensor mode, which could not say."""
+def copy_unseen(tensor: Tensor) -> Tensor:
+    """A copy that neither autograd nor modes of the user's notice."""
     if not is_dispatch_mode_active() and not _count_function_modes():
-        return torch.equal(one, other)
+        return (tensor.detach() if tensor.requires_grad else tensor).clone()
+    with without_function_modes():
+        if type(tensor) is not Tensor or _machinery(_KEYS.PROXY):
+            return tensor.detach().clone()
+        with _disable_current_modes():
+            return tensor.detach().clone()
+
+
+def equal_unseen(one: Tensor, other: Tensor) -> bool:
+    """Compare tensors unseen by the user's modes and by a fake-tensor mode, which could not say."""
     return run_unseen(torch.equal, one, other)
 
 
 def is_same_state(one: Any, other: Any) -> bool:
     """Compare states of a generator: tensors unseen, anything else as it compares itself."""
-    return equal_unseen(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
-
-
-def _copies(copy: Any) -> bool:
-    x = torch.zeros(2, device="cpu")
-    copy([x], [torch.ones(2, device="cpu")])
-    return bool(x.sum() == 2)
-
-
-def _copy_each(targets: Any, sources: Any) -> None:
-    for target, source in zip(targets, sources):
-        target.copy_(source)
+    return equal_unseen(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 # Many tensors copied into others with one call; `torch.Tensor.copy_` costs a call of Python's for each.
-copy_all: Callable[..., None] = fastest(
-    "copying many tensors in one call", "torch._foreach_copy_", probe=_copies, public=_copy_each
+copy_all: Callable[..., Any] = resolve_private(
+    "copying many tensors in one call",
+    "torch._foreach_copy_",
+    probe=lambda copy: (x := torch.zeros(1, device="cpu"), copy([x], [torch.ones_like(x)]))[0].item() == 1,
+    public=lambda targets, sources: [target.copy_(source) for target, source in zip(targets, sources)],
 )
+
+# -- fake tensors (`explain(fake=True)`) ------------------------------------------------------------------------------
+
+FakeTensor, FakeTensorMode = find("torch._subclasses.FakeTensor"), find("torch._subclasses.FakeTensorMode")
+# What fake tensors raise where the numbers in a tensor decide, and not only because they cannot run an op.
+NEEDS_NUMBERS = (
+    find("torch._subclasses.fake_tensor.DataDependentOutputException"),
+    find("torch._subclasses.fake_tensor.DynamicOutputShapeException"),
+)
+# What AOTAutograd calls a function with, to trace it.
+STAND_INS = FakeTensor, find("torch._subclasses.functional_tensor.FunctionalTensor")
+# What runs with no fake tensor among its arguments can run for real: the fake mode is put aside for the time.
+unset_fake_temporarily = find("torch._subclasses.fake_tensor.unset_fake_temporarily")
+
+
+def _hides_dispatch(without: Any) -> bool:
+    with TorchDispatchMode(), without():  # which raises if it sees an op
+        made = torch.empty_strided((2, 3), (1, 2), device="meta")
+    return type(made) is Tensor and made.stride() == (1, 2)
+
+
+# What runs inside goes to kernels at once: no dispatch mode and no tensor's own `__torch_dispatch__` sees it.
+without_dispatch: Any = resolve_private(
+    "making tensors beside fake ones",
+    "torch._C._DisableTorchDispatch",
+    probe=_hides_dispatch,
+    public=_disable_current_modes,
+)
+
+
+def device_of(fake: Any) -> torch.device:
+    """Return the device that a fake tensor gives as its own: torch asks several times an op, through every mode."""
+    return torch.device("meta") if fake.fake_mode.in_kernel_invocation else fake.fake_device
+
+
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+
+
+def lacks_values(error: BaseException) -> bool:
+    """Return whether torch has raised an error, as it does where a fake tensor has no values or an op no kernel for it.
+
+    It has classes of its own for most of these. The others are plain errors of its C++, or come out of its Python, where a
+    tensor is written as a text, say. An error that other code has raised has another reason: in the user's, in ours.
+    """
+    kind, where = type(error), error.__traceback__
+    if issubclass(kind, torch.OutOfMemoryError):
+        return False
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    is_of_cpp = kind in (RuntimeError, NotImplementedError) or kind.__module__.startswith("torch.")
+    return is_of_cpp or (where is not None and where.tb_frame.f_code.co_filename.startswith(_TORCH))
+
+
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """torch does not log the ops that fake tensors cannot run: the caller has another way to run them."""
+    before = _LOGGER.level
+    _LOGGER.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        _LOGGER.setLevel(before)
+
+
+# -- settings that decide what ops compute ----------------------------------------------------------------------------
+
+ask: Callable[[Callable[[], Any]], Any]
+ask = getattr(operator, "call", None) or (lambda function: function())  # Python 3.11 has it in C
+
+
+class Flag(NamedTuple):
+    """A setting that decides what ops compute.
+
+    Public context managers (`sdpa_kernel`, `autocast`, ...) cannot be asked for what is set, or cost microseconds each.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+def _attribute(path: str) -> tuple[Any, Any]:
+    """Return how to read and write an attribute of `torch.backends`, some of which are properties of modules."""
+    owner, _, name = f"backends.{path}".rpartition(".")
+    return (
+        lambda: getattr(attrgetter(owner)(torch), name),
+        lambda value: setattr(attrgetter(owner)(torch), name, value),
+    )
+
+
+_PRECISIONS = {
+    ("generic", "all"): "fp32_precision",
+    ("mkldnn", "matmul"): "mkldnn.matmul.fp32_precision",
+    ("cuda", "matmul"): "cuda.matmul.fp32_precision",
+    ("cuda", "conv"): "cudnn.conv.fp32_precision",
+    ("cuda", "rnn"): "cudnn.rnn.fp32_precision",
+}
+_get_precision, _put_precision = resolve_private(
+    "the precision of float32 ops",
+    "torch._C._get_fp32_precision_getter",
+    "torch._C._set_fp32_precision_setter",
+    probe=lambda get, put: all(isinstance(get(*key), str) for key in _PRECISIONS),
+    public=(
+        lambda *key: _attribute(_PRECISIONS[key])[0](),
+        lambda backend, op, value: _attribute(_PRECISIONS[backend, op])[1](value),
+    ),
+)
+
+
+def _fp32_precision(*key: str) -> Flag:
+    read, write = (functools.partial(function, *key) for function in (_get_precision, _put_precision))
+    return Flag(f"{' '.join(key)} fp32_precision", read, write)
+
+
+def _flag(name: str, read: str, public: Any, write: str = "") -> Flag:
+    """Return a flag with private names, and with a public way: an attribute of `torch.backends`, or two functions."""
+    names = f"torch._C._get_{read}", f"torch._C._set_{write or read}"
+    public = _attribute(public) if isinstance(public, str) else public
+    lost = "" if public else "the recomputation does not restore the flag"
+    probe = lambda get, put: get() is not None  # noqa: E731
+    return Flag(name, *resolve_private(f"the flag {name!r}", *names, probe=probe, public=public, lost=lost))
+
+
+def _reduced_precision(dtype: str) -> Flag:
+    name = f"allow_{dtype}_reduced_precision_reduction"
+    flag = _flag(f"{dtype} reduction", f"cublas_{name}", f"cuda.matmul.{name}")
+
+    def write(value: Any) -> None:  # a pair (allowed, with split-K) in newer torch, one bool in older
+        flag.write(*value) if isinstance(value, tuple) else flag.write(value)
+
+    return flag._replace(write=write)
+
+
+def _sdp(name: str, public: str | None) -> Flag:
+    """Return whether one of the kernels for attention may be taken."""
+    cuda, kind = torch.backends.cuda, name.replace(" ", "_")
+    ways = public and (getattr(cuda, f"{public}_sdp_enabled"), getattr(cuda, f"enable_{public}_sdp"))
+    return _flag(f"{name} sdp", f"{kind}_sdp_enabled", ways, f"sdp_use_{kind}")
+
+
+def _question(name: str) -> Callable[[], bool]:
+    """Return a getter that costs no Python."""
+    public: Callable[[], bool] = getattr(torch, f"{name}_enabled")
+    private = f"torch._C._get_{name.removeprefix('are_').removeprefix('is_')}"
+    found: Callable[[], bool] = resolve_private(
+        f"`torch.{name}_enabled`", private, probe=lambda ask: ask() is public(), public=public
+    )
+    return found
+
+
+_is_deterministic = _question("are_deterministic_algorithms")
+_CPU_FLAGS = (
+    Flag("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Flag("deterministic", _is_deterministic, torch.use_deterministic_algorithms),
+    Flag(
+        "deterministic, warn only",
+        _question("is_deterministic_algorithms_warn_only"),
+        lambda value: torch.use_deterministic_algorithms(_is_deterministic(), warn_only=value),
+    ),
+    _fp32_precision("mkldnn", "matmul"),
+    _flag("mkldnn", "mkldnn_enabled", "mkldnn.enabled"),
+    _sdp("flash", "flash"),
+    _sdp("math", "math"),
+    Flag("threads", torch.get_num_threads, torch.set_num_threads),
+)
+
+
+def _read_float32_matmul() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer flags, which are above, say something that this older one has no word for
+        return None
+
+
+def _write_float32_matmul(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
+def _cuda_flags() -> tuple[Flag, ...]:
+    return (
+        *(_fp32_precision(*key) for key in _PRECISIONS if key[0] != "mkldnn"),
+        Flag("float32 matmul", _read_float32_matmul, _write_float32_matmul),
+        *map(_reduced_precision, ("fp16", "bf16")),
+        *(
+            _flag(f"cudnn {name}", f"cudnn_{name}", f"cudnn.{name}")
+            for name in ("enabled", "benchmark", "deterministic")
+        ),
+        _sdp("mem efficient", "mem_efficient"),
+        _sdp("cudnn", "cudnn"),
+        _sdp("overrideable", None),
+        _flag("sdp priority", "sdp_priority_order", None),
+    )
+
+
+# A build without an accelerator has no use for the second half.
+FLAGS: tuple[Flag, ...] = tuple(
+    flag
+    for flag in (_CPU_FLAGS if accelerator_device() is None else _CPU_FLAGS + _cuda_flags())
+    if not is_missing(flag.read) and not is_missing(flag.write)
+)
+if accelerator_device() is not None:
+    with (
+        warnings.catch_warnings()
+    ):  # torch 2.9 warns of the older flag once, when it is first read: that was not the user
+        warnings.simplefilter("ignore")
+        _read_float32_matmul()
+
+is_any_autocast_enabled: Callable[[], bool] = resolve_private(
+    "detecting autocast of any device type",
+    "torch._C._is_any_autocast_enabled",
+    probe=lambda ask: ask() in (True, False),
+    public=lambda: any(map(torch.is_autocast_enabled, {"cpu", getattr(accelerator_device(), "type", "cpu")})),
+)
+
+
+def autocast_nesting() -> int:
+    """Return how many `autocast` contexts are open."""
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
+def leave_autocast(nesting: int) -> None:
+    """Leave `autocast` contexts until so many are open; with the last one go the casts that it kept."""
+    found = autocast_nesting()
+    while found > nesting:
+        found = torch.autocast_decrement_nesting()
+        if not found:
+            torch.clear_autocast_cache()

@@ -1,20 +1,28 @@
-"""Modules: what calling one runs besides its `forward`."""
+"""Modules: what calling one runs, their dicts, who shards them or reduces their gradients; and classes of tensors."""
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as _module
+from torch.nn.parallel import DistributedDataParallel
+
+from reactivate._torch.private_api import find, resolve_private
+
+_Kind = TypeVar("_Kind", bound=Tensor)
 
 # `module.__call__` runs the hooks around `forward`; a region that is a module goes inside of them.
 module_call = Module.__call__
 # Python frames that stand between a module's caller and its `forward`.
 MODULE_CALL_CODE: CodeType | None = getattr(getattr(Module, "_call_impl", None), "__code__", None)
-
-
 # Dictionaries of the hooks that run around every module, and of how those are called.
 GLOBAL_FORWARD_HOOKS = _module._global_forward_pre_hooks, _module._global_forward_hooks
 GLOBAL_HOOKS = *GLOBAL_FORWARD_HOOKS, _module._global_backward_pre_hooks, _module._global_backward_hooks
@@ -32,6 +40,61 @@ def has_hooks(module: Module) -> bool:
     )
 
 
+# -- versions of dicts ------------------------------------------------------------------------------------------------
+
+
+class _Attributed:
+    """An object with attributes, which Python may keep outside of its `__dict__`."""
+
+
+def _changes_with_all(version_of: Callable[[dict[Any, Any]], int]) -> bool:
+    """Return whether a dict has another version after every way to write to it: Python 3.13 has one past a `__dict__`."""
+    thing: Any = _Attributed()
+    thing.item = 0
+    attributes: dict[str, Any] = vars(thing)
+    items: dict[str, Any] = {"item": 0}
+    seen = [version_of(attributes), version_of(items)]
+    for number in range(1, 100):  # often enough for the interpreter to choose a faster way
+        thing.item = items["item"] = [number]
+        seen += version_of(attributes), version_of(items)
+    object.__setattr__(thing, "item", None)
+    items.update(item=None)
+    seen += version_of(attributes), version_of(items)
+    del thing.item, items["item"]
+    seen += version_of(attributes), version_of(items)
+    return [version_of(attributes), version_of(items)] == seen[-2:] and len(set(seen)) == len(seen)
+
+
+_count = itertools.count()
+# A number that a dict has as long as nobody writes to it, and that no other dict has ever had: 0.03 us. Where there is
+# none each look gives another one, and the items are compared.
+version_of_dict: Callable[[dict[Any, Any]], int] = resolve_private(
+    "the version of a dict",
+    "torch._C._dynamo.guards.dict_version",
+    probe=_changes_with_all,
+    public=lambda items: next(_count),
+)
+
+# -- classes of tensors -----------------------------------------------------------------------------------------------
+
+_make: Any = find("torch.Tensor._make_wrapper_subclass")
+
+
+def has_memory(kind: type[Tensor]) -> bool:
+    """Return whether tensors of a class have memory of their own, as plain ones have.
+
+    Those that are made of others do not, and neither do fake ones.
+    """
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def without_memory(kind: type[_Kind], like: Tensor, dtype: torch.dtype) -> _Kind:
+    """Return a tensor of class `kind` with the shape, strides and device of another, and no memory behind it."""
+    return _make(
+        kind, like.shape, strides=like.stride(), storage_offset=like.storage_offset(), dtype=dtype, device=like.device
+    )
+
+
 def are_distributed_alike(one: Any, other: Any) -> bool:
     """Return whether two tensors are DTensors of one mesh with the same placements, or no DTensors.
 
@@ -40,13 +103,136 @@ def are_distributed_alike(one: Any, other: Any) -> bool:
     library = sys.modules.get("torch.distributed.tensor")
     if library is None:
         return True
-    forms = [
-        (value.device_mesh, value.placements) if isinstance(value, library.DTensor) else None for value in (one, other)
-    ]
-    return forms[0] == forms[1]
+    pair = [(item.device_mesh, item.placements) if isinstance(item, library.DTensor) else None for item in (one, other)]
+    return pair[0] == pair[1]
 
 
 def is_distributed_run() -> bool:
     """Return whether this process is one of a group."""
     module = sys.modules.get("torch.distributed")
     return module is not None and module.is_available() and module.is_initialized()
+
+
+# -- `fully_shard`: torch has no public name for the state that it keeps for a module ----------------------------------
+
+_ADDED_UP = "unsharded_accumulated_grad"
+
+
+def sharded_class() -> Any:
+    """Return the class of modules that `fully_shard` has sharded; no class where nobody has imported the library."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    return () if library is None else library.FSDPModule
+
+
+def sharded_in(modules: Iterable[Module]) -> list[Module]:
+    """Return those of some modules that `fully_shard` has sharded."""
+    sharded = sharded_class()
+    return [module for module in modules if isinstance(module, sharded)]
+
+
+def is_sharded(model: Module) -> bool:
+    """Return whether `fully_shard` has sharded parameters of a model."""
+    return bool(sharded_in(model.modules()))
+
+
+def sharding_state(module: Module) -> Any:
+    """Return the object in which `fully_shard` keeps what it knows of a module; None where this torch does not show it."""
+    return getattr(module, "_get_fsdp_state", lambda: None)()
+
+
+def is_root(module: Module) -> bool:
+    """Return whether a sharded module has run its forward as the outermost one, so that it answers for those in it."""
+    return bool(getattr(sharding_state(module), "_is_root", False))
+
+
+def has_unreduced_gradients(modules: Iterable[Module]) -> bool:
+    """Return whether sharded modules keep gradients of whole parameters, which a backward without a reduction has left."""
+    return any(
+        getattr(parameter, _ADDED_UP, None) is not None or (whole is not None and whole.grad is not None)
+        for parameter, whole in _parameters_in(modules)
+    )
+
+
+def drop_unreduced_gradients(modules: Iterable[Module]) -> None:
+    """Let go of these gradients: those of a backward that an error has ended."""
+    for parameter, whole in _parameters_in(modules):
+        if whole is not None:
+            whole.grad = None
+        if getattr(parameter, _ADDED_UP, None) is not None:
+            setattr(parameter, _ADDED_UP, None)
+
+
+def _parameters_in(modules: Iterable[Module]) -> Iterator[tuple[Any, Any]]:
+    """Yield what is known of each sharded parameter, and the whole of it; None if it was never gathered."""
+    for state in map(sharding_state, sharded_in(modules)):
+        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+            for parameter in getattr(group, "fsdp_params", ()):
+                yield parameter, getattr(parameter, "_unsharded_param", None)
+
+
+def prepare_sharding(root: Module) -> None:
+    """Make ready what the first forward pass of a sharded model would make ready."""
+    getattr(sharding_state(root), "_lazy_init", lambda: None)()
+
+
+# -- reducers of `DistributedDataParallel`, after a step that an error has ended ---------------------------------------
+
+_reset_state, _rebuild_buckets = resolve_private(
+    "a reducer of gradients, ready for another step",
+    "torch._C._distributed_c10d.Reducer._reset_state",
+    "torch._C._distributed_c10d.Reducer._rebuild_buckets",
+    probe=lambda reset, rebuild: callable(reset) and callable(rebuild),
+    lost="`guard_memory` for models in `DistributedDataParallel`",
+)
+
+
+def rebuild_buckets(model: DistributedDataParallel) -> None:
+    """Let a reducer order its buckets by when gradients came, if it is about to: its next forward would, on all ranks."""
+    if _rebuild_buckets(model.reducer):
+        model._has_rebuilt_buckets = True
+
+
+def has_rebuilt_buckets(model: DistributedDataParallel) -> bool:
+    """Return whether it has."""
+    return bool(model._has_rebuilt_buckets)
+
+
+def reset_reducer(model: DistributedDataParallel) -> None:
+    """Make a reducer ready for a step, whatever the last one came to. All ranks have to do it."""
+    _reset_state(model.reducer)
+    model._has_rebuilt_buckets = False
+
+
+def without_rebuilding(model: DistributedDataParallel) -> AbstractContextManager[None]:
+    """Leave the buckets as they are inside of the context."""
+    return _replaced(model, _rebuild_buckets=lambda: False)
+
+
+def without_reducing(model: DistributedDataParallel) -> AbstractContextManager[None]:
+    """Keep the reducer from waiting for gradients, inside of the context: for a step whose gradients it will not see.
+
+    It would wait for them in the next backward if none came in this one.
+    """
+    nothing = lambda *args: None  # noqa: E731
+    return _replaced(model, _rebuild_buckets=lambda: False, prepare_for_forward=nothing, prepare_for_backward=nothing)
+
+
+@contextmanager
+def _replaced(model: DistributedDataParallel, **methods: Callable[..., Any]) -> Iterator[None]:
+    reducer = model.reducer
+    model.reducer = _Reducer(reducer, methods)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        model.reducer = reducer
+
+
+class _Reducer:
+    """A reducer some of whose methods are others."""
+
+    def __init__(self, reducer: Any, methods: dict[str, Callable[..., Any]]) -> None:
+        self._reducer = reducer
+        vars(self).update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._byte_gpt import GPT, Size, batch_of, loss_of, standard_library
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
 from reactivate.planner.plan import Plan
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.planner.place import available_bytes

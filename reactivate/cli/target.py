@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._text.words import did_you_mean
-from reactivate._torch.containers import flatten, unflatten
+from reactivate._torch.ops import flatten, unflatten
 from reactivate.cli import huggingface
 from reactivate.errors import UsageError
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.checkpoint import noop_context_fn
 
-from reactivate._engine.record import Options
+from reactivate._region.options import Options
 from reactivate._types import Storage
 from reactivate.dropin._offload import OffloadingPair
 from reactivate.errors import ReactivateError, RecomputeMismatchError, UsageError

@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from reactivate._backends import synchronize
-from reactivate._engine.record import Options
-from reactivate._engine.run import module_called_by, run, run_module
 from reactivate._options import make_options
+from reactivate._region.options import Options
+from reactivate._region.run import module_called_by, run, run_module
 from reactivate._run import run_region
 from reactivate._torch.dynamo import leave_out_of_graphs
 from reactivate._types import DEVICE, Call, Guard, Storage
@@ -99,9 +99,6 @@ class Boundaries(Guard):
 
     def before(self, call: Call) -> Any:
         return (self._begin(),)
-
-    def skip(self, call: Call, token: Any) -> None:
-        return None
 
     def leave(self, token: Any, error: BaseException | None) -> None:
         if error is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import is_grad_enabled
 
-from reactivate._engine.state.shadows import forget_shadows
+from reactivate._snapshot.shadows import forget_shadows
 from reactivate._text.words import counted
 from reactivate.dropin._references import Swap, backwards, replace_everywhere
 from reactivate.errors import UsageError

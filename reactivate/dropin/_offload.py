@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 
-from reactivate._engine.kept_calls.kept import Kept
+from reactivate._saved_calls.saved_call import Kept
 from reactivate._text.warnings import warn
-from reactivate._torch.containers import flatten, unflatten
-from reactivate._torch.ops import returns_arguments
-from reactivate._torch.versions import counting_versions
+from reactivate._torch.autograd import counting_versions
+from reactivate._torch.ops import flatten, returns_arguments, unflatten
 from reactivate._types import Storage
 from reactivate.guards import ContextPair
 

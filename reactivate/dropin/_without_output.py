@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from reactivate._engine.discarded import Outputs, call_and_save, discard
-from reactivate._engine.record import Options
-from reactivate._engine.run import run
+from reactivate._region.discarded import Outputs, call_and_save, discard
+from reactivate._region.options import Options
+from reactivate._region.run import run
 from reactivate._run import run_untraced
 from reactivate._text.words import described, name_of
 from reactivate.errors import MutationError, UsageError

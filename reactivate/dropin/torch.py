@@ -37,10 +37,10 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from reactivate._engine.kept_calls.site_log import set_aside
-from reactivate._engine.region import Region
-from reactivate._engine.run import module_called_by, run, run_module
-from reactivate._engine.sharing import current_group, shared_recompute
+from reactivate._passes.logs import set_aside
+from reactivate._region.region import Region
+from reactivate._region.run import module_called_by, run, run_module
+from reactivate._region.sharing import current_group, shared_recompute
 from reactivate._run import run_untraced
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
 from reactivate._types import Storage

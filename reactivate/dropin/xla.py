@@ -11,8 +11,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from reactivate._backends import backends, fences
-from reactivate._engine.barriers.aliases import Aliases
+from reactivate._backends import backends
+from reactivate._xla.aliases import Aliases
+from reactivate._xla.fence import fences
 from reactivate.dropin import torch as dropin
 
 __all__ = ["checkpoint", "context_fn"]

@@ -9,8 +9,8 @@ from reactivate.guards._base import Guards, Rewound
 from reactivate.guards.ambient import Ambient
 from reactivate.guards.contexts import ContextPair
 from reactivate.guards.modules import Modules, Stateful
-from reactivate.guards.named_streams import NamedStreams, RngTracker, tensor_parallel_seeds
-from reactivate.guards.rng import DeviceRng, Generators, HostRng, all_sources
+from reactivate.guards.named_streams import RngTracker, tensor_parallel_seeds
+from reactivate.guards.rng import Rng, all_sources
 from reactivate.guards.trackers import Tracker, TrackerGuard
 
 __all__ = [
@@ -18,14 +18,11 @@ __all__ = [
     "Ambient",
     "Call",
     "ContextPair",
-    "DeviceRng",
-    "Generators",
     "Guard",
     "Guards",
-    "HostRng",
     "Modules",
-    "NamedStreams",
     "Rewound",
+    "Rng",
     "RngTracker",
     "Stateful",
     "Tracker",
@@ -34,4 +31,4 @@ __all__ = [
     "tensor_parallel_seeds",
 ]
 
-DEFAULT = Guards((HostRng(), DeviceRng(), Generators(), NamedStreams(), Ambient(), Modules()))
+DEFAULT = Guards((Rng(), Ambient(), Modules()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -54,14 +55,32 @@ class Guards:
 
 
 class Rewound:
-    """State set back to a snapshot for as long as the context lasts."""
+    """State set back to a snapshot for as long as the context lasts.
 
-    __slots__ = ("_now", "_read", "_snapshot", "_write")
+    Args:
+        read: () -> the present state.
+        write: (state) -> None.
+        snapshot: the state to set.
+        is_same: (present, snapshot) -> whether they are the same, for `differs`.
+    """
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], snapshot: Any) -> None:
+    __slots__ = ("_is_same", "_now", "_read", "_snapshot", "_write")
+
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        write: Callable[[Any], None],
+        snapshot: Any,
+        is_same: Callable[[Any, Any], bool] = operator.eq,
+    ) -> None:
         self._read = read
         self._write = write
         self._snapshot = snapshot
+        self._is_same = is_same
+
+    def differs(self) -> bool:
+        """Return whether the present state is another one."""
+        return not self._is_same(self._read(), self._snapshot)
 
     def __enter__(self) -> None:
         self._now = self._read()

@@ -70,9 +70,6 @@ class ContextPair(Guard):
     def after(self, token: Any) -> Any:
         return token[1]
 
-    def skip(self, call: Call, token: Any) -> None:
-        return None  # the contexts are the user's affair; the call is inside of neither in a recomputation
-
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
         recompute, states = snapshot
         return _in_step(recompute, states) if states else recompute

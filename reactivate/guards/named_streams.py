@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 
 from reactivate._backends import backends
-from reactivate._engine.state.turns import undisturbed
-from reactivate._types import Call, Guard
 from reactivate.errors import UsageError
-from reactivate.guards._base import Rewound
 
 MODEL_PARALLEL = "model-parallel-rng"
 DATA_PARALLEL = "data-parallel-rng"
@@ -22,7 +19,7 @@ EXPERT_PARALLEL = "expert-parallel-rng"
 _State = dict[str, Any]
 """{device type: the states of its generators} and {"seed": that of the stream}. Never modified once it is made."""
 
-_trackers: set[ref[RngTracker]] = set()  # mostly empty, and then a region need look no further
+trackers: set[ref[RngTracker]] = set()  # mostly empty, and then a region need look no further
 
 
 def tensor_parallel_seeds(
@@ -94,11 +91,11 @@ class RngTracker:
     def __init__(self) -> None:
         self._states: dict[str, _State] = {}
         self._current: str | None = None  # whose state torch's generators have now
-        _trackers.add(ref(self, _trackers.discard))
+        trackers.add(ref(self, trackers.discard))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        _trackers.add(ref(self, _trackers.discard))  # a copy, which regions have to know as well
+        trackers.add(ref(self, trackers.discard))  # a copy, which regions have to know as well
 
     def add(self, name: str, seed: int) -> None:
         """Start a stream.
@@ -175,56 +172,29 @@ class RngTracker:
         self._current, self._states = state.current, dict(state.states)
 
 
-class NamedStreams(Guard):
-    """The streams of every `RngTracker`."""
-
-    name = "rng"
-
-    def before(self, call: Call) -> Any:
-        return _AllStreams() if _trackers else None
-
-    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        now: Any = None
-
-        def differs() -> bool:
-            nonlocal now
-            now = _AllStreams()
-            return not now.is_same(snapshot)
-
-        return undisturbed(Rewound(_AllStreams, _AllStreams.load, snapshot), differs)
-
-    def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
-        now = _AllStreams()
-        return None if token is not None and now.is_same(token) else now.load
-
-
-class _AllStreams:
+class AllTrackers:
     """The streams of every tracker that there is, as they are now."""
 
-    __slots__ = ("_each",)
+    __slots__ = ("_states",)
 
     def __init__(self) -> None:
-        found = [reference() for reference in list(_trackers)]
-        self._each = [(tracker, tracker.recompute_state()) for tracker in found if tracker is not None]
+        found = [reference() for reference in list(trackers)]
+        self._states = {tracker: tracker.recompute_state() for tracker in found if tracker is not None}
 
     def load(self) -> None:
         """Set the trackers to it."""
-        for tracker, states in self._each:
+        for tracker, states in self._states.items():
             tracker.load_recompute_state(states)
 
-    def is_same(self, other: _AllStreams) -> bool:
+    def is_same(self, other: AllTrackers) -> bool:
         """Return whether nothing was drawn in between from the streams of `other`."""
-        known = {id(tracker): states for tracker, states in self._each}
-        return all(id(tracker) in known and known[id(tracker)].is_same(states) for tracker, states in other._each)
+        now = self._states
+        return all(tracker in now and now[tracker].is_same(states) for tracker, states in other._states.items())
 
     def held(self) -> list[Any]:
         """Return the states that have no other holder: those that the trackers have are there anyway."""
-        found: list[Any] = []
-        for tracker, noted in self._each:
-            now = tracker.recompute_state().states.values()
-            theirs = {id(state) for state in now}
-            found += [state for state in noted.states.values() if id(state) not in theirs]
-        return found
+        theirs = {id(state) for tracker in self._states for state in tracker.recompute_state().states.values()}
+        return [item for noted in self._states.values() for item in noted.states.values() if id(item) not in theirs]
 
 
 def _read(seed: int) -> _State:

@@ -1,20 +1,19 @@
 """Random numbers (Rule 10): a recomputation draws those of its forward, and the streams move on only once.
 
-A region refers to a snapshot of each stream, and whether it drew is never inferred (see `_engine/state/streams.py`).
+A region refers to a snapshot of all streams, and whether it drew is never inferred (see `_snapshot/streams.py`).
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from operator import is_
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple
 
-from reactivate._backends import Backend, backends
-from reactivate._engine.state.streams import (
-    Snapshot,
+from reactivate._backends import backends
+from reactivate._backends.base import Backend
+from reactivate._snapshot.generators import (
     Stream,
     numpy_stream,
     python_stream,
@@ -22,151 +21,157 @@ from reactivate._engine.state.streams import (
     state_of_generator,
     torch_stream,
 )
-from reactivate._engine.state.turns import everybodys, undisturbed
+from reactivate._snapshot.locks import STATE_LOCK
+from reactivate._snapshot.streams import STREAMS, RngSnapshot, join
 from reactivate._torch.autograd import current_backward, on_backward_end
-from reactivate._torch.flags import ask
+from reactivate._torch.modes import ask
+from reactivate._torch.rng import accelerator_device
 from reactivate._types import Call, Guard
 from reactivate.errors import RecomputeMismatchError
 from reactivate.guards._base import Rewound
+from reactivate.guards.named_streams import AllTrackers, trackers
 
 
-class HostRng(Guard):
-    """Torch's generator of the CPU, Python's `random`, and NumPy's global generator if NumPy is imported."""
+class RngState(NamedTuple):
+    """The streams of a region that may draw from more than those of the process.
 
-    name = "rng"
+    Attributes:
+        streams: those of the process.
+        devices: the states of the generators of every device; None of one that is not in use.
+        others: (read, write, state, is_same) of every generator that the function reaches, and of every `RngTracker`.
+    """
 
-    def __init__(self) -> None:
-        self._streams = [torch_stream(), python_stream()]
-        self._index()
-
-    def __reduce__(self) -> Any:
-        return HostRng, ()  # a snapshot is of this process
-
-    def _index(self) -> None:
-        self._probes = [probe for stream in self._streams for probe in stream.probes]
-        self._look()
-
-    def _look(self) -> list[Snapshot]:
-        """Take a snapshot of each stream, with what the probes told in that moment: another thread may draw in any other."""
-        snapshots = [stream.snapshot() for stream in self._streams]
-        self._known = [probed for snapshot in snapshots for probed in snapshot.fingerprint], snapshots
-        return snapshots
-
-    def before(self, call: Call) -> list[Snapshot]:
-        if len(self._streams) == 2 and "numpy.random" in sys.modules:
-            self._add_numpy()
-        fingerprints, snapshots = self._known
-        now = list(map(ask, self._probes))  # of all streams at once: this runs for every region
-        return snapshots if now == fingerprints else self._look()
-
-    def _add_numpy(self) -> None:
-        stream = numpy_stream()
-        if stream is not None:
-            self._streams.append(stream)
-            self._index()
-
-    def rewind(self, snapshots: Sequence[Snapshot]) -> None:
-        """Put the streams back to where they were."""
-        fingerprints, known = self._known
-        if snapshots is known and list(map(ask, self._probes)) == fingerprints:  # nobody has drawn since
-            return
-        for stream, snapshot in zip(self._streams, snapshots):
-            stream.rewind(snapshot)
-
-    def recompute(self, snapshot: list[Snapshot]) -> AbstractContextManager[Any]:
-        return _RewoundStreams(self, snapshot)
-
-    def skip(self, call: Call, token: Any) -> Callable[[], None]:
-        return functools.partial(self.rewind, self.before(call))
+    streams: RngSnapshot
+    devices: Sequence[tuple[Backend, Any]]
+    others: Sequence[tuple[Any, ...]]
 
 
-_NO_CALL: Any = None
+class RewoundRng:
+    """Every stream as it was at a snapshot, for as long as the context lasts."""
 
+    __slots__ = ("_entry", "_others", "_present", "_rewound", "_snapshot", "_writes")
 
-class _RewoundStreams:
-    """The streams at a snapshot, for as long as the context lasts."""
-
-    __slots__ = ("_guard", "_present", "_snapshot", "_turn")
-
-    def __init__(self, guard: HostRng, snapshot: list[Snapshot]) -> None:
-        self._guard = guard
-        self._snapshot = snapshot
+    def __init__(self, snapshot: RngSnapshot | RngState) -> None:
+        self._others: Sequence[Any] = ()
+        if isinstance(snapshot, RngState):
+            self._others = [RewoundDevices(snapshot.devices), *(Rewound(*other) for other in snapshot.others)]
+            snapshot = snapshot.streams
+        self._snapshot = self._present = snapshot
+        self._rewound: list[Any] = []
 
     def __enter__(self) -> None:
-        self._turn = everybodys.enter(self._differs)
-        if self._present is not self._snapshot:
-            try:
-                self._guard.rewind(self._snapshot)
-            except BaseException:
-                everybodys.leave(self._turn)
-                raise
+        self._entry = STATE_LOCK.read()
+        self._writes = False
+        if self._others or (join(STREAMS.memory), *map(ask, STREAMS.asks)) != self._snapshot.seen:
+            self._rewind()
+
+    def _rewind(self) -> None:
+        try:
+            self._writes = self._differs() and STATE_LOCK.write(self._entry, self._differs)
+            STREAMS.rewind(self._snapshot, self._present)
+            for other in self._others:
+                other.__enter__()
+                self._rewound.append(other)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def _differs(self) -> bool:
-        present = self._present = self._guard.before(_NO_CALL)
-        return present is not self._snapshot and not all(map(is_, present, self._snapshot))
+        self._present = STREAMS.now()
+        is_other = self._present.seen != self._snapshot.seen
+        for other in self._others:  # each takes down what is there now
+            is_other |= other.differs()
+        return is_other
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
-            self._guard.rewind(self._present)
+            for other in reversed(self._rewound):
+                other.__exit__(kind, error, traceback)
         finally:
-            everybodys.leave(self._turn)
+            if (join(STREAMS.memory), *map(ask, STREAMS.asks)) != self._present.seen:
+                STREAMS.rewind(self._present)
+            STREAMS.last = self._present
+            STATE_LOCK.readers.remove(self._entry)  # as `leave` does
+            if self._writes or STATE_LOCK.waiting:
+                STATE_LOCK.wake(self._writes)
 
 
-def all_sources(call: Call) -> list[Stream]:
-    """Return every generator that a call can draw from."""
-    streams = [torch_stream(), python_stream()]
-    numpy = numpy_stream() if "numpy.random" in sys.modules else None
-    if numpy is not None:
-        streams.append(numpy)
-    for backend in backends():
-        if backend.is_initialized():
-            streams.append(Stream(backend.device_type, (), functools.partial(_read_whole, backend), backend.write_rng))
-    for index, generator in enumerate(call.generators):
-        read, write = (
-            functools.partial(state_of_generator, generator),
-            functools.partial(set_state_of_generator, generator),
-        )
-        streams.append(Stream(f"generator {index}", (), read, write))
-    return streams
+class Rng(Guard):
+    """Random numbers of every kind.
 
-
-class DeviceRng(Guard):
-    """The generators of every device but the CPU, through its device module.
-
-    All of them, not those of the arguments' devices: a function may move a tensor.
+    Torch's generator of the CPU, Python's `random`, NumPy's global generator if NumPy is imported; the generators of every
+    device, not of the arguments' devices alone, since a function may move a tensor; generators that the function reaches;
+    the streams of every `RngTracker`.
 
     Args:
-        backend: the device type; all that there are if None.
+        backend: the one device type to restore; all that there are if None.
     """
 
     name = "rng"
+    recompute = RewoundRng
 
     def __init__(self, backend: Backend | None = None) -> None:
         self._backends = None if backend is None else (backend,)
 
-    def before(self, call: Call) -> Any:
-        found = self._backends or backends()
-        return [(item, item.read_rng() if item.is_initialized() else None) for item in found] if found else None
+    def before(self, call: Call) -> RngSnapshot | RngState:
+        snapshot = STREAMS.last
+        if (join(STREAMS.memory), *map(ask, STREAMS.asks)) != snapshot.seen or (
+            STREAMS.lacks_numpy and "numpy.random" in sys.modules
+        ):
+            snapshot = STREAMS.now()
+        has_devices = accelerator_device() is not None or "torch_xla" in sys.modules or self._backends is not None
+        if not (has_devices or trackers or call.generators):
+            return snapshot
+        devices = [(item, item.read_rng() if item.is_initialized() else None) for item in self._backends or backends()]
+        others: list[Any] = [(*_ways(item), state_of_generator(item), _no_difference) for item in call.generators]
+        if trackers:
+            others.append((AllTrackers, AllTrackers.load, AllTrackers(), AllTrackers.is_same))
+        return RngState(snapshot, devices, others)
 
-    def after(self, token: Any) -> Any | None:
+    def after(self, token: RngSnapshot | RngState) -> RngSnapshot | RngState:
+        if isinstance(token, RngSnapshot):
+            return token
         states = []
-        for backend, before in token or ():
+        for backend, before in token.devices:
             if before is None and backend.is_initialized():  # first initialised by the region
                 before = backend.first_rng()
             if before is not None:
                 states.append((backend, backend.rng_of_forward(before)))
-        return states or None
+        return token._replace(devices=states)
 
-    def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
-        states = [(backend, backend.read_rng()) for backend, _ in token or () if backend.is_initialized()]
-        return functools.partial(_bring, states) if states else None
-
-    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        rewound = _RewoundDevices(snapshot)
-        return undisturbed(rewound, rewound.differs)
+    def position(self, call: Call) -> Callable[[], None]:
+        """Return what brings the streams to where they are now."""
+        return functools.partial(_bring, self.before(call))
 
 
-class _RewoundDevices:
+def _bring(state: RngSnapshot | RngState) -> None:
+    """Bring the streams to where a saved call left them."""
+    if isinstance(state, RngSnapshot):
+        STREAMS.rewind(state)
+        return
+    STREAMS.rewind(state.streams)
+    for backend, present in state.devices:
+        if present is not None and backend.is_initialized():
+            _rewind(backend, present)
+    for _, write, left, _ in state.others:
+        write(left)
+
+
+def _ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return how to read and write the state of a generator."""
+    return functools.partial(state_of_generator, generator), functools.partial(set_state_of_generator, generator)
+
+
+def _no_difference(now: Any, snapshot: Any) -> bool:
+    return True  # that other threads could see: a generator is in use by one
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+class RewoundDevices:
     """Devices whose generators are set back; a state that is the present one is not written."""
 
     def __init__(self, snapshot: Sequence[tuple[Backend, Any]]) -> None:
@@ -228,15 +233,24 @@ class _Settlement:
     __del__ = __call__
 
 
-def _bring(states: Iterable[tuple[Backend, Any]]) -> None:
-    for backend, state in states:
-        if backend.is_initialized():
-            _rewind(backend, state)
-
-
 def _rewind(backend: Backend, state: Any) -> None:
     if not backend.is_same_rng(backend.read_rng(), state):
         backend.rewind_rng(state)
+
+
+# -- reports ----------------------------------------------------------------------------------------------------------
+
+
+def all_sources(call: Call) -> list[Stream]:
+    """Return every generator that a call can draw from."""
+    streams = [torch_stream(), python_stream()]
+    numpy = numpy_stream() if "numpy.random" in sys.modules else None
+    if numpy is not None:
+        streams.append(numpy)
+    for backend in backends():
+        if backend.is_initialized():
+            streams.append(Stream(backend.device_type, functools.partial(_read_whole, backend), backend.write_rng))
+    return streams + [Stream(f"generator {index}", *_ways(item)) for index, item in enumerate(call.generators)]
 
 
 def _read_whole(backend: Backend) -> Any:
@@ -244,37 +258,3 @@ def _read_whole(backend: Backend) -> Any:
     whole = backend.exchange_rng(backend.read_rng())
     backend.write_rng(whole)
     return whole
-
-
-def _write_all(states: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:
-    for write, state in states:
-        write(state)
-
-
-class Generators(Guard):
-    """Generators that the function reaches: torch's, Python's, NumPy's."""
-
-    name = "rng"
-
-    def before(self, call: Call) -> Any:
-        generators = call.generators
-        return [(generator, state_of_generator(generator)) for generator in generators] if generators else None
-
-    def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
-        states = [
-            (functools.partial(set_state_of_generator, generator), state_of_generator(generator))
-            for generator, _ in token or ()
-        ]
-        return functools.partial(_write_all, states) if states else None
-
-    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        generators = [generator for generator, _ in snapshot]
-
-        def read() -> Any:
-            return list(map(state_of_generator, generators))
-
-        def write(states: Any) -> None:
-            for generator, state in zip(generators, states):
-                set_state_of_generator(generator, state)
-
-        return Rewound(read, write, [state for _, state in snapshot])

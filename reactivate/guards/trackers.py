@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from reactivate._engine.state.turns import undisturbed
+from reactivate._snapshot.locks import undisturbed
 from reactivate._torch.modes import is_same_state
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound
@@ -61,17 +61,25 @@ class TrackerGuard(Guard):
         self._tracker = tracker
         self._known: Any = None
 
-    def _get(self) -> Tracker:
+    def _get(self) -> Any:
         given: Any = self._tracker
-        tracker: Tracker = given if hasattr(given, "get_states") else given()
-        return tracker
+        return given if hasattr(given, "get_states") else given()
 
     def _read(self) -> Any:
-        tracker: Any = self._get()
+        tracker = self._get()
         if hasattr(tracker, "recompute_state"):
             return tracker.recompute_state()
         states = {name: _content(state) for name, state in tracker.get_states().items()}
         return _TrackerStates(states, getattr(tracker, _CURRENT, None))
+
+    def _write(self, contents: Any) -> None:
+        tracker = self._get()
+        if hasattr(tracker, "recompute_state"):
+            tracker.load_recompute_state(contents)
+            return
+        tracker.set_states({name: _put(*content) for name, content in contents.states.items()})
+        if hasattr(tracker, _CURRENT):
+            setattr(tracker, _CURRENT, contents.current)
 
     def before(self, call: Call) -> Any:
         now = self._read()
@@ -80,61 +88,41 @@ class TrackerGuard(Guard):
         return self._known
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        return undisturbed(Rewound(self._read, self._write, snapshot))
+        rewound = Rewound(self._read, self._write, snapshot, lambda now, snapshot: now.is_same(snapshot))
+        return undisturbed(rewound, rewound.differs)
 
-    def skip(self, call: Call, token: Any) -> Callable[[], None] | None:
-        now = self._read()
-        return None if now.is_same(token) else functools.partial(self._write, now)
-
-    def _write(self, contents: Any) -> None:
-        tracker: Any = self._get()
-        if hasattr(tracker, "recompute_state"):
-            tracker.load_recompute_state(contents)
-            return
-        tracker.set_states({name: _put(content) for name, content in contents.states.items()})
-        if hasattr(tracker, _CURRENT):
-            setattr(tracker, _CURRENT, contents.current)
+    def position(self, call: Call) -> Callable[[], None]:
+        """Return what brings the streams to where they are now."""
+        return functools.partial(self._write, self._read())
 
 
 class _TrackerStates(NamedTuple):
     """The streams of a tracker.
 
     Attributes:
-        states: {name: a copy of its state, or a generator with a copy of its state}.
+        states: {name: (generator, a copy of its state), or (None, a copy of the state)}.
         current: the stream that is forked now, if the tracker says.
     """
 
-    states: dict[str, Any]
+    states: dict[str, tuple[Any, Any]]
     current: Any
 
     def is_same(self, other: _TrackerStates) -> bool:
         """Return whether nothing was drawn in between."""
         if self.states.keys() != other.states.keys() or self.current != other.current:
             return False
-        return all(_is_same(self.states[name], other.states[name]) for name in self.states)
+        pairs = ((self.states[name], other.states[name]) for name in self.states)
+        return all(one[0] is two[0] and is_same_state(one[1], two[1]) for one, two in pairs)
 
 
-class _Live(NamedTuple):
-    """A generator that a tracker gives out, and the state that it was in."""
-
-    generator: torch.Generator
-    state: torch.Tensor
-
-
-def _content(state: Any) -> Any:
+def _content(state: Any) -> tuple[Any, Any]:
     if isinstance(state, torch.Generator):
-        return _Live(state, state.get_state().clone())
-    return state.clone() if isinstance(state, torch.Tensor) else state
+        return state, state.get_state().clone()
+    return None, state.clone() if isinstance(state, torch.Tensor) else state
 
 
-def _put(content: Any) -> Any:
-    if isinstance(content, _Live):
-        content.generator.set_state(content.state)
-        return content.generator
-    return content.clone() if isinstance(content, torch.Tensor) else content
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, _Live) and isinstance(other, _Live):
-        return one.generator is other.generator and is_same_state(one.state, other.state)
-    return is_same_state(one, other)
+def _put(generator: Any, state: Any) -> Any:
+    if generator is None:
+        return state.clone() if isinstance(state, torch.Tensor) else state
+    generator.set_state(state)
+    return generator

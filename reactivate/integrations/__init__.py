@@ -6,6 +6,6 @@ Each is imported by its own name, and imports its library: `from reactivate.inte
 `register_fence` is for a lazy or compiled device, whose compiler would merge a recomputation with the forward pass.
 """
 
-from reactivate._backends import Fence, register_fence
+from reactivate._xla.fence import Fence, register_fence
 
 __all__ = ["Fence", "register_fence"]

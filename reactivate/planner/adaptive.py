@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from torch.nn import Module
 
-from reactivate._engine.accounts import in_words, is_shortage
-from reactivate._engine.mismatch.calls import uncounted
 from reactivate._inspect.arguments import example_of
 from reactivate._model.apply import paused
+from reactivate._region.accounts import in_words, is_shortage
+from reactivate._region.due import uncounted
 from reactivate._text.warnings import warn
 from reactivate._types import Policy
 from reactivate.errors import UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 from reactivate.planner.cost.prediction import Fixed, LiveTensors

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from reactivate._engine.mismatch.calls import uncounted
 from reactivate._inspect.arguments import check_module, example_of
 from reactivate._model.apply import paused
+from reactivate._region.due import uncounted
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.warnings import warn
 from reactivate._text.words import described, name_of

@@ -9,10 +9,10 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._engine.accounts import in_words
-from reactivate._engine.current import is_recomputing
 from reactivate._inspect.step import leaves_of
 from reactivate._model.handle import Handle
+from reactivate._passes.current import is_recomputing
+from reactivate._region.accounts import in_words
 from reactivate._text.warnings import warn
 from reactivate.planner.digest import class_name_of
 from reactivate.planner.place import spec_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from reactivate._torch.sharding import sharded_class
+from reactivate._torch.modules import sharded_class
 
 
 def digest_of(module: Module) -> str:

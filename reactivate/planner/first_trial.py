@@ -15,8 +15,8 @@ from time import perf_counter
 import torch
 from torch.nn import Module
 
-from reactivate._torch.fake import lacks_values, unlogged
-from reactivate._torch.sharding import is_sharded
+from reactivate._torch.modes import lacks_values, unlogged
+from reactivate._torch.modules import is_sharded
 from reactivate.planner.place import RESERVE, Place, available_bytes, is_alone
 from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.costs import seconds_of

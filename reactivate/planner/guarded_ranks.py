@@ -19,14 +19,19 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._engine.current import is_recomputing
 from reactivate._inspect.collectives import skipped_collective
 from reactivate._inspect.sharded import resetting_sharding
 from reactivate._model.apply import apply, paused
+from reactivate._passes.current import is_recomputing
 from reactivate._text.words import described
-from reactivate._torch.collectives import group_name_of, issued
-from reactivate._torch.reducers import has_rebuilt_buckets, rebuild_buckets, reset_reducer, without_rebuilding
-from reactivate._torch.sharding import has_unreduced_gradients
+from reactivate._torch.modules import (
+    has_rebuilt_buckets,
+    has_unreduced_gradients,
+    rebuild_buckets,
+    reset_reducer,
+    without_rebuilding,
+)
+from reactivate._torch.ops import group_name_of, issued
 from reactivate.errors import UsageError
 from reactivate.planner.place import is_alone
 from reactivate.planner.treatments import FULL, Assignment

@@ -14,9 +14,9 @@ from typing import Literal, Protocol, get_args
 
 from torch.nn import Module
 
-from reactivate._engine.accounts import in_words
 from reactivate._loss.observed import LogitsRead, observed_logits
 from reactivate._modules.paths import is_below
+from reactivate._region.accounts import in_words
 from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.flow import Flow
 from reactivate.planner.cost.prediction import Point

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, ParamSpec, TypeVar
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from reactivate._engine.accounts import add_note, in_words, is_shortage
 from reactivate._model.handle import FORWARD, AppliedForward, Owner
 from reactivate._model.rollback import Rollback
+from reactivate._region.accounts import add_note, in_words, is_shortage
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.warnings import warn
 from reactivate._text.words import described

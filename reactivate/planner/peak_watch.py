@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate._text.warnings import warn
 
 

@@ -14,13 +14,13 @@ from typing import Any, Literal, Protocol
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate._types import Action, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.by_value.call_names import CallName
 from reactivate.planner.call_watch import watching_loaded
-from reactivate.planner.cost.prediction import Copy, Fixed, LiveTensors, Moment, Point, Prediction, Proof
+from reactivate.planner.cost.prediction import Copy, Fixed, LiveBytes, LiveTensors, Point, Prediction, Proof
 from reactivate.planner.differences import differences_of
 from reactivate.planner.digest import bucket_bytes, class_name_of
 from reactivate.planner.offers import storages_in
@@ -273,7 +273,7 @@ def _again(value: Mapping[str, Any], live: Mapping[str, Storage]) -> Plan:
 
 def _plainly(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if isinstance(value, Moment):
+        if isinstance(value, LiveBytes):
             return [value.seconds, value.kept, value.recomputed, value.workspace]
         if isinstance(value, Copy):
             return [value.begin_seconds, value.end_seconds, value.nbytes, value.is_back]
@@ -289,7 +289,7 @@ def _treatment_of(value: Mapping[str, Any]) -> Treatment:
 
 
 def _prediction_of(value: Mapping[str, Any]) -> Prediction:
-    moments = tuple(Moment(*item) for item in value["moments"])
+    moments = tuple(LiveBytes(*item) for item in value["moments"])
     copies = tuple(Copy(*item) for item in value.get("copies", ()))
     alive = tuple(
         LiveTensors(**{**item, "shape": tuple(item["shape"]), "held_by": tuple(item["held_by"])})

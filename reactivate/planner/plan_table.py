@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from reactivate._engine.accounts import in_words
 from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.spans import SpanPlace
+from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 from reactivate.planner.alive_table import ALL_THE_TIME, alive_table, has_tensors
 from reactivate.planner.budget import parse
 from reactivate.planner.cost.alive import MADE_IN_STEP
-from reactivate.planner.cost.prediction import Moment, Point
+from reactivate.planner.cost.prediction import LiveBytes, Point
 from reactivate.planner.planned import Decision, Planned, StorageUse
 
 MOST_POINTS = 8  # of the frontier, in a table
@@ -142,7 +142,7 @@ def at_peak(plan: Planned) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size or name != "others"}
 
 
-def bytes_at(plan: Planned, moment: Moment) -> dict[str, int]:
+def bytes_at(plan: Planned, moment: LiveBytes) -> dict[str, int]:
     """The bytes of each of `KINDS` at one moment."""
     return {name: getattr(plan.fixed if name in ALL_THE_TIME else moment, name) for name in KINDS}
 

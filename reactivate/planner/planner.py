@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
-from reactivate._engine.accounts import in_words
 from reactivate._model.apply import apply
+from reactivate._region.accounts import in_words
 from reactivate._text.warnings import warn
 from reactivate._types import Storage
 from reactivate.planner.budget import Budget, parse

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Module
 
-from reactivate._engine.mismatch.calls import uncounted
 from reactivate._model.apply import apply, paused
+from reactivate._region.due import uncounted
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.call_watch import CallWatch

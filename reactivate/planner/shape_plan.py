@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
 from reactivate.planner.plan_table import seconds_in_words
 from reactivate.planner.planner import Planner

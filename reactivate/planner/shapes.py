@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._inspect.step import leaves_of
-from reactivate._torch.containers import flatten
+from reactivate._torch.ops import flatten
 
 STEPS = 16  # classes along a dimension, from nothing to the size that was profiled
 

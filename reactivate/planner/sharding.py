@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from reactivate._modules.paths import is_below
 from reactivate._text.words import described
-from reactivate._torch.sharding import is_sharded, prepare_sharding, sharded_class, sharding_state
+from reactivate._torch.modules import is_sharded, prepare_sharding, sharded_class, sharding_state
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner.place import is_alone
 

@@ -16,7 +16,7 @@ from reactivate._inspect.fake import faked
 from reactivate._inspect.step import Step, leaves_of
 from reactivate._model.cache_watch import Caller, called
 from reactivate._text.words import described
-from reactivate._torch.containers import flatten, unflatten
+from reactivate._torch.ops import flatten, unflatten
 from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch.nn import Module
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate.errors import UsageError
 from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.flow import flow_of

@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch.nn import Module
 
-from reactivate._engine.accounts import is_shortage
 from reactivate._model.apply import apply
 from reactivate._model.handle import Owner
+from reactivate._region.accounts import is_shortage
 from reactivate._text.words import counted
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.adaptive import AdaptivePlan

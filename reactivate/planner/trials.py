@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch.nn import Module
 
-from reactivate._engine.accounts import is_shortage
-from reactivate._torch.fake import lacks_values, unlogged
+from reactivate._region.accounts import is_shortage
+from reactivate._torch.modes import lacks_values, unlogged
 from reactivate._types import Storage
 from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.recorded_calls import recorded_calls

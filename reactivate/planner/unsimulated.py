@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate.errors import UnsupportedError, UsageError
 
 NO_STORAGES = (

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch.nn import Module
 
-from reactivate._engine.accounts import in_words
 from reactivate._inspect.step import leaves_of
 from reactivate._modules.paths import THE_MODEL, is_below
 from reactivate._modules.spans import SpanPlace, module_at
+from reactivate._region.accounts import in_words
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.chosen import ChosenStep
 from reactivate.planner.cost.alive import KEPT, alive_at_peak

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
 from reactivate.planner import plan_table
 from reactivate.planner.alive_table import alive_table, has_tensors

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from reactivate._engine.accounts import in_words
+from reactivate._region.accounts import in_words
 from reactivate.planner.cost.prediction import Point
 from reactivate.planner.plan_table import call_of, chosen_of, seconds_in_words, slowdown, together
 from reactivate.planner.planned import Planned

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from reactivate._engine.accounts import in_words
-from reactivate.planner.cost.prediction import Moment, Prediction
+from reactivate._region.accounts import in_words
+from reactivate.planner.cost.prediction import LiveBytes, Prediction
 from reactivate.planner.plan_table import KINDS, bytes_at, seconds_in_words
 from reactivate.planner.planned import Planned
 from reactivate.report.figure import (
@@ -93,7 +93,7 @@ def spots(plan: Planned) -> Iterator[Band]:
             before = moment.seconds
 
 
-def _at(plan: Planned, moment: Moment) -> str:
+def _at(plan: Planned, moment: LiveBytes) -> str:
     """Say what memory is for at one moment, the topmost of the mountain first."""
     sizes = bytes_at(plan, moment)
     is_forward = moment.seconds <= plan.predicted.forward_seconds
@@ -188,7 +188,7 @@ def _draw_copies(axes: Axes, plan: Planned, tick: float) -> None:
             )
 
 
-def _from_zero(prediction: Prediction) -> Sequence[Moment]:
+def _from_zero(prediction: Prediction) -> Sequence[LiveBytes]:
     """Its moments, the first of them from the beginning on."""
     first = prediction.moments[0]
-    return (Moment(0.0, first.kept, first.recomputed, first.workspace), *prediction.moments)
+    return (LiveBytes(0.0, first.kept, first.recomputed, first.workspace), *prediction.moments)

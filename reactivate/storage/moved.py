@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from reactivate._text.warnings import warn
-from reactivate._torch.fake import FakeTensor
+from reactivate._torch.modes import FakeTensor
 from reactivate.errors import UnsupportedError
 from reactivate.storage.pieces import FakePiece, Piece
 from reactivate.storage.placement import Extent, Memory, Placement, owner_of, placement_of, run_of

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from reactivate._bits import checksum
-from reactivate._torch.classes import has_memory
-from reactivate._torch.fake import FakeTensor
+from reactivate._torch.modes import FakeTensor
+from reactivate._torch.modules import has_memory
 
 
 @dataclass(frozen=True)

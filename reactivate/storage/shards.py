@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reactivate._torch.fake import FakeTensor
+from reactivate._torch.modes import FakeTensor
 from reactivate._types import DEVICE, Storage
 from reactivate.storage.agreement import Notice, agree, start_gathering, waited
 from reactivate.storage.moved import Moved, Mover

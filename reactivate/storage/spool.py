@@ -15,7 +15,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from reactivate._torch.fake import FakeTensor
+from reactivate._torch.modes import FakeTensor
 from reactivate.errors import StorageError
 from reactivate.storage.areas import Area
 from reactivate.storage.disk_file import DiskFile

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from reactivate._torch.fake import FakeTensor
+from reactivate._torch.modes import FakeTensor
 from reactivate.storage.moved import Mover
 from reactivate.storage.pieces import WRITTEN, Piece
 from reactivate.storage.placement import Extent, Memory

@@ -19,14 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._engine.accounts import held_by, storages_of
-from reactivate._engine.kept_calls.kept import Kept, There, kept_among
-from reactivate._engine.record import Record, observed_by
 from reactivate._model.apply import apply
 from reactivate._modules.paths import is_below
-from reactivate._torch.containers import flatten
-from reactivate._torch.reducers import without_reducing
-from reactivate._torch.saved import SavedTensor, data_of
+from reactivate._passes.observing import observed_by
+from reactivate._region.accounts import held_by, storages_of
+from reactivate._region.region import Region
+from reactivate._saved_calls.saved_call import Kept, KeptAnyway
+from reactivate._torch.autograd import SavedTensor, data_of
+from reactivate._torch.modules import without_reducing
+from reactivate._torch.ops import flatten
 from reactivate._types import Action, Recompute, Save, Site
 from reactivate.planner.by_value.call_costs import RecordedCall
 from reactivate.planner.by_value.call_names import CallName, is_torchs_leaf, name_of_function_call
@@ -165,39 +166,39 @@ class _Recorder(TorchDispatchMode):
         self._policy = policy
         self._recorded = recorded
         self._costs = costs
-        self._site: Any = None  # that was begun last
-        self._names: dict[int, CallName] = {}  # by the ids of sites, which their region has
+        self._call: Any = None  # that was begun last
+        self._names: dict[int, CallName] = {}  # by the ids of calls, which their region has
         self._seconds: dict[int, float] = {}
         self._calls: tuple[RecordedCall, ...] = ()  # of the region that was done last
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        site = self._site
-        if site is not None and not hasattr(site, "stop"):  # which it gets when it ends
-            self._seconds[id(site)] += self._costs.of(func, args, kwargs or {}, result).seconds
+        call = self._call
+        if call is not None and not hasattr(call, "stop"):  # which it gets when it ends
+            self._seconds[id(call)] += self._costs.of(func, args, kwargs or {}, result).seconds
         return result
 
     def is_done(self) -> bool:
         """Return whether all units have been recorded."""
         return self.found.keys() >= set(self._recorded)
 
-    def call_begins(self, site: Any) -> None:
+    def call_begins(self, call: Any) -> None:
         """A call begins that is saved."""
-        if site.path is not None:
-            name = self._policy.leaves[site.path]
+        if call.path is not None:
+            name = self._policy.leaves[call.path]
         else:
             assert self._policy.asked is not None
             name = self._policy.asked
-        self._site, self._names[id(site)], self._seconds[id(site)] = site, name, 0.0
+        self._call, self._names[id(call)], self._seconds[id(call)] = call, name, 0.0
 
-    def recomputation_done(self, record: Record) -> None:
+    def recomputation_done(self, region: Region) -> None:
         """A region was recomputed."""
 
-    def forward_done(self, record: Record) -> None:
+    def forward_done(self, region: Region) -> None:
         """A region's forward pass is over: take down what it keeps of each call."""
-        self._site = None
-        if record.options.name in self._recorded:
-            self._calls = tuple(self._calls_of(record))
+        self._call = None
+        if region.options.name in self._recorded:
+            self._calls = tuple(self._calls_of(region))
             self._names.clear()
             self._seconds.clear()
 
@@ -207,30 +208,26 @@ class _Recorder(TorchDispatchMode):
             there = _memory_in((args, kwargs, result))
             self.found[path] = tuple(call.without(there) for call in self._calls)
 
-    def _calls_of(self, record: Record) -> Iterator[RecordedCall]:
-        sites = record.sites
-        for site, following in zip(sites, [*(site.start for site in sites[1:]), len(record.saved)]):
-            own = [reference() for reference, *_ in record.saved[site.start : site.stop]]
-            beside = [reference() for reference, *_ in record.saved[site.stop : following]]
+    def _calls_of(self, region: Region) -> Iterator[RecordedCall]:
+        calls = region.saved_calls
+        for call, following in zip(calls, [*(call.start for call in calls[1:]), len(region.saved)]):
+            own = [region.call_slots[number]() for number in range(call.start, call.stop)]
+            is_needed = any(map(region.is_recomputed, range(call.stop, following)))
             yield RecordedCall(
-                self._names[id(site)],
-                self._seconds[id(site)],
+                self._names[id(call)],
+                self._seconds[id(call)],
                 _memory_of(getattr(slot, "kept", None) for slot in own),
-                _memory_of(kept_among(site.outputs or ())),
-                any(getattr(slot, "recipe", None) is not None for slot in own) or any(map(_is_needed, beside)),
-                site.reason or "",
+                _memory_of(call.kept()),
+                any(getattr(slot, "derivation", None) is not None for slot in own) or is_needed,
+                call.reason or "",
             )
-
-
-def _is_needed(slot: Any) -> bool:
-    return slot is not None and getattr(slot, "kept", None) is None
 
 
 def _memory_of(kept: Iterable[Any]) -> dict[int, int]:
     """Return the bytes behind tensors that are kept, by the address of each memory; parameters are there anyway."""
     found: dict[int, int] = {}
     for item in kept:
-        if not isinstance(item, Kept) or isinstance(item, There):
+        if not isinstance(item, Kept) or isinstance(item, KeptAnyway):
             continue
         handle = data_of(item.handle) if isinstance(item.handle, SavedTensor) else item.handle
         found |= _memory_in(list(held_by(handle)))

@@ -13,9 +13,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._engine.accounts import Ledger
 from reactivate._inspect.fake import faked, has_no_memory
-from reactivate._torch.containers import flatten
+from reactivate._region.accounts import Ledger
+from reactivate._torch.ops import flatten
 from reactivate.planner.cost.prediction import Fixed
 from reactivate.planner.digest import bucket_bytes
 from reactivate.planner.profile.trace import Costs

@@ -32,7 +32,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Moment:
+class LiveBytes:
     """The memory that a step has allocated beyond `Fixed`, at one moment.
 
     Attributes:
@@ -61,7 +61,7 @@ class LiveTensors:
         op: what made them.
         module: the path of the module that ran it, in a unit "*" and the path below; empty where that is not known.
         shape, dtype: of each.
-        kind: what they are for: "kept", "recomputed" or "workspace", as in `Moment`.
+        kind: what they are for: "kept", "recomputed" or "workspace", as in `LiveBytes`.
         held_by: the units in whose backward, or forward, they are freed, each once; see `planner.cost.alive`.
         count: how many there are.
         nbytes: of all of them.
@@ -111,14 +111,14 @@ class Prediction:
     peak_bytes: int
     seconds: float
     forward_seconds: float
-    moments: tuple[Moment, ...]
+    moments: tuple[LiveBytes, ...]
     copies: tuple[Copy, ...] = ()
     waited_seconds: float = 0.0
     alive: tuple[LiveTensors, ...] = ()
     reserved_bytes: int | None = None
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> LiveBytes:
         """The moment of the most memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
@@ -155,7 +155,7 @@ class Proof:
     margin_bytes: int = 0
 
 
-def thinned(moments: list[Moment]) -> tuple[Moment, ...]:
+def thinned(moments: list[LiveBytes]) -> tuple[LiveBytes, ...]:
     """Of many moments the highest of each stretch, and the first and the last."""
     stretch = -(-len(moments) // MOST_MOMENTS)
     if stretch <= 1:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.ops import written_arguments
+from reactivate._torch.ops import leaves_at_op, written_arguments
 from reactivate.planner.cost.devices import DeviceSpec
 
 __all__ = ["bytes_of", "flops_of", "seconds_of"]

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from reactivate.planner.cost.alive import KEPT, MADE_IN_STEP, RECOMPUTED, WORKSPACE, alive_at_peak, kind_of
 from reactivate.planner.cost.flow import Flow
-from reactivate.planner.cost.prediction import Moment, Prediction, thinned
+from reactivate.planner.cost.prediction import LiveBytes, Prediction, thinned
 from reactivate.planner.cost.reserved import reserved_for
 from reactivate.planner.profile.trace import Trace
 
@@ -35,7 +35,7 @@ def prediction_of(trace: Trace, fixed_bytes: int, seconds: float, flow: Flow = N
         if not op.is_backward:
             forward_seconds = now
         inside = op.top_bytes - op.live_bytes  # what went again while it ran
-        moments.append(Moment(now, live[KEPT], live[RECOMPUTED], live[WORKSPACE] + inside))
+        moments.append(LiveBytes(now, live[KEPT], live[RECOMPUTED], live[WORKSPACE] + inside))
     return Prediction(
         fixed_bytes + trace.peak_bytes,
         seconds + flow.waited_seconds,

@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.fake import has_no_memory
-from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.fake import NEEDS_NUMBERS, FakeTensor, device_of, lacks_values
-from reactivate._torch.ops import DEVICE_QUERY, returns_arguments
+from reactivate._torch.modes import NEEDS_NUMBERS, FakeTensor, device_of, lacks_values
+from reactivate._torch.ops import DEVICE_QUERY, leaves_at_op, returns_arguments
 from reactivate.planner.profile.value_names import ValueNames
 
 _ARRAYS: Any = (Tensor.numpy, Tensor.__array__)

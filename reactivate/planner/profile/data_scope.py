@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from reactivate._engine.accounts import storages_of
 from reactivate._modules.paths import is_below
-from reactivate._torch.containers import flatten
+from reactivate._region.accounts import storages_of
+from reactivate._torch.ops import flatten
 
 
 class DataScope:

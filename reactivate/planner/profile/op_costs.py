@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from reactivate._engine.accounts import storages_of
-from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.ops import opaque_arguments
+from reactivate._region.accounts import storages_of
+from reactivate._torch.ops import leaves_at_op, opaque_arguments
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.profile.trace import SUM_IN_PLACE, Cost, Trace

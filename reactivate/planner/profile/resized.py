@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from reactivate._engine.accounts import storages_of
-from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.ops import written_values
+from reactivate._region.accounts import storages_of
+from reactivate._torch.ops import leaves_at_op, written_values
 
 
 class Resized:

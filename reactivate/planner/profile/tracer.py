@@ -22,15 +22,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._engine.accounts import copied_inputs, held_by_guards, put_aside, storages_of
-from reactivate._engine.current import is_recomputing
-from reactivate._engine.kept_calls.site_log import opened
-from reactivate._engine.record import Record, observed_by
 from reactivate._loss.logits import Logits
+from reactivate._passes.current import is_recomputing
+from reactivate._passes.observing import observed_by
+from reactivate._region.accounts import copied_inputs, held_by_guards, put_aside, storages_of
+from reactivate._region.region import Region
+from reactivate._saved_calls.log import opened
 from reactivate._torch.autograd import current_node_number, next_node_number
-from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.fake import FakeTensor, device_of
-from reactivate._torch.ops import DEVICE_QUERY, tensor_positions, written_arguments
+from reactivate._torch.modes import FakeTensor, device_of
+from reactivate._torch.ops import DEVICE_QUERY, leaves_at_op, tensor_positions, written_arguments
 from reactivate.planner.profile.answers import RealAnswers
 from reactivate.planner.profile.data_scope import DataScope
 from reactivate.planner.profile.module_stack import ModuleStack
@@ -362,21 +362,21 @@ class _Tracer(TorchDispatchMode):
 
     # -- regions ------------------------------------------------------------------------------------------------------
 
-    def forward_done(self, record: Record) -> None:
+    def forward_done(self, region: Region) -> None:
         """A region's forward pass is over: what its guards keep did not come out of an op."""
         if self._last is not None and not is_recomputing():  # a region around several units ends after the last of them
             self._last.regions += 1
-            self._last.saved_tensors += len(record.saved)
-            self._last.saved_calls += sum(site.reason is None for site in record.sites)
-        for tensor in (*held_by_guards(record), *copied_inputs(record)):
+            self._last.saved_tensors += len(region.saved)
+            self._last.saved_calls += sum(call.reason is None for call in region.saved_calls)
+        for tensor in (*held_by_guards(region), *copied_inputs(region)):
             self._enter(tensor, STATE)
 
-    def recomputation_begins(self, record: Record) -> None:
+    def recomputation_begins(self, region: Region) -> None:
         """A region is recomputed: state as it is now is put aside, where it is other than it was."""
-        size_bytes = sum(self._rounded(tensor.nbytes) for tensor in put_aside(record))
+        size_bytes = sum(self._rounded(tensor.nbytes) for tensor in put_aside(region))
         self._aside.append(self._allocate(size_bytes, self._origin(ASIDE)))
 
-    def recomputation_done(self, record: Record) -> None:
+    def recomputation_done(self, region: Region) -> None:
         """A region was recomputed."""
         self._release(self._aside.pop())
 

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from reactivate._engine.accounts import storages_of
 from reactivate._inspect.fake import has_no_memory
-from reactivate._torch.containers import leaves_at_op
-from reactivate._torch.fake import unset_fake_temporarily
-from reactivate._torch.ops import written_arguments, written_values
+from reactivate._region.accounts import storages_of
+from reactivate._torch.modes import unset_fake_temporarily
+from reactivate._torch.ops import leaves_at_op, written_arguments, written_values
 
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 _MOST_READ = 2**26  # bytes of a tensor of unknown origin that is known by its values

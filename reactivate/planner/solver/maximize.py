@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from reactivate._text.warnings import warn
-from reactivate._torch.containers import flatten, unflatten
+from reactivate._torch.ops import flatten, unflatten
 from reactivate._types import Storage
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget

@@ -1,1 +1,0 @@
-"""Barriers: regions on devices whose compiler would merge a recomputation with the forward pass."""

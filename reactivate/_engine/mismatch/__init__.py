@@ -1,1 +1,0 @@
-"""Mismatches: recomputations that differ from their forward, how they are found, and the errors in words."""

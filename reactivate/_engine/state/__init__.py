@@ -1,1 +1,0 @@
-"""State that a recomputation must see as its forward saw it: noted, rewound in place, and put back."""

@@ -1,0 +1,1 @@
+"""Notes on a pass over a region: its ops, checksums, lines of code, stale tensors, observers."""

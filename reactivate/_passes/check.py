@@ -1,0 +1,217 @@
+"""The self-check (Rule 25): the first recomputation of each region is compared with its forward, and ever fewer later.
+
+What no rule foresaw, a write that no version counter sees or state in a place where nobody looks, changes what a
+recomputation computes. So in the first call of a region, and in its 2nd, 4th, 8th, ..., both passes take checksums of the
+tensors that autograd saves, on the device, and one comparison at the end reads them.
+
+A checksum is made of sums of the bits as 64-bit integers: exact, without a large temporary, at the speed of memory. A
+profile beside it, of floating-point sums, tells a difference of rounding size, from kernels that were chosen anew, from a
+missed state.
+
+The gradients depend on the saved tensors alone. So a compared recomputation stops as early as any other: to run what comes
+after the last of them would do once more what no rule puts back. Where it runs to its end, for a proof or because it may
+not stop early, the outputs are compared too, and a difference of these alone is none that matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from reactivate._bits import checksum
+from reactivate._passes.stale import comes_from_stale, watches
+from reactivate._snapshot.geometry import has_memory
+from reactivate._torch.modes import run_unseen
+from reactivate._torch.ops import flatten
+from reactivate._types import Unrestored
+
+_PLAIN = (Tensor, Parameter)
+_ROUNDINGS, _COARSE_ROUNDINGS = 64, 4
+"""How many units in the last place, of the norm of a row, a difference of rounding size may have: of floats of
+32 bits or more, and of smaller ones, whose sums are computed in 32 bits and rounded once."""
+_ROWS = 32
+"""How many sums a profile has: it is held until the backward."""
+OUTPUTS = 1 << 30
+"""The number of the first output, behind those of all saved tensors."""
+
+
+class Profile(NamedTuple):
+    """The elements of a tensor in a few rows, summed up with weights; what is left over stands behind.
+
+    Attributes:
+        sums: of the rows: other numbers, or the same in another order, have other sums.
+        norms: of the rows, of which a difference of rounding size is a small part.
+    """
+
+    sums: Tensor
+    norms: Tensor
+
+
+class Sums(NamedTuple):
+    """Sums of one tensor, on its device.
+
+    Attributes:
+        bits: of its bits as integers.
+        is_sure: whether they are those of the tensor in the end; an op may fill one without a graph after it had it saved,
+            as rrelu does.
+        profile: of its elements, None if these are no floats.
+        unit: the relative distance of two floats of the type.
+    """
+
+    bits: Tensor
+    is_sure: bool
+    profile: Profile | None
+    unit: float
+
+
+class Check:
+    """Checksums of one pass.
+
+    Attributes:
+        sums: by the number of the saved tensor, or of the output.
+        versions: of the outputs, by their numbers.
+        has_same_results: whether a proof has found the outputs to be those of the forward.
+        recomputed: those of the last recomputation that came to its end.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[int, Sums] = {}
+        self.versions: dict[int, int] = {}
+        self.has_same_results = False
+        self.recomputed: Check | None = None
+
+    def note(self, number: int, tensor: Tensor) -> None:
+        """Take the checksum of a tensor, if it has bits to look at that come from what the forward had."""
+        if watches and comes_from_stale(tensor):
+            return
+        sums = run_unseen(_sums_of, tensor)
+        if sums is not None:
+            self.sums[number] = sums
+
+    def note_outputs(self, result: Any) -> None:
+        """Take the checksums of the outputs."""
+        for index, leaf in enumerate(flatten(result)[0]):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self.note(OUTPUTS + index, leaf)
+                self.versions[OUTPUTS + index] = leaf._version
+
+    def difference(self, other: Check) -> int | None:
+        """Return the number of the first tensor that differs in another pass, None if none does."""
+        numbers = self._common(other)
+        ones, others = ([check.sums[number].bits for number in numbers] for check in (self, other))
+        if not numbers or run_unseen(_are_equal, ones, others):
+            return None
+        return next(number for number, one, two in zip(numbers, ones, others) if not run_unseen(torch.equal, one, two))
+
+    def has_all(self, count: int) -> bool:
+        """Return whether there is a checksum of each of so many saved tensors."""
+        return all(number in self.sums for number in range(count))
+
+    def proves(self, other: Check, numbers: Iterable[int]) -> bool:
+        """Return whether each of these tensors is known to be the same in another pass."""
+        pairs = [(self.sums.get(number), other.sums.get(number)) for number in numbers]
+        found = [(one.bits, two.bits) for one, two in pairs if one is not None and two is not None]
+        return len(found) == len(pairs) and (not found or bool(run_unseen(_are_equal, *map(list, zip(*found)))))
+
+    def is_on_cpu(self) -> bool:
+        """Return whether no accelerator computed any of the tensors."""
+        return all(item.bits.device.type == "cpu" for item in self.sums.values())
+
+    def is_rounding(self, other: Check) -> bool:
+        """Return whether every difference to another pass is one of rounding size."""
+        return all(run_unseen(_is_rounding, self.sums[number], other.sums[number]) for number in self._common(other))
+
+    def _common(self, other: Check) -> list[int]:
+        """Return the numbers of what both passes have, but for inputs given back that were written to in between."""
+        found = self.sums.keys() & other.sums.keys()
+        return sorted(
+            number
+            for number in found
+            if self.sums[number].is_sure and self.versions.get(number) == other.versions.get(number)
+        )
+
+
+class BitsBefore:
+    """Checksums of tensors of which there is no copy, before a forward that may write to them without a new version.
+
+    Args:
+        tensors: each with where it was found.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
+        found = [item for item in tensors if _is_looked_at(item[0]) and has_memory(item[0])]
+        self._before = [(*item, item[0]._version, *_bits_and_place(item[0])) for item in found]
+
+    def written(self) -> list[Unrestored]:
+        """Return those that hold something else by now, in the same memory and with the version that they had."""
+        found = []
+        for tensor, place, version, before, where in self._before:
+            if tensor._version == version and has_memory(tensor):
+                now, is_where = _bits_and_place(tensor)
+                if is_where == where and not run_unseen(torch.equal, before, now):
+                    found.append(Unrestored(tensor, place, version))
+        return found
+
+
+def _bits_and_place(tensor: Tensor) -> tuple[Tensor, Any]:
+    bits: Tensor = run_unseen(lambda tensor: checksum(_elements_of(tensor)), tensor)
+    return bits, (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _is_looked_at(tensor: Tensor) -> bool:
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return False
+    return tensor.device.type not in ("xla", "meta") and tensor.numel() > 0 and not tensor.is_quantized
+
+
+def _sums_of(tensor: Tensor) -> Sums | None:
+    if not _is_looked_at(tensor):
+        return None
+    flat = _elements_of(tensor)
+    bits = checksum(flat)
+    if not flat.is_floating_point():
+        return Sums(bits, tensor.requires_grad, None, 0.0)
+    return Sums(bits, tensor.requires_grad, _profile_of(flat), torch.finfo(flat.dtype).eps)
+
+
+def _elements_of(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in one dimension, complex ones as pairs."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.reshape(-1) if plain.is_contiguous() else plain.contiguous().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+
+
+def _profile_of(flat: Tensor) -> Profile:
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.float()
+    rows = min(_ROWS, len(flat))
+    width = len(flat) // rows
+    table, rest = flat[: rows * width].view(rows, width), flat[rows * width :]
+    weights = (
+        torch.arange(width, device=flat.device, dtype=flat.dtype).mul_(2.4).cos_()
+    )  # like no other, and none small
+    norms = table.norm(dim=1)
+    typical = norms.norm() / (rows * width) ** 0.5
+    return Profile(torch.cat([torch.mv(table, weights), rest]), torch.cat([norms, torch.maximum(rest.abs(), typical)]))
+
+
+def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    devices = {item.device for item in (*some, *others)}
+    if len(devices) > 1:
+        return all(map(torch.equal, some, others))
+    return torch.equal(torch.stack(some), torch.stack(others))
+
+
+def _is_rounding(one: Sums, other: Sums) -> bool:
+    if torch.equal(one.bits, other.bits):
+        return True
+    if one.profile is None or other.profile is None or len(one.profile.sums) != len(other.profile.sums):
+        return False
+    distance = (one.profile.sums - other.profile.sums).abs()
+    return bool(
+        (distance <= (_ROUNDINGS if one.unit < 1e-6 else _COARSE_ROUNDINGS) * one.unit * one.profile.norms).all()
+    )

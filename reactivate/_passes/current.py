@@ -1,0 +1,92 @@
+"""The region that is running, and whether it runs in its forward or in a recomputation."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from reactivate._snapshot.region_calls import RegionCall, handed_out
+
+is_in_recomputation: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
+
+Running = tuple[RegionCall, int]
+"""A region that is running, and how many regions have begun inside of it by now."""
+
+_here: ContextVar[Running | None] = ContextVar("reactivate.current_region", default=None)
+
+
+def is_recomputing() -> bool:
+    """Return whether the calling code runs in a recomputation: exactly then, on this thread (Rule 19).
+
+    For code with side effects that no guard knows, which would otherwise happen twice: metrics, logging, counters.
+
+    Examples:
+        >>> import torch, reactivate
+        >>> seen = []
+        >>> def f(x):
+        ...     if not reactivate.is_recomputing():
+        ...         seen.append(x.shape)
+        ...     return x.sin().cos()
+        >>> reactivate.checkpoint(f)(torch.ones(2, requires_grad=True)).sum().backward()
+        >>> len(seen)
+        1
+    """
+    return is_in_recomputation.get()
+
+
+def current_region() -> RegionCall | None:
+    """Return the identity of the innermost region that the calling code runs in: None outside of regions (Rule 27).
+
+    It is the same object in the forward of a call and in its recomputations, and another one for each call. So a module
+    that keeps state of its own for recomputations keeps it under this key, in a `weakref.WeakKeyDictionary`: the entry goes
+    with the region, also if the forward fails or no backward follows. A recomputation does not rewind the entries of a dict
+    whose key is an identity, or a tuple with one in it. Buffers and attributes need none of this: they are rewound.
+
+    Examples:
+        >>> import torch, reactivate
+        >>> from weakref import WeakKeyDictionary
+        >>> scales = WeakKeyDictionary()
+        >>> def f(x):
+        ...     region = reactivate.current_region()
+        ...     if not reactivate.is_recomputing():
+        ...         scales[region] = x.detach().abs().amax()
+        ...     return (x / scales[region]).sin()
+        >>> out = reactivate.checkpoint(f)(torch.ones(2, requires_grad=True)).sum()
+        >>> len(scales)
+        1
+        >>> out.backward(); del out
+        >>> len(scales)
+        0
+    """
+    here = _here.get()
+    if here is None:
+        return None
+    handed_out.add(here[0])
+    return here[0]
+
+
+def enter_region() -> tuple[RegionCall, Running | None]:
+    """A forward begins: return the identity of its region, and what `leave_region` takes."""
+    here = _here.get()
+    if here is None:
+        region = RegionCall()
+    else:
+        outer, index = here
+        region, here = outer.inner(index), (outer, index + 1)
+    _here.set((region, 0))
+    return region, here
+
+
+def running_now() -> Running | None:
+    """Return the region that is running, and how many regions have begun inside of it by now."""
+    return _here.get()
+
+
+def leave_region(around: Running | None) -> None:
+    """The forward is over."""
+    _here.set(around)
+
+
+def enter_recomputation(region: RegionCall) -> None:
+    """A recomputation begins, in a context of its own, which ends with it."""
+    is_in_recomputation.set(True)
+    _here.set((region, 0))

@@ -1,0 +1,52 @@
+"""Which log the calls on this thread go to: that of a region with a policy, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from reactivate._torch.modes import function_modes, is_function_mode_active, replace_function_modes
+
+log_of_calls: ContextVar[Any] = ContextVar("reactivate.saved_calls", default=None)
+"""The log of this thread. A region without a policy inside of one with a policy is no affair of its."""
+
+open_logs: list[object] = []
+"""Those that are at work on any thread. Mostly empty, which is asked for every region."""
+
+
+def current_log() -> Any:
+    """Return the log that notes or skips saved calls: None outside of regions with a policy, and inside of a saved call."""
+    log = log_of_calls.get() if open_logs else None
+    return None if log is None or log.is_inside else log
+
+
+def is_at_work() -> bool:
+    """Return whether calls on this thread go to a log."""
+    return log_of_calls.get() is not None
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Let no log be at work on this thread for the time of the context."""
+    log = log_of_calls.get()
+    if log is not None:
+        log.finish_pending()
+    token = log_of_calls.set(None)
+    try:
+        yield
+    finally:
+        log_of_calls.reset(token)
+
+
+def unseen(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function unseen by the modes around the region: what is looked at here are not the user's calls."""
+    if not is_function_mode_active():
+        return function(*args)
+    modes = function_modes()
+    replace_function_modes(())  # `without_function_modes` would make plain tensors of subclasses
+    try:
+        return function(*args)
+    finally:
+        replace_function_modes(modes)

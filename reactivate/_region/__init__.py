@@ -1,0 +1,1 @@
+"""One call of a checkpointed region: its forward (`region`), and its recomputations (`recompute`)."""

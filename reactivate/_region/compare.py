@@ -1,0 +1,52 @@
+"""A recomputation compared with its forward: the self-check."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from reactivate._passes.check import OUTPUTS, Check
+from reactivate._region import errors_text
+from reactivate._torch.modules import is_distributed_run
+
+Region = Any
+
+
+def compare(region: Region, again: Callable[[], Any]) -> None:
+    """Compare a recomputation with its forward; where they differ, recompute once more to see which of two it is."""
+    forward: Check = region.check
+    region.check = None
+    first, forward.recomputed = forward.recomputed, None
+    if first is None:
+        return
+    number = forward.difference(first)
+    is_read_the_same = (number is None or number >= OUTPUTS) and forward.proves(first, _refilled(region))
+    if region.proof is not None:
+        if not is_read_the_same and (number is not None or not first.has_same_results):
+            raise disproved(region)
+        region.proof.is_settled = True
+        return
+    if number is None or is_read_the_same:
+        return
+    is_deterministic = None
+    if not is_distributed_run():  # other ranks would wait in the collectives of a second one
+        region.check = forward
+        again()
+        second, region.check = forward.recomputed, None
+        is_deterministic = second is not None and first.difference(second) is None
+    # An op that adds up in any order may choose another expert on an accelerator; on the CPU there is none.
+    if (is_deterministic or forward.is_on_cpu()) and not forward.is_rounding(first):
+        raise region.options.exception(errors_text.missed_state(region, number))
+    warnings.warn(errors_text.differs(region, number, is_deterministic), stacklevel=2)
+
+
+def _refilled(region: Region) -> list[int]:
+    """Return the numbers of the saved tensors that a graph still has, and that are recomputed."""
+    return list(filter(region.is_recomputed, range(len(region.saved))))
+
+
+def disproved(region: Region) -> BaseException:
+    """Return the error for a forward that wrote to what it reads; from the next call on there is a copy of it."""
+    region.proof.ask_for_copies()
+    return region.options.exception(errors_text.disproved(region))  # type: ignore[no-any-return]

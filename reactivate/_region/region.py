@@ -1,0 +1,500 @@
+"""The life of a region: a forward that keeps no activations, and a backward that finds them all.
+
+A region puts saved-tensor hooks around its function. For each tensor that autograd wants to save it returns a number; when
+the backward asks for the first one, the function runs again (see `recompute`), and every number gets its tensor, which is
+handed out once and forgotten. Inputs are kept as saved tensors of autograd's own, outside of the region's hooks: so a region
+around this one, or an offloader, sees them as it sees any saved tensor (Rules 7, 9). The graph owns the hooks, and these own
+the region: when autograd lets go of its saved tensors the region goes too, and no cycle is left (Rule 2).
+
+The rules cited here and in the tests are those of `docs/semantics.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+from _thread import RLock, get_ident
+from collections.abc import Sequence
+from contextlib import ExitStack
+from contextvars import Context
+from sys import _getframe
+from types import CodeType, FrameType
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from reactivate._passes.check import BitsBefore, Check
+from reactivate._passes.current import enter_region, leave_region
+from reactivate._passes.observing import keeping, observers, tell
+from reactivate._passes.oplog import OpLog
+from reactivate._passes.places import SavePlace, are_known, remember, user_frame
+from reactivate._passes.stale import is_of_a_write, refuse_stale, watches
+from reactivate._region import errors_text, naming
+from reactivate._region.accounts import NotKept, counting_threads, note_shortage
+from reactivate._region.due import is_due, note_writer, owner_of
+from reactivate._region.matching import Metadata, metadata_of
+from reactivate._region.options import Options, Recomputation
+from reactivate._region.proof import WriteProof
+from reactivate._region.recompute import recompute
+from reactivate._region.scripts import call_watched, is_being_watched, refuse_watched
+from reactivate._region.sharing import current_group, groups, is_read_by_another
+from reactivate._region.transforms import is_plain_under_transform
+from reactivate._saved_calls.life import ForwardLog
+from reactivate._saved_calls.saved_call import SETTLING_CODE, SavedCall, SavedCallSlot, Slot
+from reactivate._snapshot.call import Call
+from reactivate._snapshot.inputs import WrittenInput
+from reactivate._snapshot.moment import Moment
+from reactivate._snapshot.reached import ReachedModules
+from reactivate._storing.inputs import store_for
+from reactivate._storing.requests import idle as idle_storages, refuse_silence
+from reactivate._torch.autograd import (
+    FUNCTION_APPLY_CODE,
+    asks_for_users_hooks,
+    beside_users_hooks,
+    current_backward,
+    forget_users_hooks,
+    is_function_running,
+    next_node_number,
+    not_a_users_hook,
+    on_backward_end,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    users_hooks,
+)
+from reactivate._torch.dynamo import (
+    close_checkpoints_within,
+    last_script_graph,
+    leave_out_of_graphs,
+    leave_to_eager,
+    prefer_version_used_last,
+)
+from reactivate._torch.modes import current_transform, is_function_mode_active, without_function_modes
+from reactivate._types import DEVICE, Unrestored
+from reactivate._xla.exits import through_exit
+from reactivate._xla.fence import fences
+from reactivate._xla.recomputation import FencedRecomputation, named_tensors
+
+Saved = tuple[Metadata, CodeType, int]
+"""What is known of one saved tensor: its metadata, and the code and the instruction that saved it."""
+
+
+_MAY_READ_AGAIN = FUNCTION_APPLY_CODE is None  # then no frame tells that a custom function saves
+
+
+class Region:
+    """One call of a checkpointed function: how to make it again, and what it saved.
+
+    Attributes:
+        options: of the checkpointed function.
+        early_stop: as in the options, unless one of the ops must not be cut short.
+        fn, args, kwargs: the function, and the specs of its arguments (see `_snapshot.inputs`).
+        call: the call and what it reaches, as long as the forward runs.
+        context: the context variables of the forward.
+        identity: the identity of the call, for code inside of it.
+        moment: what the call reached, as it was when the forward began.
+        reached: the same of modules in a large tree, which are noted as the forward reaches them; otherwise None.
+        tokens: what the guards said before the forward; None once it is over.
+        snapshots: for the guards that keep anything, how they recompute and what they keep.
+        inputs: tensors that the recomputation reads where they are, and of which there is no copy.
+        saved_inputs: the specs of arguments and closed-over tensors that are saved tensors of autograd's own.
+        replaced: {id of a spec: the spec to take in its place}, of arguments that the forward wrote to.
+        saved: what is known of each tensor that autograd saved, in order.
+        slots: references to their slots, in calls that are compared or observed, and with a policy; None in others.
+        values, versions: the recomputed tensors that were not handed out yet, with their versions; None between backwards.
+        read_again: the numbers of the tensors that are read several times in one backward: those of custom functions.
+        check: checksums of the forward, if the next recomputation is to be compared with it.
+        proof: of a forward that wrote to what there is no copy of; otherwise None.
+        log: the ops of the forward, with `determinism="values"`.
+        users_hooks: (pack, unpack), saved-tensor hooks of the user's around the region; None without any.
+        forward_log: of the calls that the policy saves, as long as the forward runs.
+        saved_calls, seen_modules: these calls, in order, and the modules whose calls the policy sees.
+        call_slots: {number: a reference to its slot} of the tensors that saved calls have saved.
+        fence: (device type, its fence) where the device's compiler would undo a recomputation, otherwise None; with a fence
+            `entries`, the specs of all tensors among the arguments, and `named`, what else is read behind it, with versions.
+    """
+
+    __slots__ = (
+        *("__weakref__", "args", "bits", "call", "call_slots", "check", "context", "early_stop", "entries", "fence"),
+        *("fn", "forward_log", "identity", "inputs", "named", "saved_calls", "seen_modules"),
+        *("kwargs", "lock", "log", "moment", "options", "outer", "places", "proof", "reached", "read_again"),
+        *("replaced", "saved", "saved_inputs", "script_graph", "slots", "snapshots", "tokens", "users_hooks", "values"),
+        "versions",
+    )
+    options: Options
+    fn: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    call: Call | None
+    context: Context
+    moment: Moment
+    reached: ReachedModules | None
+    tokens: list[Any] | None
+    snapshots: list[tuple[Recomputation, Any]]
+    saved: list[Saved]
+    saved_inputs: Sequence[Any]
+    slots: list[ref[Slot]] | None
+    values: list[Tensor | None] | None
+    versions: list[int]
+    read_again: set[int]
+    replaced: dict[int, Any]
+    call_slots: dict[int, ref[SavedCallSlot]]
+    saved_calls: Sequence[SavedCall]
+    seen_modules: Sequence[Any]
+    places: dict[int, SavePlace] | None
+    check: Check | None
+    proof: WriteProof | None
+    bits: BitsBefore | None
+    forward_log: ForwardLog | None
+    log: OpLog | None
+    fence: tuple[str, Any] | None
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+        """Note what a recomputation will read, and start to intercept what autograd saves.
+
+        Returns a function that makes the call where there can be no region yet: mostly None.
+        """
+        if current_transform() is not None and is_plain_under_transform():
+            return _call
+        prefer_version_used_last(False)
+        store = None
+        if options.inputs is not DEVICE:
+            store = store_for(options.inputs, options.name or naming.name_of_region(fn))
+        keeping.owner = self if observers else None
+        try:
+            call = self.call = Call(fn, args, kwargs, store=store, for_region=True)
+        finally:
+            keeping.owner = None
+        if call.scripts and is_being_watched(call.scripts):
+            return functools.partial(call_watched, scripts=call.scripts)
+        if call.is_lazy:  # the first call of a lazy module makes its parameters, once
+            return _call
+        self.options, self.early_stop = options, options.early_stop
+        self.fn, self.args, self.kwargs, self.context = fn, call.args, call.kwargs, call.context
+        self.inputs, self.saved_inputs = call.inputs, [spec for _, spec, _ in call.saved]
+        self.users_hooks = users_hooks() if call.is_hooked else None
+        self.saved, self.values, self.read_again, self.replaced = [], None, set(), {}
+        self.saved_calls, self.seen_modules, self.call_slots = (), (), {}
+        self.lock = RLock()
+        self.proof = self.check = self.bits = self.places = self.slots = None
+        self.forward_log = self.fence = None
+        self.log = OpLog() if options.determinism == "values" else None
+        self.script_graph = last_script_graph()
+        self.moment = call.moment(with_modules=options.restores_modules)
+        if fences():
+            self.named = named_tensors(call)
+        self.identity, self.outer = enter_region()
+        self.reached = None
+        self.tokens = tokens = []
+        try:
+            if call.is_large and options.restores_modules:
+                self.reached = ReachedModules(call.roots, call.may_write_unseen)
+            for before in options.befores:
+                tokens.append(before(call))
+        except BaseException as error:
+            leave_region(self.outer)
+            self._close_guards(error)
+            raise
+        pack: Any = self.pack
+        if is_due(call, options.determinism, options.choice):
+            self.check, self.places, self.slots = Check(), {}, []
+            pack = self.pack_noted
+            if call.may_write_unseen():
+                self.bits = BitsBefore(naming.tensors_without_a_copy(call))
+        elif observers or (options.determinism != "first" and not are_known(owner_of(fn))):
+            self.places, self.slots = {}, []
+            pack = self.pack_noted
+        if options.choice is not None:
+            self.slots = []
+            pack = self.pack_beside_calls if options.choice.interest.functions else self.pack_noted
+        if asks_for_users_hooks:
+            pack = beside_users_hooks(pack)
+        push_saved_tensor_hooks(pack, self.unpack)
+        if self.log is not None:
+            self.log.__enter__()
+        if options.choice is not None:
+            self.forward_log = ForwardLog(self, options.choice)
+            self.saved_calls = self.forward_log.calls  # which it fills
+            self.forward_log.open()
+        return None
+
+    @not_a_users_hook
+    def pack(self, tensor: Tensor, frame: FrameType | None = None) -> int:
+        """Autograd saves `tensor`: it gets a number."""
+        if frame is None:
+            frame = _getframe(1)
+        if is_function_mode_active():
+            with without_function_modes():
+                return self.pack(tensor, frame)
+        if watches:  # in the recomputation of a region around this one
+            refuse_stale(tensor)
+        code, saved = frame.f_code, self.saved
+        if (
+            code is FUNCTION_APPLY_CODE or code is SETTLING_CODE
+        ):  # a custom function may read what it saves as often as it wants
+            self.read_again.add(len(saved))
+        saved.append((metadata_of(tensor), code, frame.f_lasti))
+        return len(saved) - 1
+
+    @not_a_users_hook
+    def pack_noted(self, tensor: Tensor) -> Slot:
+        """Do as `pack`, and note what messages and comparisons need."""
+        return self._note(self.pack(tensor, _getframe(1)), tensor, _getframe(1))
+
+    @not_a_users_hook
+    def pack_beside_calls(self, tensor: Tensor) -> Slot:
+        """Do as `pack`, but a custom function whose call is saved has not saved yet when its forward returns."""
+        log = self.forward_log
+        if log is not None and log.pending is not None:
+            if log.pending.number == next_node_number():
+                return log.pending.pack(tensor)
+            log.finish_pending()
+        return self._note(self.pack(tensor, _getframe(1)), tensor, _getframe(1))
+
+    def _note(self, number: int, tensor: Tensor, frame: FrameType) -> Slot:
+        if self.places is not None:
+            users = user_frame(frame)
+            self.places[number] = SavePlace((frame.f_code, frame.f_lasti), (users.f_code, users.f_lasti))
+        if self.check is not None:
+            self.check.note(number, tensor)
+        slot = Slot(number)
+        self.add_slot(slot)
+        return slot
+
+    def add_slot(self, slot: Slot) -> None:
+        """Note which slot a saved tensor has, where that is of interest."""
+        if self.slots is not None:
+            self.slots.append(ref(slot))
+
+    def is_needed(self, number: int) -> bool:
+        """Return whether a graph still has a saved tensor, as far as that is known."""
+        return self.slots is None or self.slots[number]() is not None
+
+    def is_recomputed(self, number: int) -> bool:
+        """Return whether only a recomputation can tell a saved tensor that a graph still has."""
+        reference = self.call_slots.get(number)
+        if reference is None:
+            return self.is_needed(number)
+        slot = reference()
+        return slot is not None and slot.kept is None
+
+    def end(self, result: Any) -> Any:
+        """Finish the forward: keep what the guards have to keep, forget the rest. Returns what the caller gets."""
+        if self.forward_log is not None:
+            self.forward_log.close()
+        if self.log is not None:
+            self.log.__exit__(None, None, None)
+        self._pop_hooks()
+        try:
+            self.snapshots = self.take_snapshots()
+            self.moment.finish()
+        finally:
+            if self.reached is not None or self.options.has_leaving:
+                self._close_guards(None)
+            self.tokens = None
+        call, self.call = self.call, None
+        assert call is not None
+        if self.places is not None:
+            remember(owner_of(self.fn), self.places)
+        if self.check is not None:
+            self.check.note_outputs(result)
+        self._look_for_writes(call, result)
+        if self.proof is None and self.options.determinism == "metadata":
+            self.check = None
+        if last_script_graph() is not self.script_graph:
+            refuse_watched(last_script_graph(), naming.name_of(self))
+        if self.forward_log is not None:
+            self.forward_log.settle()
+            self.forward_log = None
+        if self.saved and fences():
+            result = through_exit(self, result, call)
+        if observers:
+            tell(self.context, "forward_done", self)
+        return result
+
+    def _look_for_writes(self, call: Call, result: Any) -> None:
+        """Find what the forward wrote to and no copy was made of; then only a proof shows whether it matters."""
+        written = self.unrestored()
+        if self.bits is not None:
+            written += self.bits.written()
+            self.bits = None
+        for tensor, spec, version in call.saved:
+            if tensor._version != version:
+                place = naming.place_of(self, spec)
+                self.replaced[id(spec)] = spec = tensor if tensor.is_leaf else WrittenInput(tensor)
+                written.append(Unrestored(spec, place, version))
+        if written:
+            self.saved_inputs = [spec for _, spec, _ in call.saved]
+            self.proof = WriteProof(written, result)
+            self.moment.note_writes(self.proof.tensors())
+            note_writer(call)
+            if self.forward_log is not None and self.check is None:
+                self.forward_log.distrust("the region writes to a tensor of which there is no copy")
+
+    def fail(self, error: BaseException) -> None:
+        """End a forward that has raised: leave everything as it was (Rule 13)."""
+        if self.forward_log is not None:
+            self.forward_log.close()
+            self.forward_log.give_up()
+            self.forward_log = None
+        if self.log is not None:
+            self.log.__exit__(None, None, None)
+        close_checkpoints_within(error)
+        self._pop_hooks()
+        self._close_guards(error)
+        note_shortage(error, Region)
+
+    def _pop_hooks(self) -> None:
+        leave_region(self.outer)  # whatever guards do next, and if one fails
+        self.outer = None
+        if asks_for_users_hooks:
+            forget_users_hooks()
+        pop_saved_tensor_hooks()
+
+    def _close_guards(self, error: BaseException | None) -> None:
+        if self.reached is not None:
+            self.reached.finish()
+        tokens = self.tokens
+        if self.options.has_leaving and tokens:
+            with ExitStack() as stack:  # the last one first, and all of them, also if one fails
+                for guard, token in zip(self.options.asked, tokens):
+                    stack.callback(guard.leave, token, error)
+
+    def take_snapshots(self) -> list[tuple[Recomputation, Any]]:
+        """Return what the guards would keep if the forward ended now."""
+        assert self.tokens is not None
+        snapshots = []
+        for token, (after, recomputation) in zip(self.tokens, self.options.afters):
+            if token is not None:
+                snapshot = token if after is None else after(token)
+                if snapshot is not None:
+                    snapshots.append((recomputation, snapshot))
+        return snapshots
+
+    def unrestored(self) -> list[Unrestored]:
+        """Return what was modified since the forward began, and of what there is no copy."""
+        found = self.moment.unrestored()
+        if self.inputs:
+            found += [
+                Unrestored(item.tensor, item.place, item.version)
+                for item in self.inputs
+                if item.tensor._version != item.version
+            ]
+        return found if self.reached is None else found + self.reached.unrestored()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def unpack(self, handle: Any) -> Tensor:
+        """Autograd asks for a tensor that it saved: by its number, or by its slot."""
+        number = handle if type(handle) is int else handle.number
+        values = self.values
+        value = values[number] if values is not None and number < len(values) else None
+        if value is None:
+            value = self._recomputed(number, handle)
+            if value is None:
+                return self._load(handle)
+        if value._version != self.versions[number]:
+            raise self.options.exception(errors_text.written_after_saved(self, number))
+        if self.values is not None and not (
+            number in self.read_again or _MAY_READ_AGAIN or groups or type(handle) is SavedCallSlot
+        ):
+            self.values[number] = None  # as mostly
+        elif self.values is not None and not self._is_read_again(number, handle):
+            self.values[number] = None
+        return value
+
+    def _is_read_again(self, number: int, handle: Any) -> bool:
+        if number in self.read_again or type(handle) is SavedCallSlot:
+            return True
+        # Where no frame tells that a custom function saves, its node tells that it reads.
+        return (FUNCTION_APPLY_CODE is None and is_function_running()) or (bool(groups) and is_read_by_another())
+
+    def _value(self, number: int) -> Tensor | None:
+        # A recomputation during the forward knows only what was saved by then.
+        values = self.values
+        return values[number] if values is not None and number < len(values) else None
+
+    def _recomputed(self, number: int, handle: Any) -> Tensor | None:
+        """Return a tensor after a recomputation, None if a saved call keeps it."""
+        with self.lock:  # autograd has a thread for each device; the one that comes second finds its value
+            while (value := self._value(number)) is None:  # again, if another backward has taken it
+                if self.tokens is None and type(handle) is SavedCallSlot and handle.kept is not None:
+                    return None
+                if self.tokens is not None and self.forward_log is not None:
+                    self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
+                if counting_threads and get_ident() in counting_threads:
+                    raise NotKept
+                self.recompute()
+            self._limit_lifetime()
+            return value
+
+    def _load(self, slot: SavedCallSlot) -> Tensor:
+        """Return what a saved call keeps."""
+        try:
+            return slot.kept.load()  # type: ignore[union-attr]
+        except RuntimeError as error:
+            if not is_of_a_write(error):
+                raise
+            raise self.options.exception(errors_text.written_after_saved(self, slot.number)) from None
+
+    def recompute(self, gradient: Tensor | None = None) -> Tensor | None:
+        """Run the function again: every saved tensor gets its value.
+
+        Args:
+            gradient: what a backward has brought to an exit; it is returned behind the fence.
+        """
+        if idle_storages:
+            refuse_silence()
+        behind = None if self.fence is None else FencedRecomputation(*self.fence, gradient)
+        if observers:
+            tell(self.context, "recomputation_begins", self)
+        try:
+            recompute(self, behind)
+        except BaseException as error:
+            note_shortage(error, Region)
+            raise
+        return None if behind is None else behind.gradient
+
+    def recompute_behind(self, gradient: Tensor) -> Tensor | None:
+        """A backward has come to an exit: what it will read of the region is computed from here on, not before."""
+        with self.lock:
+            is_filled = any(
+                value is not None for value in self.values or ()
+            )  # from another exit, or for another backward
+            if is_filled or not any(map(self.is_recomputed, range(len(self.saved)))):
+                return gradient
+            fenced = self.recompute(gradient)
+            self._limit_lifetime()
+            return fenced
+
+    def _limit_lifetime(self) -> None:
+        """Make sure that what was recomputed goes, also if the graph is retained."""
+        group = current_group() if groups else None
+        if group is not None:
+            group.keep(self)
+        elif len(self.saved) == 1 and self.fence is None:  # it has been taken already
+            return
+        elif current_backward() == -1:
+            self.forget()  # code looks at `grad_fn._saved_...`
+        else:
+            on_backward_end(functools.partial(_forget, ref(self)))
+
+    def forget(self) -> None:
+        """Let go of recomputed tensors that were not asked for."""
+        self.values = None
+
+
+def _call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return fn(*args, **kwargs)
+
+
+def _forget(reference: ref[Region]) -> None:
+    region = reference()
+    if region is not None:
+        region.forget()
+
+
+leave_to_eager(Region.pack.__code__)
+leave_to_eager(Region.pack_noted.__code__)
+leave_out_of_graphs(Region.unpack)

@@ -1,0 +1,60 @@
+"""Calls of checkpointed functions: where a region begins and ends."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import is_grad_enabled
+from torch.nn import Module
+
+from reactivate._modules.standin import StandIn
+from reactivate._passes.logs import is_at_work, open_logs, set_aside
+from reactivate._passes.observing import are_regions_off, plain_contexts
+from reactivate._passes.places import calls_regions
+from reactivate._region.options import Options
+from reactivate._region.region import Region
+from reactivate._torch.dynamo import leave_to_eager
+from reactivate._torch.modules import has_hooks, module_call
+
+
+def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Call `fn(*args, **kwargs)`, keeping of it what its recomputations need and no more."""
+    if not is_grad_enabled() or (plain_contexts and are_regions_off()):  # Rule 3
+        return fn(*args, **kwargs)
+    if open_logs and is_at_work():  # calls inside of this region are not those of a region around it
+        with set_aside():
+            return run(fn, args, kwargs, options)
+    region = Region()
+    plainly = region.begin(fn, args, kwargs, options)
+    if plainly is not None:
+        return plainly(fn, args, kwargs)
+    try:
+        result = fn(*args, **kwargs)
+    except BaseException as error:
+        region.fail(error)
+        raise
+    return region.end(result)
+
+
+leave_to_eager(run.__code__)
+calls_regions(run.__code__)
+
+
+def run_module(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    """Run a module with the region inside of its hooks, so that these run once (Rule 21)."""
+    if not has_hooks(module) or not is_grad_enabled():
+        return run(module, args, kwargs, options)
+    stand_in = StandIn.enter(module, functools.partial(run, options=options))
+    try:
+        return module(*args, **kwargs)
+    finally:
+        stand_in.leave()
+
+
+def module_called_by(fn: Any) -> Module | None:
+    """Return the module whose `__call__` the region is, if it is one."""
+    if isinstance(fn, Module):
+        return fn if type(fn).__call__ is module_call else None
+    owner = getattr(fn, "__self__", None)
+    return owner if isinstance(owner, Module) and fn == owner.__call__ else None

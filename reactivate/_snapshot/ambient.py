@@ -1,0 +1,178 @@
+"""Settings around a call that decide what its ops do: flags of torch, autocast, modes, the current device and stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import filterfalse
+from typing import Any, NamedTuple
+
+import torch
+
+from reactivate._backends import accelerator
+from reactivate._torch.modes import (
+    FLAGS,
+    ask,
+    dispatch_modes,
+    function_modes,
+    is_any_autocast_enabled,
+    is_dispatch_mode_active,
+    is_function_mode_active,
+    leave_autocast,
+    replace_dispatch_modes,
+    replace_function_modes,
+)
+from reactivate._torch.rng import accelerator_device
+
+READERS = (
+    *(flag.read for flag in FLAGS),
+    *(torch.autocast_increment_nesting, torch.autocast_decrement_nesting),  # the second: how many contexts are open
+    *(is_function_mode_active, is_dispatch_mode_active, is_any_autocast_enabled, accelerator_device),
+)
+"""Each is a call of C where torch has the private names. (`GlobalStateGuard` of torch's dynamo stands for six of them, of the
+flags of a CPU, and costs as much as these six.)"""
+
+_NESTING = len(FLAGS) + 1
+_NOTHING_ELSE = [False, 0, False, None]  # what the last four say when there are flags and nothing else
+_AUTOCAST_TYPES = tuple(
+    kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
+)
+
+
+class AmbientState:
+    """Settings around a call.
+
+    As a context: a recomputation that changes no settings, unless it stops between two lines of which one puts back what the
+    other set.
+
+    Args:
+        values: what `READERS` say.
+
+    Attributes:
+        rest: settings that are mostly absent, None without any.
+    """
+
+    __slots__ = ("rest", "values")
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+        self.rest = _Rest.read(*values[-4:]) if values[-4:] != _NOTHING_ELSE else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AmbientState) and self.values == other.values and self.rest == other.rest
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def is_same(self, values: list[Any]) -> bool:
+        """Return whether these are the settings now, of which `READERS` say `values`."""
+        return self.values == values and (self.rest is None or self.rest == _Rest.read(*values[-4:]))
+
+    def rewound(self) -> AbstractContextManager[Any]:
+        """Return a context in which everything is set as here."""
+        # Under autocast there is always something to do: see `_autocast`.
+        if self.is_same(list(map(ask, READERS))) and (self.rest is None or self.rest.autocast is None):
+            return self
+        return _as_it_was(self.values, self.rest or _NO_REST)
+
+    __enter__ = object.__hash__  # nothing is to be done, and not in Python
+
+    def __exit__(self, *error: object) -> None:
+        if list(map(ask, READERS)) != self.values:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        rest = self.rest or _NO_REST
+        _write_flags(self.values)
+        leave_autocast(self.values[_NESTING])
+        _write_autocast(rest.autocast or tuple((kind, False, dtype) for kind, _, dtype in _read_autocast()))
+        replace_dispatch_modes(
+            tuple(mode for mode in dispatch_modes() if not _is_users(mode) or mode in rest.dispatch_modes)
+        )
+        replace_function_modes(
+            tuple(mode for mode in function_modes() if _is_ours(mode) or mode in rest.function_modes)
+        )
+
+
+class _Rest(NamedTuple):
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+    autocast: tuple[Any, ...] | None
+    place: tuple[Any, Any] | None
+
+    @classmethod
+    def read(cls, has_function_mode: bool, has_dispatch_mode: int, is_autocast: bool, device: Any) -> _Rest:
+        backend = None if device is None else accelerator()
+        return cls(
+            tuple(filterfalse(_is_ours, function_modes())) if has_function_mode else (),
+            tuple(filter(_is_users, dispatch_modes())) if has_dispatch_mode else (),
+            _read_autocast() if is_autocast else None,
+            backend.read_place() if backend is not None and backend.is_initialized() else None,
+        )
+
+
+_NO_REST = _Rest((), (), None, None)
+
+
+@contextmanager
+def _as_it_was(values: list[Any], rest: _Rest) -> Iterator[None]:
+    modes, backend = (dispatch_modes(), function_modes()), accelerator()
+    at_place = nullcontext() if backend is None or rest.place is None else backend.at_place(rest.place)
+    with AmbientState(list(map(ask, READERS))):
+        _write_flags(values)
+        with _autocast(rest.autocast), at_place:
+            replace_dispatch_modes((*filterfalse(_is_users, modes[0]), *rest.dispatch_modes))
+            replace_function_modes(rest.function_modes)
+            try:
+                yield
+            finally:
+                replace_dispatch_modes(modes[0])
+                replace_function_modes(modes[1])
+
+
+def _write_flags(values: list[Any]) -> None:
+    for _ in range(2):  # setting one flag may set others
+        for flag, value in zip(FLAGS, values):
+            if flag.read() != value:
+                flag.write(value)
+
+
+def _is_ours(mode: Any) -> bool:
+    return type(mode).__module__.partition(".")[0] == "reactivate"
+
+
+def _is_users(mode: Any) -> bool:
+    # torch's own count what runs (FLOPs, memory) or belong to its selective checkpointing, which has its own contexts.
+    return type(mode).__module__.partition(".")[0] not in ("reactivate", "torch")
+
+
+def _read_autocast() -> tuple[Any, ...]:
+    kinds, backend = _AUTOCAST_TYPES, accelerator()
+    if backend is not None and backend.device_type not in kinds:
+        kinds = (*kinds, backend.device_type)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+@contextmanager
+def _autocast(settings: tuple[Any, ...] | None) -> Iterator[None]:
+    """Autocast as in `settings`, None for off, without its cache of cast weights."""
+    now, is_cached = _read_autocast(), torch.is_autocast_cache_enabled()
+    # All threads have one cache. At the outermost level it is empty, and is dropped afterwards. Inside of an autocast that
+    # is active it is that one's, with weights as they were cast at some other time, perhaps without a graph. A device's
+    # thread counts levels of its own, but is told what is enabled around the backward.
+    is_outermost = torch.autocast_increment_nesting() == 1 and not any(is_enabled for _, is_enabled, _ in now)
+    _write_autocast(settings or tuple((kind, False, dtype) for kind, _, dtype in now))
+    torch.set_autocast_cache_enabled(is_outermost)
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        if is_outermost:
+            torch.clear_autocast_cache()
+        _write_autocast(now)
+        torch.set_autocast_cache_enabled(is_cached)
+
+
+def _write_autocast(settings: tuple[Any, ...]) -> None:
+    for kind, is_enabled, dtype in settings:
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)

@@ -1,0 +1,237 @@
+"""The call of a region: its function, its arguments as they are kept until a recomputation, and all that they reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
+from types import CellType, FunctionType, GeneratorType, MethodType
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from reactivate._snapshot.contexts import ContextContainers
+from reactivate._snapshot.held import restored
+from reactivate._snapshot.holders import ATOMS, AttributesHolder, CellHolder, Contents, put_cell
+from reactivate._snapshot.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
+from reactivate._snapshot.iterators import holds_iterator, is_iterator
+from reactivate._snapshot.moment import Moment
+from reactivate._snapshot.trees import Tree, is_large, is_unseen_writer, tree_under
+from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk, is_state
+from reactivate._torch.autograd import innermost_pack_hook, is_of_checkpointing, save_tensor
+
+Store = Callable[[Tensor, str], Any]
+"""Hands a tensor that an op has computed, at a place, to the storage for inputs; None if the tensor stays where it is."""
+
+
+class CellTensorHolder(CellHolder):
+    """A closed-over tensor with a gradient, kept as autograd keeps an input.
+
+    Attributes:
+        spec: how it is kept.
+    """
+
+    __slots__ = ("_tensor", "spec")
+
+    def __init__(self, target: CellType, spec: Any) -> None:
+        super().__init__(target)
+        self.spec = spec
+        self._tensor: Tensor | None = None
+
+    def record(self) -> Contents:
+        return (self.spec,)
+
+    def prepare(self, memo: dict[int, Any]) -> None:
+        """Get the tensor, as long as everything is as it is: a region around this one may have to be recomputed."""
+        self._tensor = rebuild(self.spec, memo)
+
+    def is_at(self, contents: Contents) -> bool:
+        return super().is_at((self._tensor,) if contents[0] is self.spec else contents)
+
+    def put(self, contents: Contents) -> None:
+        put_cell(self.target, self._tensor if contents[0] is self.spec else restored(contents[0]))
+
+    def let_go(self) -> None:
+        """Forget the tensor of one recomputation."""
+        self._tensor = None
+
+
+class Call(Walk):
+    """One call of a function, and the walk over what it reaches.
+
+    Args:
+        fn, args, kwargs: the call.
+        store: hands inputs to a storage; None if they stay where they are.
+        for_region: whether the call is that of a region, which notes its context variables, and the modules of large trees as
+            they are reached.
+
+    Attributes:
+        fn: the function.
+        args, kwargs: the specs of its arguments; see `inputs`.
+        saved: (tensor, its spec, version) of the tensors that autograd keeps.
+        given: the tensors of `saved`, in which the arguments come first.
+        is_hooked: whether there are saved-tensor hooks around the region.
+        context: the context variables, with nothing in the place of containers of which copies are made.
+        is_large: whether there are so many modules that they are noted as they are reached.
+        tree: the modules; None if there are none, or too many.
+    """
+
+    context: Context
+    tree: Tree | None = None
+    is_large = False
+
+    def __init__(
+        self,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        store: Store | None = None,
+        for_region: bool = False,
+    ) -> None:
+        super().__init__()
+        self.fn = fn
+        self.saved: list[tuple[Tensor, Any, int]] = []
+        pack = innermost_pack_hook()
+        self.is_hooked = pack is not None
+        self._store = None if store is None or is_of_checkpointing(pack) else store
+        if isinstance(fn, Module):
+            self.roots = (fn,)
+            self.specs[id(fn)] = fn
+        else:
+            self._look_at_function(fn)
+        is_plain = pack is None and self._store is None
+        specs = self.specs
+        captured: list[Any] = []
+        self.args = captured
+        for index, item in enumerate(args):
+            # As mostly; what `_argument` would do, without its calls.
+            if type(item) is Tensor and item.requires_grad and is_plain and id(item) not in specs:
+                spec = specs[id(item)] = save_tensor(item, False)
+                self.saved.append((item, spec, item._version))
+                captured.append(spec)
+            else:
+                captured.append(item if type(item) in ATOMS else self._argument(item, f"args[{index}]"))
+        self.kwargs = (
+            {name: self._argument(item, f"kwargs[{name!r}]") for name, item in kwargs.items()} if kwargs else kwargs
+        )
+        if self._bindings:
+            self.finish()
+        containers = None
+        if for_region:
+            context = self.context = copy_context()
+            if context and not ATOMS.issuperset(map(type, context.values())):
+                containers = self._look_at_context(context)
+        self.given = [item[0] for item in self.saved]
+        tensors = self.reached() if self.inputs or self.tensors else self.given
+        if any(map(vars, tensors)):
+            self.holders.append(AttributesHolder(tensors))
+            self.look_at_attributes(tensors)
+            self.given = [item[0] for item in self.saved]
+        if self.roots:
+            self.is_large = for_region and not self.has_compiled and any(map(is_large, self.roots))
+            if not self.is_large:
+                tree = self.tree = tree_under(self.roots)
+                self.generators += tree.generators
+                self.scripts += tree.scripts
+                self.is_lazy = tree.is_lazy
+        if containers is not None and containers.holders:
+            modules = () if self.tree is None else {id(holder.target) for holder in self.tree.holders}
+            containers.settle(self.context, modules, is_large=self.is_large)
+
+    def _look_at_function(self, fn: Any) -> None:
+        if type(fn) is FunctionType:  # as mostly, and methods of modules
+            self.function(fn, "the function", DEPTH)
+        elif type(fn) is MethodType and isinstance(fn.__self__, Module) and type(fn.__func__) is FunctionType:
+            self.roots = (fn.__self__,)
+            self.specs[id(fn.__self__)] = fn.__self__
+            self.function(fn.__func__, "the function", DEPTH)
+        else:
+            self.look(fn, "the function", DEPTH)
+
+    def _look_at_context(self, context: Context) -> ContextContainers:
+        containers = ContextContainers(self, context)
+        if self._bindings:
+            self.finish()
+        return containers
+
+    @property
+    def modules(self) -> Sequence[Module]:
+        """Every module that the function can reach, each once; none if there are too many."""
+        return () if self.tree is None else self.tree.modules
+
+    def may_write_unseen(self) -> bool:
+        """Return whether code that was found may write to tensors without a new version."""
+        if self.is_large and any(map(is_unseen_writer, self.roots)):
+            return True
+        return self.code.may_write_unseen() or (self.tree is not None and self._may_tree())
+
+    def _may_tree(self) -> bool:
+        assert self.tree is not None
+        self.code.add_tree(self.tree.names())
+        return self.code.may_write_unseen()
+
+    def moment(self, *, with_modules: bool = True) -> Moment:
+        """Return what everything that the call reaches holds now."""
+        tree = self.tree if with_modules else None
+        return Moment(self.holders, self.tensors, self.given, tree, self.may_write_unseen)
+
+    def reached(self) -> list[Tensor]:
+        return [*(tensor for tensor, *_ in self.saved), *super().reached()]
+
+    def spec_of(self, value: Any) -> Any:
+        """Return the spec that a value got in this walk."""
+        return self.specs.get(id(value), value)
+
+    # -- arguments ----------------------------------------------------------------------------------------------------
+
+    def _argument(self, value: Any, place: str) -> Any:
+        kind: Any = type(value)
+        spec: Any
+        if kind in ATOMS:
+            return value
+        key = id(value)
+        if key in self.specs:
+            return self.specs[key]
+        if isinstance(value, Tensor):
+            return self._tensor_argument(value, place)
+        if isinstance(value, tuple) and self._is_made_anew(value):
+            items = [self._argument(item, f"{place}[{index}]") for index, item in enumerate(value)]
+            spec = self.specs[key] = TupleInput(kind, items)
+            return spec
+        if is_iterator(kind):
+            is_generator = kind is GeneratorType
+            spec = self.specs[key] = GeneratorInput(value, place) if is_generator else IteratorInput(value)
+            self.look_at_iterator(value, place, DEPTH_OF_ARGUMENTS)
+            return spec
+        self.look(value, place, DEPTH_OF_ARGUMENTS)
+        return value
+
+    def _is_made_anew(self, value: tuple[Any, ...]) -> bool:
+        """Return whether a recomputation needs another tuple: around copied iterators, or tensors that hooks move."""
+        is_moved = self.is_hooked or self._store is not None
+        return holds_iterator(value) or (is_moved and any(isinstance(item, Tensor) for item in value))
+
+    def _tensor_argument(self, tensor: Tensor, place: str) -> Any:
+        spec: Any = tensor
+        if (self.is_hooked or tensor.requires_grad) and not is_state(tensor):
+            spec = self._stored(tensor, place) or (SavedInput(tensor) if self.is_hooked else save_tensor(tensor, False))
+        self.specs[id(tensor)] = spec
+        if spec is not tensor:
+            self.saved.append((tensor, spec, tensor._version))
+        else:
+            self.tensor(tensor, place)
+        return spec
+
+    def _stored(self, tensor: Tensor, place: str) -> Any:
+        return None if self._store is None or tensor.grad_fn is None else self._store(tensor, place)
+
+    def cell_tensor(self, cell: CellType, tensor: Tensor, place: str) -> None:
+        if not tensor.requires_grad or is_state(tensor):
+            super().cell_tensor(cell, tensor, place)
+            return
+        spec = self.specs.get(id(tensor))
+        if spec is None:
+            spec = self.specs[id(tensor)] = self._stored(tensor, place) or SavedInput(tensor)
+            self.saved.append((tensor, spec, tensor._version))
+        self.holders.append(CellTensorHolder(cell, spec))

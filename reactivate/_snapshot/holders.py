@@ -1,0 +1,456 @@
+"""Objects whose contents can change: how to read the contents of each, and how to put them back into the same object.
+
+Identity is kept: a recomputation meets the objects of its forward, and if what they hold has changed meanwhile, the earlier
+contents are put back in place. Items are compared with `is`, never with `==`: two one-element tensors that are equal are two
+tensors.
+
+To add a kind of object, write a `Holder` with `get` and `put`, and name its class in the table of `walk.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from types import CellType, ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from reactivate._modules.standin import Placed
+from reactivate._snapshot.caches import cached_by_class
+from reactivate._snapshot.held import are_items, held_all, is_item, restored, strongly
+from reactivate._snapshot.region_calls import handed_out, is_of_call
+
+ATOMS = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...), object, ModuleType),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
+    }
+)
+"""Classes of values that cannot change."""
+
+LARGEST = 4096
+"""The number of items up to which a container is read item by item; of a larger one, only its length is."""
+
+EMPTY: Any = object()
+"""What stands for a slot, a cell or a name that holds nothing."""
+
+Contents = Sequence[Any]
+
+
+class Holder:
+    """One object whose contents count.
+
+    Attributes:
+        target: the object.
+        is_shared: whether other threads see the object while it is rewound.
+        name: how messages call it; None for its class.
+    """
+
+    __slots__ = ("target",)
+    is_shared: ClassVar[bool] = True
+    name: Any = None
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get(self) -> Contents:
+        """Return what the object holds now."""
+        raise NotImplementedError
+
+    def put(self, contents: Contents) -> None:
+        """Let the object hold what `get` or `record` returned."""
+        raise NotImplementedError
+
+    def record(self) -> Contents:
+        """Return what a moment keeps of the contents: see `held`."""
+        return held_all(self.get())
+
+    def is_at(self, contents: Contents) -> bool:
+        """Return whether the object holds just these contents."""
+        return are_items(self.get(), contents)
+
+    def items(self, contents: Contents) -> Iterable[tuple[str, Any]]:
+        """Return (how the item is written after the object, the item) of each item in some contents."""
+        return ((f"[{index}]", item) for index, item in enumerate(contents))
+
+
+class ListHolder(Holder):
+    """A list, a deque, or an object of a subclass, past methods that a subclass overrides."""
+
+    __slots__ = ()
+
+    def get(self) -> Contents:
+        target = self.target
+        return tuple((deque if isinstance(target, deque) else list).__iter__(target))
+
+    def put(self, contents: Contents) -> None:
+        kind: Any = deque if isinstance(self.target, deque) else list
+        items = strongly(contents)
+        kind.clear(self.target)
+        kind.extend(self.target, items)
+
+
+class SetHolder(Holder):
+    """A set, or an object of a subclass."""
+
+    __slots__ = ()
+
+    def get(self) -> Contents:
+        return tuple(set.__iter__(self.target))
+
+    def put(self, contents: Contents) -> None:
+        items = strongly(contents)
+        set.clear(self.target)
+        set.update(self.target, items)
+
+
+class DictHolder(Holder):
+    """A dict, an object of a subclass, or the `__dict__` of an object: the keys, then the values."""
+
+    __slots__ = ()
+
+    def get(self) -> Contents:
+        return dict_contents(self.target)
+
+    def put(self, contents: Contents) -> None:
+        put_dict(self.target, contents)
+
+    def items(self, contents: Contents) -> Iterable[tuple[str, Any]]:
+        half = len(contents) // 2
+        return ((f"[{key!r}]", item) for key, item in zip(contents[:half], contents[half:]))
+
+
+def dict_contents(target: Any) -> Contents:
+    """Return the keys of a dict and then its values, without entries that belong to a region."""
+    if isinstance(target, OrderedDict):
+        pairs = dict(OrderedDict.items(target))
+        keys, values = tuple(pairs), tuple(pairs.values())
+    else:
+        keys, values = tuple(dict.__iter__(target)), tuple(dict.values(target))
+    if handed_out and any(map(is_of_call, keys)):
+        kept = [(key, value) for key, value in zip(keys, values) if not is_of_call(key)]
+        return (*(key for key, _ in kept), *(value for _, value in kept))
+    return keys + values
+
+
+def put_dict(target: Any, contents: Contents) -> None:
+    """Give a dict these contents in this order, past methods that a subclass overrides."""
+    kind: Any = OrderedDict if isinstance(target, OrderedDict) else dict
+    # What another thread has placed, and what code keeps for a region, is no state.
+    others = {
+        key: item for key, item in kind.items(target) if isinstance(item, Placed) or (handed_out and is_of_call(key))
+    }
+    half = len(contents) // 2
+    keys, values = contents[:half], strongly(contents[half:])
+    kind.clear(target)
+    for key, item in zip(keys, values):
+        kind.__setitem__(target, key, item)
+    for key, item in others.items():
+        kind.__setitem__(target, key, item)
+
+
+class LengthHolder(Holder):
+    """A container of more than `LARGEST` items: what was appended since is taken off again.
+
+    Items that were replaced or taken away stay so: the function sees what torch's checkpoint would show it.
+    """
+
+    __slots__ = ("_length",)
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(target)
+        self._length = length_of(target)
+
+    def record(self) -> Contents:
+        self._length = length_of(self.target)
+        return (self._length,)
+
+    def get(self) -> Contents:
+        """Return the noted length and what came behind it, or all items if some were taken away."""
+        target = self.target
+        length = self._length if len(target) >= self._length else 0
+        if isinstance(target, dict):
+            return length, *((key, target[key]) for key in list(target)[length:])
+        return length, *(target[length:] if isinstance(target, list) else ())
+
+    def is_at(self, contents: Contents) -> bool:
+        return length_of(self.target) == int(contents[0]) + len(contents) - 1
+
+    def put(self, contents: Contents) -> None:
+        length, *tail = contents
+        target = self.target
+        if isinstance(target, list):
+            del target[length:]
+            target += tail
+        elif isinstance(target, dict):
+            for key in list(target)[length:]:
+                del target[key]
+            target.update(tail)
+
+    def items(self, contents: Contents) -> Iterable[tuple[str, Any]]:
+        return ()
+
+
+def length_of(container: Any) -> int:
+    """Return how many items a container has, past methods that a subclass overrides."""
+    for kind in (list, dict, deque, set):
+        if isinstance(container, kind):
+            return kind.__len__(container)  # type: ignore[arg-type]
+    return len(container)
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------
+
+
+def namespace_of(value: Any) -> Any:
+    """Return the `__dict__` of an object, None if it has none, or gives none."""
+    try:
+        return vars(value)
+    except Exception:  # a property of that name may raise anything
+        return None
+
+
+@cached_by_class
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the slots of a class and its bases, private ones as Python mangles them."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+class SlotsHolder(Holder):
+    """The slots of an object."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, target: Any, names: Sequence[str]) -> None:
+        self.target, self.names = target, names
+
+    def get(self) -> Contents:
+        return tuple(self._read(name) for name in self.names)
+
+    def _read(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self.target, name)
+        except Exception:  # a property of that name may raise anything
+            return EMPTY
+
+    def put(self, contents: Contents) -> None:
+        for name, item in zip(self.names, contents):
+            if item is not EMPTY:
+                object.__setattr__(self.target, name, restored(item))
+            elif self._read(name) is not EMPTY:
+                object.__delattr__(self.target, name)
+
+    def items(self, contents: Contents) -> Iterable[tuple[str, Any]]:
+        return ((f".{name}", item) for name, item in zip(self.names, contents) if item is not EMPTY)
+
+
+class KindHolder(Holder):
+    """The class of an object."""
+
+    __slots__ = ()
+
+    def get(self) -> Contents:
+        return (type(self.target),)
+
+    def put(self, contents: Contents) -> None:
+        object.__setattr__(self.target, "__class__", contents[0])
+
+
+class AttributesHolder(Holder):
+    """The `__dict__`s of tensors, or of the members of an enum; mostly all are empty."""
+
+    __slots__ = ()
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self.target = list(map(vars, objects))
+
+    def get(self) -> Contents:
+        if not any(self.target):
+            return ()
+        return tuple(chain.from_iterable((len(item), *item, *item.values()) for item in self.target))
+
+    def put(self, contents: Contents) -> None:
+        start = 0
+        for live in self.target:
+            count = 2 * contents[start] if contents else 0
+            put_dict(live, contents[start + 1 : start + 1 + count])
+            start += 1 + count
+
+
+class ClassHolder(Holder):
+    """The attributes of a class: the names, then the values."""
+
+    __slots__ = ()
+
+    def get(self) -> Contents:
+        attributes = vars(self.target)
+        return (*attributes, *attributes.values())
+
+    def put(self, contents: Contents) -> None:
+        half = len(contents) // 2
+        now = dict(vars(self.target))
+        for name in now.keys() - set(contents[:half]):
+            delattr(self.target, name)
+        for name, value in zip(contents[:half], contents[half:]):
+            if not is_item(now.get(name, EMPTY), value):
+                setattr(self.target, name, restored(value))
+
+
+# -- functions --------------------------------------------------------------------------------------------------------
+
+_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+class FunctionHolder(Holder):
+    """A Python function: its code, its defaults and its attributes."""
+
+    __slots__ = ()
+
+    def get(self) -> Contents:
+        attributes = self.target.__dict__
+        fixed = _of_function(self.target)
+        return (*fixed, *attributes, *attributes.values()) if attributes else fixed
+
+    def record(self) -> Contents:
+        fn = self.target
+        return super().record() if fn.__defaults__ or fn.__dict__ else _of_function(fn)
+
+    def is_at(self, contents: Contents) -> bool:
+        fn = self.target
+        if fn.__defaults__ or fn.__dict__:
+            return super().is_at(contents)
+        return len(contents) == 3 and all(map(is_, _of_function(fn), contents))
+
+    def put(self, contents: Contents) -> None:
+        fn = self.target
+        fn.__code__, defaults, fn.__kwdefaults__ = contents[:3]
+        fn.__defaults__ = restored(defaults)
+        put_dict(fn.__dict__, contents[3:])
+
+
+class PartialHolder(Holder):
+    """A `functools.partial`: its function, its arguments and its attributes."""
+
+    __slots__ = ()
+
+    def get(self) -> Contents:
+        target = self.target
+        attributes = vars(target)
+        return target.func, target.args, target.keywords, *attributes, *attributes.values()
+
+    def put(self, contents: Contents) -> None:
+        function, arguments, keywords = contents[:3]
+        target = self.target
+        target.__setstate__((function, restored(arguments), keywords, vars(target)))
+        put_dict(vars(target), contents[3:])
+
+
+class CellHolder(Holder):
+    """A closed-over variable."""
+
+    __slots__ = ()
+
+    def get(self) -> Contents:
+        return (contents_of(self.target),)
+
+    def put(self, contents: Contents) -> None:
+        put_cell(self.target, restored(contents[0]))
+
+
+def contents_of(cell: CellType) -> Any:
+    """Return what a closed-over variable holds, `EMPTY` if that is nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY
+
+
+def put_cell(cell: CellType, value: Any) -> None:
+    """Let a closed-over variable hold `value`."""
+    if value is EMPTY:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = value
+
+
+class CellContainerHolder(Holder):
+    """A list or dict that a closed-over variable names, and its contents.
+
+    The contents are (class of the container, its id, the container or None, its items). It is held through the cell: held
+    directly, the outputs that a loop collects in a new list for each call would stay alive as long as the regions that wrote
+    them. So a moment has None in the place of the container.
+    """
+
+    __slots__ = ()
+
+    def get(self) -> Contents:
+        container = contents_of(self.target)
+        inner = _holder_of_container(container)
+        if inner is None:
+            return None, 0, container
+        return type(container), id(container), container, *inner.get()
+
+    def record(self) -> Contents:
+        kind, key, container, *items = self.get()
+        if kind is None:
+            return kind, key, *held_all((container,))
+        return kind, key, None, *held_all(items)
+
+    def is_at(self, contents: Contents) -> bool:
+        kind, key, container, *items = contents
+        now = contents_of(self.target)
+        if kind is None:
+            return is_item(now, container)
+        inner = _holder_of_container(now)
+        return inner is not None and id(now) == key and inner.is_at(items)
+
+    def put(self, contents: Contents) -> None:
+        kind, key, container, *items = contents
+        if kind is None:
+            put_cell(self.target, restored(container))
+            return
+        now = contents_of(self.target)
+        if id(now) != key or _holder_of_container(now) is None:
+            now = self.target.cell_contents = kind.__new__(kind) if container is None else container
+        inner = _holder_of_container(now)
+        if not inner.is_at(items):
+            inner.put(items)
+
+    def items(self, contents: Contents) -> Iterable[tuple[str, Any]]:
+        kind, _, _, *items = contents
+        if kind is None:
+            return ()
+        return DictHolder.items(self, items) if issubclass(kind, dict) else Holder.items(self, items)  # type: ignore[arg-type]
+
+
+def _holder_of_container(value: Any) -> Any:
+    if isinstance(value, list):
+        return ListHolder(value)
+    return DictHolder(value) if isinstance(value, dict) else None
+
+
+class NameHolder(Holder):
+    """A module-level name."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, target: dict[str, Any], name: str) -> None:
+        self.target, self.name = target, name
+
+    def get(self) -> Contents:
+        return (self.target.get(self.name, EMPTY),)
+
+    def put(self, contents: Contents) -> None:
+        if contents[0] is EMPTY:
+            self.target.pop(self.name, None)
+        else:
+            self.target[self.name] = restored(contents[0])

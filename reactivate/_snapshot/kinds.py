@@ -1,0 +1,83 @@
+"""Which objects a walk looks into, told by their classes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+
+from reactivate._snapshot.caches import cached_by_class
+from reactivate._snapshot.holders import ATOMS, slots_of
+
+SMALL_BYTES = 1 << 14
+"""The size up to which a tensor without a graph, or an array, is copied before a write to it is known."""
+
+
+def users_classes(kind: type) -> Iterable[type]:
+    """Return a class and those it is derived from, but for those of libraries."""
+    return filter(is_users_class, kind.__mro__)
+
+
+@cached_by_class
+def may_be_state(kind: Any) -> bool:
+    """Return whether an attribute of a class that is an object of this class is neither a value nor a descriptor."""
+    return kind not in ATOMS and not hasattr(kind, "__get__")
+
+
+_SHARED = frozenset(
+    {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "socket", "threading"}
+)
+"""Packages whose objects other threads and processes work with at the same time: barriers, queues, pools."""
+
+
+@cached_by_class
+def is_plain(kind: type) -> bool:
+    """Return whether objects of this class are made of attributes that Python code sees."""
+    if issubclass(kind, Enum):
+        return False
+    if issubclass(kind, BaseException):
+        return kind.__module__ != "builtins"
+    if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
+        return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom"))
+    if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
+        return False
+    return kind.__dictoffset__ != 0 or bool(slots_of(kind))
+
+
+_MADE_BY_CODE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
+@cached_by_class
+def is_users_class(kind: type) -> bool:
+    """Return whether code of the user's own may change attributes of this class."""
+    if kind.__module__ == "torch.nn.utils.parametrize":  # a class that it made for one module
+        return True
+    if kind.__module__ == "builtins":  # that of what `exec` makes in a namespace without a name, too
+        return bool(kind.__flags__ & _MADE_BY_CODE)
+    package = kind.__module__.partition(".")[0]
+    is_known = package in ("reactivate", "torch", "numpy") or (
+        package in sys.stdlib_module_names and package != "__main__"
+    )
+    return not is_known
+
+
+@cached_by_class
+def is_array(kind: Any) -> bool:
+    """Return whether objects of this class are arrays of NumPy's."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.ndarray)
+
+
+@cached_by_class
+def is_random_source(kind: Any) -> bool:
+    """Return whether objects of this class are generators of random numbers: torch's, Python's, NumPy's."""
+    if kind is torch.Generator or issubclass(kind, random.Random):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(
+        kind, (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
+    )

@@ -1,0 +1,142 @@
+"""The lock of state that all threads share: recomputations set it back one at a time (Rule 14).
+
+There is one lock for all of it: two recomputations that nest cannot take two locks in another order each.
+"""
+
+from __future__ import annotations
+
+from _thread import allocate_lock, get_ident
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from threading import Condition
+from typing import Any
+
+Entry = tuple[int, tuple[object, ...]]
+"""A thread, and marks of the entries that it is inside of; the last one is its own."""
+
+_entered: ContextVar[tuple[object, ...]] = ContextVar("reactivate.entered_state_locks", default=())
+"""The marks of the entries that the code is inside of. A region that begins there has them in its context, on whatever thread
+it is recomputed: torch may run a backward that a recomputation waits for on another thread."""
+
+
+class StateLock:
+    """Let many recomputations read shared state as it is, or one of them set it back.
+
+    Recomputations that find nothing to set back run side by side, and take no mutex: they only enter themselves in `readers`.
+    One that sets state back runs alone: it waits until those of other threads have ended, or wait themselves.
+
+    A reader enters itself before it looks for a writer, and a writer before it looks for readers, so that one of them sees
+    the other. Likewise a thread waits in `waiting` before it looks again, and one that leaves looks there afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.readers: list[Entry] = []  # the writer as well
+        self.waiting: list[int] = []  # threads
+        self._writer: Entry | None = None
+        self._depth = 0  # of the contexts inside of each other in which the writer has set state back
+        self._mutex = allocate_lock()
+        self._changed = Condition(self._mutex)
+
+    def read(self) -> Entry:
+        """Wait until no other thread has state set back, and keep it so until `leave`."""
+        marks = (*_entered.get(), object())
+        _entered.set(marks)
+        entry = get_ident(), marks
+        self.readers.append(entry)
+        writer = self._writer
+        if writer is not None and not _is_around(writer, entry):
+            try:
+                with self._mutex:
+                    self._wait(self._may_read, entry)
+            except BaseException:
+                self.leave(entry)
+                raise
+        return entry
+
+    def enter(self, differs: Callable[[], bool]) -> tuple[Entry, bool]:
+        """Wait until the state is as it should be, or may be set back; return what `leave` takes.
+
+        Args:
+            differs: () -> whether anything is to be set back. What it has looked at last holds for what comes next.
+        """
+        entry = self.read()
+        try:
+            return entry, differs() and self.write(entry, differs)
+        except BaseException:
+            self.leave(entry)
+            raise
+
+    def write(self, entry: Entry, differs: Callable[[], bool]) -> bool:
+        """Wait until a reader that has found a difference may set state back; return whether there still is one."""
+        with self._mutex:
+            writes = self._may_write(entry)
+            if not writes:  # another thread may set state back meanwhile
+                self._wait(self._may_write, entry)
+                try:
+                    writes = differs()
+                finally:
+                    if not (writes or self._depth):
+                        self._writer = None
+            self._depth += writes
+            return writes
+
+    def leave(self, entry: Entry, writes: bool = False) -> None:
+        """End what `read` and, if it returned True, `write` began."""
+        self.readers.remove(entry)
+        if writes or self.waiting:
+            self.wake(writes)
+
+    def wake(self, writes: bool) -> None:
+        """Let others look again whether they may; an entry has just left `readers`."""
+        with self._mutex:
+            self._depth -= writes
+            if writes and not self._depth:
+                self._writer = None
+            if self.waiting:
+                self._changed.notify_all()
+
+    def _may_read(self, entry: Entry) -> bool:
+        return self._writer is None or _is_around(self._writer, entry)
+
+    def _may_write(self, entry: Entry) -> bool:
+        if self._writer is not None:
+            return _is_around(self._writer, entry)
+        self._writer = entry
+        for reader in tuple(self.readers):
+            if not (_is_around(reader, entry) or reader[0] in self.waiting):
+                self._writer = None
+                return False
+        return True
+
+    def _wait(self, may: Callable[[Entry], bool], entry: Entry) -> None:
+        self.waiting.append(entry[0])
+        self._changed.notify_all()  # one that waits for this thread need not any more
+        try:
+            while not may(entry):
+                self._changed.wait()
+        finally:
+            self.waiting.remove(entry[0])
+
+
+def _is_around(other: Entry, entry: Entry) -> bool:
+    return other[0] == entry[0] or other[1][-1] in entry[1]
+
+
+STATE_LOCK = StateLock()
+
+
+@contextmanager
+def undisturbed(rewound: AbstractContextManager[Any], differs: Callable[[], bool]) -> Iterator[None]:
+    """Set back state that all threads share, for one recomputation at a time.
+
+    Args:
+        rewound: the context in which the state is as it was.
+        differs: () -> whether that writes anything, asked while no other thread has the state set back, right before.
+    """
+    turn = STATE_LOCK.enter(differs)
+    try:
+        with rewound:
+            yield
+    finally:
+        STATE_LOCK.leave(*turn)

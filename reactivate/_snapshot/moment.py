@@ -1,0 +1,271 @@
+"""A moment: what everything that a region reaches held when its forward began, but for random streams and settings.
+
+It is taken at the beginning of the forward, and never looked at again unless something differs in a recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from reactivate._snapshot.caches import WeakIdentitySet
+from reactivate._snapshot.geometry import addresses_of, moved_among, note_moved
+from reactivate._snapshot.held import are_items, held_all
+from reactivate._snapshot.holders import ATOMS, Contents, Holder, put_dict
+from reactivate._snapshot.module_walk import look_into
+from reactivate._snapshot.shadows import written_before
+from reactivate._snapshot.steps import is_stepped_since, steps_so_far
+from reactivate._snapshot.tensor_states import NO_TENSORS, TensorStates, version_of
+from reactivate._snapshot.trees import Tree
+from reactivate._snapshot.walk import UNINITIALIZED
+from reactivate._torch.modes import copy_unseen
+from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS
+from reactivate._types import Unrestored
+
+_GRADIENT, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
+_HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_accumulated = WeakIdentitySet()  # leaves that some forward accumulated a gradient of
+_NO_GRADIENTS: Sequence[tuple[Tensor, Tensor | None]] = ()
+
+
+class Moment:
+    """A moment: the contents of some objects and modules, when it was taken.
+
+    Args:
+        holders: objects whose contents count.
+        tensors: tensors that are state.
+        arguments: tensors that the region is called with: their hooks and gradients count.
+        tree: modules, if there are any.
+        may_write_unseen: returns whether the region may write to tensors without a new version.
+
+    Attributes:
+        holders, contents: the objects, and what they held, in the order in which they are rewound.
+        states: the tensors that are state, with what they held: arguments, buffers, attributes.
+        parts: the attributes and registries of the modules; None without modules.
+        modules, kinds: the modules, and their classes: to parametrize one is to change its class.
+        parameters, versions, differentiable: every parameter, its version, and whether it requires a gradient.
+        addresses: where the elements of each parameter were.
+        hooks, hook_copies: the dicts of hooks, and those with the Python attributes of tensors; what they held, None where
+            all were empty.
+        protocols: (a module with a state protocol, its state).
+        accumulated: (leaf, a copy of its gradient before the forward) where the forward itself changed the gradient.
+        unknown: those gradients of which there is no copy, with their versions.
+    """
+
+    __slots__ = (
+        *("_gradients", "_gradient_copies", "_gradient_versions", "_leaves", "_steps", "accumulated", "addresses"),
+        *("contents", "differentiable", "holders", "hook_copies", "hooks", "kinds", "modules", "parameters", "parts"),
+        *("protocols", "states", "unknown", "versions"),
+    )
+
+    versions: list[int]
+    differentiable: list[bool]
+    addresses: list[int]
+
+    def __init__(
+        self,
+        holders: Sequence[Holder],
+        tensors: Sequence[Tensor],
+        arguments: Sequence[Tensor],
+        tree: Tree | None,
+        may_write_unseen: Callable[[], bool] = bool,
+    ) -> None:
+        self.holders = holders
+        self.contents: Sequence[Contents] = [holder.record() for holder in holders] if holders else ()
+        state: list[Tensor] = [*tensors]
+        parameters: list[Tensor] = []
+        buffers: list[Tensor] = []
+        kept = None
+        self.hooks: list[Any] = [*map(vars, arguments), *map(vars, tensors)]
+        if tree is None:
+            self.parts = None
+            self.modules: Sequence[Module] = ()
+            self.protocols: list[tuple[Any, Any]] = []
+        else:
+            kept = tree.kept
+            self.modules = tree.modules
+            self.parts = parts = tree.parts
+            self.protocols = [(module, module.recompute_state()) for module in tree.stateful]
+            if tree.holders:
+                self.holders = [*holders, *tree.holders]
+                self.contents = [*self.contents, *tree.contents]
+            parameters = list(parts.layout.parameters(parts.entries))
+            buffers = list(parts.layout.buffers(parts.entries))
+            for module in tree.scripted:
+                parameters += module.parameters(recurse=False)
+                buffers += module.buffers(recurse=False)
+            buffers += tree.tensors
+            state += buffers
+            self.hooks += *GLOBAL_HOOKS, *parts.forward_hooks, *parts.backward_hooks
+            self.hooks += *map(vars, parameters), *map(vars, buffers)
+        self.hook_copies: list[Contents] | None = None
+        if any(self.hooks):
+            state += self._look_at_hooks([*parameters, *buffers], parameters)
+        if state and (any(map(_REQUIRES_GRAD, state)) or not UNINITIALIZED.isdisjoint(map(type, state))):
+            parameters, state = self._sort_out(parameters, state)
+        self.kinds: list[type] = list(map(type, self.modules))
+        self.parameters = parameters
+        if parameters:
+            state += self._note_parameters(parameters)
+        else:
+            self.versions, self.addresses, self.differentiable, self._steps = [], [], [], 0
+        if state:
+            self.states = TensorStates(state, None if kept is None else kept.small, may_write_unseen)
+            if kept is not None:
+                kept.small = self.states.before
+        else:
+            self.states = NO_TENSORS
+        leaves = [tensor for tensor in arguments if tensor.is_leaf]
+        self._note_gradients(leaves + parameters if leaves else parameters)
+
+    def _note_parameters(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Note versions, addresses and flags of parameters, and return those that are state: a forward wrote to them."""
+        state: list[Tensor] = []
+        try:
+            self.versions = list(map(version_of, parameters))
+        except RuntimeError:  # made in inference mode: copied, as buffers are
+            state = list(filter(_has_no_version, parameters))
+            parameters[:] = [tensor for tensor in parameters if not _has_no_version(tensor)]
+            self.versions = list(map(version_of, parameters))
+        self.addresses = addresses_of(parameters)
+        self._steps = steps_so_far()
+        self.differentiable = list(map(_REQUIRES_GRAD, parameters))
+        return [*state, *written_before(parameters)]
+
+    def _look_at_hooks(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Copy the dicts of hooks and attributes, and return tensors of modules that these lead to."""
+        if self.parts is not None:
+            self.hooks += *GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, self.parts.namespaces))
+        self.hook_copies = [(*item, *held_all(tuple(item.values()))) for item in self.hooks]
+        filled = [tensor for tensor in tensors if any(type(item) not in ATOMS for item in vars(tensor).values())]
+        if not filled:
+            return []
+        walk = look_into(filled)
+        self.holders = [*self.holders, *walk.holders]
+        self.contents = [*self.contents, *(holder.record() for holder in walk.holders)]
+        known = set(map(id, parameters))
+        return [tensor for tensor in walk.tensors if id(tensor) not in known]
+
+    @staticmethod
+    def _sort_out(parameters: list[Tensor], state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Move what is no state to the parameters: leaves that are not registered, and what holds nothing yet."""
+        leaves = [tensor for tensor in state if tensor.requires_grad and tensor.is_leaf]
+        state = [tensor for tensor in state if not tensor.requires_grad]
+        empty = [tensor for tensor in state if type(tensor) in UNINITIALIZED]
+        return parameters + leaves + empty, [tensor for tensor in state if type(tensor) not in UNINITIALIZED]
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _note_gradients(self, leaves: list[Tensor]) -> None:
+        self._leaves = leaves
+        self._gradients: list[Tensor | None] = list(map(_GRADIENT, leaves))
+        self._gradient_versions = _versions_of(self._gradients)
+        self._gradient_copies: dict[int, Tensor] = {}
+        if _accumulated:
+            for leaf, gradient in zip(leaves, self._gradients):
+                if gradient is not None and _accumulated.has(leaf):
+                    self._gradient_copies[id(leaf)] = copy_unseen(gradient)
+        self.accumulated = _NO_GRADIENTS
+        self.unknown: Sequence[tuple[Tensor, int]] = ()
+
+    def look_at_gradients(self) -> None:
+        """Find the gradients that moved, as long as the forward runs: a backward inside may need a recomputation."""
+        if not self._leaves:
+            return
+        now = list(map(_GRADIENT, self._leaves))
+        versions = _versions_of(now)
+        if all(map(is_, now, self._gradients)) and versions == self._gradient_versions:
+            return
+        accumulated: list[tuple[Tensor, Tensor | None]] = []
+        unknown: list[tuple[Tensor, int]] = []
+        rows = zip(self._leaves, now, self._gradients, versions, self._gradient_versions)
+        for leaf, gradient, before, version, version_before in rows:
+            if gradient is not before or version != version_before:
+                _accumulated.add(leaf)
+                accumulated.append((leaf, self._gradient_copies.get(id(leaf))))
+                if before is not None and version_before is not None and id(leaf) not in self._gradient_copies:
+                    unknown.append((before, version_before))
+        self.accumulated, self.unknown = accumulated, unknown
+
+    # -- the end of the forward, and what was written since ---------------------------------------------------------
+
+    def finish(self) -> None:
+        """The forward is over: find the gradients and parameters that moved, and let go of the other gradients."""
+        if self._leaves:
+            self.look_at_gradients()
+            self._leaves, self._gradients, self._gradient_versions, self._gradient_copies = [], [], [], {}
+        if self.parameters and (addresses := addresses_of(self.parameters)) != self.addresses:
+            for parameter, before, now in zip(self.parameters, self.addresses, addresses):
+                if before and now and before != now:  # 0: sharded, or taken apart
+                    note_moved(parameter)
+
+    def unrestored(self) -> list[Unrestored]:
+        """Return what was modified since, and of what there is no copy: parameters and gradients."""
+        found: list[Unrestored] = []
+        if self.parameters:
+            is_stepped = steps_so_far() != self._steps
+            moved = moved_among(self.parameters, self.addresses)
+            if is_stepped or moved or list(map(version_of, self.parameters)) != self.versions:
+                found = [
+                    Unrestored(item, self.name_of(item), version)
+                    for index, (item, version) in enumerate(zip(self.parameters, self.versions))
+                    if (
+                        item._version != version
+                        or index in moved
+                        or (is_stepped and is_stepped_since(item, self._steps))
+                    )
+                    and not self.states.covers(item)
+                ]
+        if self._leaves:
+            self.look_at_gradients()
+        if self.unknown:
+            found += [Unrestored(gradient, "a gradient", version) for gradient, version in self.unknown]
+        return found
+
+    def note_writes(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
+        """Let a recomputation write once more, without a trace, to what the forward wrote to: see `TensorStates`."""
+        if self.states is NO_TENSORS:
+            self.states = TensorStates(())
+        self.states.note_writes(tensors)
+
+    def are_hooks_current(self, copies: Sequence[Contents] | None) -> bool:
+        """Return whether there are the hooks of `copies`: none if that is None."""
+        if copies is None:
+            return not any(self.hooks)
+        return all(are_items((*now, *now.values()), noted) for now, noted in zip(self.hooks, copies))
+
+    def put_hooks(self, copies: Sequence[Contents] | None) -> None:
+        """Let there be the hooks of `copies`."""
+        for live, noted in zip(self.hooks, copies or [()] * len(self.hooks)):
+            put_dict(live, noted)
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return how messages call a tensor of a module."""
+        for root in self.modules:  # the outermost come first
+            for prefix, module in root.named_modules():
+                for name, value in (*vars(module).items(), *module._parameters.items(), *module._buffers.items()):
+                    if value is tensor:
+                        return ".".join(filter(None, (type(root).__name__, prefix, name)))
+        return "a tensor of a module"
+
+    def held(self) -> Iterable[Tensor]:
+        """Return the copies of tensors."""
+        return self.states.held()
+
+
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[int | None]:
+    if gradients and gradients[0] is not None and gradients[-1] is not None:  # then mostly all are there
+        try:
+            return list(map(version_of, gradients))
+        except AttributeError:
+            pass
+    return [None if item is None else item._version for item in gradients]
+
+
+def _has_no_version(tensor: Tensor) -> bool:
+    return type(tensor) not in UNINITIALIZED and tensor.is_inference()

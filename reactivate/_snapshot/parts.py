@@ -1,0 +1,241 @@
+"""The dicts that modules are made of: attributes, registries and hooks, read and compared in a few flat lists.
+
+That is done for every region, so the lists are made and compared in C. As long as nothing writes to any of the dicts, which
+their versions tell, everything in them is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from torch.nn import Module, Parameter
+
+from reactivate._modules.standin import NAME, Placed
+from reactivate._snapshot.caches import cached
+from reactivate._snapshot.held import Position, are_items, held_all, restored
+from reactivate._snapshot.holders import put_dict
+from reactivate._torch.modules import are_distributed_alike, version_of_dict
+
+Namespace = dict[str, Any]
+
+_DICT = frozenset({dict})
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+_OF_EVERY_MODULE = frozenset(Module().__dict__) - {"training"}
+_registries_of = itemgetter(*_REGISTRIES)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_dicts_of = itemgetter(*_REGISTRIES, *_HOOKS)
+_COUNT = len(_REGISTRIES) + len(_HOOKS)
+
+
+class Names(NamedTuple):
+    """The names of a module's attributes.
+
+    Attributes:
+        all: those of everything in its `__dict__`, in order.
+        own: those of which values are noted.
+        values: gets these values from the `__dict__`.
+    """
+
+    all: tuple[str, ...]
+    own: tuple[str, ...]
+    values: Callable[[Namespace], tuple[Any, ...]]
+
+
+@cached
+def _sorted_out(names: tuple[str, ...]) -> Names:
+    own = tuple(name for name in names if name not in _OF_EVERY_MODULE)
+    if NAME in own or not own:
+        return Names(names, own, functools.partial(_unplaced, own))
+    own = own if len(own) > 1 else own * 2  # with one name `itemgetter` returns no tuple
+    return Names(names, own, itemgetter(*own))
+
+
+def _unplaced(names: tuple[str, ...], namespace: Namespace) -> tuple[Any, ...]:
+    return tuple(_below(namespace[name]) for name in names)
+
+
+def names_in(namespace: Namespace) -> Names:
+    """Return the names of attributes in a module's `__dict__`, as if nothing stood in for its `forward`."""
+    items = namespace.copy()  # at once: another thread may put something in the place of its `forward` meanwhile
+    if isinstance(placed := items.get(NAME), Placed) and _below(placed) is None:
+        del items[NAME]
+    return _sorted_out(tuple(items))
+
+
+def _below(item: Any) -> Any:
+    """Return what stands in a place when whatever stands in has gone."""
+    while isinstance(item, Placed):
+        item = item.hidden
+    return item
+
+
+class Layout:
+    """The places of the parts of some modules, without the parts.
+
+    Args:
+        namespaces: the modules' `__dict__`s.
+
+    Attributes:
+        names: of each module's attributes.
+        sizes: how many entries each registry has.
+        keys: the names of all entries.
+        parameters, buffers, children: functions that pick those from all entries.
+        full, empty: functions that pick the registries that hold anything, and the others, from all dicts of the modules.
+    """
+
+    __slots__ = (
+        *("_counts", "_filled", "_getters", "buffers", "children", "empty", "full", "keys", "names", "parameters"),
+        "sizes",
+    )
+
+    def __init__(self, namespaces: Sequence[Namespace]) -> None:
+        self.names = list(map(names_in, namespaces))
+        self._counts = [len(names.all) for names in self.names]
+        self._getters = [names.values for names in self.names]
+        registries = list(chain.from_iterable(map(_registries_of, namespaces)))
+        self.sizes = list(map(len, registries))
+        self.keys: list[str] = list(chain.from_iterable(registries))
+        self._filled = _picking([index for index, size in enumerate(self.sizes) if size])
+        places = [divmod(index, 3) for index in range(len(registries))]  # among all dicts of the modules
+        self.full = _picking([module * _COUNT + kind for (module, kind), size in zip(places, self.sizes) if size])
+        self.empty = _picking([module * _COUNT + kind for (module, kind), size in zip(places, self.sizes) if not size])
+        kinds = [index % 3 for index, size in enumerate(self.sizes) for _ in range(size)]
+        entries = list(chain.from_iterable(map(dict.values, registries)))
+        filled = [(index, kind) for index, kind in enumerate(kinds) if entries[index] is not None]
+        self.parameters, self.buffers, self.children = (
+            _picking([index for index, kind in filled if kind == wanted]) for wanted in range(3)
+        )
+
+    def read(self, namespaces: Sequence[Namespace]) -> tuple[list[Any], list[Any]] | None:
+        """Return (attributes, entries) of the modules, None if they are laid out in another way."""
+        if list(map(len, namespaces)) != self._counts:
+            return None
+        registries = list(chain.from_iterable(map(_registries_of, namespaces)))
+        if list(map(len, registries)) != self.sizes:
+            return None
+        filled = self._filled(registries)
+        try:
+            attributes = self.attributes(namespaces)
+        except KeyError:  # another one in the place of one
+            return None
+        if list(chain.from_iterable(filled)) != self.keys:
+            return None
+        return attributes, list(chain.from_iterable(map(dict.values, filled)))
+
+    def attributes(self, namespaces: Sequence[Namespace]) -> list[Any]:
+        """Return the attributes of modules that are laid out so."""
+        return list(chain.from_iterable([get(namespace) for get, namespace in zip(self._getters, namespaces)]))
+
+
+def _picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that takes the items at these places, fast."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return (lambda items: (items[indices[0]],)) if indices else (lambda items: ())
+
+
+class Parts:
+    """Attributes, parameters, buffers, children and hooks of some modules at one moment.
+
+    Args:
+        namespaces: their `__dict__`s.
+        layout: where their parts are, if that is known.
+
+    Attributes:
+        versions: of the dicts that hold anything; None if one is of a subclass, which may change its order unseen.
+        forward_hooks, backward_hooks: the dicts of hooks.
+        attributes: the values of all attributes; set by `read` or by the caller.
+        entries: all parameters, buffers and children.
+    """
+
+    __slots__ = (
+        *("_empty", "_filled", "_full", "_goes_on", "attributes", "backward_hooks", "entries", "forward_hooks"),
+        *("layout", "namespaces", "versions"),
+    )
+    attributes: Sequence[Any]
+    entries: list[Any]
+
+    def __init__(self, namespaces: Sequence[Namespace], layout: Layout | None = None) -> None:
+        self.namespaces = namespaces
+        self.layout = Layout(namespaces) if layout is None else layout
+        self._goes_on = False
+        self._look_at_dicts()
+        if layout is not None:
+            self.entries = list(chain.from_iterable(map(dict.values, self._full)))
+        else:
+            found = self.layout.read(namespaces)
+            if found is None:  # something stands in for a `forward`
+                registries = chain.from_iterable(map(_registries_of, namespaces))
+                found = (
+                    self.layout.attributes(namespaces),
+                    list(chain.from_iterable(map(dict.values, registries))),
+                )
+            self.attributes, self.entries = found
+
+    def _look_at_dicts(self) -> None:
+        layout = self.layout
+        dicts = list(chain.from_iterable(map(_dicts_of, self.namespaces)))
+        self._full, self._empty = layout.full(dicts), layout.empty(dicts)
+        self._filled = filled = [*self.namespaces, *self._full]
+        is_plain = not any(self._empty) and _DICT.issuperset(map(type, filled))
+        self.versions: list[int] | None = list(map(version_of_dict, filled)) if is_plain else None
+        self.forward_hooks: list[dict[int, Any]] = dicts[3::_COUNT] + dicts[4::_COUNT]
+        self.backward_hooks: list[dict[int, Any]] = dicts[5::_COUNT] + dicts[6::_COUNT]
+
+    def hold(self) -> None:
+        """Hold the attributes as a moment does: strongly held, graphs would chain the steps of a training run."""
+        self.attributes = held_all(self.attributes)
+        self._goes_on = Position in map(type, self.attributes)
+
+    def are_current(self) -> bool:
+        """Return whether the modules are made of just these parts, and no iterator among them has gone on."""
+        if self.versions == list(map(version_of_dict, self._filled)) and not any(self._empty) and not self._goes_on:
+            return True
+        self._look_at_dicts()  # before the parts are compared
+        found = self.layout.read(self.namespaces)
+        is_current = self.are(Parts(self.namespaces)) if found is None else self._hold_just(*found)
+        if not is_current:
+            self.versions = None
+        return is_current
+
+    def _hold_just(self, attributes: Sequence[Any], entries: Sequence[Any]) -> bool:
+        return are_items(entries, self.entries) and are_items(attributes, self.attributes)
+
+    def are(self, others: Parts) -> bool:
+        """Return whether these are the same objects under the same names."""
+        one, other = self.layout, others.layout
+        is_alike = one.names == other.names and one.sizes == other.sizes and one.keys == other.keys
+        return is_alike and self._hold_just(others.attributes, others.entries)
+
+    def put(self) -> None:
+        """Let the modules be made of these parts, but for what a sharding library has moved to another form."""
+        layout = self.layout
+        attributes, sizes, entries = iter(self.attributes), iter(layout.sizes), iter(zip(layout.keys, self.entries))
+        for namespace, names in zip(self.namespaces, layout.names):
+            for name in _REGISTRIES:
+                noted = dict(next(entries) for _ in range(next(sizes)))
+                _assign(namespace[name], noted, are_parameters=name == "_parameters")
+            noted = dict(zip(names.own, attributes)) if names.own else {}
+            _assign(namespace, {name: noted[name] if name in noted else namespace.get(name) for name in names.all})
+
+
+def _assign(namespace: Namespace, noted: Namespace, *, are_parameters: bool = False) -> None:
+    items = {name: restored(item) for name, item in noted.items()}
+    if are_parameters:
+        items |= {name: namespace[name] for name, item in items.items() if _is_sharded(item, namespace.get(name))}
+    if [*items] != [name for name, item in namespace.items() if not isinstance(item, Placed)]:
+        put_dict(namespace, (*items, *items.values()))
+        return
+    for name, item in items.items():  # touch what differs: another thread may read the rest
+        if _below(namespace[name]) is not item:
+            namespace[name] = item
+
+
+def _is_sharded(before: Any, now: Any) -> bool:
+    # `functional_call` swaps parameters for the time of a forward: these are put back. A sharding library knows better
+    # which form of a parameter is needed now.
+    return isinstance(before, Parameter) and isinstance(now, Parameter) and not are_distributed_alike(before, now)

@@ -1,0 +1,156 @@
+"""Tensors rewound for a recomputation, in the memory that they have, and the table of all memory that is rewound now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reactivate._snapshot.geometry import elements_of, geometry_of, memory_of
+from reactivate._snapshot.groups import Group, put
+from reactivate._snapshot.shadows import Shadow, current_shadows
+from reactivate._snapshot.small import Bytes
+from reactivate._snapshot.tensor_states import TensorStates, versions_of
+from reactivate._torch.autograd import set_versions
+from reactivate._torch.modes import run_unseen
+
+rewound_memory: dict[int | None, int] = {}
+"""{storage: the version that its tensor has outside of the recomputation} of all memory that is rewound now.
+
+Never of None, which `memory_of` returns where it cannot be told."""
+
+
+class RewoundTensors:
+    """Tensors with the bytes and versions that they had when a region began, for as long as the context lasts."""
+
+    __slots__ = (
+        *("_is_rewound", "_is_small_same", "_memory", "_present", "_previous", "_small", "_state", "_tensors"),
+        *("_versions", "_writes"),
+    )
+
+    def __init__(self, state: TensorStates) -> None:
+        self._state = state
+        self._small: Bytes | None = None
+
+    def differs(self) -> bool:
+        """Return whether the tensors are not known to hold what they held; what was seen holds if `__enter__` is next."""
+        state = self._state
+        if state.small is not None:
+            self._small = Bytes(state.small.tensors, state.small.places)
+            self._is_small_same = self._small.are(state.small)
+            if not self._is_small_same:
+                return True
+        if state.groups or state.written or not state.are_shadows_current():
+            return True
+        return versions_of(state.tensors) != state.versions
+
+    def __enter__(self) -> None:
+        state = self._state
+        self._tensors = [*state.tensors, *(item.tensor for item in state.written)] if state.written else state.tensors
+        self._versions = versions_of(self._tensors)
+        self._previous: list[tuple[Tensor, Shadow | None]] = []
+        self._memory: list[tuple[int | None, int | None]] = []
+        self._present = [run_unseen(Group, group.tensors) for group in state.groups]
+        if self._small is None:
+            self.differs()
+        changed = [
+            (tensor, shadow)
+            for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions)
+            if not shadow.is_current(tensor, version)
+        ]
+        written = [*(tensor for tensor, _ in changed), *(item.tensor for item in state.written)]
+        # (tensor, what it holds outside and where, its memory), all of them first: they may share memory
+        self._writes = list(map(_set_aside, written))
+        self._is_rewound = bool(written or state.groups)
+        try:
+            if self._is_rewound:
+                run_unseen(self._write, changed)
+            if self._small is not None and state.small is not None and not self._is_small_same:
+                self._small.keep_memory(state.small)
+                state.small.put(Bytes(state.small.tensors, state.small.places) if self._is_rewound else self._small)
+            versions = state.noted_versions() if state.written else state.versions
+            is_small_same = self._small is None or self._is_small_same
+            # Otherwise what autograd saves of this memory is what it would save outside.
+            if self._is_rewound or not is_small_same or self._versions != versions:
+                self._mark_memory(set(map(id, written)))
+                self._set_versions(versions)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _mark_memory(self, written: set[int]) -> None:
+        """Note that saved tensors in this memory are in what is rewound."""
+        tensors, versions, count = self._tensors, self._versions, len(self._state.shadows)
+        if count:
+            rewound = [index for index, item in enumerate(tensors) if index >= count or id(item) in written]
+            tensors, versions = [tensors[index] for index in rewound], [versions[index] for index in rewound]
+        keys = list(map(memory_of, tensors))
+        self._memory = list(zip(keys, map(rewound_memory.get, keys)))
+        rewound_memory.update(zip(keys, versions))
+        rewound_memory.pop(None, None)
+
+    @torch.no_grad()
+    def _write(self, changed: Sequence[tuple[Tensor, Shadow]]) -> None:
+        state = self._state
+        for written in state.written:
+            self._previous.append((written.tensor, current_shadows.pop(id(written.tensor), None)))
+            if written.left is not None and not written.is_left():
+                written.left.put(written.tensor)
+        for tensor, shadow in changed:
+            self._previous.append((tensor, current_shadows.get(id(tensor))))
+            shadow.put(tensor)
+            current_shadows[id(tensor)] = shadow
+        for group, present in zip(state.groups, self._present):
+            if not group.are(present):
+                present.keep_memory(group)
+                group.put()
+
+    def _set_versions(self, versions: Sequence[int]) -> None:
+        tensors = self._tensors
+        if tensors and versions_of(tensors) != versions:
+            if any(map(Tensor.is_inference, tensors)):  # which have none
+                counted = [pair for pair in zip(tensors, versions) if not pair[0].is_inference()]
+                tensors, versions = [tensor for tensor, _ in counted], [version for _, version in counted]
+            set_versions(tensors, versions)
+
+    def __exit__(self, *error: object) -> None:
+        for key, before in self._memory:
+            if before is None:
+                rewound_memory.pop(key, None)
+            else:
+                rewound_memory[key] = before
+        count = len(self._state.shadows)
+        if self._is_rewound or (count and versions_of(self._state.tensors[:count]) != self._versions[:count]):
+            run_unseen(self._put_back)
+        if self._small is not None:
+            self._small.put(Bytes(self._small.tensors, self._small.places))
+        self._set_versions(self._versions)
+        self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
+        self._small, self._tensors = None, []
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        state = self._state
+        for tensor, content, geometry, memory in self._writes:
+            put(tensor, content, geometry, memory)
+        for tensor, previous in self._previous:
+            if previous is not None:
+                current_shadows[id(tensor)] = previous
+            else:
+                current_shadows.pop(id(tensor), None)
+        written = {id(tensor) for tensor, *_ in self._writes}
+        now = versions_of(state.tensors)
+        for tensor, shadow, version, before in zip(state.tensors, state.shadows, now, self._versions):
+            if version != before and id(tensor) not in written:  # unchanged since the forward, written to by this one
+                shadow.put(tensor)
+        for present in self._present:
+            # Memory for reading only is left alone; on an accelerator to ask would be to wait.
+            if not (present.tensors[0].is_cpu and Group(present.tensors).are(present)):
+                present.put()
+
+
+def _set_aside(tensor: Tensor) -> tuple[Tensor, Tensor, Any, Any]:
+    found = geometry_of(tensor)
+    return tensor, elements_of(tensor), found, None if found is None else tensor.detach()

@@ -1,0 +1,358 @@
+"""Trees of modules: the structure that a walk has found, kept for as long as a walk would find the same.
+
+A look whether the modules are still made of the same parts costs less than a walk over them. Modules are held weakly, and
+so are their attributes where these hold anything else. A tree is kept only if the other objects that it leads to hold
+values that cannot change, and each other: what is kept holds no module and no tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from itertools import chain
+from logging import Logger
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.jit import ScriptModule
+from torch.nn import Module
+
+from reactivate._modules.standin import Cover
+from reactivate._snapshot import holders as holding
+from reactivate._snapshot.bindings import CACHED, CodeHolder, are_closed
+from reactivate._snapshot.caches import WeakIdentitySet, is_importable, is_in_its_module
+from reactivate._snapshot.holders import ATOMS, Contents, Holder
+from reactivate._snapshot.module_walk import ModuleWalk
+from reactivate._snapshot.parts import Parts
+from reactivate._snapshot.unseen_writes import NamesOfWriters
+from reactivate._torch.modes import ask
+from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
+from reactivate._xla.fence import fences
+
+LARGE_TREE = 64
+"""The number of modules up to which all of them are noted for every region."""
+
+_MOST_MISSES = 4  # in a row, after which a tree is not kept any more: its objects change with every call
+
+
+class Tree:
+    """Some modules, and the objects that they lead to, as a walk has found them.
+
+    Attributes:
+        modules: every module, outermost first.
+        parts: what they are made of now.
+        holders: the objects whose contents count; see `record`.
+        tensors: tensors in attributes, and in the objects.
+        generators, scripts, is_lazy: as of the walk.
+        names: what code that the modules lead to names.
+        scripted: those of the modules that TorchScript has compiled; they live in C++.
+        stateful: those with a state protocol.
+        kept: the structure that is kept, if it is: regions to come find in `small` which tensors were small.
+    """
+
+    __slots__ = (
+        *("contents", "generators", "holders", "is_lazy", "kept", "modules", "names", "parts", "scripted", "scripts"),
+        *("stateful", "tensors"),
+    )
+
+    def __init__(self, walk: ModuleWalk) -> None:
+        self.modules: Sequence[Module] = walk.modules
+        self.scripted = [module for module in walk.modules if isinstance(module, ScriptModule)]
+        own = [item for item in walk.modules if item not in self.scripted] if self.scripted else walk.modules
+        self.parts = Parts([module.__dict__ for module in own])
+        self.stateful: list[Any] = [module for module in own if hasattr(type(module), "recompute_state")]
+        self.holders: Sequence[Holder] = walk.holders
+        self.contents: Sequence[Contents] = [holder.record() for holder in walk.holders]
+        self.tensors: Sequence[Tensor] = walk.tensors
+        self.generators, self.scripts, self.is_lazy = walk.generators, walk.scripts, walk.is_lazy
+        self.names: Callable[[], NamesOfWriters] = walk.code.names
+        self.kept: KeptTree | None = None
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether there is more to say of the modules than their parts and holders do."""
+        return bool(self.scripts or self.generators or self.is_lazy or self.stateful)
+
+
+class KeptTree:
+    """The structure of a tree, without the tree.
+
+    Args:
+        tree: what a walk has found.
+        forget: called when one of the modules dies.
+
+    Attributes:
+        small: which of the tensors that are state were small when a region began last; see `TensorStates`.
+    """
+
+    __slots__ = (
+        *("_attributes", "_children", "_contents", "_covers", "_holders", "_kinds", "_known", "_layout", "_modules"),
+        *("_names", "_nones", "_versions", "small"),
+    )
+
+    def __init__(self, tree: Tree, known: dict[int, Any], forget: Any) -> None:
+        parts = tree.parts
+        self._modules = [ref(module, forget) for module in tree.modules]
+        self._kinds = list(map(type, tree.modules))
+        self._layout, self._holders, self._contents = parts.layout, tree.holders, tree.contents
+        self._nones = [entry is None for entry in parts.entries]
+        self._children = list(map(id, parts.layout.children(parts.entries)))  # they live, or the tree is forgotten
+        self._known = known  # objects that attributes and objects hold, which lead nowhere else, by their ids
+        self._covers: dict[int, ref[Any]] = {}
+        self._attributes: Sequence[Any] | None = None
+        self._hold(parts.attributes)
+        self._versions = parts.versions
+        names = tree.names()
+        self._names = lambda: names
+        self.small: Any = None
+
+    def again(self) -> Tree | None:
+        """Return the tree as it is now, None if a walk might find something else."""
+        modules: list[Any] = list(map(ask, self._modules))
+        if list(map(type, modules)) != self._kinds:
+            return None
+        parts = Parts(list(map(vars, modules)), self._layout)
+        if parts.versions is not None and parts.versions == self._versions:
+            attributes = self._attributes
+            parts.attributes = self._attributes_of(parts) if attributes is None or self._covers else attributes
+        elif not self._compare(parts):
+            return None
+        if are_hooked(parts) or (self._holders and not self._are_contents_alike()):
+            return None
+        tree = Tree.__new__(Tree)
+        tree.modules, tree.parts, tree.holders, tree.contents = modules, parts, self._holders, self._contents
+        tree.scripted = tree.stateful = []
+        tree.tensors = ()
+        if self._attributes is None:
+            tree.tensors = [item for item in parts.attributes if isinstance(item, Tensor) and item.grad_fn is None]
+            parts.hold()
+        tree.generators = tree.scripts = ()
+        tree.is_lazy = False
+        tree.names, tree.kept = self._names, self
+        return tree
+
+    def _attributes_of(self, parts: Parts) -> Sequence[Any]:
+        """Return the attributes. What covers a `forward` is held weakly: its policy may lead to the model."""
+        if self._attributes is None:
+            return self._layout.attributes(parts.namespaces)
+        if not self._covers:
+            return self._attributes
+        found = [*self._attributes]
+        for index, reference in self._covers.items():
+            found[index] = reference()
+        return found
+
+    def _hold(self, attributes: Sequence[Any]) -> None:
+        self._covers = {index: ref(item) for index, item in enumerate(attributes) if isinstance(item, Cover)}
+        found = [None if index in self._covers else item for index, item in enumerate(attributes)]
+        self._attributes = found if all(map(self._is_known, found)) else None
+
+    def _is_known(self, item: Any) -> bool:
+        return type(item) in ATOMS or self._known.get(id(item)) is item
+
+    def _compare(self, parts: Parts) -> bool:
+        """Return whether the modules still lead to the same objects, whatever values they have by now."""
+        found = self._layout.read(parts.namespaces)
+        if found is None:
+            return False
+        attributes, entries = found
+        if list(map(id, self._layout.children(entries))) != self._children:
+            return False
+        if [entry is None for entry in entries] != self._nones:
+            return False
+        before = self._attributes_of(parts)
+        if not all(map(is_, attributes, before)) or self._attributes is None:
+            if not all(self._is_known(item) or _is_plain_tensor(item) or covers_nothing(item) for item in attributes):
+                return False
+            self._hold(attributes)
+        parts.attributes, parts.entries = attributes, entries
+        self._versions = parts.versions
+        return True
+
+    def _are_contents_alike(self) -> bool:
+        changed = [index for index, holder in enumerate(self._holders) if not holder.is_at(self._contents[index])]
+        if changed:
+            contents = [*self._contents]
+            for index in changed:
+                contents[index] = self._holders[index].record()
+                if not all(map(self._is_known, contents[index])):
+                    return False
+            self._contents = contents
+        return True
+
+
+def _is_plain_tensor(item: Any) -> bool:
+    return type(item) is Tensor and not vars(item)
+
+
+def are_hooked(parts: Parts) -> bool:
+    """Return whether hooks run in a forward: what they close over is looked at in each."""
+    return any(parts.forward_hooks) or any(GLOBAL_FORWARD_HOOKS)
+
+
+class Trees:
+    """Trees that are kept, by the ids of their roots."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, KeptTree] = {}
+        self._misses: dict[int, tuple[ref[Module], int]] = {}  # how many there were in a row
+
+    def again(self, root: Module) -> Tree | None:
+        """Return the tree under `root` as it is now, None if a walk has to find it."""
+        kept = self.kept.get(id(root))
+        if kept is None:
+            return None
+        tree = kept.again()
+        if tree is None:
+            self.kept.pop(id(root), None)
+            self._miss(root)
+        elif self._misses:
+            self._misses.pop(id(root), None)
+        return tree
+
+    def _miss(self, root: Module) -> None:
+        key = id(root)
+        self._misses[key] = ref(root, functools.partial(self._misses.pop, key)), self._misses_of(root) + 1
+
+    def _misses_of(self, root: Module) -> int:
+        reference, count = self._misses.get(id(root), (None, 0))
+        return count if reference is not None and reference() is root else 0
+
+    def keep(self, root: Module, tree: Tree) -> None:
+        """Keep the tree under `root`, if that keeps nothing else alive."""
+        if tree.has_more or self._misses_of(root) >= _MOST_MISSES or are_hooked(tree.parts):
+            return
+        known = _all_that_is_held(tree)
+        if known is None:
+            self._miss(root)
+        else:
+            key, trees = id(root), self.kept
+            tree.kept = trees[key] = KeptTree(tree, known, lambda _: trees.pop(key, None))
+
+
+whole_trees = Trees()
+single_modules = Trees()
+"""Modules without what is inside of them: those of large trees (see `reaching`)."""
+_large_roots = WeakIdentitySet()
+_writers = WeakIdentitySet()  # those of them with code that may write to tensors without a new version
+
+
+def is_large(root: Module) -> bool:
+    """Return whether a walk has found more than `LARGE_TREE` modules under `root`."""
+    return _large_roots.has(root)
+
+
+def is_unseen_writer(root: Module) -> bool:
+    """Return whether a walk over a large tree has found code that may write to tensors without a new version."""
+    return _writers.has(root)
+
+
+def tree_under(roots: Sequence[Module]) -> Tree:
+    """Return the tree of some modules as it is now."""
+    tree = whole_trees.again(roots[0]) if len(roots) == 1 else None
+    if tree is not None:
+        return tree
+    walk = ModuleWalk().over(roots)
+    tree = Tree(walk)
+    if len(roots) == 1 and len(walk.roots) == 1:
+        whole_trees.keep(roots[0], tree)
+    tree.parts.hold()
+    if len(tree.modules) > LARGE_TREE and not (walk.scripts or walk.is_lazy or fences()):
+        for root in walk.roots:
+            if root._modules:
+                _large_roots.add(root)
+                if walk.code.may_write_unseen():
+                    _writers.add(root)
+    return tree
+
+
+def tree_at(module: Module) -> tuple[Tree, Sequence[Module]]:
+    """Return one module as a tree without children, and the other roots that its attributes lead to."""
+    tree = single_modules.again(module)
+    if tree is not None:
+        return tree, ()
+    walk = ModuleWalk().at(module)
+    tree = Tree(walk)
+    if not walk.roots:
+        single_modules.keep(module, tree)
+    tree.parts.hold()
+    return tree, walk.roots
+
+
+# -- what can be held -------------------------------------------------------------------------------------------------
+
+
+def _all_that_is_held(tree: Tree) -> dict[int, Any] | None:
+    """Return what holders and attributes hold, by id; None if to hold it could hold a module or a tensor."""
+    noted = {id(holder.target): holder.target for holder in tree.holders}
+    known = dict(noted)
+    items = chain(*(_items_of(*pair) for pair in zip(tree.holders, tree.contents)))
+    for item in items:
+        if type(item) not in ATOMS:
+            if not (id(item) in noted or _is_fixed(item, noted)):
+                return None
+            known[id(item)] = item
+    for item in tree.parts.attributes:
+        if type(item) not in ATOMS and not covers_nothing(item):
+            if id(item) in noted or _is_fixed(item, noted):
+                known[id(item)] = item
+            elif not _is_plain_tensor(item):
+                return None
+    return known
+
+
+def covers_nothing(item: Any) -> bool:
+    """Return whether an attribute is one of ours in the place of a `forward` of the class."""
+    return isinstance(item, Cover) and not item.hides_users
+
+
+def _items_of(holder: Holder, contents: Contents) -> Iterable[Any]:
+    """Return what is held by holding an object and its contents."""
+    if isinstance(holder, holding.ClassHolder):  # what a class holds that is there for good is not held by the tree
+        return (holder.target,)
+    if isinstance(holder, holding.FunctionHolder):
+        return (holder.target, *(contents[1] or ()), *(contents[2] or {}).values(), *contents[3:])
+    if isinstance(holder, CodeHolder):
+        if not all(is_importable(namespace) for bindings in holder.target for namespace, _ in bindings.names):
+            return (holder,)
+        fixed = [item for item in contents if isinstance(item, (BuiltinFunctionType, CACHED))]
+        return [*fixed, *(fn for fn in holder.functions if not are_closed([fn]))]
+    if isinstance(holder, holding.NameHolder):
+        return contents if is_importable(holder.target) else (holder,)
+    plain = (
+        *(holding.PartialHolder, holding.CellHolder, holding.CellContainerHolder, holding.AttributesHolder),
+        *(holding.KindHolder, holding.DictHolder, holding.ListHolder, holding.SetHolder),
+    )
+    return (item for item in contents if item is not holding.EMPTY) if isinstance(holder, plain) else (holder,)
+
+
+def _is_fixed(item: Any, noted: dict[int, Any]) -> bool:
+    """Return whether to hold an item is to hold nothing that could go, but for what is noted."""
+    kind = type(item)
+    if isinstance(item, type):
+        return is_in_its_module(item)
+    if kind is FunctionType:
+        return is_in_its_module(item) or _leads_nowhere(item)
+    if kind is BuiltinFunctionType:
+        return isinstance(item.__self__, (ModuleType, NoneType))
+    if kind is CACHED:
+        return is_in_its_module(item)
+    if kind is tuple or kind is frozenset:
+        return all(type(inner) in ATOMS or id(inner) in noted or _is_fixed(inner, noted) for inner in item)
+    if kind is Logger:
+        return item.manager.loggerDict.get(item.name) is item
+    return kind in ATOMS or (isinstance(item, Enum) and is_in_its_module(kind))
+
+
+def _leads_nowhere(fn: FunctionType) -> bool:
+    """Return whether a function is there for good and holds nothing itself, and not made by one that may be called again."""
+    return (
+        fn.__closure__ is None
+        and not fn.__dict__
+        and is_importable(fn.__globals__)
+        and "<locals>" not in fn.__qualname__
+    )

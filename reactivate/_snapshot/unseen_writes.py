@@ -1,0 +1,108 @@
+"""Code that may write to tensors without a new version: through `.data`, or through NumPy's view of a tensor.
+
+A region that reaches such code relies on no version of the tensors that it copies. A class has many methods that no region
+calls, so one of them counts only if other code that is reached asks an object for its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import NamedTuple
+from weakref import ref
+
+from reactivate._snapshot.facts import Facts, facts_of, functions_in, generation
+
+_WAYS = frozenset({"data", "numpy", "asarray", "array", "from_dlpack"})
+
+
+def names_a_way(facts: Facts) -> bool:
+    """Return whether code, or that of a function that it names, names a way past version counters."""
+    return not _WAYS.isdisjoint(facts.attributes)
+
+
+class NamesOfWriters(NamedTuple):
+    """The names in some code.
+
+    Attributes:
+        asked: sets of those that the code asks objects for.
+        writers: of methods that may write to tensors without a new version.
+    """
+
+    asked: tuple[frozenset[str], ...]
+    writers: frozenset[str]
+
+
+class ReachedCode:
+    """The functions and classes that a walk came to."""
+
+    _functions: Sequence[Facts] = ()
+    _classes: Sequence[type] = ()
+    _trees: Sequence[NamesOfWriters] = ()
+
+    def add_function(self, facts: Facts) -> None:
+        """Add a function, which may be called under any name."""
+        self._functions = [*self._functions, facts]
+
+    def add_class(self, kind: type) -> None:
+        """Add the methods that a class has itself."""
+        self._classes = [*self._classes, kind]
+
+    def add_tree(self, names: NamesOfWriters) -> None:
+        """Add what the code of a tree of modules was found to name."""
+        self._trees = [*self._trees, names]
+
+    def add(self, other: ReachedCode) -> None:
+        """Add what another walk came to."""
+        self._functions = [*self._functions, *other._functions]
+        self._classes = [*self._classes, *other._classes]
+        self._trees = [*self._trees, *other._trees]
+
+    def names(self) -> NamesOfWriters:
+        """Return the names in all of it."""
+        found = [*self._trees, *map(_names_in, self._classes)]
+        asked = [*(facts.attributes for facts in self._functions), *(names for item in found for names in item.asked)]
+        writers = frozenset[str]().union(*(item.writers for item in found))
+        return NamesOfWriters(
+            tuple(asked), writers | {"__call__"} if any(map(names_a_way, self._functions)) else writers
+        )
+
+    def may_write_unseen(self) -> bool:
+        """Return whether it may write to tensors without a new version."""
+        asked, writers = self.names()
+        return any(map(_is_called_anyway, writers)) or not all(map(writers.isdisjoint, asked))
+
+
+def _is_called_anyway(name: str) -> bool:
+    return name == "forward" or name.startswith("__")
+
+
+class _NamesOfClass(NamedTuple):
+    codes: list[CodeType]
+    generation: int
+    names: NamesOfWriters
+    reference: ref[type]
+
+
+_known: dict[int, _NamesOfClass] = {}  # by the id of the class, as long as that lives
+
+
+def _names_in(kind: type) -> NamesOfWriters:
+    """Return the names in the methods that a class has itself, but for that which initialises an object."""
+    codes = [item.__code__ for item in vars(kind).values() if type(item) is FunctionType]
+    key = id(kind)
+    known = _known.get(key)
+    if known is not None and known.codes == codes and known.generation == generation():
+        return known.names
+    facts = [(name, facts_of(fn)) for name, fn in _methods_in(kind)]
+    asked = frozenset[str]().union(*(item.attributes for _, item in facts))
+    names = NamesOfWriters((asked,), frozenset(name for name, item in facts if names_a_way(item)))
+    _known[key] = _NamesOfClass(codes, generation(), names, ref(kind, lambda _: _known.pop(key, None)))
+    return names
+
+
+def _methods_in(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    for name, item in vars(kind).items():
+        if name != "__init__":
+            for fn in functions_in(item):
+                yield name, fn

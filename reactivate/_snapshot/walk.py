@@ -1,0 +1,499 @@
+"""The one walk over what a function reaches: objects whose contents count, tensors, modules, random number generators.
+
+`_way_of` is the table from the class of an object to what is inside of it. The walk ends at a stated depth and size: a
+trainer and its vocabulary are reachable too, and what lies beyond is used as it is, as without this library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
+from enum import Enum
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from typing import Any, NamedTuple
+from weakref import ProxyTypes, ReferenceType
+
+import torch
+from torch import Tensor
+from torch.jit import ScriptFunction
+from torch.nn import Module, UninitializedBuffer, UninitializedParameter
+
+from reactivate._snapshot import holders as holding
+from reactivate._snapshot.bindings import Bindings, CodeHolder, are_closed
+from reactivate._snapshot.buffers import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder
+from reactivate._snapshot.caches import cached_by_class
+from reactivate._snapshot.facts import Facts, current_facts, facts_of, names_in_module
+from reactivate._snapshot.held import WeakTensor
+from reactivate._snapshot.holders import ATOMS, EMPTY, LARGEST, Holder, contents_of, length_of, namespace_of, slots_of
+from reactivate._snapshot.iterators import holds_iterator, is_iterator, parts_of
+from reactivate._snapshot.kinds import SMALL_BYTES, is_array, is_plain, is_random_source, may_be_state, users_classes
+from reactivate._snapshot.region_calls import handed_out, is_of_call
+from reactivate._snapshot.shadows import is_known_written
+from reactivate._snapshot.unseen_writes import ReachedCode
+
+# How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
+# of layers of tensors. A closure, a bound `self` or an attribute leads to half the program.
+DEPTH_OF_ARGUMENTS = 4
+DEPTH = 2
+_MOST_OBJECTS = 256  # of each depth, so that those that are near are not left out for those that are far
+_PROXIES = frozenset(ProxyTypes)
+_BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
+UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
+
+
+class Input(NamedTuple):
+    """A tensor that the recomputation reads where it is.
+
+    Attributes:
+        tensor: the tensor, or a `WeakTensor`.
+        version: at the beginning of the region.
+        place: where it was found.
+    """
+
+    tensor: Any
+    version: int
+    place: str
+
+
+class Walk:
+    """One walk.
+
+    Attributes:
+        holders: the objects whose contents count, in the order in which they are rewound.
+        inputs: tensors that are read where they are, and are not state.
+        tensors: tensors without a graph, of which a copy is kept.
+        roots: the outermost modules found.
+        scripts: scripted functions and modules, also those that the modules' code names.
+        generators: the sources of randomness found.
+        code: the functions and classes found.
+        is_lazy: whether a module has parameters that its first call makes.
+        has_compiled: whether a function compiled by torch was found.
+        left_out: where objects were found that are not restored, and why, for a message; None if nothing asks.
+    """
+
+    is_of_modules = False
+    roots: tuple[Module, ...] = ()
+    scripts: tuple[Any, ...] = ()
+    generators: tuple[Any, ...] = ()
+    left_out: list[str] | None = None
+    is_lazy = has_compiled = False
+    _follows_functions = True
+    _bindings: tuple[Bindings, ...] = ()
+
+    def __init__(self) -> None:
+        self.holders: list[Holder] = []
+        self.inputs: list[Input] = []
+        self.tensors: list[Tensor] = []
+        self.code = ReachedCode()
+        self.specs: dict[Any, Any] = {}  # what was seen, by the id of the value; of names and classes by more
+        self._objects = [0] * (DEPTH_OF_ARGUMENTS + 1)  # at each depth
+
+    def found(self, kinds: type | tuple[type, ...]) -> list[Any]:
+        """Return every object of some classes that the walk came to, whether or not it looked into it."""
+        return [item for item in self.specs.values() if isinstance(item, kinds)]
+
+    def look(self, value: Any, place: str, depth: int) -> None:
+        """Note what `value` holds, and look at its parts."""
+        kind = type(value)
+        if kind not in ATOMS and id(value) not in self.specs:
+            _way_of(kind)(self, value, kind, place, depth)
+
+    def finish(self) -> None:
+        """Note the functions that code names, and look at what they lead to."""
+        while self._bindings:  # of functions in closures there may be more
+            holder = CodeHolder(self._bindings)
+            self._bindings = ()
+            self.holders.append(holder)
+            if not are_closed(holder.functions):
+                for fn in holder.functions:
+                    if id(fn) not in self.specs and not are_closed([fn]):
+                        self._made_of(fn, fn.__name__, DEPTH)
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def tensor(self, tensor: Tensor, place: str) -> None:
+        """Note a tensor: as state, or as one that is read where it is."""
+        if is_state(tensor):
+            self.tensors.append(tensor)
+        else:
+            self.inputs.append(Input(self.kept(tensor), tensor._version, place))
+
+    @staticmethod
+    def kept(tensor: Tensor) -> Any:
+        """Return what is held of a tensor that is read where it is."""
+        return WeakTensor(tensor) if tensor.grad_fn is not None else tensor
+
+    def _tensor(self, value: Tensor, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        if not self.is_of_modules:
+            self.tensor(value, place)
+        elif value.grad_fn is None:
+            self.tensors.append(value)
+
+    def look_at_attributes(self, tensors: Sequence[Tensor]) -> None:
+        """Look at what the Python attributes of tensors lead to, and those of the tensors that are found there."""
+        seen = set(map(id, tensors))
+        while tensors:
+            for tensor in tensors:
+                self._look_at_all(vars(tensor), "a tensor", DEPTH)
+            tensors = [tensor for tensor in self.reached() if id(tensor) not in seen]
+            seen.update(map(id, tensors))
+            if tensors:
+                self.holders.append(holding.AttributesHolder(tensors))
+
+    def reached(self) -> list[Tensor]:
+        """Return every tensor found that is no module's."""
+        inputs = (item.tensor.get() if isinstance(item.tensor, WeakTensor) else item.tensor for item in self.inputs)
+        return [*inputs, *self.tensors]
+
+    # -- containers ---------------------------------------------------------------------------------------------------
+
+    def _proxy(self, value: Any, kind: type, place: str, depth: int) -> None:
+        with contextlib.suppress(ReferenceError):  # nothing is left of what it stands for
+            self.look(value.__repr__.__self__, place, depth)
+
+    def _module(self, value: Module, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        self.roots += (value,)
+
+    def _tuple(self, value: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        for index, item in enumerate(tuple.__iter__(value)):
+            if type(item) not in ATOMS:
+                self.look(item, f"{place}[{index}]", depth)
+        if kind is not tuple:
+            self._attributes_of_a_container(value, kind, place, depth)
+
+    def _container(self, value: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        if (len(value) if kind is list or kind is dict else length_of(value)) > LARGEST:
+            self.holders.append(holding.LengthHolder(value))
+            self._leave_out(value, place, "too large")
+            return
+        holder = (holding.DictHolder if isinstance(value, dict) else holding.ListHolder)(value)
+        self.holders.append(holder)
+        for written, item in holder.items(holder.get()):
+            if type(item) not in ATOMS:
+                self.look(item, place + written, depth)
+        if kind not in (list, dict, deque, OrderedDict):
+            self._attributes_of_a_container(value, kind, place, depth)
+
+    def _set(self, value: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        self.holders.append(holding.SetHolder(value))
+        if kind is not set:
+            self._attributes_of_a_container(value, kind, place, depth)
+
+    def _attributes_of_a_container(self, value: Any, kind: type, place: str, depth: int) -> None:
+        """Note the attributes of an object of a subclass of a container's, if it has any."""
+        if namespace_of(value) is not None or slots_of(kind):
+            self._attributes(value, place, depth)
+
+    # -- buffers, iterators, generators -------------------------------------------------------------------------------
+
+    def _random_source(self, value: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        self.generators += (value,)
+        self._attributes_of_a_container(value, kind, place, depth)
+
+    def _array(self, value: Any, kind: type, place: str, depth: int) -> None:
+        if value.nbytes > SMALL_BYTES:
+            self._object(value, kind, place, depth)
+            return
+        self.specs[id(value)] = value
+        self.holders.append(ArrayHolder(value))
+        if value.dtype.hasobject:
+            for item in value.flat:
+                if type(item) not in ATOMS:
+                    self.look(item, place, depth)
+        self._attributes_of_a_container(value, kind, place, depth)
+
+    def _numbers(self, value: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        if value.itemsize * len(value) <= SMALL_BYTES:
+            self.holders.append(NumbersHolder(value))
+        else:
+            self._leave_out(value, place, "too large")
+
+    def _buffer(self, value: Any, kind: type, place: str, depth: int) -> None:
+        """Note the contents of a buffer or an in-memory stream, if they are small."""
+        self.specs[id(value)] = value
+        if kind is memoryview:
+            with contextlib.suppress(ValueError):  # it has been released
+                self.look(value.obj, place, depth)
+        elif kind is bytearray:
+            if len(value) <= SMALL_BYTES:
+                self.holders.append(BytesHolder(value))
+            else:
+                self._leave_out(value, place, "too large")
+        elif not value.closed:
+            position = value.tell()
+            length = value.seek(0, io.SEEK_END)
+            value.seek(position)
+            if length <= SMALL_BYTES:
+                self.holders.append(StreamHolder(value))
+            else:
+                self._leave_out(value, place, "too large")
+
+    def _iterator(self, value: Any, kind: type, place: str, depth: int) -> None:
+        """Note the containers that an iterator goes through, and the functions that it calls."""
+        self.specs[id(value)] = value
+        self.look_at_iterator(value, place, depth)
+
+    def look_at_iterator(self, value: Any, place: str, depth: int) -> None:
+        """Look at what an iterator is made of."""
+        for part in parts_of(value):
+            if type(part) not in ATOMS:
+                self.look(part, place, depth)
+
+    def _context_variable(self, value: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        if value not in copy_context():  # what it is set to is looked at with all of the context
+            with contextlib.suppress(LookupError):  # it has no default
+                self.look(value.get(), f"{place}.get()", depth)
+
+    # -- objects and classes ------------------------------------------------------------------------------------------
+
+    def _object(self, value: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        is_data = hasattr(kind, "__dataclass_fields__")
+        if not is_plain(kind):
+            self._leave_out(value, place, "too large" if hasattr(value, "nbytes") else "not made of Python attributes")
+        elif depth <= 0 and not is_data:
+            self._leave_out(value, place, "too deep")
+        elif self._objects[depth] >= _MOST_OBJECTS:
+            self._leave_out(value, place, "one of too many")
+        else:
+            self._objects[depth] += 1
+            self._attributes(value, place, depth if is_data else depth - 1)
+            self._class(kind)
+
+    def _leave_out(self, value: Any, place: str, reason: str) -> None:
+        if self.left_out is not None and not type(value).__module__.startswith(("reactivate.", "torch._C")):
+            self.left_out.append(f"`{place}` ({type(value).__name__}: {reason})")
+
+    def _attributes(self, value: Any, place: str, depth: int) -> None:
+        """Note the attributes of an object, and look at them."""
+        self.holders.append(holding.KindHolder(value))
+        namespace = namespace_of(value)
+        if namespace is not None:
+            self.holders.append(holding.DictHolder(namespace))
+            self._look_at_all(namespace, place, depth)
+        names = slots_of(type(value))
+        if names:
+            self._slots(value, names, place, depth)
+
+    def _slots(self, value: Any, names: tuple[str, ...], place: str, depth: int) -> None:
+        """Note the slots of an object, and look at them."""
+        holder = holding.SlotsHolder(value, names)
+        self.holders.append(holder)
+        self._look_at_all(dict(zip(names, holder.get())), place, depth)
+
+    def _look_at_all(self, attributes: dict[str, Any], place: str, depth: int) -> None:
+        for name, item in zip([*attributes], [*attributes.values()]):  # at once: a dying reference may change it
+            if type(item) not in ATOMS and item is not EMPTY and not (handed_out and is_of_call(name)):
+                self.look(item, f"{place}.{name}", depth)
+
+    def _type(self, value: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        self._class(value)
+
+    def _member(self, value: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(value)] = value
+        self._class(kind)
+
+    def _class(self, kind: type) -> None:
+        """Note the attributes of a class and of those it is derived from, and look at them."""
+        for base in users_classes(kind):
+            if (key := ("class", id(base))) not in self.specs:
+                self.specs[key] = base
+                self.holders.append(holding.ClassHolder(base))
+                self.code.add_class(base)
+                if issubclass(base, Enum):
+                    members = list(base.__members__.values())
+                    self.holders.append(holding.AttributesHolder(members))
+                    for member in members:
+                        self._look_at_all(vars(member), f"{base.__name__}.{member.name}", DEPTH)
+                else:
+                    self._state_of_class(base)
+
+    def _state_of_class(self, kind: type) -> None:
+        """Look at the attributes of a class, but for the functions in containers: mostly these are registries."""
+        attributes, follows = vars(kind), self._follows_functions
+        for name in [*attributes]:
+            value = attributes[name]
+            if may_be_state(type(value)) and not name.startswith("__"):
+                self._follows_functions = follows and not isinstance(value, (list, dict, deque, tuple))
+                self.look(value, f"{kind.__name__}.{name}", DEPTH)
+                self._follows_functions = follows
+
+    # -- functions ----------------------------------------------------------------------------------------------------
+
+    def _callable(self, fn: Any, kind: type, place: str, depth: int) -> None:
+        self.specs[id(fn)] = fn
+        if kind is MethodType:
+            self.look(fn.__func__, place, depth)
+            self.look(fn.__self__, f"{place}.__self__", depth)
+        elif kind is BuiltinFunctionType or kind is MethodWrapperType:
+            if not isinstance(fn.__self__, (ModuleType, type)):  # whose functions and class methods they are
+                self.look(fn.__self__, f"{place}.__self__", depth)
+        elif issubclass(kind, functools.partial):
+            if fn.__dict__ or self.is_of_modules or holds_iterator(fn.args):
+                self.holders.append(holding.PartialHolder(fn))
+                self._look_at_all(fn.__dict__, place, depth)
+            self.look(fn.func, f"{place}.func", depth)
+            self.look(fn.args, f"{place}.args", depth)
+            self.look(fn.keywords, f"{place}.keywords", depth)
+        elif kind is ScriptFunction:
+            self.scripts += (fn,)
+        elif isinstance(fn, ReferenceType):
+            self.look(fn(), place, depth)
+        else:
+            self._object(fn, kind, place, depth)
+            if inspect.getattr_static(kind, "__wrapped__", None) is not None:  # ours, which are not looked into
+                self.look(fn.__wrapped__, place, depth)
+            call = inspect.getattr_static(kind, "__call__")
+            if type(call) is FunctionType:
+                self.look(call, place, depth)
+
+    def _function(self, fn: FunctionType, kind: type, place: str, depth: int) -> None:
+        self.specs[id(fn)] = fn
+        if self._follows_functions:
+            self.function(fn, place, depth)
+
+    def function(self, fn: FunctionType, place: str, depth: int) -> None:
+        """Note what a function consists of and what its code reads, and look at that."""
+        facts = facts_of(fn)
+        if facts.bindings is not None:
+            facts = current_facts(fn)
+            if facts.bindings is not None:
+                self._bindings += (facts.bindings,)
+        if facts.names:
+            self._names(facts.names)
+        if facts.scripts:
+            self.scripts += facts.scripts
+        self.code.add_function(facts)
+        compiled = fn.__dict__.get("_torchdynamo_orig_callable")
+        if compiled is not None:
+            self.has_compiled = True
+            self.look(compiled, place, depth)
+        else:
+            self._made_of(fn, place, depth, facts)
+
+    def _made_of(self, fn: FunctionType, place: str, depth: int, facts: Facts | None = None) -> None:
+        """Note what a function consists of, and look at that."""
+        self.specs[id(fn)] = fn
+        self.holders.append(holding.FunctionHolder(fn))
+        if fn.__closure__ is not None:
+            facts = facts or current_facts(fn)
+            for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):
+                if id(cell) not in self.specs and name != "__class__":
+                    self.specs[id(cell)] = cell
+                    if name in facts.overwritten and isinstance(contents_of(cell), Tensor):
+                        # No input: kept as one, it would chain the calls' graphs.
+                        self.holders.append(holding.CellHolder(cell))
+                    else:
+                        self._cell(cell, f"{place} (closed over as `{name}`)", depth, facts)
+        if fn.__defaults__ is not None:
+            self.look(fn.__defaults__, f"{place} (defaults)", depth)
+        if fn.__kwdefaults__ is not None:
+            self.look(fn.__kwdefaults__, f"{place} (defaults)", depth)
+        if fn.__dict__:
+            self._look_at_all(fn.__dict__, place, depth)
+
+    def _cell(self, cell: CellType, place: str, depth: int, facts: Facts) -> None:
+        contents = contents_of(cell)
+        kind = type(contents)
+        if isinstance(contents, Tensor):
+            self.cell_tensor(cell, contents, place)
+        elif kind in (list, dict, OrderedDict) and len(contents) <= LARGEST:
+            holder = holding.CellContainerHolder(cell)
+            self.holders.append(holder)
+            if id(contents) not in self.specs:
+                self.specs[id(contents)] = contents
+                for written, item in holder.items(holder.get()):
+                    if type(item) not in ATOMS:
+                        self.look(item, place + written, depth)
+        else:
+            self.holders.append(holding.CellHolder(cell))
+            if kind is ModuleType:
+                self._names(names_in_module(contents, facts.attributes))
+            elif isinstance(contents, type):
+                self._class(contents)
+            elif contents is not EMPTY:
+                self.look(contents, place, depth)
+
+    def cell_tensor(self, cell: CellType, tensor: Tensor, place: str) -> None:
+        """Note a closed-over tensor."""
+        self.holders.append(holding.CellHolder(cell))
+        if id(tensor) not in self.specs:
+            self.look(tensor, place, 0)
+
+    def _names(self, names: tuple[tuple[dict[str, Any], str], ...]) -> None:
+        for namespace, name in names:
+            key = id(namespace), name
+            if key not in self.specs:
+                self.specs[key] = namespace
+                self.holders.append(holding.NameHolder(namespace, name))
+                value = namespace.get(name)
+                if isinstance(value, type):
+                    self._class(value)
+                elif type(value) not in ATOMS:
+                    self.look(value, name, DEPTH)
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Return whether a copy of the tensor is kept, for the case that something writes to it."""
+    if type(tensor) in UNINITIALIZED:
+        return False
+    if tensor.requires_grad:
+        return tensor.is_inference()
+    if tensor.is_inference() or (tensor.ndim == 1 and tensor.is_floating_point()):
+        return True
+    return tensor.layout is torch.strided and (tensor.nbytes <= SMALL_BYTES or is_known_written(tensor))
+
+
+_Way = Callable[[Walk, Any, Any, str, int], None]
+
+
+@cached_by_class
+def _way_of(kind: type) -> _Way:
+    """Return the method that looks at objects of a class."""
+    if kind in _PROXIES:
+        return Walk._proxy
+    for kinds, way in _WAYS:
+        if issubclass(kind, kinds):
+            return way
+    if any("__call__" in vars(base) for base in kind.__mro__):
+        return Walk._callable
+    if is_random_source(kind):
+        return Walk._random_source
+    if is_array(kind):
+        return Walk._array
+    if kind in _BUFFERS:
+        return Walk._buffer
+    if is_iterator(kind):
+        return Walk._iterator
+    return next((way for kinds, way in _LATER_WAYS if issubclass(kind, kinds)), Walk._object)
+
+
+_WAYS: tuple[tuple[Any, _Way], ...] = (
+    (Tensor, Walk._tensor),
+    (Module, Walk._module),
+    (tuple, Walk._tuple),
+    ((list, dict, deque), Walk._container),
+    (set, Walk._set),
+    (FunctionType, Walk._function),
+    (type, Walk._type),
+)
+_LATER_WAYS: tuple[tuple[Any, _Way], ...] = (
+    (array, Walk._numbers),
+    (Enum, Walk._member),
+    (ContextVar, Walk._context_variable),
+)

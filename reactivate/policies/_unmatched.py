@@ -1,0 +1,55 @@
+"""The parts of a policy that match nothing: refused when all regions have run once."""
+
+from __future__ import annotations
+
+from reactivate._types import Policy, Site
+from reactivate.errors import UsageError
+from reactivate.policies._base import ReadyMade, interest_of, parts_of
+from reactivate.policies._select import did_you_mean
+
+
+class Unmatched:
+    """The parts of a policy that have matched nothing so far.
+
+    Args:
+        policy: the policy.
+        asked_by: what messages call the function that was given the policy.
+        regions: how many regions the policy is for.
+        has_modules: whether they are modules, or methods of modules.
+    """
+
+    def __init__(self, policy: Policy, asked_by: str, regions: int = 1, has_modules: bool = True) -> None:
+        self.asked_by = asked_by
+        self.has_modules = has_modules
+        self.regions = regions
+        self._ran: set[str] = set()
+        self.parts = [part for part in parts_of(policy) if isinstance(part, ReadyMade) and not part.may_match_nothing]
+        self.seen: set[str] = set()
+        self._paths: set[str] = set()
+
+    def look_at(self, site: Site) -> None:
+        """Cross off what matches `site`."""
+        self.seen.add(repr(site.name) if site.name else site.op or site.path)
+        self._paths.add(site.path)
+        if self.parts:
+            self.parts = [part for part in self.parts if part(site) is None]
+
+    def region_has_run(self, path: str) -> None:
+        """Once all have, every part must have matched something.
+
+        Raises:
+            UsageError: one has not.
+        """
+        is_all = path in self._ran or len(self._ran) + 1 >= self.regions
+        self._ran.add(path)
+        if self.parts and is_all:
+            part, self.parts = self.parts[0], []
+            seen = ", ".join(sorted(self.seen)) or "no call at all"
+            interest = interest_of(part)
+            if not self.has_modules and (interest.modules or interest.paths):
+                raise UsageError(
+                    f"{self.asked_by}: {part} selects modules, and the region is a function, which has none. Checkpoint the "
+                    "module itself, reactivate.checkpoint(module, policy=...), or use reactivate.apply(model, policy)."
+                )
+            meant = did_you_mean(part.patterns(), self._paths)
+            raise UsageError(f"{self.asked_by}: {part} matches nothing.{meant} What there was to match: {seen}.")
