@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from _frontier_results import Frontier, Peer, Planned, Settings, Verdict, verdicts
+from _frontier_results import Frontier, Peer, PlanContents, Settings, Verdict, verdicts
 from _frontier_steps import (
     SHARES,
     Plans,
@@ -27,8 +27,8 @@ from _timing import SINGLE, Estimate, Key, Timer, Times, Track, estimate, finish
 from _training import EVERY, Subject, Way, torch_ways
 from _ways import OURS
 
+from reactivate.planner.cost.measured import time_call
 from reactivate.planner.plan import Plan
-from reactivate.planner.profile.costs import seconds_of
 
 
 def measure_model(name: str, settings: Settings, device: torch.device, track: Track) -> Frontier:
@@ -82,7 +82,7 @@ def measure_model(name: str, settings: Settings, device: torch.device, track: Tr
 @dataclass(frozen=True)
 class _Judged:
     peers: list[Peer]
-    planned: list[Planned]
+    planned: list[PlanContents]
     verdicts: list[Verdict]
     verdicts_with_compiled: list[Verdict]
 
@@ -92,7 +92,7 @@ class _Judged:
         return all(ratio.high - ratio.low <= width for ratio in ratios)
 
 
-def _judged(peers: list[Peer], planned: list[Planned], times: Times) -> _Judged:
+def _judged(peers: list[Peer], planned: list[PlanContents], times: Times) -> _Judged:
     eager = [peer for peer in peers if not peer.is_compiled]
     eagerly = [item for item in planned if item.system == OURS]
     alone = [*verdicts(eager, eagerly, times)]
@@ -143,9 +143,9 @@ def _peer(way: Way, step: Ready, times: Times) -> Peer:
     )
 
 
-def _planned(system: str, label: str, plan: Plan, step: Ready, times: Times) -> Planned:
+def _planned(system: str, label: str, plan: Plan, step: Ready, times: Times) -> PlanContents:
     name, _ = step.key
-    return Planned(
+    return PlanContents(
         system=system,
         label=label,
         step=name,
@@ -166,5 +166,5 @@ def _level(key: Key, times: Times) -> Estimate:
 
 def rounds_in(steps: Sequence[Ready], settings: Settings, device: torch.device) -> int:
     """Return how many rounds of all steps the settings' seconds have room for."""
-    once = sum(seconds_of(item.step, device) for item in steps)
+    once = sum(time_call(item.step, device) for item in steps)
     return max(settings.fewest, min(settings.most, round(settings.seconds / once)))

@@ -62,7 +62,7 @@ class Peer:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlanContents:
     """A step of the model with a plan. Sizes are over parameters, gradients and inputs.
 
     Attributes:
@@ -134,7 +134,7 @@ class Frontier(Record):
     planning_seconds: float
     replanning_seconds: float
     peers: list[Peer]
-    planned: list[Planned]
+    planned: list[PlanContents]
     verdicts: list[Verdict]
     verdicts_with_compiled: list[Verdict]
     optimum: Optimum
@@ -148,7 +148,7 @@ class Frontier(Record):
 # -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
-def verdicts(peers: Sequence[Peer], planned: Sequence[Planned], times: Times) -> Iterator[Verdict]:
+def verdicts(peers: Sequence[Peer], planned: Sequence[PlanContents], times: Times) -> Iterator[Verdict]:
     """At the peak of each of these peers the fastest of them that fits in there, and the plan for that budget."""
     for peer in peers:
         fitting = [other for other in peers if other.peak_bytes <= peer.peak_bytes]

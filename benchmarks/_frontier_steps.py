@@ -30,13 +30,12 @@ from torch._functorch import config as functorch_config
 
 import reactivate
 from reactivate.errors import PlanInfeasible
-from reactivate.planner.place import place_of
+from reactivate.planner.cost.measured import measured_peak
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
-from reactivate.planner.profile.costs import measured_peak
-from reactivate.planner.solver.chain import Chain
-from reactivate.planner.solver.solve import solve
+from reactivate.planner.solve import Chain, Problem
 from reactivate.planner.step import TrainingStep
+from reactivate.planner.target import find_target
 
 SHARES = (90, 75, 50, 35, 25)
 """In percent of the plain step's peak."""
@@ -221,7 +220,7 @@ def budget_of(plan: Plan) -> int:
 
 def does(plan: Plan) -> dict[str, int]:
     """{what is done: with how many parts of the model}."""
-    return dict(Counter(decision.treatment.name for decision in plan.decisions))
+    return dict(Counter(decision.candidate.name for decision in plan.decisions))
 
 
 def applied(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:
@@ -260,7 +259,7 @@ def optimum_of(name: str, device: torch.device) -> Optimum:
 def measured_chain(subject: Subject, device: torch.device) -> Chain:
     """The problem that `reactivate.plan` solves for this model."""
     step = TrainingStep(subject.model, subject.args, subject.kwargs, subject.loss)
-    place = place_of(subject.model, subject.args, dict(subject.kwargs), device)
+    place = find_target(subject.model, subject.args, dict(subject.kwargs), device)
     return shortened(Planner(step, place, None, lambda text: None).prepare().chain)
 
 
@@ -283,7 +282,8 @@ def against_every_choice(chain: Chain) -> Optimum:
     for peak_bytes, seconds in sorted(found):
         if not steps or seconds < steps[-1][1]:
             steps.append((peak_bytes, seconds))
-    solved = [(solve(chain, peak_bytes), peak_bytes, seconds) for peak_bytes, seconds in steps]
+    problem = Problem(chain)
+    solved = [(problem.solve(peak_bytes), peak_bytes, seconds) for peak_bytes, seconds in steps]
     if any(solution.peak_bytes > peak_bytes for solution, peak_bytes, _ in solved):
         raise RuntimeError("The solver chose what does not fit.")
     parts = [_above(solution.seconds, seconds) for solution, _, seconds in solved]

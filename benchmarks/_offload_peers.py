@@ -24,7 +24,7 @@ from reactivate import policies
 from reactivate.storage import Disk, Host
 
 
-class Place(NamedTuple):
+class Target(NamedTuple):
     """A device on which ways are measured.
 
     Attributes:
@@ -76,7 +76,7 @@ def on_simulated(layers: int) -> list[dict[str, Any]]:
     def copied() -> float:
         return sum(entry.end - entry.start for entry in simulated.log() if "to_" in entry.name)
 
-    return peers(Place(simulated, enter, simulated.elapsed, copied, width, rows), simulated.NAME, layers, steps=2)
+    return peers(Target(simulated, enter, simulated.elapsed, copied, width, rows), simulated.NAME, layers, steps=2)
 
 
 def on_gpu(
@@ -88,7 +88,7 @@ def on_gpu(
         torch.cuda.synchronize(device)
         return perf_counter()
 
-    return peers(Place(torch.cuda, lambda: nullcontext(device), clock, None, width, batch), "cuda", layers, steps)
+    return peers(Target(torch.cuda, lambda: nullcontext(device), clock, None, width, batch), "cuda", layers, steps)
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def _pinning(pin: Callable[[Tensor], Tensor]) -> Iterator[None]:
         torch.empty = empty
 
 
-def peers(place: Place, device_type: str, layers: int, steps: int) -> list[dict[str, Any]]:
+def peers(place: Target, device_type: str, layers: int, steps: int) -> list[dict[str, Any]]:
     """Return a row for each way: bytes and seconds, or why it did not run."""
     torch.manual_seed(0)
     states = Residual(place.width, layers).state_dict()
@@ -188,7 +188,7 @@ def _of_transformers(model: nn.Module) -> nn.Module:
     return found
 
 
-def _measured(place: Place, way: Way, model: nn.Module, expected: list[Tensor], steps: int) -> dict[str, Any]:
+def _measured(place: Target, way: Way, model: nn.Module, expected: list[Tensor], steps: int) -> dict[str, Any]:
     """Return the row of a way; the first one fills `expected` with the gradients."""
     module, batch = place.module, torch.randn(place.rows, place.width, generator=torch.Generator().manual_seed(1))
     seconds, copied = [], 0.0

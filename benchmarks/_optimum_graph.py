@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from reactivate.planner.profile.trace import Costs
+from reactivate.planner.trace.records import Costs
 
 Node = tuple[int, int]  # a memory, and how often it was written to
 

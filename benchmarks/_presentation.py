@@ -21,7 +21,7 @@ from _timing import Estimate
 from reactivate._torch.private_api import ways
 
 Machine = dict[str, str | int | None]
-Place = tuple[float, float]
+Target = tuple[float, float]
 Kind = TypeVar("Kind")
 
 COLORS = {"met": "green", "missed": "bold red", "within noise": "yellow"}
@@ -118,7 +118,7 @@ class Series:
     form: str
     spots: Sequence[tuple[int, Estimate, str]]
 
-    def places(self) -> dict[Place, Estimate]:
+    def places(self) -> dict[Target, Estimate]:
         """Return (MB, ms) of each step; equal steps are one point."""
         return {(peak / 1e6, took.value * 1e3): took.scaled(1e3) for peak, took, _ in self.spots}
 

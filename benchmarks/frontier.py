@@ -24,7 +24,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler tells of r
 
 import torch
 from _frontier_measure import measure_model
-from _frontier_results import Frontier, Peer, Planned, Settings, Verdict
+from _frontier_results import Frontier, Peer, PlanContents, Settings, Verdict
 from _frontier_steps import BLOCKS, WHOLE
 from _presentation import (
     Series,
@@ -106,7 +106,7 @@ def step_table(found: Frontier) -> Table:
     """Every step with its peak and its time: peers, then plans, each at the least budget that it was made for."""
     plain = found.peers[0]
 
-    def figures(item: Peer | Planned) -> tuple[str, ...]:
+    def figures(item: Peer | PlanContents) -> tuple[str, ...]:
         return (
             *(megabytes(item.peak_bytes), f"{item.peak_bytes / plain.peak_bytes:.2f}"),
             *(with_interval(item.seconds.scaled(1e3)), f"{item.seconds.value / plain.seconds.value:.2f}"),
@@ -120,9 +120,9 @@ def step_table(found: Frontier) -> Table:
     return Table(f"{found.title}. One step", header, lines)
 
 
-def different_steps(planned: Sequence[Planned]) -> list[Planned]:
+def different_steps(planned: Sequence[PlanContents]) -> list[PlanContents]:
     """One of those that share a step: the one with the least budget; by system and budget."""
-    found: dict[str, Planned] = {}
+    found: dict[str, PlanContents] = {}
     for item in sorted(planned, key=lambda item: (item.system != OURS, item.system, item.budget_bytes)):
         found.setdefault(item.step, item)
     return [*found.values()]

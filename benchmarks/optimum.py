@@ -6,7 +6,7 @@ python benchmarks/optimum.py --json              JSON on the terminal
 python benchmarks/optimum.py gpt --small         a trial
 
 The optimum keeps or recomputes the result of each op (see `_optimum_graph`), with dead ops left out, masks as bits, and no
-regard to what a recomputation itself needs: no engine reaches it. A plan chooses among the treatments of each block, here
+regard to what a recomputation itself needs: no engine reaches it. A plan chooses among the candidates of each block, here
 without regard to that either. Both have the same measured times of ops. For budgets between nothing kept but the input, and
 all kept, a number is the time of recomputation as a part of that of recomputing everything.
 """
@@ -25,10 +25,10 @@ from _presentation import Record, Table, describe_machine, show, write
 from torch import Tensor, nn
 from torch.nn import functional
 
-from reactivate.planner.place import place_of
+from reactivate.planner.candidates import Candidate, list_candidates
 from reactivate.planner.planner import Planner
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import Treatment, treatments_of
+from reactivate.planner.target import find_target
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
@@ -127,8 +127,8 @@ class Row:
     Attributes:
         share: of what is held where all is kept, above what a plan holds at least.
         held_bytes: the budget.
-        fixed, planned, optimum: the time of recomputation, as a part of that of everything: of the fixed treatments, of all
-            treatments of a plan, and of the optimum over ops.
+        fixed, planned, optimum: the time of recomputation, as a part of that of everything: of the fixed candidates, of all
+            candidates of a plan, and of the optimum over ops.
     """
 
     share: float
@@ -156,7 +156,7 @@ class Compared:
 
     def table(self) -> Table:
         """Return a row for each budget."""
-        header = "held, MB", "fixed treatments, %", "all treatments, %", "optimum over ops, %", "distance, points"
+        header = "held, MB", "fixed candidates, %", "all candidates, %", "optimum over ops, %", "distance, points"
         rows = [
             (
                 f"{row.held_bytes / 1e6:.1f} ({100 * row.share:.0f} %)",
@@ -174,8 +174,8 @@ class Compared:
         )
         name = f"{self.model[0].upper()}{self.model[1:]}"
         return (
-            f"{name}, {self.ops} ops: in the mean of these budgets the fixed treatments are {before:.1f} points of the whole "
-            f"recomputation ({1000 * self.recomputed_seconds:.0f} ms) above the optimum, all treatments {after:.1f}."
+            f"{name}, {self.ops} ops: in the mean of these budgets the fixed candidates are {before:.1f} points of the whole "
+            f"recomputation ({1000 * self.recomputed_seconds:.0f} ms) above the optimum, all candidates {after:.1f}."
         )
 
 
@@ -206,7 +206,7 @@ def compare(name: str, small: bool = False) -> Compared:
     words, make = MODELS[name]
     model, x = make(small)
     step = TrainingStep(model, (x,), None, lambda output: output.square().mean())
-    planner = Planner(step, place_of(model, (x,), {}, None), None, lambda _: None).prepare()
+    planner = Planner(step, find_target(model, (x,), {}, None), None, lambda _: None).prepare()
     with torch.enable_grad():
         given = model.first(x).detach().requires_grad_()
         graph = graph_of(model.run, given, [*model.parameters(), *model.buffers()], planner.costs)
@@ -229,14 +229,14 @@ def compare(name: str, small: bool = False) -> Compared:
 
 
 def _choices(planner: Planner, path: str, is_fixed: bool) -> list[Choice]:
-    """Return the treatments of a block: what each holds, and how long it recomputes."""
+    """Return the candidates of a block: what each holds, and how long it recomputes."""
     functions = next(call.functions for call in planner.plain.calls[0] if call.path == path)
-    menu = treatments_of(planner.units[path], frozenset(functions)) if is_fixed else planner.menus[path]
+    menu = list_candidates(planner.units[path], frozenset(functions)) if is_fixed else planner.menus[path]
     return undominated(_choice(planner, path, item) for item in menu)
 
 
-def _choice(planner: Planner, path: str, treatment: Treatment) -> Choice:
-    trace, reading = planner.attempt({path: treatment})
+def _choice(planner: Planner, path: str, candidate: Candidate) -> Choice:
+    trace, reading = planner.attempt({path: candidate})
     seconds = sum(op.seconds for op in trace.ops if op.is_recomputation)
     return Choice(reading.calls[reading.paths.index(path)].held_bytes, seconds)
 

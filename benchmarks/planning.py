@@ -29,8 +29,7 @@ from _training import Size
 from torch import Tensor
 
 import reactivate
-from reactivate.planner.solver.chain import Candidate, Chain
-from reactivate.planner.solver.solve import frontier, least, solve
+from reactivate.planner.solve import Chain, Option, Problem
 
 TARGETS = {"llama-8b": 10.0, "llama-70b": 30.0, "deepseek-v3": 30.0, "solve": 2.0, "solve, three kinds": 2.0}
 """The seconds that each may take."""
@@ -86,7 +85,7 @@ def measured(name: str, layers: int | None, blocks: int) -> dict[str, dict[str, 
             label: {"blocks": blocks, **timed(lambda chain=chain: middle_of(chain))} for label, chain in chains.items()
         }
     chain = chain_of(blocks, 1)
-    return {f"frontier({POINTS})": {"blocks": blocks, **timed(lambda: frontier(chain, POINTS))}}
+    return {f"frontier({POINTS})": {"blocks": blocks, **timed(lambda: Problem(chain).frontier(POINTS))}}
 
 
 def plan_of(shape: Shape) -> dict[str, Any]:
@@ -119,7 +118,8 @@ def plan_of_small(name: str, layers: int) -> dict[str, Any]:
 def middle_of(chain: Chain) -> None:
     """Solve a chain for a budget halfway between the least and the most."""
     fastest = chain.solution_of([menu[0] for menu in chain.menus])
-    solve(chain, (least(chain).peak_bytes + fastest.peak_bytes) // 2)
+    problem = Problem(chain)
+    problem.solve((problem.least_bytes + fastest.peak_bytes) // 2)
 
 
 def chain_of(blocks: int, kinds: int) -> Chain:
@@ -128,12 +128,12 @@ def chain_of(blocks: int, kinds: int) -> Chain:
     menus = []
     for _ in range(kinds):
         size = rng.randrange(900, 1100) << 20
-        menu = [Candidate("keep", 0.0, size, size + (300 << 20))]
+        menu = [Option("keep", 0.0, size, size + (300 << 20))]
         for number in range(9):
             share = rng.random()
             seconds = rng.random() * 5e-3 * (1.2 - share)
             need = size + rng.randrange(1 << 28)
-            menu.append(Candidate(str(number), seconds, int(size * share) + rng.randrange(1 << 20), need))
+            menu.append(Option(str(number), seconds, int(size * share) + rng.randrange(1 << 20), need))
         menus.append(tuple(menu))
     return Chain(tuple(menus[index % kinds] for index in range(blocks)), (*[0] * blocks, 1 << 30))
 

@@ -194,7 +194,7 @@ barriers also depend on the gradient of the region's output. This page shows the
 ## How it is measured
 
 One step, forward, loss and backward in fp32, is traced and compiled on torch_xla with `PJRT_DEVICE=CPU`, each case in a
-process of its own. Figures are read from the program that torch_xla traced and from what XLA dumps (`--xla_dump_to`).
+process of its own. CallSummary are read from the program that torch_xla traced and from what XLA dumps (`--xla_dump_to`).
 
 - *barriers*: the number of `opt-barrier`s in the traced program: one per region, and one for each result that a saved call
   kept.

@@ -154,11 +154,11 @@ def assert_guarded(
         is_told = own in ranks or guard is not on_one_rank
         assert len([item for item in told if words in str(item.message)]) >= times * is_told
     assert len(fails.failed) == sum(times for _, ranks, times in fails.places.values() if own in ranks)
-    assert any(item.treatment.recompute for item in applied.decisions)
+    assert any(item.candidate.recompute for item in applied.decisions)
     assert (applied.budget_bytes < plan.budget_bytes) == fails.is_short(own)
     if options:  # one plan for all
         names = [None] * dist.get_world_size()
-        dist.all_gather_object(names, [item.treatment.name for item in applied.decisions])
+        dist.all_gather_object(names, [item.candidate.name for item in applied.decisions])
         assert len(set(map(tuple, names))) == 1
 
 

@@ -51,6 +51,23 @@ def floor_of(name: str) -> int:
     return next(index for index, row in enumerate(FLOORS) if best in row)
 
 
+# The same inside of the planner.
+PLANNER_FLOORS = [
+    ["step", "units", "solve", "budget", "progress", "shapes"],
+    ["trace", "candidates"],
+    ["contents"],
+    ["cost", "target"],
+    ["prediction", "infeasible", "text", "distributed", "guarded_ranks", "offload", "watches"],
+    ["table", "plan"],
+    ["search", "containers", "call_values", "runner"],
+    ["head", "recorded_calls"],
+    ["simulator"],
+    ["planner"],
+    ["adaptive", "maximize"],
+    ["api", "tighter", "memory_guard"],
+]
+
+
 HEAD = """\
 # The house
 

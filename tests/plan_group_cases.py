@@ -39,9 +39,9 @@ def of_all_ranks(value: Any) -> list[Any]:
 
 
 def assert_agreed(plan: Plan) -> None:
-    treatments = [(item.path, item.treatment.name) for item in plan.decisions]
-    assert of_all_ranks(treatments) == [treatments] * dist.get_world_size()
-    assert any(name != "keep" for _, name in treatments)
+    candidates = [(item.path, item.candidate.name) for item in plan.decisions]
+    assert of_all_ranks(candidates) == [candidates] * dist.get_world_size()
+    assert any(name != "keep" for _, name in candidates)
     assert plan.predicted.peak_bytes <= plan.budget_bytes
 
 

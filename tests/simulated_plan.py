@@ -14,7 +14,7 @@ from residual import Block, Residual
 from torch import Tensor, nn
 
 import reactivate
-from reactivate.planner.cost.caching_allocator import CachingAllocator, MemoryBlock
+from reactivate.planner.cost.allocator import CachingAllocator, MemoryBlock
 from reactivate.planner.plan import Plan
 from reactivate.storage import Host
 
@@ -56,7 +56,7 @@ def test_planning_leaves_no_memory_behind() -> None:
         x = torch.randn(BATCH, WIDTH).to(device)
         before = torch.accelerator.memory_allocated(device)
         plan = planned(model, x, "60%")
-        assert any(decision.treatment.recompute for decision in plan.decisions)
+        assert any(decision.candidate.recompute for decision in plan.decisions)
         assert torch.accelerator.memory_allocated(device) == before
 
 

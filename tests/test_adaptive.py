@@ -26,8 +26,8 @@ from reactivate._region.region import Region
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner import adaptive
+from reactivate.planner.candidates import FULL, Assignment, Candidate
 from reactivate.planner.shapes import CallShapes
-from reactivate.planner.treatments import FULL, Assignment, Treatment
 from reactivate.policies._base import PerCall
 
 SHAPES = [(4, 128), (4, 16), (2, 96), (4, 128), (1, 40), (3, 100)]
@@ -156,8 +156,8 @@ def test_the_plan_of_one_batch(planned: tuple[GPT, AdaptivePlan]) -> None:
 
 # -- regions whose policy is another one when their backward comes -----------------------------------------------------
 
-NESTED = Assignment({f"blocks.{index}": Treatment("nested", ("", "attn", "mlp")) for index in range(4)})
-SAVING = Assignment({f"blocks.{index}": Treatment("saving", ("",), ("attn.qkv", "mlp.1")) for index in range(4)})
+NESTED = Assignment({f"blocks.{index}": Candidate("nested", ("", "attn", "mlp")) for index in range(4)})
+SAVING = Assignment({f"blocks.{index}": Candidate("saving", ("",), ("attn.qkv", "mlp.1")) for index in range(4)})
 WHOLE = Assignment({f"blocks.{index}": FULL for index in range(4)})
 
 

@@ -28,8 +28,7 @@ from count_ops import CountOps
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from reactivate.planner.solver.chain import Candidate, Chain, Solution
-from reactivate.planner.solver.solve import solve
+from reactivate.planner.solve import Chain, Option, Problem, Solution
 
 CPU = torch.device("cpu")
 TINY = {"gpt": models.Size(4, 32, 2, 32), "llama": models.Size(4, 64, 2, 16), "resnet": models.Size(4, 8, 2, 16)}
@@ -169,7 +168,7 @@ def test_verdicts_of_made_up_times(times: tuple[int, int, int], rival: str, word
         results.Peer("a", "none", False, 100, levels[0], 0.0, []),
         results.Peer("b", "full", False, 50, levels[1], 0.0, []),
     ]
-    planned = [results.Planned("reactivate", "b: full", "ours", 50, 49, 1.0, 49, levels[2], True, {}, [])]
+    planned = [results.PlanContents("reactivate", "b: full", "ours", 50, 49, 1.0, 49, levels[2], True, {}, [])]
     first, second = results.verdicts(others, planned, measured)
     assert (first.rival, first.words, first.ratio, first.holds) == ("a: none", "no plan fits", None, None)
     assert (second.rival, second.words, second.holds) == (rival, words, True)
@@ -180,7 +179,7 @@ def test_verdicts_of_made_up_times(times: tuple[int, int, int], rival: str, word
 def test_a_verdict_takes_the_fastest_step_of_a_plan_that_holds() -> None:
     measured = {(name, 1): np.full(20, time) for name, time in (("a: none", 10.0), ("eager", 9.0), ("compiled", 8.0))}
     others = [results.Peer("a", "none", False, 100, Estimate(10, 10, 10), 0.0, [])]
-    eager = results.Planned("eagerly", "a: none", "eager", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])
+    eager = results.PlanContents("eagerly", "a: none", "eager", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])
     compiled = replace(eager, system="compiled", step="compiled", seconds=Estimate(8, 8, 8))
     for holds, system, time in ((True, "compiled", 8), (False, "eagerly", 9)):
         (said,) = results.verdicts(others, [eager, replace(compiled, holds=holds)], measured)
@@ -194,7 +193,7 @@ def test_a_verdict_takes_the_fastest_step_of_a_plan_that_holds() -> None:
 def test_rounds_end_when_every_interval_is_narrow() -> None:
     """Or when there is no more time; what later sittings measure joins what was there."""
     others = [results.Peer("a", "none", False, 100, Estimate(10, 10, 10), 0.0, [])]
-    ours = [results.Planned("reactivate", "a: none", "ours", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])]
+    ours = [results.PlanContents("reactivate", "a: none", "ours", 100, 90, 1.0, 90, Estimate(9, 9, 9), True, {}, [])]
     rng = np.random.default_rng(0)
 
     def rounds_at(noise: float) -> int:
@@ -213,8 +212,8 @@ def test_rounds_end_when_every_interval_is_narrow() -> None:
 def test_the_solver_is_held_against_every_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
 
-    def entry(index: int) -> Candidate:
-        return Candidate(str(index), rng.random(), rng.randrange(100), rng.randrange(100))
+    def entry(index: int) -> Option:
+        return Option(str(index), rng.random(), rng.randrange(100), rng.randrange(100))
 
     chain = Chain(tuple(tuple(map(entry, range(6))) for _ in range(8)), tuple(rng.randrange(100) for _ in range(9)))
     short = steps.shortened(chain)
@@ -224,10 +223,12 @@ def test_the_solver_is_held_against_every_choice(monkeypatch: pytest.MonkeyPatch
     assert (said.blocks, said.choices, said.worst) == (4, 6**4, 0.0)
     assert said.equal == said.budgets > 3
 
-    def lazy(chain: Chain, budget_bytes: int) -> Solution:
-        return replace(solve(chain, budget_bytes), seconds=2 * solve(chain, budget_bytes).seconds)
+    class Lazy(Problem):
+        def solve(self, budget_bytes: float) -> Solution:
+            found = super().solve(budget_bytes)
+            return replace(found, seconds=2 * found.seconds)
 
-    monkeypatch.setattr(steps, "solve", lazy)
+    monkeypatch.setattr(steps, "Problem", Lazy)
     said = steps.against_every_choice(short)
     assert said.equal == 0
     assert said.worst == pytest.approx(1.0)

@@ -17,7 +17,7 @@ import optimum
 from _optimum_graph import Choice, Graph, Node, OpNode, frontier, graph_of, together, undominated
 from _presentation import read
 
-from reactivate.planner.profile.trace import Cost
+from reactivate.planner.trace.records import Cost
 
 
 def node(number: int) -> Node:

@@ -197,7 +197,7 @@ def test_plan_takes_the_loss_by_rows_or_does_not() -> None:
     assert kept["least_bytes"] > kept["budget_bytes"]
     for head in ((), ("--head", "rows")):
         plan = reactivate.Plan.from_json(answer(*command_line, *head))
-        assert [item.path for item in plan.decisions if item.treatment.by_rows] == ["2"]
+        assert [item.path for item in plan.decisions if item.candidate.by_rows] == ["2"]
 
 
 def test_plan_for_a_device_that_is_too_small_says_no(tmp_path: Path) -> None:
@@ -431,7 +431,7 @@ def test_demo(small_demo: None, tmp_path: Path) -> None:
     assert document["planned"]["peak_bytes"] <= document["budget_bytes"] < document["plain"]["peak_bytes"]
     assert document == json.loads((tmp_path / "demo/results.json").read_text())
     plan = reactivate.Plan.load(tmp_path / "demo/plan.json")
-    assert any(item.treatment.name != "keep" for item in plan.decisions)
+    assert any(item.candidate.name != "keep" for item in plan.decisions)
     assert torch.equal(before, torch.get_rng_state())
 
 

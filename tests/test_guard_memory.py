@@ -206,7 +206,7 @@ def test_plans_go_down_to_the_least_and_then_the_error_is_raised_with_all_put_ba
 def test_a_plan_that_keeps_everything_is_tightened(planned: tuple[Model, Plan], expected: dict[str, Any]) -> None:
     model = copy.deepcopy(planned[0])
     plan = planned[1].at("1GiB")
-    assert not any(decision.treatment.name != "keep" for decision in plan.decisions)
+    assert not any(decision.candidate.name != "keep" for decision in plan.decisions)
     reactivate.apply(model, plan)
     with pytest.warns(UserWarning, match="ran out of memory"):
         found = trained(model, guarded(), Failing("backward"))

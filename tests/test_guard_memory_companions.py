@@ -35,7 +35,7 @@ def planned() -> tuple[GPT, Plan]:
     return model, reactivate.plan(model, tokens(4, 64), budget="80%", loss=loss_of)
 
 
-class Place:
+class Target:
     """A place where memory runs out, once, in the second step."""
 
     def __init__(self, place: str) -> None:
@@ -58,7 +58,7 @@ def trained(
         torch.manual_seed(0)
         if is_guarded:
             reactivate.apply(model, planned[1])
-        step, state = make(model, Place(place) if is_guarded else lambda place: None)
+        step, state = make(model, Target(place) if is_guarded else lambda place: None)
         if is_guarded:
             step = reactivate.guard_memory(step, undo_optimizer=True)
         losses = [step() for _ in range(3)]

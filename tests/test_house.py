@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from house import MODULES, PACKAGE, floor_of, imports_of, page
+from house import MODULES, PACKAGE, PLANNER_FLOORS, floor_of, imports_of, page
 
 import reactivate
 from reactivate.dropin import deepspeed
@@ -33,6 +33,17 @@ def test_regions_are_given_their_guards(room: str) -> None:
     assert len(names) > 3
     for name in names:
         assert not [other for other in imports_of(name) if other.startswith("reactivate.guards")], name
+
+
+def test_imports_inside_the_planner_point_down() -> None:
+    """From a call to the step that it is about: api, planner, search, table, candidates, step."""
+    floors = {name: floor for floor, row in enumerate(PLANNER_FLOORS) for name in row}
+    inside = [name for name in MODULES if name.startswith("reactivate.planner.")]
+    assert {name.split(".")[2] for name in inside} == set(floors)
+    for name in inside:
+        for other in imports_of(name):
+            if other.startswith("reactivate.planner."):
+                assert floors[other.split(".")[2]] <= floors[name.split(".")[2]], f"{name} imports {other}"
 
 
 def test_there_is_no_cycle() -> None:

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reactivate._inspect.known_results import KnownResults
 from reactivate._torch.modes import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from reactivate._torch.ops import DEVICE_QUERY, leaves_at_op
+from reactivate.planner.candidates import FULL, Assignment
 from reactivate.planner.cost.devices import find
-from reactivate.planner.profile.op_costs import Modelled
-from reactivate.planner.profile.simulate import simulate
-from reactivate.planner.profile.trace import Trace
+from reactivate.planner.cost.op_costs import RooflineCosts
+from reactivate.planner.simulator import simulate
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import FULL, Assignment
-from reactivate.planner.units import units_of
+from reactivate.planner.trace.records import Trace
+from reactivate.planner.units import find_units
 
 aten = torch.ops.aten
 
@@ -200,10 +200,10 @@ def test_a_reproduced_tensor_has_memory_of_its_own() -> None:
 def traced(name: str) -> Trace:
     torch.manual_seed(0)
     case = getattr(plan_models, name)()
-    units = units_of(case.model)
+    units = find_units(case.model)
     step = TrainingStep(case.model, case.args, case.kwargs, case.loss)
     policy = Assignment(dict.fromkeys(list(units)[::2], FULL), {})
-    return simulate(step, policy, units, Modelled(find("H100-SXM"), 1), torch.device("cpu"), count_functions=True)
+    return simulate(step, policy, units, RooflineCosts(find("H100-SXM"), 1), torch.device("cpu"), count_functions=True)
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "vit"])

@@ -25,12 +25,12 @@ import reactivate
 from reactivate._region.accounts import in_words
 from reactivate._torch.modes import FakeTensor
 from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner import first_trial, planner, progress
+from reactivate.planner import planner, progress, simulator
+from reactivate.planner.cost import measured
 from reactivate.planner.cost.devices import find
 from reactivate.planner.cost.overhead import Overhead
-from reactivate.planner.place import available_bytes, memory_bytes
 from reactivate.planner.plan import Plan
-from reactivate.planner.profile import looks
+from reactivate.planner.target import available_bytes, memory_bytes
 
 
 def planned(case: Case, budget: int | str = "60%", **options: Any) -> Plan:
@@ -112,7 +112,7 @@ def runs_while_planning(case: Case) -> tuple[Plan, Counter[bool]]:
 
 
 def test_a_step_that_is_quick_is_planned_from_real_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_trial, "QUICK", 1e9)
+    monkeypatch.setattr(simulator, "QUICK", 1e9)
     case = gpt(layers=2)
     plan, counts = runs_while_planning(case)
     assert counts[True] == 0 and counts[False] > 8
@@ -125,19 +125,19 @@ def test_a_step_that_is_slow_or_large_is_simulated(monkeypatch: pytest.MonkeyPat
     case = gpt(layers=2)
     own = sum(item.nbytes for item in case.model.parameters())
     if why == "slow":
-        monkeypatch.setattr(first_trial, "seconds_of", lambda run, device: (run(), 1e9)[1])
+        monkeypatch.setattr(simulator, "time_call", lambda run, device: (run(), 1e9)[1])
     else:
-        monkeypatch.setattr(first_trial, "available_bytes", lambda device: own + 10_000)
+        monkeypatch.setattr(simulator, "available_bytes", lambda device: own + 10_000)
     plan, counts = runs_while_planning(case)
-    least = {"slow": 2, "large": 0}[why] + 1 + looks.LEAST_LOOKS + looks.TIMED
-    assert least <= counts[False] <= least + looks.MOST_LOOKS - looks.LEAST_LOOKS and counts[True] > 4
+    least = {"slow": 2, "large": 0}[why] + 1 + measured.LEAST_LOOKS + measured.TIMED
+    assert least <= counts[False] <= least + measured.MOST_LOOKS - measured.LEAST_LOOKS and counts[True] > 4
     assert plan.proof.method == "simulated"
     assert_holds(case, plan)
 
 
 def test_a_simulation_that_takes_longer_than_the_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_trial, "QUICK", 0.0)
-    monkeypatch.setattr(first_trial, "seconds_of", lambda run, device: (run(), 1e-9)[1])
+    monkeypatch.setattr(simulator, "QUICK", 0.0)
+    monkeypatch.setattr(simulator, "time_call", lambda run, device: (run(), 1e-9)[1])
     plan, counts = runs_while_planning(gpt(layers=2))
     assert counts[True] == 0 and plan.proof.method == "real"
 
@@ -206,7 +206,7 @@ def test_placement_matters() -> None:
     case = gpt(layers=8)
     plan = planned(case, "60%")
     assert_holds(case, plan)
-    counts = Counter(decision.treatment.name for decision in plan.decisions)
+    counts = Counter(decision.candidate.name for decision in plan.decisions)
     assert len(counts) > 1 and plan.decisions[-1].held_bytes >= plan.decisions[0].held_bytes
 
 
@@ -632,7 +632,7 @@ def test_a_plan_is_measured_and_nothing_is_printed(
     _, plan = three_blocks
     found = plan.measure()
     assert found.holds and abs(found.error) <= 0.0005 and found.measured_bytes <= plan.budget_bytes
-    assert any(decision.treatment.recompute for decision in plan.decisions)  # whose checksums would take memory
+    assert any(decision.candidate.recompute for decision in plan.decisions)  # whose checksums would take memory
     assert found.measured_seconds > 0
     assert str(found).startswith("Peak: promised")
     assert capsys.readouterr().out == ""
@@ -837,7 +837,7 @@ def test_a_model_with_a_policy_is_planned_and_measured_without_it() -> None:
     expected = planned(case)
     handle = reactivate.apply(case.model, reactivate.policies.full())
     plan = planned(case)
-    # Not the treatments: times are measured, and two measurements may come to two plans of about the same time.
+    # Not the candidates: times are measured, and two measurements may come to two plans of about the same time.
     units = [[(item.path, item.kind, item.parameters) for item in one.decisions] for one in (plan, expected)]
     assert units[0] == units[1] and plan.budget_bytes == expected.budget_bytes
     assert plan.plain.peak_bytes == expected.plain.peak_bytes

@@ -16,30 +16,30 @@ from torch.nn import functional as F
 
 import reactivate
 from reactivate.errors import UnsupportedError
-from reactivate.planner import first_trial
-from reactivate.planner.place import place_of
+from reactivate.planner import simulator
+from reactivate.planner.candidates import FULL, KEEP, Assignment, Candidate, list_candidates
+from reactivate.planner.cost.op_costs import RooflineCosts
 from reactivate.planner.plan import Plan
-from reactivate.planner.profile import tracer
-from reactivate.planner.profile.answers import RealAnswers
-from reactivate.planner.profile.op_costs import Modelled
-from reactivate.planner.profile.simulate import simulate
-from reactivate.planner.profile.trace import Trace
-from reactivate.planner.profile.value_names import ValueNames
+from reactivate.planner.simulator import simulate
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment, treatments_of
-from reactivate.planner.units import units_of
+from reactivate.planner.target import find_target
+from reactivate.planner.trace import tracer
+from reactivate.planner.trace.answers import RealAnswers
+from reactivate.planner.trace.records import Trace
+from reactivate.planner.trace.value_names import ValueNames
+from reactivate.planner.units import find_units
 
 Run = Callable[..., Trace]
 
 
 def steps_of(model: nn.Module, x: Tensor) -> tuple[Run, list[str]]:
-    """Return what runs a step with treatments, and the paths of its units."""
-    step, units = TrainingStep(model, (x,)), units_of(model)
-    place = place_of(model, (x,), {}, None)
-    costs = Modelled(place.spec, place.rounding)
+    """Return what runs a step with candidates, and the paths of its units."""
+    step, units = TrainingStep(model, (x,)), find_units(model)
+    place = find_target(model, (x,), {}, None)
+    costs = RooflineCosts(place.spec, place.rounding)
 
-    def run(treatments: dict[str, Treatment], **options: Any) -> Trace:
-        return simulate(step, Assignment(treatments), units, costs, place.device, **options)
+    def run(candidates: dict[str, Candidate], **options: Any) -> Trace:
+        return simulate(step, Assignment(candidates), units, costs, place.device, **options)
 
     return run, list(units)
 
@@ -55,14 +55,14 @@ def test_a_simulated_step_is_the_real_one(name: str, least: bool) -> None:
     with pytest.raises(Exception, match="aten|DataDependent"):
         run({})
     answers = RealAnswers()
-    run(dict.fromkeys(paths, FULL) if least else {}, with_values=True, answers=answers)
+    run(dict.fromkeys(paths, FULL) if least else {}, is_real=True, answers=answers)
     assert not answers.are_used
     half = dict.fromkeys(paths[::2], FULL)
-    for treatments in ({}, dict.fromkeys(paths, FULL), half):
-        real = run(treatments, with_values=True)
-        fake = run(treatments, answers=answers)
+    for candidates in ({}, dict.fromkeys(paths, FULL), half):
+        real = run(candidates, is_real=True)
+        fake = run(candidates, answers=answers)
         assert bytes_of(fake) == bytes_of(real)
-        assert any(op.is_recomputation for op in fake.ops) == bool(treatments)
+        assert any(op.is_recomputation for op in fake.ops) == bool(candidates)
     assert answers.are_used
 
 
@@ -100,14 +100,14 @@ def test_what_python_reads() -> None:
     torch.manual_seed(0)
     run, paths = steps_of(Readers(), torch.randn(64, 16))
     answers = RealAnswers()
-    run({}, with_values=True, answers=answers)
-    for treatments in ({}, dict.fromkeys(paths, FULL)):
+    run({}, is_real=True, answers=answers)
+    for candidates in ({}, dict.fromkeys(paths, FULL)):
         real = run(
-            treatments, with_values=True, answers=RealAnswers()
+            candidates, is_real=True, answers=RealAnswers()
         )  # which reads lists item by item, as fake tensors do
-        fake = run(treatments, answers=answers)
+        fake = run(candidates, answers=answers)
         assert fake.peak_bytes == real.peak_bytes
-        assert any(op.is_recomputation for op in fake.ops) == bool(treatments)
+        assert any(op.is_recomputation for op in fake.ops) == bool(candidates)
     assert answers.are_used
 
 
@@ -130,8 +130,8 @@ def test_an_array_keeps_its_memory() -> None:
     torch.manual_seed(0)
     run, _ = steps_of(KeptArray(), torch.randn(64, 16))
     answers = RealAnswers()
-    run({}, with_values=True, answers=answers)
-    real, fake = (run({}, with_values=True), run({}, answers=answers))
+    run({}, is_real=True, answers=answers)
+    real, fake = (run({}, is_real=True), run({}, answers=answers))
     assert [op for op in bytes_of(fake) if op[0] != "detach"] == [op for op in bytes_of(real) if op[0] != "detach"]
 
 
@@ -155,8 +155,8 @@ def test_strides_are_those_of_real_results() -> None:
     torch.manual_seed(0)
     run, _ = steps_of(MaskedAligned(), torch.randn(8, 64, 32))
     answers = RealAnswers()
-    run({}, with_values=True, answers=answers)
-    assert run({}, answers=answers).peak_bytes == run({}, with_values=True).peak_bytes
+    run({}, is_real=True, answers=answers)
+    assert run({}, answers=answers).peak_bytes == run({}, is_real=True).peak_bytes
 
 
 def test_what_returns_its_argument_has_no_answer() -> None:
@@ -173,7 +173,7 @@ def test_what_returns_its_argument_has_no_answer() -> None:
 
     run, _ = steps_of(nn.Sequential(Touching(16, 16), nn.Linear(16, 16)), torch.randn(64, 16))
     answers = RealAnswers()
-    run({}, with_values=True, answers=answers)
+    run({}, is_real=True, answers=answers)
     with pytest.raises(Exception, match="touch"):
         run({}, answers=answers)
 
@@ -183,14 +183,14 @@ def test_saved_calls_leave_the_others_their_answers() -> None:
     model, x = made("experts")
     run, paths = steps_of(model, x)
     answers = RealAnswers()
-    plain = run({}, with_values=True, answers=answers, count_functions=True)
+    plain = run({}, is_real=True, answers=answers, count_functions=True)
     functions = frozenset(plain.calls[0][0].functions)
     seen = 0
-    for treatment in treatments_of(model.get_submodule(paths[0]), functions):
-        if treatment in (KEEP, FULL):
+    for candidate in list_candidates(model.get_submodule(paths[0]), functions):
+        if candidate in (KEEP, FULL):
             continue
-        treatments = dict.fromkeys(paths, treatment)
-        assert bytes_of(run(treatments, answers=answers)) == bytes_of(run(treatments, with_values=True))
+        candidates = dict.fromkeys(paths, candidate)
+        assert bytes_of(run(candidates, answers=answers)) == bytes_of(run(candidates, is_real=True))
         seen += 1
     assert seen >= 2
 
@@ -214,7 +214,7 @@ def test_draws_that_are_not_told_apart_have_no_answer() -> None:
     model, x = Twice(), torch.randn(64, 16)
     run, _ = steps_of(model, x)
     answers = RealAnswers()
-    run({}, with_values=True, answers=answers)
+    run({}, is_real=True, answers=answers)
     with pytest.raises(Exception, match="nonzero"):
         run({}, answers=answers)
     plan = reactivate.plan(model, x, budget=10**6)
@@ -311,13 +311,13 @@ def test_plans_of_large_and_slow_steps(monkeypatch: pytest.MonkeyPatch, name: st
     """A plain step that does not fit is not run; one that takes long runs a few times."""
     model, x = made(name)
     if why == "slow":
-        monkeypatch.setattr(first_trial, "seconds_of", lambda run, device: (run(), 1e9)[1])
+        monkeypatch.setattr(simulator, "time_call", lambda run, device: (run(), 1e9)[1])
     else:
         run, paths = steps_of(model, x)
-        plain, least = (run(item, with_values=True).peak_bytes for item in ({}, dict.fromkeys(paths, FULL)))
+        plain, least = (run(item, is_real=True).peak_bytes for item in ({}, dict.fromkeys(paths, FULL)))
         gradients = sum(parameter.nbytes for parameter in model.parameters())
-        free = int(((plain + least) / 2 + gradients) / (1 - first_trial.RESERVE))
-        monkeypatch.setattr(first_trial, "available_bytes", lambda device: free)
+        free = int(((plain + least) / 2 + gradients) / (1 - simulator.RESERVE))
+        monkeypatch.setattr(simulator, "available_bytes", lambda device: free)
     plan, counts = planned_with(model, x, budget="50%")
     assert plan.proof.method == "simulated" and plan.proof.margin_bytes and counts[True] > 4
     monkeypatch.undo()
@@ -329,7 +329,7 @@ def test_plans_of_large_and_slow_steps(monkeypatch: pytest.MonkeyPatch, name: st
 
 def test_a_step_that_fits_in_no_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = made("experts")
-    monkeypatch.setattr(first_trial, "available_bytes", lambda device: 1_000_000)
+    monkeypatch.setattr(simulator, "available_bytes", lambda device: 1_000_000)
     with pytest.raises(
         UnsupportedError, match=r"needs more than the .* that are free on cpu. Plan it with a smaller batch"
     ):
@@ -378,7 +378,7 @@ class Array(nn.Module):
 def test_a_policy_that_lacks_an_answer_is_tried_for_real(
     monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]
 ) -> None:
-    monkeypatch.setattr(first_trial, "seconds_of", lambda run, device: (run(), 1e9)[1])
+    monkeypatch.setattr(simulator, "time_call", lambda run, device: (run(), 1e9)[1])
     torch.manual_seed(0)
     model, x = nn.Sequential(*(kind() for _ in range(3))), torch.randn(512, 32)
     for device in (None, "H100-SXM"):

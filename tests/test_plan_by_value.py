@@ -1,4 +1,4 @@
-"""Treatments that save single calls: what is known of calls, how they are ranked, and that steps stay as they are."""
+"""Candidates that save single calls: what is known of calls, how they are ranked, and that steps stay as they are."""
 
 from __future__ import annotations
 
@@ -19,26 +19,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
 from reactivate._passes.current import is_recomputing
-from reactivate.planner import first_trial, planner
-from reactivate.planner.by_value.call_costs import RecordedCall, costs_of
-from reactivate.planner.by_value.call_names import CallName
-from reactivate.planner.by_value.menus import treatment_of
-from reactivate.planner.by_value.ranking import best_choices, ranked
-from reactivate.planner.by_value.recorded_calls import recorded_calls
+from reactivate.planner import planner, simulator
+from reactivate.planner.call_values import RecordedCall, SavedCalls, best_choices, ranked, saving_candidate
+from reactivate.planner.candidates import FULL, KEEP, Assignment, CallName, Candidate
 from reactivate.planner.cost.overhead import Overhead
-from reactivate.planner.place import place_of
 from reactivate.planner.planner import Planner
-from reactivate.planner.profile.trace import Cost
+from reactivate.planner.recorded_calls import recorded_calls
+from reactivate.planner.simulator import on_tensors
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import FULL, KEEP, Assignment, Treatment
+from reactivate.planner.target import find_target
+from reactivate.planner.trace.records import Cost
 
 
 def prepared(case: Case) -> Planner:
     step = TrainingStep(case.model, case.args, case.kwargs, case.loss)
-    return Planner(step, place_of(case.model, case.args, case.kwargs, None), None, lambda words: None).prepare()
+    return Planner(step, find_target(case.model, case.args, case.kwargs, None), None, lambda words: None).prepare()
 
 
-def by_value(found: Planner, path: str) -> list[Treatment]:
+def by_value(found: Planner, path: str) -> list[Candidate]:
     return [item for item in found.menus[path] if " of " in item.name]
 
 
@@ -51,21 +49,21 @@ def test_every_choice_leaves_the_step_as_it_is(name: str) -> None:
     torch.manual_seed(0)
     case = MODELS[name]()
     found = prepared(case)
-    calls = found._trials.record({path: found._called[path].functions for path in found.units}, found.costs, 0)
+    calls = found._simulator.record({path: found._called[path].functions for path in found.units}, found.costs, 0)
     assert calls.keys() == found.units.keys()
     least = held_in(found, dict.fromkeys(found.units, FULL))
     for share in (0.3, 0.6, 0.9):
-        treatments = {}
+        candidates = {}
         for path in found.units:
             path_of_choices = ranked(calls[path])
-            treatments[path] = treatment_of(path_of_choices[round(share * (len(path_of_choices) - 1))].saved, "x")
-        verdict = reactivate.verify(case.model, case.args, case.kwargs, policy=Assignment(treatments))
-        assert verdict and verdict.regions >= len(treatments), verdict
-        assert least < held_in(found, treatments)
+            candidates[path] = saving_candidate(path_of_choices[round(share * (len(path_of_choices) - 1))].names, "x")
+        verdict = reactivate.verify(case.model, case.args, case.kwargs, policy=Assignment(candidates))
+        assert verdict and verdict.regions >= len(candidates), verdict
+        assert least < held_in(found, candidates)
 
 
-def held_in(found: Planner, treatments: Mapping[str, Treatment]) -> int:
-    return sum(call.held_bytes for call in found.attempt(treatments)[1].calls)
+def held_in(found: Planner, candidates: Mapping[str, Candidate]) -> int:
+    return sum(call.held_bytes for call in found.attempt(candidates)[1].calls)
 
 
 class _Ones:
@@ -85,7 +83,7 @@ def test_what_is_known_of_calls_is_what_a_step_shows() -> None:
     planned.costs = _Ones()
     path = "blocks.0"
     functions = planned._called[path].functions
-    calls = planned._trials.record({path: functions}, planned.costs, 0)[path]
+    calls = planned._simulator.record({path: functions}, planned.costs, 0)[path]
     names = [call.name for call in calls if not call.reason]
     assert {CallName("mlp.4"), CallName("attn", "scaled_dot_product_attention")} <= set(names)
     seen = {call.name: {**call.saved, **call.results} for call in calls}
@@ -96,8 +94,8 @@ def test_what_is_known_of_calls_is_what_a_step_shows() -> None:
         saved = frozenset(names[at] for at in torch.randperm(len(names), generator=random)[:size])
         modules = tuple(call.path for call in saved if not call.op)
         functions = tuple(call for call in saved if call.op)
-        trace, reading = planned.attempt({path: Treatment("x", ("",), modules, save_calls=functions)})
-        found = costs_of(calls, saved)
+        trace, reading = planned.attempt({path: Candidate("x", ("",), modules, save_calls=functions)})
+        found = SavedCalls(calls, saved).costs
         again = sum(op.seconds for op in trace.ops if op.is_recomputation)
         assert again == found.seconds, saved
         assert reading.calls[0].held_bytes - base == found.held_bytes, saved
@@ -113,7 +111,7 @@ def test_plans_have_such_choices_hold_their_budgets_and_come_back_from_files(
     used = set()
     for share in range(90, 30, -12):
         plan = plan.at(f"{share}%")
-        used |= {item.treatment.name for item in plan.decisions}
+        used |= {item.candidate.name for item in plan.decisions}
         measured = plan.measure()
         assert measured.holds and abs(measured.error) < 0.01
         plan.save(tmp_path / "plan.json")
@@ -130,7 +128,7 @@ def test_what_a_block_returns_is_there_anyway() -> None:
     step = TrainingStep(model, (torch.randn(1, 2, 16, 16),))
     units, functions = {"0": model[0], "1": model[1]}, {"0": ("conv2d", "relu")}
     device = torch.device("cpu")
-    calls = recorded_calls(step, units, functions, _Ones(), device, with_values=False)["0"]
+    calls = recorded_calls(model, lambda: on_tensors(step, device, None, is_real=False), units, functions, _Ones())["0"]
     assert [call.name.path for call in calls] == ["0", "1", "2", "3"]
     assert sum(calls[1].saved.values()) == 2 * 14 * 14 * 4 and sum(calls[3].saved.values()) == 0
     assert sum(calls[0].results.values()) == 2 * 14 * 14 * 4 and sum(calls[3].results.values()) == 0
@@ -145,14 +143,14 @@ def test_where_memory_is_scarce_calls_are_recorded_without_any(
     can_simulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(first_trial, "QUICK", 1e9)
+    monkeypatch.setattr(simulator, "QUICK", 1e9)
     found = prepared(gpt(layers=2))
-    assert found._trials.with_values
+    assert found._simulator.mode == "real"
     if not can_simulate:
         monkeypatch.setattr(TrainingStep, "on_fakes", lack_values)
     functions = {"blocks.0": found._called["blocks.0"].functions}
-    scarce = found._trials.record(functions, found.costs, 10**18)
-    roomy = found._trials.record(functions, found.costs, 0)["blocks.0"]
+    scarce = found._simulator.record(functions, found.costs, 10**18)
+    roomy = found._simulator.record(functions, found.costs, 0)["blocks.0"]
     if can_simulate:
         assert [call.name for call in scarce["blocks.0"]] == [call.name for call in roomy]
         sizes = ([sum(call.results.values()) for call in calls] for calls in (scarce["blocks.0"], roomy))
@@ -196,8 +194,8 @@ def test_one_call_of_several_is_saved(number: int) -> None:
     model(x).sum().backward()
     expected = [item.grad.clone() for item in model.parameters()]
     model.zero_grad()
-    treatment = Treatment("one", ("",), save_calls=(CallName("", "sin", number),))
-    handle = reactivate.apply(model, Assignment({"0": treatment, "1": treatment}))
+    candidate = Candidate("one", ("",), save_calls=(CallName("", "sin", number),))
+    handle = reactivate.apply(model, Assignment({"0": candidate, "1": candidate}))
     with _CountedAgain() as counted:
         model(x).sum().backward()
     assert len(handle.regions) == 2 and counted.ops.count("sin") == 4 and counted.ops.count("cos") == 2
@@ -212,8 +210,8 @@ def test_torchs_compiler_saves_such_calls() -> None:
     model(x).sum().backward()
     expected = [item.grad.clone() for item in model.parameters()]
     model.zero_grad()
-    treatment = Treatment("x", ("",), ("one",), save_calls=(CallName("", "sin", 2),))
-    reactivate.apply(model, Assignment({"0": treatment, "1": treatment}))
+    candidate = Candidate("x", ("",), ("one",), save_calls=(CallName("", "sin", 2),))
+    reactivate.apply(model, Assignment({"0": candidate, "1": candidate}))
     torch.compile(model, backend="aot_eager")(x).sum().backward()
     for item, gradient in zip(model.parameters(), expected):
         assert_bitwise(item.grad, gradient, "a gradient")
@@ -225,11 +223,11 @@ def test_a_saved_call_is_held_and_no_more() -> None:
     model = nn.Sequential(Block(32), Block(32))
     x = torch.randn(4, 64, 32)
 
-    def held(treatment: Treatment) -> int:
-        with reactivate.apply(model, Assignment({"0": treatment, "1": KEEP})):
+    def held(candidate: Candidate) -> int:
+        with reactivate.apply(model, Assignment({"0": candidate, "1": KEEP})):
             return allocated_by(lambda: model(x).sum()).peak_bytes
 
-    saved = Treatment("x", ("",), ("mlp.1",))
+    saved = Candidate("x", ("",), ("mlp.1",))
     assert held(FULL) < held(saved) < held(KEEP)
 
 
@@ -253,12 +251,12 @@ def _chains(draw: Any) -> list[RecordedCall]:
 def test_the_ranking_is_near_the_optimum(calls: list[RecordedCall]) -> None:
     """Between two choices of the ranking no choice lies further below than one call is worth, as of Dantzig's bound."""
     path = ranked(calls)
-    assert path[0].saved == frozenset() and all(one.saved < two.saved for one, two in itertools.pairwise(path))
+    assert path[0].names == frozenset() and all(one.names < two.names for one, two in itertools.pairwise(path))
     names = [call.name for call in calls if not call.reason]
     most = max((call.seconds for call in calls), default=0.0) + max(0.0, *(path[0].costs.seconds - 0.0,)) * 0.5
     for size in range(len(names) + 1):
         for saved in itertools.combinations(names, size):
-            exact = costs_of(calls, saved)
+            exact = SavedCalls(calls, saved).costs
             best = min(choice.costs.seconds for choice in path if choice.costs.held_bytes <= exact.held_bytes)
             assert best <= exact.seconds + most
 
@@ -266,21 +264,21 @@ def test_the_ranking_is_near_the_optimum(calls: list[RecordedCall]) -> None:
 def test_what_follows_the_last_needed_tensor_is_worth_nothing() -> None:
     first = RecordedCall(CallName("first"), 2.0, {}, {0: 4}, needs_arguments=True)
     last = RecordedCall(CallName("last"), 5.0, {}, {1: 4}, needs_arguments=True)
-    assert costs_of([first, last], ()) == (0, 2.0)
-    assert costs_of([first, last], [last.name]) == (0, 2.0)  # neither made nor kept
-    assert costs_of([first, last], [first.name]) == (4, 0.0)
+    assert SavedCalls([first, last], ()).costs == (0, 2.0)
+    assert SavedCalls([first, last], [last.name]).costs == (0, 2.0)  # neither made nor kept
+    assert SavedCalls([first, last], [first.name]).costs == (4, 0.0)
     mask = RecordedCall(CallName("dropout"), 1.0, {2: 1}, {3: 4})
-    assert costs_of([first, last, mask], ()) == (0, 8.0)  # the mask is drawn last: all is recomputed
-    assert costs_of([first, last, mask], [mask.name]) == (1, 2.0)
+    assert SavedCalls([first, last, mask], ()).costs == (0, 8.0)  # the mask is drawn last: all is recomputed
+    assert SavedCalls([first, last, mask], [mask.name]).costs == (1, 2.0)
     chosen = best_choices([first, last, mask], keep_bytes=9)
-    assert chosen[0].saved == {mask.name}  # six seconds for a byte
+    assert chosen[0].names == {mask.name}  # six seconds for a byte
 
 
 def test_memory_that_two_calls_keep_counts_once() -> None:
     one = RecordedCall(CallName("one"), 1.0, {7: 4}, {8: 4}, needs_arguments=True)
     two = RecordedCall(CallName("two"), 1.0, {8: 4}, {9: 4})
     end = RecordedCall(CallName("end"), 1.0, {10: 1}, {})
-    assert costs_of([one, two, end], [one.name, two.name]).held_bytes == 4 + 4 + 4
+    assert SavedCalls([one, two, end], [one.name, two.name]).costs.held_bytes == 4 + 4 + 4
 
 
 def test_choices_that_add_little_are_left_out() -> None:
@@ -289,7 +287,7 @@ def test_choices_that_add_little_are_left_out() -> None:
     assert best_choices([*even, end], keep_bytes=41, others=[[end.name]]) == []  # all on one line
     dear = [RecordedCall(CallName("0"), 9.0, {}, {0: 8}, needs_arguments=True), *even[1:], end]
     saved = frozenset({CallName("0"), end.name})
-    assert [choice.saved for choice in best_choices(dear, keep_bytes=41)] == [saved]
+    assert [choice.names for choice in best_choices(dear, keep_bytes=41)] == [saved]
     assert best_choices(dear, keep_bytes=41, others=[saved]) == []
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import reactivate
 from reactivate import Plan
 from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner.compiled_step import holding_compiled
+from reactivate.planner.runner import holding_compiled
 
 TOKENS = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(0))
 
@@ -62,7 +62,7 @@ def test_a_compiled_step_takes_more_than_the_eager_one_and_a_plan_for_it_holds()
     assert plan.budget_bytes == budget and plan.proof.method == "compiled"
     assert plan.proof.peak_bytes <= budget
     assert "Proved by a compiled step" in str(plan)
-    assert any(decision.treatment.recompute for decision in plan.decisions)
+    assert any(decision.candidate.recompute for decision in plan.decisions)
     again = plan.measure(compiled="aot_eager")
     assert again.holds and again.is_compiled and again.measured_bytes == plan.proof.peak_bytes
 
@@ -99,7 +99,7 @@ def test_gradients_are_those_of_the_compiled_plain_model() -> None:
     assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
 
 
-class Measured:
+class MeasuredCosts:
     """A measurement."""
 
     def __init__(self, plan: Plan, measured: int) -> None:
@@ -114,9 +114,9 @@ def test_a_plan_is_tightened_until_its_compiled_step_holds(monkeypatch: pytest.M
     )  # the compiler's: more than the first plan leaves
     tried: list[int] = []
 
-    def measure(plan: Plan, *, compiled: bool | str) -> Measured:
+    def measure(plan: Plan, *, compiled: bool | str) -> MeasuredCosts:
         tried.append(plan.predicted.peak_bytes)
-        return Measured(plan, plan.predicted.peak_bytes + own_bytes)
+        return MeasuredCosts(plan, plan.predicted.peak_bytes + own_bytes)
 
     monkeypatch.setattr(Plan, "measure", measure)
     found = holding_compiled(first, True, lambda budget: first.at(budget.text))

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import reactivate
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.containers import containers_in
-from reactivate.planner.place import place_of
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.step import TrainingStep
+from reactivate.planner.target import find_target
 
 
 def stage(given: int, made: int, count: int = 3) -> nn.Sequential:
@@ -96,7 +96,7 @@ def sequences(make: Callable[[], nn.Module] = OpsBetween) -> Case:
 def planner_of(case: Case, **options: Any) -> Planner:
     """Return what plans a step on the device of a table: its times depend on nothing that runs here."""
     step = TrainingStep(case.model, case.args, case.kwargs, case.loss)
-    place = place_of(case.model, case.args, case.kwargs, "H100-SXM")
+    place = find_target(case.model, case.args, case.kwargs, "H100-SXM")
     return Planner(step, place, None, lambda text: None, **options).prepare()
 
 
@@ -105,7 +105,7 @@ def planned(case: Case, budget: str | int, **options: Any) -> Plan:
 
 
 def found_in(case: Case) -> dict[str, tuple[int, int]]:
-    return {item.path: (item.start, item.stop) for item in containers_in(case.model, planner_of(case).plain_reading)}
+    return {item.path: (item.start, item.stop) for item in containers_in(case.model, planner_of(case).plain_summary)}
 
 
 def test_containers_are_modules_around_several_units_in_a_row() -> None:
@@ -120,7 +120,7 @@ def test_a_container_is_called_once() -> None:
 
 
 def test_members_that_are_called_one_by_one_are_no_container() -> None:
-    spans = {entry.span for span in planner_of(images(Unpacked)).table.spans for entry in span.entries}
+    spans = {entry.span for span in planner_of(images(Unpacked)).table.spans for entry in span.options}
     assert spans == {"layer1", "layer1[0:2]", "layer3", "layer3[0:2]"}
 
 
@@ -132,12 +132,12 @@ def test_spans_come_to_what_their_step_does(make: Callable[[], Case]) -> None:
     keep = planner.chain.menus
     assert len(table.spans) >= 4
     for span in table.spans:
-        stop = span.start + len(span.entries)
-        entries = [*(menu[0] for menu in keep[: span.start]), *span.entries, *(menu[0] for menu in keep[stop:])]
+        stop = span.start + len(span.options)
+        entries = [*(menu[0] for menu in keep[: span.start]), *span.options, *(menu[0] for menu in keep[stop:])]
         promised = planner.chain.solution_of(entries)
-        (path,) = {entry.span for entry in span.entries}
-        treatment = next(item for item in planner.all_menus[path] if item.name == span.entries[0].name)
-        trace, reading = planner.attempt({path: treatment})
+        (path,) = {entry.span for entry in span.options}
+        candidate = next(item for item in planner.all_menus[path] if item.name == span.options[0].name)
+        trace, reading = planner.attempt({path: candidate})
         assert promised.peak_bytes >= trace.peak_bytes, "never less than it is"
         assert promised.peak_bytes - trace.peak_bytes <= 0.01 * planner.plain.peak_bytes
         engine = sum(call.seconds for call in reading.calls) + sum(reading.between_seconds) - trace.seconds

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 import reactivate
 from reactivate._loss.logits import Logits
 from reactivate.errors import PlanInfeasible, UnsupportedError, UsageError
-from reactivate.planner import first_trial
+from reactivate.planner import simulator
+from reactivate.planner.candidates import BY_ROWS
 from reactivate.planner.plan import Plan
-from reactivate.planner.treatments import BY_ROWS
 
 CLASSES = 1500
 
@@ -64,7 +64,7 @@ def planned(case: Case, budget: str, **options: Any) -> Plan:
 
 
 def heads_of(plan: Plan) -> list[str]:
-    return [decision.path for decision in plan.decisions if decision.treatment == BY_ROWS]
+    return [decision.path for decision in plan.decisions if decision.candidate == BY_ROWS]
 
 
 def steps_of(case: Case, plan: Plan | None) -> tuple[int, list[Tensor]]:
@@ -98,9 +98,9 @@ CASES = {
 def test_a_budget_below_the_plain_loss_is_held_to_the_bit(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, heads = CASES[name]
     case = make()
-    monkeypatch.setattr(first_trial, "QUICK", 1e9 if how == "real" else 0.0)
+    monkeypatch.setattr(simulator, "QUICK", 1e9 if how == "real" else 0.0)
     if how == "simulated":
-        monkeypatch.setattr(first_trial, "is_alone", lambda: False)
+        monkeypatch.setattr(simulator, "is_alone", lambda: False)
     with pytest.raises(PlanInfeasible):
         planned(case, "68%", head="keep")
     plan = planned(case, "68%")

@@ -13,9 +13,9 @@ from plan_models import GPT, Block
 from torch import Tensor, nn
 
 import reactivate
-from reactivate.planner import first_trial
+from reactivate.planner import simulator
 
-Planned = Callable[..., Any]
+PlanContents = Callable[..., Any]
 
 
 class Head(nn.Module):
@@ -50,7 +50,7 @@ def tokens(*shape: int) -> Tensor:
 @pytest.fixture(params=["for real", pytest.param("simulated", marks=pytest.mark.slow)], autouse=True)
 def _ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "simulated":
-        monkeypatch.setattr(first_trial, "is_alone", lambda: False)
+        monkeypatch.setattr(simulator, "is_alone", lambda: False)
 
 
 @pytest.mark.parametrize("as_step", [False, True])

@@ -1,4 +1,4 @@
-"""Plans of layers that a forward runs several times: one treatment for all calls."""
+"""Plans of layers that a forward runs several times: one candidate for all calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from plan_models import Block, Case
 from torch import Tensor, nn
 
 import reactivate
+from reactivate.planner.candidates import KEEP, Candidate
 from reactivate.planner.plan import Plan
-from reactivate.planner.treatments import KEEP, Treatment
 from reactivate.storage import Disk
 
 
@@ -79,10 +79,10 @@ def planned(case: Case, budget: str = "60%", **options: Any) -> Plan:
     return reactivate.plan(case.model, case.args, case.kwargs, budget=budget, loss=case.loss, **options)
 
 
-def treatment_of(plan: Plan) -> Treatment:
-    """Return the treatment of the shared layer."""
+def candidate_of(plan: Plan) -> Candidate:
+    """Return the candidate of the shared layer."""
     (decision,) = [item for item in plan.decisions if item.path == "block"]
-    return decision.treatment
+    return decision.candidate
 
 
 def assert_holds(case: Case, plan: Plan, step: Any = None) -> None:
@@ -109,9 +109,9 @@ def test_plans_hold_their_budgets(kind: type[nn.Module], budget: str) -> None:
 
 def test_all_calls_are_treated_alike() -> None:
     case = case_of(Shared)
-    assert treatment_of(planned(case, "100%")) == KEEP
+    assert candidate_of(planned(case, "100%")) == KEEP
     least = planned(case, "35%")
-    assert treatment_of(least).recompute
+    assert candidate_of(least).recompute
     full = reactivate.verify(case.model, case.args, policy=least)
     assert full.regions >= 6
 
@@ -135,7 +135,7 @@ def test_calls_outside_of_the_model_count() -> None:
         case.loss(case.model(x)).backward()
 
     plan = reactivate.plan(case.model, budget="40%", step=step)
-    assert treatment_of(plan) != KEEP
+    assert candidate_of(plan) != KEEP
     assert_holds(case, plan, step)
 
 
@@ -149,5 +149,5 @@ def test_a_storage_takes_what_is_kept(tmp_path: Path) -> None:
 def test_many_calls_are_planned_quickly() -> None:
     case = case_of(Shared, calls=40)
     plan = planned(case, "50%")
-    assert treatment_of(plan) != KEEP
+    assert candidate_of(plan) != KEEP
     assert_holds(case, plan)

@@ -16,11 +16,11 @@ import reactivate
 from reactivate._passes.observing import observed_by
 from reactivate._region.region import Region
 from reactivate.errors import UsageError
-from reactivate.planner.place import place_of
+from reactivate.planner.candidates import FULL, Assignment
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.treatments import FULL, Assignment
+from reactivate.planner.target import find_target
 
 
 class Block(nn.Module):
@@ -92,12 +92,12 @@ def before_a_large_head() -> Case:
 def planner_of(case: Case) -> Planner:
     """Return what plans a step on the device of a table: its times depend on nothing that runs here."""
     step = TrainingStep(case.model, case.args, case.kwargs, case.loss)
-    place = place_of(case.model, case.args, case.kwargs, "H100-SXM")
+    place = find_target(case.model, case.args, case.kwargs, "H100-SXM")
     return Planner(step, place, None, lambda text: None).prepare()
 
 
 def offered_in(case: Case) -> set[str]:
-    return {entry.span for span in planner_of(case).table.spans for entry in span.entries}
+    return {entry.span for span in planner_of(case).table.spans for entry in span.options}
 
 
 def test_spans_are_powers_of_two() -> None:
@@ -149,13 +149,13 @@ def test_spans_come_to_what_their_step_does(make: Callable[[], Case]) -> None:
     planner = planner_of(make())
     table, keep = planner.table, planner.chain.menus
     for span in table.spans:
-        stop = span.start + len(span.entries)
-        entries = [*(menu[0] for menu in keep[: span.start]), *span.entries, *(menu[0] for menu in keep[stop:])]
+        stop = span.start + len(span.options)
+        entries = [*(menu[0] for menu in keep[: span.start]), *span.options, *(menu[0] for menu in keep[stop:])]
         promised = planner.chain.solution_of(entries)
-        (path,) = {entry.span for entry in span.entries}
-        treatment = next(item for item in planner.all_menus[path] if item.name == span.entries[0].name)
-        trace, reading = planner.attempt({path: treatment})
-        assert sum(call.regions for call in reading.calls) == len(treatment.recompute)
+        (path,) = {entry.span for entry in span.options}
+        candidate = next(item for item in planner.all_menus[path] if item.name == span.options[0].name)
+        trace, reading = planner.attempt({path: candidate})
+        assert sum(call.regions for call in reading.calls) == len(candidate.recompute)
         assert promised.peak_bytes >= trace.peak_bytes, "never less than it is"
         assert promised.peak_bytes - trace.peak_bytes <= 0.02 * planner.plain.peak_bytes
 
@@ -163,7 +163,7 @@ def test_spans_come_to_what_their_step_does(make: Callable[[], Case]) -> None:
 def test_what_lies_behind_a_span_is_not_in_it() -> None:
     """The last span is one of those whose figures others have."""
     table = planner_of(before_a_large_head()).table
-    most = max(entry.need_bytes for span in table.spans for entry in span.entries)
+    most = max(entry.need_bytes for span in table.spans for entry in span.options)
     assert 2 * most < table.plain.outside_bytes[-1]
 
 
@@ -175,7 +175,7 @@ def test_equal_spans_are_tried_once() -> None:
     planner.attempt = lambda *args: (tried.append(args[0]), attempt(*args))[1]  # type: ignore[method-assign, misc]
     planner.tabulate()
     assert len(planner.table.spans) == 2 * (8 + 4 + 2)
-    assert sum(any("[" in path for path in treatments) for treatments in tried) == 4
+    assert sum(any("[" in path for path in candidates) for candidates in tried) == 4
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_plans_with_spans_keep_their_budgets(planned: tuple[Case, Plan], budget:
     again = Plan.from_json(plan.to_json())
     assert again == plan
     verdict = reactivate.verify(case.model, case.args, policy=again)
-    regions = sum(len(decision.treatment.recompute) for decision in plan.decisions)
+    regions = sum(len(decision.candidate.recompute) for decision in plan.decisions)
     assert verdict.is_same and regions <= verdict.regions
     with reactivate.apply(case.model, plan) as handle:
         assert set(spans) <= set(handle.regions)
@@ -250,8 +250,8 @@ def test_a_choice_of_another_rank_may_have_spans() -> None:
     planner = planner_of(long(8))
     search = planner.search
     found = search.smallest()
-    assert any("[" in path for path in found.treatments)
-    assert search.prove(found.names).treatments == found.treatments
+    assert any("[" in path for path in found.candidates)
+    assert search.prove(found.names).candidates == found.candidates
 
 
 def test_a_plan_is_refused_where_the_sequential_has_a_forward_of_its_own(planned: tuple[Case, Plan]) -> None:

@@ -62,7 +62,7 @@ def least_of(plan: Plan) -> int:
 
 
 @dataclass
-class Planned:
+class PlanContents:
     """A model with its plans: where everything fits, for the least with a disk, and what would be the least without."""
 
     case: Case
@@ -73,26 +73,26 @@ class Planned:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planned]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlanContents]:
     case = deep()
     disk = Disk(str(tmp_path_factory.mktemp("disk")), least_bytes=0)
     without = least_of(planned(case, "100%"))
     roomy = planned(case, "100%", disk)
-    return Planned(case, disk, roomy, roomy.at(least_of(roomy)), without)
+    return PlanContents(case, disk, roomy, roomy.at(least_of(roomy)), without)
 
 
 # -- the budget, and the bits -----------------------------------------------------------------------------------------
 
 
-def test_where_all_fits_nothing_is_moved(made: Planned) -> None:
+def test_where_all_fits_nothing_is_moved(made: PlanContents) -> None:
     plan = made.roomy
     assert plan.storages == () and plan.predicted.copies == ()
-    assert {decision.treatment.name for decision in plan.decisions} == {"keep"}
+    assert {decision.candidate.name for decision in plan.decisions} == {"keep"}
     assert plan.offered == (repr(made.disk),)
     assert "Offered and not used, since the plan without it is as fast or faster: Disk(" in str(plan)
 
 
-def test_a_budget_that_needs_the_disk_holds_and_one_byte_less_is_refused(made: Planned) -> None:
+def test_a_budget_that_needs_the_disk_holds_and_one_byte_less_is_refused(made: PlanContents) -> None:
     plan = made.tight
     assert plan.budget_bytes < made.least_without
     moved = made.disk.traffic.moved_bytes
@@ -104,19 +104,21 @@ def test_a_budget_that_needs_the_disk_holds_and_one_byte_less_is_refused(made: P
     assert caught.value.least_bytes == plan.budget_bytes
 
 
-def test_between_the_least_with_the_disk_and_without_budgets_hold(made: Planned) -> None:
+def test_between_the_least_with_the_disk_and_without_budgets_hold(made: PlanContents) -> None:
     budget = (made.tight.budget_bytes + made.least_without) // 2
     plan = made.roomy.at(budget)
     assert [use.name for use in plan.storages] == ["disk"]
     assert plan.fixed.total + peak_with(made.case, plan) <= budget
 
 
-def test_gradients_are_bitwise_those_of_the_plain_model(made: Planned) -> None:
+def test_gradients_are_bitwise_those_of_the_plain_model(made: PlanContents) -> None:
     verdict = reactivate.verify(made.case.model, made.case.args, made.case.kwargs, policy=made.tight)
     assert verdict and verdict.regions > 0
 
 
-def test_a_slow_disk_that_writes_to_the_end_keeps_the_budget(made: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_that_writes_to_the_end_keeps_the_budget(
+    made: PlanContents, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many tensors as can be are on their way at any time."""
     write = spool.Write.__call__
 
@@ -129,7 +131,7 @@ def test_a_slow_disk_that_writes_to_the_end_keeps_the_budget(made: Planned, monk
     assert plan.fixed.total + peak_with(made.case, plan) <= plan.predicted.peak_bytes
 
 
-def test_a_plan_is_measured(made: Planned) -> None:
+def test_a_plan_is_measured(made: PlanContents) -> None:
     found = made.tight.measure()
     assert found.holds and found.measured_bytes <= found.promised_bytes
 
@@ -137,7 +139,7 @@ def test_a_plan_is_measured(made: Planned) -> None:
 # -- what it says -----------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_says_what_is_moved(made: Planned) -> None:
+def test_the_plan_says_what_is_moved(made: PlanContents) -> None:
     plan = made.tight
     (use,) = plan.storages
     out = [item for item in plan.predicted.copies if not item.is_back]
@@ -155,13 +157,13 @@ def test_the_plan_says_what_is_moved(made: Planned) -> None:
     assert least.peak_bytes == plan.budget_bytes
 
 
-def test_explain_says_where_inputs_are(made: Planned) -> None:
+def test_explain_says_where_inputs_are(made: PlanContents) -> None:
     with reactivate.apply(made.case.model, made.tight):
         text = str(reactivate.explain(made.case.model, made.case.args, fake=True))
     assert "inputs to Disk" in text
 
 
-def test_the_timeline_and_the_page_show_the_copies(made: Planned, tmp_path: Path) -> None:
+def test_the_timeline_and_the_page_show_the_copies(made: PlanContents, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
     from reactivate.report import html, timeline
@@ -178,7 +180,7 @@ def test_the_timeline_and_the_page_show_the_copies(made: Planned, tmp_path: Path
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_with_a_storage_is_a_file(made: Planned, tmp_path: Path) -> None:
+def test_a_plan_with_a_storage_is_a_file(made: PlanContents, tmp_path: Path) -> None:
     made.tight.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == made.tight and str(loaded) == str(made.tight)
@@ -187,7 +189,7 @@ def test_a_plan_with_a_storage_is_a_file(made: Planned, tmp_path: Path) -> None:
     assert peak_with(made.case, loaded) + loaded.fixed.total <= loaded.budget_bytes
 
 
-def test_a_file_may_be_given_another_storage(made: Planned, tmp_path: Path) -> None:
+def test_a_file_may_be_given_another_storage(made: PlanContents, tmp_path: Path) -> None:
     elsewhere = Disk(str(tmp_path), least_bytes=0)
     loaded = Plan.from_json(json.loads(json.dumps(made.tight.to_json())), storages=elsewhere)
     assert loaded.live == {"disk": elsewhere}
@@ -197,7 +199,7 @@ def test_a_file_may_be_given_another_storage(made: Planned, tmp_path: Path) -> N
         Plan.from_json(made.roomy.to_json(), storages=elsewhere)
 
 
-def test_copies_of_a_model_and_pickles_have_the_plan(made: Planned) -> None:
+def test_copies_of_a_model_and_pickles_have_the_plan(made: PlanContents) -> None:
     handle = reactivate.apply(made.case.model, made.tight)
     for twin in (copy.deepcopy(made.case.model), pickle.loads(pickle.dumps(made.case.model))):
         found = reactivate.Handle.of(twin)
@@ -205,7 +207,7 @@ def test_copies_of_a_model_and_pickles_have_the_plan(made: Planned) -> None:
     handle.remove()
 
 
-def test_another_shape_is_told_of_without_a_promise(made: Planned) -> None:
+def test_another_shape_is_told_of_without_a_promise(made: PlanContents) -> None:
     handle = reactivate.apply(made.case.model, made.tight)
     with pytest.warns(UserWarning, match="is not promised for these"):
         made.case.model(torch.randn(4, 64, 16))
@@ -228,7 +230,7 @@ class Bytes:
         return like.new_empty(shape) if bits is None else torch.frombuffer(bits, dtype=like.dtype).view(shape)
 
 
-def test_a_storage_of_ones_own(made: Planned) -> None:
+def test_a_storage_of_ones_own(made: PlanContents) -> None:
     kept = Bytes()
     plan = planned(made.case, "100%", kept)
     least = least_of(plan)
@@ -336,7 +338,7 @@ def test_a_device_without_a_link_is_refused_and_a_file_gives_one(tmp_path: Path)
     from reactivate.planner.cost.devices import load
 
     case = deep(3)
-    with pytest.raises(UsageError, match='nobody says how fast RTX-4090 reaches Host.*"links": {"host"'):
+    with pytest.raises(UsageError, match='it is unknown how fast RTX-4090 reaches Host.*"links": {"host"'):
         planned(case, 1, Host(least_bytes=0), device="RTX-4090")
     known = dataclasses.asdict(find("RTX-4090")) | {
         "links": {"host": {"out_bytes_per_second": 2.4e10, "back_bytes_per_second": 1e10}}
@@ -364,7 +366,7 @@ def test_fakes_of_an_applied_disk_are_fake() -> None:
     assert "recompute, inputs to Disk" in text and not Path("unused").exists()
 
 
-def test_the_bits_of_a_plan_trained_for_some_steps(made: Planned) -> None:
+def test_the_bits_of_a_plan_trained_for_some_steps(made: PlanContents) -> None:
     def trained(plan: Plan | None) -> dict[str, Tensor]:
         torch.manual_seed(0)
         case = deep()

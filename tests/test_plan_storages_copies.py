@@ -11,10 +11,9 @@ import torch
 
 from reactivate.errors import UsageError
 from reactivate.planner.cost import links
-from reactivate.planner.cost.flow import Flow, flow_of
 from reactivate.planner.cost.links import Link, link_between
-from reactivate.planner.cost.timeline import prediction_of
-from reactivate.planner.profile.trace import CopyEvent, Op, Trace
+from reactivate.planner.prediction import Flow, predict, time_copies
+from reactivate.planner.trace.records import CopyEvent, Op, Trace
 from reactivate.storage import Disk
 
 SLOW_BACK = Link(2.0, 1.0)  # bytes per second
@@ -36,7 +35,7 @@ def test_a_copy_that_is_done_in_time_costs_nothing() -> None:
         CopyEvent(5, "fetched", 1, 2),
         CopyEvent(7, "read", 1, 2),
     ]
-    flow = flow_of(step(moves), SLOW_BACK, 1.0, is_awaited=False)
+    flow = time_copies(step(moves), SLOW_BACK, 1.0, is_awaited=False)
     assert spans(flow) == [(1.0, 3.0, False), (5.0, 7.0, True)]
     assert flow.waited_seconds == 0.0
 
@@ -48,10 +47,10 @@ def test_a_step_waits_for_the_rest_of_a_copy_and_all_that_follows_is_later() -> 
         CopyEvent(5, "fetched", 1, 4),
         CopyEvent(6, "read", 1, 4),
     ]
-    flow = flow_of(step(moves), SLOW_BACK, 1.0, is_awaited=False)
+    flow = time_copies(step(moves), SLOW_BACK, 1.0, is_awaited=False)
     assert spans(flow) == [(1.0, 3.0, False), (6.0, 10.0, True)]
     assert flow.waits == {2: 1.0, 6: 3.0}
-    prediction = prediction_of(step(moves), 0, 8.0, flow)
+    prediction = predict(step(moves), 0, 8.0, flow)
     assert prediction.seconds == 12.0 and prediction.waited_seconds == 4.0
     assert prediction.forward_seconds == 5.0 and prediction.moments[-1].seconds == 12.0
 
@@ -63,24 +62,24 @@ def test_copies_in_one_direction_wait_for_one_another_and_those_in_the_other_do_
         CopyEvent(1, "fetched", 3, 1),
         CopyEvent(6, "settled", 2, 4),
     ]
-    flow = flow_of(step(moves), SLOW_BACK, 1.0, is_awaited=False)
+    flow = time_copies(step(moves), SLOW_BACK, 1.0, is_awaited=False)
     assert spans(flow) == [(0.0, 2.0, False), (2.0, 4.0, False), (1.0, 2.0, True)]
 
 
 def test_what_is_on_its_way_out_comes_back_when_it_is_there() -> None:
     moves = [CopyEvent(0, "sent", 1, 8), CopyEvent(1, "fetched", 1, 1)]
-    assert spans(flow_of(step(moves), SLOW_BACK, 1.0, is_awaited=False))[1] == (4.0, 5.0, True)
+    assert spans(time_copies(step(moves), SLOW_BACK, 1.0, is_awaited=False))[1] == (4.0, 5.0, True)
 
 
 def test_a_program_that_waits_for_each_copy_hides_nothing() -> None:
     moves = [CopyEvent(1, "sent", 1, 4), CopyEvent(5, "fetched", 1, 2), CopyEvent(5, "read", 1, 2)]
-    assert flow_of(step(moves), SLOW_BACK, 1.0, is_awaited=True).waits == {1: 2.0, 5: 2.0}
+    assert time_copies(step(moves), SLOW_BACK, 1.0, is_awaited=True).waits == {1: 2.0, 5: 2.0}
 
 
 def test_ops_are_scaled_and_copies_are_not() -> None:
     moves = [CopyEvent(1, "sent", 1, 4), CopyEvent(2, "settled", 1, 4)]
-    assert flow_of(step(moves), SLOW_BACK, 10.0, is_awaited=False).waited_seconds == 0.0
-    assert flow_of(step(moves), None, 1.0, is_awaited=False) == Flow()
+    assert time_copies(step(moves), SLOW_BACK, 10.0, is_awaited=False).waited_seconds == 0.0
+    assert time_copies(step(moves), None, 1.0, is_awaited=False) == Flow()
 
 
 def test_the_way_to_a_disk_is_measured_once_in_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

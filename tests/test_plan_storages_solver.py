@@ -11,41 +11,48 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from reactivate.errors import UsageError
-from reactivate.planner.solver import moving
-from reactivate.planner.solver.chain import Candidate, Chain, Transfer
-from reactivate.planner.solver.solve import Infeasible, frontier, least, solve
+from reactivate.planner import solve as solver
+from reactivate.planner.solve import Chain, Infeasible, Option, Problem, Solution, Transfer
 
 Draw = Callable[[Any], Any]
-Entries = tuple[Candidate, ...]
+Options = tuple[Option, ...]
+
+
+def solve(chain: Chain, budget_bytes: float) -> Solution:
+    return Problem(chain, budget_bytes).solve(budget_bytes)
+
+
+def least(chain: Chain) -> Solution:
+    return Problem(chain).least()
+
 
 times = st.integers(0, 12).map(lambda number: number / 4)
 sizes = st.integers(0, 12)
 
 
 @st.composite
-def entries(draw: Draw, index: int, moves: bool) -> Candidate:
+def options(draw: Draw, index: int, moves: bool) -> Option:
     transfer = Transfer(draw(times), draw(times), draw(sizes)) if moves else None
-    return Candidate(f"entry {index}", draw(times), draw(sizes), draw(sizes), draw(times), draw(times), transfer)
+    return Option(f"option {index}", draw(times), draw(sizes), draw(sizes), draw(times), draw(times), transfer)
 
 
 @st.composite
 def chains(draw: Draw, most: int = 4) -> Chain:
-    """The first entry of each menu moves nothing, as in a plan."""
+    """The first option of each menu moves nothing, as in a plan."""
     blocks = []
     for _ in range(draw(st.integers(1, most))):
         count = draw(st.integers(1, 3))
-        blocks.append(tuple(draw(entries(index, index > 0 and draw(st.booleans()))) for index in range(count)))
+        blocks.append(tuple(draw(options(index, index > 0 and draw(st.booleans()))) for index in range(count)))
     outside = tuple(draw(sizes) for _ in range(len(blocks) + 1))
     limit = draw(st.one_of(st.none(), st.integers(0, 24)))
     return Chain(tuple(blocks), outside, limit, draw(st.integers(1, 2)))
 
 
-def stored(choice: Entries) -> int:
-    return sum(entry.transfer.stored_bytes for entry in choice if entry.transfer is not None)
+def stored(choice: Options) -> int:
+    return sum(option.transfer.stored_bytes for option in choice if option.transfer is not None)
 
 
-def choices(chain: Chain) -> list[Entries]:
+def choices(chain: Chain) -> list[Options]:
     limit = chain.limit_bytes
     return [choice for choice in product(*chain.menus) if limit is None or stored(choice) <= limit]
 
@@ -73,8 +80,7 @@ def test_whatever_is_dropped_both_limits_are_held(chain: Chain, most: int) -> No
     solutions = [chain.solution_of(choice) for choice in choices(chain)]
     smallest = min(solution.peak_bytes for solution in solutions)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moving, "_MOST", most)
-        patch.setattr(moving, "_RANGES", most)
+        patch.setattr(solver, "MOST_MOVING", most)
         for peak in {solution.peak_bytes for solution in solutions}:
             found = solve(chain, peak)
             assert found.peak_bytes <= peak
@@ -82,16 +88,16 @@ def test_whatever_is_dropped_both_limits_are_held(chain: Chain, most: int) -> No
         assert least(chain).peak_bytes == smallest
 
 
-def waited(choice: Entries) -> Fraction:
+def waited(choice: Options) -> Fraction:
     """Return what a step waits for copies, from its events in order; one block's tensors are on their way out at a time."""
     now = out = waiting = Fraction(0)
-    for entry in choice:
-        if entry.transfer is not None:
+    for option in choice:
+        if option.transfer is not None:
             waiting += max(Fraction(0), out - now)
             now = max(now, out)
-            out = now + Fraction(entry.transfer.out_seconds)
-        now += Fraction(entry.forward_seconds)
-    moved = [index for index, entry in enumerate(choice) if entry.transfer is not None]
+            out = now + Fraction(option.transfer.out_seconds)
+        now += Fraction(option.forward_seconds)
+    moved = [index for index, option in enumerate(choice) if option.transfer is not None]
     back = dict.fromkeys(moved[-1:], now)  # the last ones stayed
     for index in reversed(range(len(choice))):
         if index in moved:
@@ -109,22 +115,22 @@ def waited(choice: Entries) -> Fraction:
 def test_what_is_waited_is_what_the_events_say(chain: Chain, rng: random.Random) -> None:
     choice = tuple(rng.choice(menu) for menu in chain.menus)
     alone = Chain(chain.menus, chain.outside)
-    own = sum(Fraction(entry.seconds) for entry in choice)
+    own = sum(Fraction(option.seconds) for option in choice)
     assert Fraction(alone.solution_of(choice).seconds) == own + waited(choice)
 
 
 def test_every_other_block_moves_where_a_copy_takes_two() -> None:
     """Copies of neighbours would wait for one another; those of every other block are hidden."""
-    recompute = Candidate("recompute", 1.0, 4, 6, 1.0, 2.0)
-    move = Candidate("move", 1.0, 0, 6, 1.0, 2.0, Transfer(2.0, 4.0, 4))
+    recompute = Option("recompute", 1.0, 4, 6, 1.0, 2.0)
+    move = Option("move", 1.0, 0, 6, 1.0, 2.0, Transfer(2.0, 4.0, 4))
     chain = Chain(((recompute, move),) * 8, (0,) * 9)
     found = solve(chain, 22)
-    moved = [index for index, entry in enumerate(found.entries) if entry is move]
+    moved = [index for index, option in enumerate(found.options) if option is move]
     assert found.seconds == 8.0 and len(moved) == 4 and all(b - a >= 2 for a, b in pairwise(moved))
 
 
 def test_a_limit_that_leaves_room_for_some() -> None:
-    keep, move = Candidate("keep", 0.0, 4, 5), Candidate("move", 1.0, 0, 5, transfer=Transfer(0.0, 0.0, 4))
+    keep, move = Option("keep", 0.0, 4, 5), Option("move", 1.0, 0, 5, transfer=Transfer(0.0, 0.0, 4))
     chain = Chain(((keep, move),) * 5, (0,) * 6, limit_bytes=11)
     assert least(chain).peak_bytes == 5 + 2 * 4  # of four below the last only two fit into the storage
     assert least(chain).stored_bytes == 8
@@ -135,15 +141,13 @@ def long_chain(count: int, rng: random.Random) -> Chain:
     blocks = []
     for _ in range(count):
         size, time = rng.randrange(2**20, 2**24), rng.uniform(0.5, 2)
-        menu = [Candidate("keep", 0.0, 6 * size, 7 * size, time, 2 * time)]
+        menu = [Option("keep", 0.0, 6 * size, 7 * size, time, 2 * time)]
         for index in range(8):
             share = rng.random()
             extra = time * (1 - share) * rng.uniform(0.5, 1.5)
             held = int(6 * size * share)
             transfer = None if index % 2 else Transfer(size * rng.uniform(0.5, 4) / 2**23, size / 2**23, size)
-            menu.append(
-                Candidate(str(index), extra, 0 if transfer else held, 7 * size, time, 2 * time + extra, transfer)
-            )
+            menu.append(Option(str(index), extra, 0 if transfer else held, 7 * size, time, 2 * time + extra, transfer))
         blocks.append(tuple(menu))
     return Chain(tuple(blocks), (0,) * count + (2**22,), limit_bytes=count * 2**21)
 
@@ -155,7 +159,7 @@ def test_long_chains_are_within_both_limits_and_faster_with_more_memory() -> Non
     assert [solution.seconds for solution in found] == sorted((one.seconds for one in found), reverse=True)
     for solution in found:
         assert chain.limit_bytes is not None and solution.stored_bytes <= chain.limit_bytes
-    points = frontier(chain, limit=4)
+    points = Problem(chain).frontier(limit=4)
     assert points[0].peak_bytes == low and len(points) > 2
 
 
@@ -167,13 +171,12 @@ def test_little_is_lost_by_dropping(seed: int) -> None:
     for tenths in (12, 20):
         found = solve(chain, low * tenths // 10)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moving, "_MOST", 2500)
-            patch.setattr(moving, "_RANGES", 800)
+            patch.setattr(solver, "MOST_MOVING", 1000)
             best = solve(chain, low * tenths // 10)
         assert best.seconds - 1e-9 <= found.seconds + 0.02 * slowest and found.seconds <= best.seconds + 0.02 * slowest
 
 
 @pytest.mark.parametrize("transfer", [Transfer(-1.0, 0.0, 1), Transfer(0.0, float("nan"), 1), Transfer(0.0, 0.0, -1)])
 def test_copies_that_cannot_be_are_refused(transfer: Transfer) -> None:
-    with pytest.raises(UsageError, match="has copies that cannot be"):
-        Chain(((Candidate("odd", 0.0, 1, 1, transfer=transfer),),), (0, 0))
+    with pytest.raises(ValueError, match="numbers from 0 on"):
+        Chain(((Option("odd", 0.0, 1, 1, transfer=transfer),),), (0, 0))

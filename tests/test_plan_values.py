@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 import reactivate
 from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner import peak_watch
-from reactivate.planner.data_margin import MARGIN, parse_margin
-from reactivate.planner.peak_watch import PeakWatch
+from reactivate.planner import watches
+from reactivate.planner.budget import MARGIN, parse_margin
 from reactivate.planner.plan import Plan
+from reactivate.planner.watches import PeakWatch
 from reactivate.storage import Disk
 
 DIM = 32
@@ -185,7 +185,7 @@ def test_blocks_with_experts_have_as_many_candidates_and_no_larger_least_plan_th
     with pytest.raises(PlanInfeasible) as found:
         reactivate.plan(model, x, budget=1)
     plan = reactivate.plan(model, x, budget="60%")
-    planner: Any = plan.runner._planner  # type: ignore[union-attr]
+    planner: Any = plan.runner.plan.__self__  # type: ignore[union-attr]
     assert sum("calls" in item.name for item in planner.menus["blocks.0"]) >= 3
 
     def checkpointed(x: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def test_an_error_of_the_model_is_the_models() -> None:
 
 def test_training_that_takes_more_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = iter([100, 90, 100, 120])
-    monkeypatch.setattr(peak_watch.PeakWatch, "_peak_bytes", lambda self: next(peaks))
+    monkeypatch.setattr(watches.PeakWatch, "_peak_bytes", lambda self: next(peaks))
     model = nn.Linear(2, 2)
     model.register_forward_pre_hook(PeakWatch(110, torch.device("cpu")))
     x = torch.ones(1, 2)

@@ -14,13 +14,12 @@ from torch import Tensor
 import reactivate
 from reactivate import Plan
 from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner import plan_table
-from reactivate.planner.cost.caching_allocator import CachingAllocator, MemoryBlock
+from reactivate.planner import text as plan_text
+from reactivate.planner.budget import parse_reserve
+from reactivate.planner.cost.allocator import CachingAllocator, MemoryBlock, reserved_for
 from reactivate.planner.cost.devices import DeviceSpec
-from reactivate.planner.cost.reserved import reserved_for
-from reactivate.planner.measurement import Measurement
-from reactivate.planner.profile.trace import Allocation, Op, Trace
-from reactivate.planner.reserve import parse_reserve
+from reactivate.planner.runner import Measurement
+from reactivate.planner.trace.records import Allocation, Op, Trace
 
 KIB, MIB = 2**10, 2**20
 
@@ -148,7 +147,7 @@ def test_a_plan_for_an_accelerator_says_what_is_reserved() -> None:
     assert reserved_bytes is not None and reserved_bytes >= plan.predicted.peak_bytes
     assert reserved_bytes < plan.plain.reserved_bytes  # type: ignore[operator]
     assert reserved_bytes % (2 * MIB) == 0
-    assert f"the allocator reserves about {plan_table.in_words(reserved_bytes)}." in str(plan)
+    assert f"the allocator reserves about {plan_text.in_words(reserved_bytes)}." in str(plan)
     assert Plan.from_json(plan.to_json()).predicted.reserved_bytes == reserved_bytes
     assert planned(budget="50%").predicted.reserved_bytes is None  # on a CPU
 
@@ -166,12 +165,12 @@ def test_the_default_plan_fits_as_the_allocator_reserves_it() -> None:
     tight = replace(SPEC, memory_bytes=(whole.plain.reserved_bytes + whole.plain.peak_bytes) // 2)
     naive = planned(budget=tight.memory_bytes, device=tight)
     assert naive.predicted.reserved_bytes > tight.memory_bytes  # type: ignore[operator]
-    too_much = f", and mine has {plan_table.in_words(tight.memory_bytes)}: give a smaller budget, or leave it out."
+    too_much = f", and mine has {plan_text.in_words(tight.memory_bytes)}: give a smaller budget, or leave it out."
     assert too_much in str(naive)
     found = planned(device=tight, reserve=0)
     assert found.predicted.reserved_bytes <= tight.memory_bytes  # type: ignore[operator]
     assert found.budget_bytes < tight.memory_bytes and too_much not in str(found)
-    assert any(decision.treatment.recompute for decision in found.decisions)
+    assert any(decision.candidate.recompute for decision in found.decisions)
     with pytest.raises(PlanInfeasible):
         planned(device=replace(SPEC, memory_bytes=30 * 10**6))
 

@@ -1,4 +1,4 @@
-"""A plan is what a simulated step holds, whatever the table of treatments says."""
+"""A plan is what a simulated step holds, whatever the table of candidates says."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from reactivate.planner.profile.probe import Figures, Reading, TreatmentTable
-from reactivate.planner.profile.trace import Op, Trace
-from reactivate.planner.solver.solution import Search
-from reactivate.planner.treatments import FULL, KEEP, Treatment
+from reactivate.planner.candidates import FULL, KEEP, Candidate
+from reactivate.planner.search import Search
+from reactivate.planner.table import CallSummary, CandidateTable, TraceSummary
+from reactivate.planner.trace.records import Op, Trace
 
-MENU = (KEEP, FULL, Treatment("half", ("part",)))
+MENU = (KEEP, FULL, Candidate("half", ("part",)))
 HELD = {"keep": 100, "recompute": 10, "half": 50}
 NEED = {"keep": 110, "recompute": 120, "half": 115}
 SECONDS = {"keep": 1.0, "recompute": 2.0, "half": 1.4}
@@ -27,28 +27,28 @@ class World:
         self.paths = tuple(f"blocks.{number}" for number in range(len(unknown)))
         self.simulated = 0
         menus = dict.fromkeys(self.paths, MENU)
-        table = TreatmentTable(
+        table = CandidateTable(
             self.reading(dict.fromkeys(self.paths, KEEP), is_true=False), dict.fromkeys(self.paths, nn.ReLU())
         )
-        for treatment in MENU[1:]:
-            treatments = dict.fromkeys(self.paths, treatment)
-            table.enter(self.reading(treatments, is_true=False), treatments)
-        self.search = Search(table, menus, self.simulate)
+        for candidate in MENU[1:]:
+            candidates = dict.fromkeys(self.paths, candidate)
+            table.enter(self.reading(candidates, is_true=False), candidates)
+        self.search = Search(table, menus, self.simulate, 0.0)
 
-    def reading(self, treatments: Mapping[str, Treatment], *, is_true: bool) -> Reading:
+    def reading(self, candidates: Mapping[str, Candidate], *, is_true: bool) -> TraceSummary:
         calls, peak, held = [], 0, 0
         for path, unknown in zip(self.paths, self.unknown):
-            name = treatments[path].name
+            name = candidates[path].name
             need = NEED[name] + (unknown if is_true and name != "keep" else 0)
-            calls.append(Figures(HELD[name], need, SECONDS[name]))
+            calls.append(CallSummary(HELD[name], need, SECONDS[name]))
             peak = max(peak, held + need)
             held += HELD[name]
         outside = (0,) * len(self.paths) + (5,)
-        return Reading(self.paths, tuple(calls), outside, max(peak, held + 5), self.paths)
+        return TraceSummary(self.paths, tuple(calls), outside, max(peak, held + 5), self.paths)
 
-    def simulate(self, treatments: Mapping[str, Treatment]) -> tuple[Trace, Reading]:
+    def simulate(self, candidates: Mapping[str, Candidate]) -> tuple[Trace, TraceSummary]:
         self.simulated += 1
-        reading = self.reading(treatments, is_true=True)
+        reading = self.reading(candidates, is_true=True)
         return Trace([Op(0, 0, False, False, 0, reading.peak_bytes, 0, 0.0)]), reading
 
 
@@ -89,7 +89,7 @@ def test_what_is_returned_holds_and_the_least_is_the_least(unknown: list[int], b
         assert least > budget
     else:
         assert found.trace.peak_bytes <= budget
-        assert world.reading(found.treatments, is_true=True).peak_bytes == found.trace.peak_bytes
+        assert world.reading(found.candidates, is_true=True).peak_bytes == found.trace.peak_bytes
     again = World(unknown)
     assert again.search.smallest().trace.peak_bytes == least  # whatever was looked for before
 

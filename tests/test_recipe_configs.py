@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from reactivate import policies, recipe
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.guards import DEFAULT
+from reactivate.planner.candidates import KEEP
 from reactivate.planner.plan import Plan
-from reactivate.planner.treatments import KEEP
 
 if importlib.util.find_spec("triton") is None:  # which torchtitan 0.2 imports for kernels that no model here runs
     kernels = types.ModuleType("torchtitan.models.moe.kernels")
@@ -222,7 +222,7 @@ def planned(source: Any) -> Plan:
 def test_a_memory_budget_becomes_a_plan() -> None:
     """From the least memory with which the step runs, 0, to that of the plain step, 1."""
     least, half, most = (planned(MemoryBudgetAC.Config(memory_budget=share)) for share in (0.0, 0.5, 1.0))
-    assert most.budget_bytes == most.plain.peak_bytes and {item.treatment for item in most.decisions} == {KEEP}
+    assert most.budget_bytes == most.plain.peak_bytes and {item.candidate for item in most.decisions} == {KEEP}
     assert least.predicted.peak_bytes == least.budget_bytes < half.budget_bytes < most.budget_bytes
     assert half.budget_bytes == least.budget_bytes + round(0.5 * (most.budget_bytes - least.budget_bytes))
     assert least.predicted.peak_bytes <= half.predicted.peak_bytes <= half.budget_bytes

@@ -35,16 +35,15 @@ from matplotlib.transforms import Bbox
 import reactivate
 from reactivate import Plan, report
 from reactivate.errors import UsageError
-from reactivate.planner import plan_table
-from reactivate.planner.cost.prediction import Fixed, LiveBytes, Point, Prediction, Proof
-from reactivate.planner.planned import Circumstances, Decision
-from reactivate.planner.treatments import FULL, KEEP, Treatment
+from reactivate.planner import text as plan_text
+from reactivate.planner.candidates import FULL, KEEP, Candidate
+from reactivate.planner.contents import Circumstances, Decision, Fixed, LiveBytes, Point, Prediction, Proof
 from reactivate.report import figure, pareto, timeline
 from reactivate.report.html import page as written
 
 MIB = 2**20
 FIXED = Fixed(parameters=20 * MIB, gradients=20 * MIB, optimizer=40 * MIB, inputs=1 * MIB)
-PRODUCTS = Treatment("recompute but products", ("",), ("mlp",))
+PRODUCTS = Candidate("recompute but products", ("",), ("mlp",))
 HOSTILE = "<script>alert('x')</script> & \"$\\frac{1}{2}$\" <img src=https://example.org/x.png onerror=alert(1)>"
 
 
@@ -62,11 +61,11 @@ def step(blocks: int, kept: int, recomputed: int, seconds: float) -> Prediction:
     return Prediction(peak, seconds, forward, tuple(moments))
 
 
-def made(treatments: list[Treatment], **changes: Any) -> Plan:
+def made(candidates: list[Candidate], **changes: Any) -> Plan:
     """A plan as `reactivate.plan` would return it, for a chain of blocks."""
-    count = len(treatments)
+    count = len(candidates)
     plain = step(count, 40 * MIB, 0, 0.1 * count)
-    recomputed = sum(treatment is not KEEP for treatment in treatments)
+    recomputed = sum(candidate is not KEEP for candidate in candidates)
     predicted = plain if not recomputed else step(count, 9 * MIB, 33 * MIB, 0.1 * count + 0.03 * recomputed)
     least = predicted.peak_bytes // 2
     span = plain.peak_bytes - least
@@ -79,8 +78,8 @@ def made(treatments: list[Treatment], **changes: Any) -> Plan:
         *(Point(f"recompute_every({k})", least + k * span // 5, plain.seconds * (1.5 - 0.1 * k)) for k in (2, 3)),
     ]
     decisions = [
-        Decision(f"blocks.{k}", "Block", "0" * 16, treatment, 9 * MIB, 0.03 * (treatment is not KEEP))
-        for k, treatment in enumerate(treatments)
+        Decision(f"blocks.{k}", "Block", "0" * 16, candidate, 9 * MIB, 0.03 * (candidate is not KEEP))
+        for k, candidate in enumerate(candidates)
     ]
     plan = Plan(
         budget="75%",
@@ -121,7 +120,7 @@ LONG = replace(
             item,
             path=f"thinker.model.language_model.layers.{k}",
             kind="Qwen3OmniMoeThinkerTextDecoderLayer",
-            treatment=replace(item.treatment, name="recompute self_attn and mlp, inputs to host"),
+            candidate=replace(item.candidate, name="recompute self_attn and mlp, inputs to host"),
             held_bytes=(1000 + k) * MIB,
         )
         for k, item in enumerate(LONG.decisions)
@@ -156,7 +155,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 
 def test_the_text_says_what_the_plan_says() -> None:
-    text = plan_table.text(TWELVE, width=120).replace("\u00a0", " ")
+    text = plan_text.text(TWELVE, width=120).replace("\u00a0", " ")
     assert text.startswith(
         "GPT fits into 228 MiB (75% of the plain step's activation peak). Peak: 225 MiB, plain 564 MiB."
     )
@@ -171,22 +170,22 @@ def test_the_text_says_what_the_plan_says() -> None:
 
 
 def test_the_text_names_what_is_special() -> None:
-    assert "while the optimizer steps, plain 564 MiB" in plan_table.text(PLANS["optimizer"])
-    assert "at a size of 48, the largest that does" in plan_table.text(PLANS["optimizer"])
-    assert "Nothing ran: times are predicted." in plan_table.text(EVIL)
-    assert "GPT fits into 80.0 GiB. Peak" in plan_table.text(PLANS["loose"])
-    assert "the model itself" in plan_table.text(SINGLE)
-    assert "full(), recompute_every(2)" in plan_table.text(SINGLE)
+    assert "while the optimizer steps, plain 564 MiB" in plan_text.text(PLANS["optimizer"])
+    assert "at a size of 48, the largest that does" in plan_text.text(PLANS["optimizer"])
+    assert "Nothing ran: times are predicted." in plan_text.text(EVIL)
+    assert "GPT fits into 80.0 GiB. Peak" in plan_text.text(PLANS["loose"])
+    assert "the model itself" in plan_text.text(SINGLE)
+    assert "full(), recompute_every(2)" in plan_text.text(SINGLE)
 
 
 @every_plan
 def test_the_text_has_every_block_once(plan: Plan) -> None:
-    runs = plan_table.runs(plan.decisions)
+    runs = plan_text.runs(plan.decisions)
     assert [decision for alike in runs for decision in alike] == list(plan.decisions)
-    assert all(len({(item.kind, item.treatment) for item in alike}) == 1 for alike in runs)
-    assert all(first[-1].treatment != then[0].treatment for first, then in itertools.pairwise(runs))
-    text = plan_table.text(plan, plain=True)
-    assert all(text.count(f"\n{plan_table.named(alike)} ") == 1 for alike in runs)
+    assert all(len({(item.kind, item.candidate) for item in alike}) == 1 for alike in runs)
+    assert all(first[-1].candidate != then[0].candidate for first, then in itertools.pairwise(runs))
+    text = plan_text.text(plan, plain=True)
+    assert all(text.count(f"\n{plan_text.named(alike)} ") == 1 for alike in runs)
 
 
 def test_the_text_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,20 +198,20 @@ def test_the_text_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> 
 @every_plan
 def test_a_notebook_shows_the_tables(plan: Plan) -> None:
     page = ElementTree.fromstring(f"<div>{plan._repr_html_().replace('<br>', '<br/>')}</div>")
-    assert "".join(page.find("p").itertext()).startswith(plan_table.verdict(plan))
+    assert "".join(page.find("p").itertext()).startswith(plan_text.verdict(plan))
     blocks, *_, choices = page.findall("table")
-    assert len(blocks.findall("tbody/tr")) == len(plan_table.runs(plan.decisions)) + 1
-    assert len(choices.findall("tbody/tr")) == len(plan_table.choices(plan))
+    assert len(blocks.findall("tbody/tr")) == len(plan_text.runs(plan.decisions)) + 1
+    assert len(choices.findall("tbody/tr")) == len(plan_text.choices(plan))
 
 
 @every_plan
 def test_exactly_one_choice_is_marked(plan: Plan) -> None:
-    choices = plan_table.choices(plan)
+    choices = plan_text.choices(plan)
     (chosen,) = [choice for choice in choices if choice.is_chosen]
     assert (chosen.point.peak_bytes, chosen.point.seconds) == (plan.predicted.peak_bytes, plan.predicted.seconds)
     assert all(choice.fits == (choice.point.peak_bytes <= plan.budget_bytes) for choice in choices)
     for point in (*plan.policies, *plan.frontier[:1], *plan.frontier[-1:]):
-        assert any(plan_table.is_same(choice.point, point) for choice in choices)
+        assert any(plan_text.is_same(choice.point, point) for choice in choices)
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
@@ -249,8 +248,8 @@ def test_the_mountain_is_made_of_what_memory_is_for() -> None:
     before = max(item.seconds for item in TWELVE.predicted.moments if item.seconds < peak.seconds)
     time, low = (before + peak.seconds) / 2, 0.0
     areas = {area.get_label(): area.get_paths()[0] for area in axes.collections}
-    sizes = plan_table.bytes_at(TWELVE, TWELVE.predicted.peak)
-    assert list(areas) == [name for name in plan_table.KINDS if sizes[name]]
+    sizes = plan_text.bytes_at(TWELVE, TWELVE.predicted.peak)
+    assert list(areas) == [name for name in plan_text.KINDS if sizes[name]]
     assert sum(sizes.values()) == TWELVE.predicted.peak_bytes
     for name, path in areas.items():
         high = low + sizes[name] / MIB
@@ -277,7 +276,7 @@ def test_the_budget_and_the_end_of_forward_are_lines(plan: Plan) -> None:
 @every_plan
 def test_every_choice_is_where_it_belongs(plan: Plan) -> None:
     (axes,) = pareto.figure_of(plan).axes
-    points = [plan_table.chosen_of(plan), *plan.frontier, *plan.policies]
+    points = [plan_text.plan_point(plan), *plan.frontier, *plan.policies]
     _, scale = figure.byte_unit(max(point.peak_bytes for point in points))
     _, tick = figure.second_unit(max(point.seconds for point in points))
 
@@ -287,7 +286,7 @@ def test_every_choice_is_where_it_belongs(plan: Plan) -> None:
     def shown(label: str) -> list[tuple[float, float]]:
         return list(zip(line(axes, label).get_xdata(), line(axes, label).get_ydata()))
 
-    assert shown("this plan") == places([plan_table.chosen_of(plan)])
+    assert shown("this plan") == places([plan_text.plan_point(plan)])
     if plan.frontier:
         assert shown("plans") == places(plan.frontier)
     (budget,) = upright(axes, figure.BUDGET)
@@ -298,7 +297,7 @@ def test_every_choice_is_where_it_belongs(plan: Plan) -> None:
     assert [(span.x0, span.x1) for span in spans] == (
         [(pytest.approx(plan.budget_bytes / scale), pytest.approx(high))] if plan.budget_bytes / scale < high else []
     )
-    policies = plan_table.together(plan.policies)
+    policies = plan_text.together(plan.policies)
     labels = [item.get_text() for item in axes.get_legend().get_texts()]
     assert labels == ["plans"] * bool(plan.frontier) + [point.label for point in policies] + ["this plan"]
     marks = [item for item in axes.get_lines() if item.get_label() in {point.label for point in policies}]
@@ -474,7 +473,7 @@ def test_the_page_says_what_the_plan_says() -> None:
     root = read(page(TWELVE))
     assert root.all("h1")[0].text == root.all("title")[0].text == "GPT in 228 MiB"
     paragraphs = [item.text for item in root.all("p")]
-    assert paragraphs == [plan_table.verdict(TWELVE), plan_table.proof(TWELVE)]
+    assert paragraphs == [plan_text.verdict(TWELVE), plan_text.proof(TWELVE)]
     assert texts_of(root, 0)[-1] == ["all 12", "", "", "108 MiB", "270 ms"]
     marked = [row for row in root.all("tr") if row.attributes.get("class") == "marked"]
     assert [[cell.text for cell in row.all("td")][:3] for row in marked] == [["→", "this plan", "225 MiB"]]
@@ -648,7 +647,7 @@ def test_what_is_missing_is_named(package: str, suffix: str, tmp_path: Path, mon
 def test_without_rich_tables_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {"rich", *(name for name in sys.modules if name.startswith("rich."))}:
         monkeypatch.setitem(sys.modules, name, None)
-    assert str(TWELVE) == plan_table.text(TWELVE, plain=True)
+    assert str(TWELVE) == plan_text.text(TWELVE, plain=True)
     assert "blocks.1…blocks.7 (7 alike)" in str(TWELVE)
     report.write(TWELVE, tmp_path / "plan.txt")
     assert "blocks.1…blocks.7 (7 alike)" in (tmp_path / "plan.txt").read_text("utf-8")
@@ -659,8 +658,8 @@ def test_a_plan_that_was_made_is_reported(tmp_path: Path) -> None:
     model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     plan = reactivate.plan(model, torch.randn(8, 64, 32), budget="50%")
     assert plan.predicted.peak_bytes <= plan.budget_bytes < plan.plain.peak_bytes
-    assert any(decision.treatment.recompute for decision in plan.decisions)
+    assert any(decision.candidate.recompute for decision in plan.decisions)
     for suffix in (".html", ".png", ".svg", ".txt"):
         report.write(plan, tmp_path / f"plan{suffix}")
     assert written(Plan.from_json(plan.to_json())) == (tmp_path / "plan.html").read_text("utf-8")
-    assert sum(plan_table.at_peak(plan).values()) == plan.predicted.peak_bytes
+    assert sum(plan_text.at_peak(plan).values()) == plan.predicted.peak_bytes

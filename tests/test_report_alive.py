@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 import reactivate
 from reactivate import Plan
-from reactivate.planner import plan_table
-from reactivate.planner.alive_table import MOST, alive_table
-from reactivate.planner.cost.prediction import LiveTensors
+from reactivate.planner import text as plan_text
+from reactivate.planner.contents import LiveTensors
+from reactivate.planner.text import MOST, alive_table
 from reactivate.report import pareto, timeline
 from reactivate.report.html import page
 
@@ -49,7 +49,7 @@ def test_the_tensors_add_up_to_the_peak_to_the_byte(plan: Plan, budget: str) -> 
     tight = plan.at(budget)
     for step in (tight.plain, tight.predicted):
         assert sum(item.nbytes for item in step.alive) == step.peak_bytes - tight.fixed.total > 0
-        sizes = plan_table.bytes_at(tight, step.peak)
+        sizes = plan_text.bytes_at(tight, step.peak)
         for kind in ("kept", "recomputed", "workspace"):
             assert sum(item.nbytes for item in step.alive if item.kind == kind) == sizes[kind]
     assert Plan.from_json(json.loads(json.dumps(tight.to_json()))) == tight
@@ -92,16 +92,16 @@ def test_the_table_has_the_largest_and_sums_up_the_rest(plan: Plan) -> None:
     *rows, total = table.rows
     assert len(rows) == MOST + 1
     assert rows[-1].cells[0].endswith("other kinds")
-    assert total.is_total and total.cells[4] == plan_table.in_words(plan.predicted.peak_bytes)
+    assert total.is_total and total.cells[4] == plan_text.in_words(plan.predicted.peak_bytes)
     names = [row.cells[0] for row in alive_table(plan, 100).rows]
     assert {"parameters", "gradients", "optimizer", "inputs"} <= set(names)
     assert len(names) == len(plan.predicted.alive) + 4 + 1
-    assert "alive at the peak" in plan_table.text(plan)
+    assert "alive at the peak" in plan_text.text(plan)
 
 
 def test_a_plan_of_an_older_file_has_no_such_table() -> None:
     assert not TWELVE.predicted.alive
-    assert "alive at the peak" not in plan_table.text(TWELVE)
+    assert "alive at the peak" not in plan_text.text(TWELVE)
     assert "Tensors at the peak" not in page(TWELVE)
 
 
@@ -122,7 +122,7 @@ def test_each_point_of_the_frontier_has_a_button_for_its_call(plan: Plan) -> Non
     calls = [item.attributes["data-copy"] for item in root.all("button")]
     assert calls.count('plan.at("60%")') == 1
     for point in tight.frontier:
-        if not plan_table.is_same(point, plan_table.chosen_of(tight)):
+        if not plan_text.is_same(point, plan_text.plan_point(tight)):
             assert calls.count(f'plan.at("{point.peak_bytes}B")') == 1
     for call in calls:  # it is what it says
         again = eval(call, {"plan": tight})
@@ -134,10 +134,10 @@ def test_each_point_of_the_frontier_has_a_button_for_its_call(plan: Plan) -> Non
 def test_spots_say_what_there_is_at_a_moment(plan: Plan) -> None:
     bands = list(timeline.spots(plan))
     peak = plan.predicted.peak
-    (top,) = [band for band in bands if band.words.startswith(f"{plan_table.in_words(plan.predicted.peak_bytes)} at ")][
+    (top,) = [band for band in bands if band.words.startswith(f"{plan_text.in_words(plan.predicted.peak_bytes)} at ")][
         :1
     ]
-    assert f"kept {plan_table.in_words(peak.kept)}" in top.words
+    assert f"kept {plan_text.in_words(peak.kept)}" in top.words
     assert all(before.right == after.left for before, after in itertools.pairwise(bands))
     assert [dot.words.partition("\n")[0] for dot in pareto.spots(plan)][-1] == "this plan"
     titles = [item.all("title")[0].text for item in read(page(plan)).all("rect") if item.all("title")]

@@ -344,7 +344,7 @@ def a_tree_of_many_modules(wrap: Wrap) -> Any:
 def saved_calls_that_collect(wrap: Wrap) -> Any:
     """A call that appends runs again, since what comes after it in the region reads the list."""
 
-    class Reading(nn.Module):
+    class TraceSummary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = Layer()
@@ -353,7 +353,7 @@ def saved_calls_that_collect(wrap: Wrap) -> Any:
             x = self.layer(x)
             return curve(x, collector.get()["logits"][-1].detach() + len(collector.get()["logits"]))
 
-    model = nn.ModuleList(Reading() for _ in range(3))
+    model = nn.ModuleList(TraceSummary() for _ in range(3))
     layers = [wrap(layer, policy=policies.save_modules("layer")) for layer in model]
 
     def forward(x: Tensor) -> Tensor:

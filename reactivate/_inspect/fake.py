@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.collectives import is_collective, simulated_collective
-from reactivate._inspect.known_results import KnownResults
+from reactivate._inspect.known_results import KnownCalls, KnownResults
 from reactivate._inspect.sharded import sharding_faked
 from reactivate._snapshot.call import Call
 from reactivate._torch.modes import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
@@ -28,13 +28,22 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 def tensors_of(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Arguments and parameters."""
+    return _tensors_in(Call(model, args, kwargs), args, kwargs)
+
+
+def _tensors_in(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    return found + [item for root in Call(model, args, kwargs).roots for item in root.parameters()]
+    return found + [item for root in call.roots for item in root.parameters()]
 
 
 @contextmanager
 def faked(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None = None
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | None = None,
+    calls: KnownCalls | None = None,
+    call: Call | None = None,
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Fake tensors in the place of arguments, parameters and buffers. Yields the arguments.
 
@@ -44,11 +53,14 @@ def faked(
     Args:
         model, args, kwargs: the call.
         device: where tensors on the meta device are to seem to be; None: there.
+        calls: what is known of calls of ops in steps like this one.
+        call: that of the call, if it was captured already.
     """
-    tensors = tensors_of(model, args, kwargs)
+    call = call or Call(model, args, kwargs)
+    tensors = _tensors_in(call, args, kwargs)
     modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
-    known = KnownResults(mode)
+    known = KnownResults(mode, calls)
     moved: dict[int, Tensor] = {}  # by the ids of tensors on the meta device: shared parameters stay shared
 
     def fake(value: Any) -> Any:
@@ -63,7 +75,7 @@ def faked(
     def fake_argument(value: Any) -> Any:
         return value if isinstance(value, Tensor) and _has_values(value) else fake(value)
 
-    modules = Call(model, args, kwargs).modules
+    modules = call.modules
     namespaces: list[dict[str, Any]] = [
         namespace for module in modules for namespace in (module._parameters, module._buffers, module.__dict__)
     ]

@@ -42,7 +42,7 @@ class _KnownResult(NamedTuple):
     device: torch.device | None = None
 
 
-class _KnownCall(NamedTuple):
+class KnownCall(NamedTuple):
     """A call that has run.
 
     Attributes:
@@ -54,17 +54,21 @@ class _KnownCall(NamedTuple):
     results: tuple[_KnownResult | None, ...]
 
 
+KnownCalls = dict[Facts, KnownCall | None]
+
+
 class KnownResults:
     """Runs ops, each with the same arguments once.
 
     Args:
-        mode: that of the fake tensors. What is known goes with it, at the end of a step.
+        mode: that of the fake tensors.
+        calls: those that are known, of this step or of others like it. They hold no tensor.
     """
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(self, mode: Any, calls: KnownCalls | None = None) -> None:
         self._mode = mode
         self._is_static = mode.shape_env is None  # sizes that are symbols cannot be compared
-        self._calls: dict[Facts, _KnownCall | None] = {}
+        self._calls = {} if calls is None else calls
 
     def of(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the result of a call."""
@@ -123,7 +127,7 @@ class KnownResults:
 
     # -- what it returns ----------------------------------------------------------------------------------------------
 
-    def _call_of(self, result: Any, tensors: Sequence[Tensor]) -> _KnownCall | None:
+    def _call_of(self, result: Any, tensors: Sequence[Tensor]) -> KnownCall | None:
         """Return what makes such a result; None where nothing does."""
         container = type(result) if type(result) in (tuple, list) else None
         results: list[_KnownResult | None] = []
@@ -137,7 +141,7 @@ class KnownResults:
             if known is None or (known.given is None and known.memory is None and _lies_in(own, item)):
                 return None
             results.append(known)
-        return _KnownCall(container, tuple(results))
+        return KnownCall(container, tuple(results))
 
     def _known_of(self, item: Any, tensors: Sequence[Tensor], memory: Sequence[int]) -> _KnownResult | None:
         number = next((number for number, tensor in enumerate(tensors) if tensor is item), None)
@@ -151,7 +155,7 @@ class KnownResults:
         known = _KnownResult(None, at, *geometry, item.dtype, item.fake_device)
         return known if _facts_of(self._tensor(known, tensors)) == _facts_of(item) else None
 
-    def _made(self, call: _KnownCall, tensors: Sequence[Tensor]) -> Any:
+    def _made(self, call: KnownCall, tensors: Sequence[Tensor]) -> Any:
         made = [None if known is None else self._tensor(known, tensors) for known in call.results]
         return made[0] if call.container is None else call.container(made)
 

@@ -51,7 +51,7 @@ class Step:
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        reach = Call(model, args, kwargs)
+        self.reach = reach = Call(model, args, kwargs)
         self.sources = all_sources(reach)
         self.modules = reach.modules
         self._moment = Moment((), (), (), reach.tree, reach.may_write_unseen)

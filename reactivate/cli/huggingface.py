@@ -14,7 +14,7 @@ from torch.nn import Module
 from reactivate._region.accounts import in_words
 from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
-from reactivate.planner.place import available_bytes
+from reactivate.planner.target import available_bytes
 
 _BATCH = 1
 _LENGTH = 512

@@ -1,8 +1,9 @@
-"""A plan for batches of varying shapes: each class of shapes has a plan of its own, made when it first comes."""
+"""A plan for batches of varying shapes: one plan for each class of shapes, made when it first comes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 from time import perf_counter
@@ -14,16 +15,18 @@ from reactivate._inspect.arguments import example_of
 from reactivate._model.apply import paused
 from reactivate._region.accounts import in_words, is_shortage
 from reactivate._region.due import uncounted
+from reactivate._text.table import Column, Row, Table
 from reactivate._text.warnings import warn
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
-from reactivate.planner.collector import older_objects_left_out
+from reactivate.planner.candidates import KEEP, Assignment, Candidate
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
-from reactivate.planner.shape_plan import ShapePlan, choose, table_of
+from reactivate.planner.progress import older_objects_left_out
 from reactivate.planner.shapes import CallShapes
 from reactivate.planner.step import TrainingStep
+from reactivate.planner.text import seconds_in_words
 from reactivate.policies._base import PerCall
 
 MOST_SHAPES = 4096
@@ -44,12 +47,12 @@ def adaptive_plan(planner: Planner, plan: Plan) -> AdaptivePlan:
             'plan(shapes="adaptive"): this step cannot be simulated, not even with the values that a real one has told, and '
             "plans for other shapes are made by simulation. Plan the longest batch."
         )
-    step, place, optimizer, profiled = planner.step, planner.place, planner.optimizer, planner.profiled()
+    step, target, optimizer, profiled = planner.step, planner.target, planner.optimizer, planner.profiled()
     loss, caller = step.loss, step.caller
 
     def planner_of(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planner:
         own = TrainingStep(model, args, kwargs, loss, caller=caller)
-        return Planner(own, place, optimizer, lambda text: None, known=profiled)
+        return Planner(own, target, optimizer, lambda text: None, known=profiled)
 
     shapes = CallShapes.of(step.model, step.args, step.kwargs or {})
     found = AdaptivePlan(replace(plan, runner=None), shapes, planner_of)
@@ -153,10 +156,10 @@ class AdaptivePlan(PerCall):
 
     def enter(self, shapes: CallShapes, plan: Plan) -> None:
         """Take in the plan for a batch."""
-        treatments = {decision.path: decision.treatment for decision in plan.decisions}
+        candidates = {decision.path: decision.candidate for decision in plan.decisions}
         seconds = plan.predicted.seconds - plan.plain.seconds
         self._known[shapes] = ShapePlan(
-            shapes, treatments, plan.plain.peak_bytes, plan.predicted.peak_bytes, seconds, plan.planning_seconds
+            shapes, candidates, plan.plain.peak_bytes, plan.predicted.peak_bytes, seconds, plan.planning_seconds
         )
 
     # -- the plans of classes -----------------------------------------------------------------------------------------
@@ -191,26 +194,99 @@ class AdaptivePlan(PerCall):
         began = perf_counter()
         with paused(model), older_objects_left_out():
             planner = self._planner_of(model, args, kwargs)
-            self._look_at_plain(planner, shapes)
-            treatments, peak_bytes, seconds = choose(planner, self.budget_bytes)
+            self._trace_plain(planner, shapes)
+            candidates, peak_bytes, seconds = choose(planner, self.budget_bytes)
         plain_bytes = planner.fixed.total + planner.plain.peak_bytes
         if peak_bytes > self.budget_bytes:
             warn(
                 f"No plan keeps a step with inputs of shape {shapes} within the budget of {in_words(self.budget_bytes)}: the "
                 f"least takes {in_words(peak_bytes)}, and is taken."
             )
-        return ShapePlan(shapes, treatments, plain_bytes, peak_bytes, seconds, perf_counter() - began)
+        return ShapePlan(shapes, candidates, plain_bytes, peak_bytes, seconds, perf_counter() - began)
 
     @staticmethod
-    def _look_at_plain(planner: Planner, shapes: CallShapes) -> None:
+    def _trace_plain(planner: Planner, shapes: CallShapes) -> None:
         try:
-            planner.look_at_plain()
+            planner.trace_plain()
         except Exception as error:
             if is_shortage(error):
                 raise
             cause = error.__cause__ or error
             raise UsageError(
                 f'plan(shapes="adaptive"): the step does not run with inputs of shape {shapes}: '
-                f"{type(cause).__name__}: {cause}. A loss that has targets of its own cannot follow the batch: write "
+                f"{type(cause).__name__}: {cause}. A loss with fixed targets cannot follow the batch: write "
                 "loss= so that it makes targets of the output's shape."
             ) from error
+
+
+@dataclass(frozen=True)
+class ShapePlan:
+    """The plan for the batches of one class of shapes.
+
+    Attributes:
+        shapes: the largest ones that it was proved for.
+        candidates: by the paths of units.
+        plain_bytes: the peak of the plain step with them, all included.
+        peak_bytes: the peak with this plan, all included.
+        seconds: the time that the step takes longer than the plain one.
+        planning_seconds: the time that it took to find out.
+    """
+
+    shapes: CallShapes
+    candidates: Mapping[str, Candidate]
+    plain_bytes: int
+    peak_bytes: int
+    seconds: float
+    planning_seconds: float
+
+    @functools.cached_property
+    def policy(self) -> Assignment | None:
+        """The policy; None where everything is kept."""
+        return Assignment(self.candidates) if self.recomputed else None
+
+    @property
+    def recomputed(self) -> int:
+        """Return the number of units that are not kept as they are."""
+        return sum(candidate != KEEP for candidate in self.candidates.values())
+
+
+def choose(planner: Planner, budget_bytes: int) -> tuple[dict[str, Candidate], int, float]:
+    """Return the fastest candidates with which a step holds a budget, its peak, and the time that they take.
+
+    If none holds it, those with the least peak.
+
+    Args:
+        planner: has looked at the plain step.
+        budget_bytes: all included.
+    """
+    total, own_bytes = planner.fixed.total, planner.own_bytes(budget_bytes)
+    if planner.plain.needed_bytes <= own_bytes:
+        return dict.fromkeys(planner.units, KEEP), total + planner.plain.needed_bytes, 0.0
+    planner.tabulate()
+    found = planner.search.fit(own_bytes) or planner.search.smallest()
+    return found.candidates, total + found.trace.needed_bytes, found.solution.seconds
+
+
+_COLUMNS = (
+    Column("shapes"),
+    Column("recomputed"),
+    *(Column(title, is_figure=True) for title in ("peak", "plain", "extra", "planned in")),
+)
+
+
+def table_of(plans: Iterable[ShapePlan]) -> Table:
+    """Return a row for each plan."""
+    rows = [
+        Row(
+            [
+                str(plan.shapes),
+                f"{plan.recomputed} of {len(plan.candidates)} blocks" if plan.recomputed else "nothing",
+                in_words(plan.peak_bytes),
+                in_words(plan.plain_bytes),
+                seconds_in_words(plan.seconds),
+                seconds_in_words(plan.planning_seconds),
+            ]
+        )
+        for plan in plans
+    ]
+    return Table(_COLUMNS, rows)

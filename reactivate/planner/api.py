@@ -22,22 +22,18 @@ from reactivate._text.words import described, name_of
 from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
-from reactivate.planner.budget import parse
-from reactivate.planner.collector import older_objects_left_out
-from reactivate.planner.compiled_step import check_compiled, holding_compiled
+from reactivate.planner.budget import Budget, parse, parse_margin, parse_reserve
 from reactivate.planner.cost.devices import DeviceSpec
-from reactivate.planner.data_margin import parse_margin
-from reactivate.planner.head_search import HEADS, Head
-from reactivate.planner.offers import storages_in
-from reactivate.planner.place import place_of
+from reactivate.planner.distributed import Ranks, begin_sharded, check_group
+from reactivate.planner.head import HEADS, Head
+from reactivate.planner.maximize import largest
+from reactivate.planner.offload import storages_in
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
-from reactivate.planner.progress import progress
-from reactivate.planner.ranks import Ranks
-from reactivate.planner.reserve import parse_reserve, within_device
-from reactivate.planner.sharding import begin_sharded, check_group
-from reactivate.planner.solver.maximize import largest
+from reactivate.planner.progress import older_objects_left_out, progress
+from reactivate.planner.runner import check_compiled, holding_compiled
 from reactivate.planner.step import UNLABELLED, Loss, TrainingStep
+from reactivate.planner.target import find_target
 
 
 @overload
@@ -102,7 +98,7 @@ def plan(
     """The fastest policy with which a training step stays within a budget, proved to do so before it is returned.
 
     On a device that is here the plain step runs a few times: to warm up, under a clock for every op, and to be timed. Every
-    policy that is tried then runs in a step of its own, some twenty in all: for real where the plain step fits and takes no
+    policy that is tried then runs in one step, some twenty in all: for real where the plain step fits and takes no
     longer than its simulation, and otherwise on fake tensors, which have neither memory nor compute. A model on the meta
     device, or a device that is only named, is simulated altogether, with the times of a roofline. Model, gradients and
     random number generators are then as they were.
@@ -177,19 +173,19 @@ def plan(
     ranks = Ranks(group)
     with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together():
         begin_sharded(model)
-        place = replace(place_of(model, args, kwargs, device), reserve=kept_free, margin=spare)
+        target = replace(find_target(model, args, kwargs, device), reserve=kept_free, margin=spare)
         planned = TrainingStep(model, args, kwargs, loss, step, is_compiled=bool(compiled))
-        may_slice = head == "rows" or (head is None and place.device.type == place.spec.name == "cpu")
+        may_slice = head == "rows" or (head is None and target.device.type == target.spec.name == "cpu")
         head = "rows" if may_slice and not (shapes or compiled or group) else "keep"
         if maximize is not None:
-            found = largest(planned, place, optimizer, tell, asked, maximize, offered, head)
+            found = largest(planned, target, optimizer, tell, asked, maximize, offered, head)
             _warn_of_mistakes(found, model, device)
             return replace(found, planning_seconds=perf_counter() - began)
         is_adaptive = shapes is not None
-        planner = Planner(planned, place, optimizer, tell, offered, needs_fakes=is_adaptive, head=head, ranks=ranks)
+        planner = Planner(planned, target, optimizer, tell, offered, needs_fakes=is_adaptive, head=head, ranks=ranks)
         found = planner.prepare().plan(asked)
         if asked is None:
-            capacity = place.capacity_bytes(planner.fixed.total, is_predicted=planner.is_predicted)
+            capacity = target.capacity_bytes(planner.fixed.total, is_predicted=planner.is_predicted)
             found = within_device(found, capacity, planner.plan, ranks)
         if compiled and not planner.is_predicted:
             found = holding_compiled(found, compiled, planner.plan)
@@ -231,9 +227,9 @@ def _check_shapes(shapes: Any, **others: Any) -> None:
 
 
 _WHY_NOT = {
-    "step": "whose arguments nobody sees: pass the arguments of one call, and loss=",
+    "step": "whose arguments are unknown: pass the arguments of one call, and loss=",
     "maximize": "which looks for one shape: maximize first, then plan with a batch of that size",
-    "group": "whose ranks have batches of their own shapes, each at its own time: plan the longest batch",
+    "group": "whose ranks have batches of other shapes at other times: plan the longest batch",
     "compiled": "whose graphs are made for one shape: compile the model with `adaptive.of_batch(...)` of the longest batch",
     "storages": "of which a plan has to know how long one batch leaves its tensors there: plan the longest batch",
 }
@@ -276,3 +272,20 @@ def _check_step(loss: Any, step: Any, optimizer: Any) -> None:
             f"plan: optimizer= takes an optimizer of the model's parameters; got {described(optimizer)}. Write "
             f"optimizer=torch.optim.{kind}(model.parameters())."
         )
+
+
+def within_device(found: Plan, capacity_bytes: int, plan: Callable[[Budget], Plan], ranks: Ranks) -> Plan:
+    """Return a plan for the default budget whose memory fits also as the allocator is predicted to reserve it.
+
+    Args:
+        found: the plan for that budget.
+        capacity_bytes: what the allocator may reserve on the device, all included.
+        plan: from a smaller budget to its plan.
+        ranks: that plan together: what one of them lacks all leave free.
+
+    Raises:
+        PlanInfeasible: there is none.
+    """
+    while (over_bytes := max(ranks.gather((found.predicted.reserved_bytes or 0) - capacity_bytes))) > 0:
+        found = plan(parse(found.budget_bytes - over_bytes))
+    return found

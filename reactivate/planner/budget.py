@@ -1,4 +1,10 @@
-"""Budgets: the memory that a user allows a step, as bytes in all or as a share of the plain step's activations."""
+"""Budgets: the memory that a user allows a step; and what of it is left free, a reserve or a margin.
+
+A budget is bytes in all, or a share of the plain step's activations. The default budget of an accelerator is its free
+memory less a reserve, for what a simulation of its allocator does not see: other streams, the growth of the device's
+context, shapes that change from step to step. A margin is for other batches, where sizes depend on the numbers in
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,8 @@ from fractions import Fraction
 from reactivate._text.sizes import UNITS, split
 from reactivate.errors import UsageError
 
-__all__ = ["Budget", "parse"]
-
+RESERVED = "5%"
+"""What a default budget leaves free, unless the user says otherwise."""
 _PERCENT = ("percent", "pct")
 _TAKES = (
     'A budget is an int of bytes (8589934592, "8e9"), a text with a unit ("8GiB", "8 GB", "512MiB"), or a share ("50%") of '
@@ -129,3 +135,74 @@ def _percent(share: Fraction) -> str:
 
 def _refusal(budget: object, found: str) -> UsageError:
     return UsageError(f"budget={budget!r} {found}. {_TAKES}")
+
+
+# -- what is left free ------------------------------------------------------------------------------------------------
+
+
+MARGIN = "5%"
+"""What is left free, unless the user says otherwise."""
+
+
+def parse_margin(margin: str | int | None) -> Fraction:
+    """Return the share that a user asked for.
+
+    Args:
+        margin: a share, "10%"; 0 for none; None for `MARGIN`.
+
+    Raises:
+        UsageError: it is none of these.
+
+    Examples:
+        >>> from reactivate.planner.budget import parse_margin
+        >>> parse_margin("10%"), parse_margin(0)
+        (Fraction(1, 10), Fraction(0, 1))
+    """
+    if (type(margin) is int and margin == 0) or (isinstance(margin, str) and margin.strip() in ("0", "0%")):
+        return Fraction(0)
+    try:
+        share = parse(MARGIN if margin is None else margin).share
+    except UsageError:
+        share = None
+    if share is None:
+        raise UsageError(
+            f'plan(margin={margin!r}): it takes a share of the memory whose size depends on data ("{MARGIN}", the default), '
+            "or 0 for none."
+        )
+    return share
+
+
+_NOTHING = Budget("0B", total_bytes=0)
+
+
+def parse_reserve(reserve: int | str | None, budget: int | str | None) -> Budget:
+    """Return the reserve that a user asked for.
+
+    Args:
+        reserve: bytes, "2GiB", a share "5%", or 0 for none; None for `RESERVED`.
+        budget: what the user asked for; None for the default one, which alone has a reserve.
+
+    Raises:
+        UsageError: it is none of these, or there is a budget as well.
+
+    Examples:
+        >>> from reactivate.planner.budget import parse_reserve
+        >>> parse_reserve("2GiB", None).total_bytes, parse_reserve(None, None).share
+        (2147483648, Fraction(1, 20))
+    """
+    if reserve is None:
+        return parse(RESERVED)
+    if budget is not None:
+        raise UsageError(
+            f"plan(budget={budget!r}, reserve={reserve!r}): a reserve is left free by the default budget of an accelerator. "
+            "Leave out budget=, or make it smaller by the reserve."
+        )
+    if (type(reserve) is int and reserve == 0) or (isinstance(reserve, str) and reserve.strip() in ("0", "0%", "0B")):
+        return _NOTHING
+    try:
+        return parse(reserve)
+    except UsageError:
+        raise UsageError(
+            f'plan(reserve={reserve!r}): it takes bytes (0 for none), a text with a unit ("2GiB"), or a share of the memory '
+            f'that is there ("{RESERVED}", the default).'
+        ) from None

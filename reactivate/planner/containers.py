@@ -1,26 +1,32 @@
 """Containers: modules and spans around several units, which a plan may treat as one unit in the place of their members.
 
-A container that is one region keeps one input for all of its members, and needs the memory of all of them at once when it is
-recomputed; unless its members are regions inside of it, which are recomputed twice. What that comes to is read off simulated
-steps, as for units: of one of those that are alike.
+A container that is one region keeps one input for all of its members, and needs the memory of all of them at once when it
+is recomputed; unless its members are regions inside of it, which are recomputed twice. What that comes to is read off
+traced steps, as for units: of one of those that are alike.
+
+Spans are 2, 4, 8, ... members of a `Sequential` in a row. Of n equal blocks, each one a region, n inputs are kept; spans
+of k members keep n / k, and recompute k blocks at once, or one by one if these are regions inside of the span. With k
+near the root of n that is the scheme of Chen, Xu, Zhang and Guestrin, "Training Deep Nets with Sublinear Memory Cost",
+2016. Each span begins at a multiple of its length, so that there are fewer of them than members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from torch.nn import Module, ModuleDict, ModuleList
 
 from reactivate._modules.paths import is_below
-from reactivate._modules.spans import SpanPlace
-from reactivate.planner.profile.probe import Reading, TreatmentTable, class_of
-from reactivate.planner.profile.spans import span_of
-from reactivate.planner.sequences import spans_in
-from reactivate.planner.treatments import FULL, Treatment
+from reactivate._modules.spans import SequentialSpan, SpanPlace, members_of, why_without_spans
+from reactivate.planner.candidates import FULL, Candidate
+from reactivate.planner.solve import Option, Span
+from reactivate.planner.table import CandidateTable, TraceSummary, block_class
 
-Menus = Mapping[str, Sequence[Treatment]]
+Menus = Mapping[str, Sequence[Candidate]]
 
 
 @dataclass(frozen=True)
@@ -30,36 +36,32 @@ class Container:
     Attributes:
         path, module: where it is, and itself.
         start, stop: the numbers of the first call of a unit in it, and of the one after the last.
-        treatments: what may be done with it.
+        candidates: what may be done with it.
     """
 
     path: str
     module: Module
     start: int
     stop: int
-    treatments: tuple[Treatment, ...]
+    candidates: tuple[Candidate, ...]
 
 
-def containers_in(model: Module, plain: Reading) -> tuple[Container, ...]:
+def containers_in(model: Module, plain: TraceSummary) -> tuple[Container, ...]:
     """List the modules and spans around several units, but not all, whose calls follow one another, each once in a step.
 
     Of several around the same units, the outermost.
-
-    Args:
-        model: the model.
-        plain: the plain step.
     """
     found: dict[tuple[int, int], Container] = {}
     for path, module, start, stop in (*_modules_in(model, plain), *spans_in(model, plain)):
         if 1 < stop - start < len(plain.paths):
             below = path if SpanPlace.of(path) is None else path.rpartition("[")[0]
             members = tuple(member.removeprefix(below).lstrip(".") for member in plain.paths[start:stop])
-            treatments = (FULL, Treatment("recompute, nested", ("", *members)))
-            found.setdefault((start, stop), Container(path, module, start, stop, treatments))
+            candidates = (FULL, Candidate("recompute, nested", ("", *members)))
+            found.setdefault((start, stop), Container(path, module, start, stop, candidates))
     return tuple(found.values())
 
 
-def _modules_in(model: Module, plain: Reading) -> Iterator[tuple[str, Module, int, int]]:
+def _modules_in(model: Module, plain: TraceSummary) -> Iterator[tuple[str, Module, int, int]]:
     """Yield the modules that are called, with units inside whose calls follow one another, and the numbers of these."""
     once = {path for path in plain.paths if plain.paths.count(path) == 1}
     for path, module in model.named_modules():
@@ -75,37 +77,37 @@ def _modules_in(model: Module, plain: Reading) -> Iterator[tuple[str, Module, in
 def with_containers(
     model: Module,
     menus: Menus,
-    table: TreatmentTable,
-    attempt: Callable[[Mapping[str, Treatment]], tuple[Any, Reading]],
+    table: CandidateTable,
+    attempt: Callable[[Mapping[str, Candidate]], tuple[Any, TraceSummary]],
 ) -> Menus:
-    """Enter into a table what the containers of a model come to, and return their treatments with those of the units.
+    """Enter into a table what the containers of a model come to, and return their candidates with those of the units.
 
-    A container that is not called, since somebody calls its members, comes to what the plain step does, and is left out.
+    A container whose members are called directly comes to what the plain step does, and is left out.
 
     Args:
-        model: the model.
-        menus: the treatments of units, by path.
-        table: the figures of these.
-        attempt: simulates a step with treatments for some modules, by their paths.
+        menus: the candidates of units, by path.
+        attempt: simulates a step with candidates for some modules, by their paths.
     """
     containers = containers_in(model, table.plain)
     tried = _tried(containers, table.plain)
     for group in _apart(list(tried)):
         called = group
         for number in range(
-            len(group[0].treatments)
+            len(group[0].candidates)
         ):  # the first is the whole: where that makes no region, nothing does
-            chosen = {item.path: item.treatments[number] for item in called}
-            reading = attempt(chosen)[1] if chosen else table.plain
-            called = [item for item in called if any(call.regions for call in reading.calls[item.start : item.stop])]
-            if reading.paths == table.plain.paths:
+            chosen = {item.path: item.candidates[number] for item in called}
+            summary = attempt(chosen)[1] if chosen else table.plain
+            called = [item for item in called if any(call.regions for call in summary.calls[item.start : item.stop])]
+            if summary.paths == table.plain.paths:
                 for item in called:
-                    span = span_of(chosen[item.path].name, item.path, item.start, item.stop, reading, table.plain)
+                    span = summarize_span(
+                        chosen[item.path].name, item.path, item.start, item.stop, summary, table.plain
+                    )
                     table.spans += [span.at(other.start, other.path) for other in tried[item]]
-    return {**menus, **{item.path: item.treatments for item in containers}}
+    return {**menus, **{item.path: item.candidates for item in containers}}
 
 
-def _tried(containers: Sequence[Container], plain: Reading) -> dict[Container, list[Container]]:
+def _tried(containers: Sequence[Container], plain: TraceSummary) -> dict[Container, list[Container]]:
     """Return those whose figures are read off steps, each with those that share them.
 
     Spans share them if they are made of equal modules that come to the same in the plain step. The one that is tried is apart
@@ -121,11 +123,11 @@ def _tried(containers: Sequence[Container], plain: Reading) -> dict[Container, l
     return found
 
 
-def _kind_of(item: Container, plain: Reading) -> object:
+def _kind_of(item: Container, plain: TraceSummary) -> object:
     if SpanPlace.of(item.path) is None:  # its own forward may do anything
         return item
     figures = tuple((call.held_bytes, call.need_bytes) for call in plain.calls[item.start : item.stop])
-    return class_of(item.module), tuple(map(type, item.module.modules())), figures
+    return block_class(item.module), tuple(map(type, item.module.modules())), figures
 
 
 def _apart(containers: Sequence[Container]) -> list[list[Container]]:
@@ -142,3 +144,122 @@ def _apart(containers: Sequence[Container]) -> list[list[Container]]:
 
 def _are_apart(one: Container, other: Container) -> bool:
     return one.stop < other.start or other.stop < one.start
+
+
+# -- spans of a `Sequential` ------------------------------------------------------------------------------------------
+
+
+def spans_in(model: Module, plain: TraceSummary) -> Iterator[tuple[str, Module, int, int]]:
+    """Yield spans of members in a row with units in them, and the numbers of the first call of a unit and of the one after.
+
+    Their units are called one after the other, each once in a step.
+    """
+    counts = Counter(plain.paths)
+    once = {path for path in plain.treated if path is not None and counts[path] == 1}
+    around = {above for path in plain.paths for above in _above(path)}
+    for path, module in model.named_modules():
+        if path not in around or why_without_spans(module):
+            continue
+        for run in _runs(path, module, plain.paths, once):
+            for first, last in _powers(len(run)):
+                place = SpanPlace(path, run[first].number, run[last].number + 1)
+                members = members_of(module)[place.start : place.stop]
+                yield str(place), SequentialSpan(*members), run[first].start, run[last].stop
+
+
+class _Member(NamedTuple):
+    """A member with units in it: its number, that of the first call of a unit, and that of the one after the last."""
+
+    number: int
+    start: int
+    stop: int
+
+
+def _runs(path: str, sequential: Module, units: Collection[str], once: Collection[str]) -> list[list[_Member]]:
+    """Return the members with units in them, split where calls do not follow one another, or a unit is not called once."""
+    numbers = {name: number for number, name in enumerate(sequential._modules)}
+    beginning = f"{path}." if path else ""
+    names = [
+        unit.removeprefix(beginning).partition(".")[0] if unit in once and unit.startswith(beginning) else None
+        for unit in units
+    ]
+    runs: list[list[_Member]] = [[]]
+    for name, group in groupby(range(len(names)), names.__getitem__):
+        calls = list(group)
+        if name is None:
+            runs.append([])
+            continue
+        member = _Member(numbers[name], calls[0], calls[-1] + 1)
+        if runs[-1] and runs[-1][-1].number >= member.number:
+            runs.append([])
+        runs[-1].append(member)
+    return runs
+
+
+def _powers(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of 2, 4, 8, ... in a row, of so many."""
+    length = 2
+    while length <= count:
+        yield from ((first, first + length - 1) for first in range(0, count - length + 1, length))
+        length *= 2
+
+
+def _above(path: str) -> Iterator[str]:
+    """Yield the paths of the modules around one."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+# -- what calls in one region come to ---------------------------------------------------------------------------------
+
+
+def summarize_span(name: str, path: str, start: int, stop: int, summary: TraceSummary, plain: TraceSummary) -> Span:
+    """Return what the calls come to, each by itself, so that they add up to what they take together.
+
+    What runs right before the first call, between the calls and right after the last may be in the region, too. So its time
+    is theirs, and so is its memory, if that is more than in the plain step.
+
+    Args:
+        path: of the container that is treated.
+        start, stop: the numbers of the first call and of the one after the last.
+        summary: of the step, in which the calls right before and after these are kept.
+    """
+    first = plain.starts_bytes[0]
+    # What is other before the call in front is due to regions before it.
+    others = summary.starts_bytes[start - 1] - plain.starts_bytes[start - 1] if start else 0
+
+    def alive_at(call: int) -> int:
+        return plain.starts_bytes[call] - first if call == start else summary.starts_bytes[call] - others - first
+
+    tops = [top - others for top in _tops_of(summary)]
+    if tops[2 * start] - alive_at(start) <= plain.outside_bytes[start]:
+        tops[2 * start] = 0
+    if tops[2 * stop] - alive_at(stop) <= plain.outside_bytes[stop]:
+        tops[2 * stop] = 0
+    entries = []
+    for call in range(start, stop):
+        around = tops[2 * call : 2 * call + 3] if call == start else tops[2 * call + 1 : 2 * call + 3]
+        held = alive_at(call + 1) - alive_at(call)
+        need = max(around) - alive_at(call)
+        seconds = (
+            max(0.0, _seconds_of(summary, start, stop) - _seconds_of(plain, start, stop)) if call == start else 0.0
+        )
+        entries.append(Option(name, seconds, held, need, span=path))
+    return Span(start, tuple(entries))
+
+
+def _tops_of(summary: TraceSummary) -> list[int]:
+    """Return the most that is alive at each position, the calls and what lies between."""
+    first = summary.starts_bytes[0]
+    tops = []
+    for index, alive in enumerate(summary.starts_bytes):
+        tops.append(alive - first + summary.outside_bytes[index])
+        if index < len(summary.calls):
+            tops.append(alive - first + summary.calls[index].need_bytes)
+    return tops
+
+
+def _seconds_of(summary: TraceSummary, start: int, stop: int) -> float:
+    calls = sum(call.seconds for call in summary.calls[start:stop])
+    return calls + sum(summary.between_seconds[start : stop + 1])

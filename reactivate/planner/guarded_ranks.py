@@ -1,8 +1,8 @@
 """The ranks that run a guarded step together: they agree whether it has to run again, and no rank waits for good.
 
-A rank that runs out of memory is missing in the collectives that the others have come to, or will come to. So it catches up
-with them: it runs the step once more, with every block recomputed, and leaves out the collectives that it had issued before.
-What comes out is nobody's result: right before an optimizer begins, or at the end of the step, each rank says whether it was
+A rank that runs out of memory is missing in the collectives that the others have come to, or will come to. So it catches
+up with them: it runs the step once more, with every block recomputed, and leaves out the collectives that it had issued
+before. The result is dropped: right before an optimizer begins, or at the end of the step, each rank says whether it was
 short. If one was, all put back what the step did and run it again.
 """
 
@@ -33,9 +33,9 @@ from reactivate._torch.modules import (
 )
 from reactivate._torch.ops import group_name_of, issued
 from reactivate.errors import UsageError
-from reactivate.planner.place import is_alone
-from reactivate.planner.treatments import FULL, Assignment
-from reactivate.planner.units import units_of
+from reactivate.planner.candidates import FULL, Assignment
+from reactivate.planner.target import is_alone
+from reactivate.planner.units import find_units
 
 Value = TypeVar("Value")
 
@@ -102,14 +102,13 @@ class RankStep:
     """One run of a guarded step, on this rank.
 
     Args:
-        ranks: all that run it.
         modules: those that the step can reach.
     """
 
     def __init__(self, ranks: GuardedRanks, modules: Sequence[Module]) -> None:
         self._ranks = ranks
         self._has_agreed = self._is_reset = False
-        self._catching_up: _CatchingUp | None = None
+        self._catching_up: _CatchUpMode | None = None
         self._wrappers = [item for item in modules if isinstance(item, DistributedDataParallel)]
         for wrapper in self._wrappers:
             rebuild_buckets(wrapper)  # as its next forward would, so that this is not among the collectives of the step
@@ -149,7 +148,6 @@ class RankStep:
         """Take part in the collectives that the other ranks wait for, and tell them that this one was short.
 
         Args:
-            run: the step.
             model: its model, which has a plan.
 
         Raises:
@@ -160,10 +158,10 @@ class RankStep:
         if reason:
             raise CannotCatchUp(reason)
         now = issued()
-        self._catching_up = _CatchingUp({name: number - self._before.get(name, 0) for name, number in now.items()})
+        self._catching_up = _CatchUpMode({name: number - self._before.get(name, 0) for name, number in now.items()})
         with ExitStack() as stack:
             stack.enter_context(paused(model))
-            stack.enter_context(apply(model, Assignment(dict.fromkeys(units_of(model), FULL))))
+            stack.enter_context(apply(model, Assignment(dict.fromkeys(find_units(model), FULL))))
             for wrapper in self._wrappers:
                 stack.enter_context(without_rebuilding(wrapper))
             stack.enter_context(self._catching_up)
@@ -183,7 +181,7 @@ class RankStep:
         return ""
 
 
-class _CatchingUp(TorchDispatchMode):
+class _CatchUpMode(TorchDispatchMode):
     """Leaves out the collectives that this rank has issued before.
 
     Args:

@@ -6,28 +6,29 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import UnionType
+from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
 
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from reactivate import storage as storages
+from reactivate._modules.paths import THE_MODEL
+from reactivate._modules.spans import span_at
 from reactivate._region.accounts import in_words
 from reactivate._types import Action, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
-from reactivate.planner.by_value.call_names import CallName
-from reactivate.planner.call_watch import watching_loaded
-from reactivate.planner.cost.prediction import Copy, Fixed, LiveBytes, LiveTensors, Point, Prediction, Proof
-from reactivate.planner.differences import differences_of
-from reactivate.planner.digest import bucket_bytes, class_name_of
-from reactivate.planner.offers import storages_in
-from reactivate.planner.plan_table import html, text
-from reactivate.planner.planned import Circumstances, Decision, Planned, StorageUse
-from reactivate.planner.spelled import live_of
-from reactivate.planner.treatments import Assignment, Treatment
+from reactivate.planner.candidates import Assignment
+from reactivate.planner.contents import Decision, PlanContents, StorageUse
+from reactivate.planner.offload import storages_in
+from reactivate.planner.text import html, text
+from reactivate.planner.units import bucket_bytes, find_units, module_class_name, parameter_digest
+from reactivate.planner.watches import watching_loaded
 from reactivate.policies._base import Interest, ReadyMade
 
 VERSION = 1
@@ -42,7 +43,7 @@ class Runner(Protocol):
 
     @property
     def device_bytes(self) -> int:
-        """The memory of the device that it runs on; 0 where nobody says."""
+        """The memory of the device that it runs on; 0 if unknown."""
 
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
@@ -58,18 +59,18 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Planned, ReadyMade):
+class Plan(PlanContents, ReadyMade):
     """A policy that fits a step into a budget: give it to `apply`. Printed, it is a table; its figures are attributes.
 
-    It has all attributes of `Planned`, and two more that a file has not.
+    It has all attributes of `PlanContents`, and two more that a file has not.
 
     Attributes:
         runner: what can still run the step: `measure`, `at` and warnings about other shapes need it. A file has none.
         live: the storages themselves, by their names.
     """
 
-    runner: Runner | None = field(default=None, compare=False, metadata={"json": False})
-    live: Mapping[str, Storage] = field(default_factory=dict, compare=False, metadata={"json": False})
+    runner: Runner | None = field(default=None, compare=False)
+    live: Mapping[str, Storage] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.runner is not None:  # a file has what the runner said
@@ -80,7 +81,7 @@ class Plan(Planned, ReadyMade):
     @functools.cached_property
     def assignment(self) -> Assignment:
         """The policy itself."""
-        return Assignment({decision.path: decision.treatment for decision in self.decisions}, self.live)
+        return Assignment({decision.path: decision.candidate for decision in self.decisions}, self.live)
 
     def determinism(self) -> Literal["metadata"]:
         return "metadata"
@@ -91,7 +92,7 @@ class Plan(Planned, ReadyMade):
     def __repr__(self) -> str:
         counts: dict[str, int] = {}
         for decision in self.decisions:
-            counts[decision.treatment.name] = counts.get(decision.treatment.name, 0) + 1
+            counts[decision.candidate.name] = counts.get(decision.candidate.name, 0) + 1
         done = ", ".join(f"{count} x {name}" for name, count in counts.items())
         return f"Plan({self.made_for.model} in {in_words(self.budget_bytes)}: {done})"
 
@@ -134,12 +135,12 @@ class Plan(Planned, ReadyMade):
                     f"apply: this plan keeps tensors in {use.written}, a storage that no file can make again. Load the plan "
                     "with it: Plan.load(path, storages=[...])."
                 )
-        if isinstance(model, DistributedDataParallel) and self.made_for.model != class_name_of(model):
+        if isinstance(model, DistributedDataParallel) and self.made_for.model != module_class_name(model):
             raise UsageError(
                 f"apply: this plan was made for {self.made_for.model}, which DistributedDataParallel has wrapped since. Its "
                 f"buckets take {in_words(bucket_bytes(model))} that the plan does not count. Plan the wrapped model."
             )
-        differences = list(differences_of(model, self.made_for.units, self.decisions))
+        differences = list(_differences(model, self.made_for.units, self.decisions))
         if differences:
             raise UsageError(
                 f"apply: this plan was made for {self.made_for.model}, and this model is another: "
@@ -192,9 +193,7 @@ class Plan(Planned, ReadyMade):
 
     def to_json(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers."""
-        names = [item.name for item in dataclasses.fields(self) if item.metadata.get("json", True)]
-        values = {name: getattr(self, name) for name in names}
-        return {"version": VERSION, **{name: _plainly(value) for name, value in values.items()}}
+        return {"version": VERSION, **{item.name: _plain(getattr(self, item.name)) for item in fields(PlanContents)}}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], storages: Storage | Iterable[Storage] | None = None) -> Plan:
@@ -209,38 +208,12 @@ class Plan(Planned, ReadyMade):
         """
         if value.get("version") != VERSION:
             raise UsageError(f"A plan of version {value.get('version')!r}; this release reads {VERSION}. Plan again.")
+        given = storages_in(storages)
         try:
-            return cls._of(value, storages_in(storages))
-        except (KeyError, TypeError, ValueError) as error:
+            contents = _fields_of(PlanContents, value)
+            return cls(**contents, live=_live(contents.get("storages", ()), given))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(f"This is no plan as `Plan.save` writes it: {error!r}.") from None
-
-    @classmethod
-    def _of(cls, value: Mapping[str, Any], given: Mapping[str, Storage]) -> Plan:
-        uses = tuple(StorageUse(**item) for item in value.get("storages", ()))
-        made_for = value["made_for"]
-        inputs = tuple((name, tuple(shape), dtype) for name, shape, dtype in made_for["inputs"])
-        return cls(
-            budget=value["budget"],
-            budget_bytes=value["budget_bytes"],
-            made_for=Circumstances(**{**made_for, "inputs": inputs}),
-            decisions=tuple(
-                Decision(**{**item, "treatment": _treatment_of(item["treatment"])}) for item in value["decisions"]
-            ),
-            fixed=Fixed(**value["fixed"]),
-            plain=_prediction_of(value["plain"]),
-            predicted=_prediction_of(value["predicted"]),
-            frontier=tuple(Point(**item) for item in value["frontier"]),
-            policies=tuple(Point(**item) for item in value["policies"]),
-            proof=Proof(**value["proof"]),
-            optimizer_bytes=value["optimizer_bytes"],
-            planning_seconds=value["planning_seconds"],
-            largest=value["largest"],
-            device_bytes=value.get("device_bytes", 0),
-            storages=uses,
-            offered=tuple(value.get("offered", ())),
-            uncertainty=value.get("uncertainty", 0.0),
-            live=live_of(uses, given),
-        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, as JSON."""
@@ -271,28 +244,100 @@ def _again(value: Mapping[str, Any], live: Mapping[str, Storage]) -> Plan:
     return dataclasses.replace(Plan.from_json(value), live=live)
 
 
-def _plainly(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if isinstance(value, LiveBytes):
-            return [value.seconds, value.kept, value.recomputed, value.workspace]
-        if isinstance(value, Copy):
-            return [value.begin_seconds, value.end_seconds, value.nbytes, value.is_back]
-        return {item.name: _plainly(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    return [_plainly(item) for item in value] if isinstance(value, (tuple, list)) else value
+def _plain(value: Any) -> Any:
+    """Return dataclasses as dicts, tuples as lists."""
+    if is_dataclass(value):
+        return {_key(item): _plain(getattr(value, item.name)) for item in fields(value)}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _treatment_of(value: Mapping[str, Any]) -> Treatment:
-    recompute, modules, ops = (tuple(value[name]) for name in ("recompute", "save_modules", "save_ops"))
-    saved = tuple(CallName(*call) for call in value.get("save_calls", ()))
-    inputs, results, by_rows = value.get("inputs", ""), value.get("results", ""), value.get("by_rows", False)
-    return Treatment(value["name"], recompute, modules, ops, inputs, results, saved, by_rows)
+def _key(item: dataclasses.Field[Any]) -> str:
+    return str(item.metadata.get("key", item.name))
 
 
-def _prediction_of(value: Mapping[str, Any]) -> Prediction:
-    moments = tuple(LiveBytes(*item) for item in value["moments"])
-    copies = tuple(Copy(*item) for item in value.get("copies", ()))
-    alive = tuple(
-        LiveTensors(**{**item, "shape": tuple(item["shape"]), "held_by": tuple(item["held_by"])})
-        for item in value.get("alive", ())
-    )
-    return Prediction(**{**value, "moments": moments, "copies": copies, "alive": alive})
+def _made(kind: Any, value: Any) -> Any:
+    """Return what `_plain` made `value` of, by its type."""
+    arguments = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        return None if value is None else _made(arguments[0], value)
+    if get_origin(kind) is tuple:
+        kinds = repeat(arguments[0]) if arguments[-1] is Ellipsis else arguments
+        return tuple(map(_made, kinds, value))
+    if is_dataclass(kind):
+        return kind(**_fields_of(kind, value))  # type: ignore[operator]
+    return kind(*map(_made, _hints(kind).values(), value)) if hasattr(kind, "_fields") else value
+
+
+def _fields_of(kind: Any, value: Mapping[str, Any]) -> dict[str, Any]:
+    found = [(item.name, _key(item)) for item in fields(kind)]
+    return {name: _made(_hints(kind)[name], value[key]) for name, key in found if key in value}
+
+
+_hints = functools.cache(get_type_hints)
+
+
+# -- storages in files: those of `reactivate.storage` by their names and arguments, which make them again -------------
+
+_PLAIN = (int, float, str, bool, type(None))
+
+
+def storage_arguments(storage: Any) -> dict[str, Any] | None:
+    """Return what makes a storage again; None where a file cannot say that.
+
+    Examples:
+        >>> from reactivate.planner.plan import storage_arguments
+        >>> from reactivate.storage import Host
+        >>> storage_arguments(Host(limit=2**30))["limit"]
+        1073741824
+    """
+    kind = type(storage).__name__
+    if kind not in storages.__all__ or getattr(storages, kind) is not type(storage) or not is_dataclass(storage):
+        return None
+    values = {item.name: getattr(storage, item.name) for item in fields(storage) if item.init}
+    return {"kind": kind, **values} if all(isinstance(value, _PLAIN) for value in values.values()) else None
+
+
+def _live(uses: Iterable[StorageUse], given: Mapping[str, Storage]) -> dict[str, Storage]:
+    """Return the storages of a plan by their names: those that are given, else those that its file can make again."""
+    known = {use.name: use.arguments for use in uses}
+    for name, storage in given.items():
+        if name not in known:
+            raise UsageError(
+                f"Plan.load(storages=...): this plan uses {', '.join(known) or 'no storage'}; got {storage!r}."
+            )
+    made = {name: _storage_of(values) for name, values in known.items() if values is not None and name not in given}
+    return {**made, **given}
+
+
+def _storage_of(arguments: Mapping[str, Any]) -> Storage:
+    values = dict(arguments)
+    kind = values.pop("kind", None)
+    if not isinstance(kind, str) or kind not in storages.__all__:
+        raise UsageError(f"A plan with a storage of the kind {kind!r}, which this release does not have.")
+    return getattr(storages, kind)(**values)  # type: ignore[no-any-return]
+
+
+# -- the model of a plan ----------------------------------------------------------------------------------------------
+
+
+def _differences(model: Module, units: int, decisions: Sequence[Decision]) -> Iterator[str]:
+    """Say what of a model is other than a plan knows it.
+
+    Args:
+        model: the model.
+        units: how many units it had; 0 if unknown.
+        decisions: of the plan.
+    """
+    found = len(find_units(model))
+    if units and found != units:
+        yield f"it has {found} blocks and other modules that contain modules, and the planned model had {units}"
+    modules = dict(model.named_modules())
+    for decision in decisions:
+        module = modules.get(decision.path) or span_at(model, decision.path)
+        where = repr(decision.path or THE_MODEL)
+        if module is None:
+            yield f"it has no {where}"
+        elif module_class_name(module) != decision.kind:
+            yield f"{where} is a {module_class_name(module)} and was a {decision.kind}"
+        elif parameter_digest(module) != decision.parameters:
+            yield f"{where} has other parameters"

@@ -1,61 +1,84 @@
-"""Plans one step: profile, tabulate, solve, prove."""
+"""Plans one step: trace and measure the plain one, tabulate candidates, search, and write the plan."""
 
 from __future__ import annotations
 
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch.optim import Optimizer
 
+from reactivate._inspect.step import leaves_of
 from reactivate._model.apply import apply
+from reactivate._modules.spans import module_at
 from reactivate._region.accounts import in_words
 from reactivate._text.warnings import warn
 from reactivate._types import Storage
 from reactivate.planner.budget import Budget, parse
-from reactivate.planner.by_value.menus import menus_of
-from reactivate.planner.chosen import ChosenStep
+from reactivate.planner.call_values import make_menus
+from reactivate.planner.candidates import FULL, Assignment, Candidate
 from reactivate.planner.containers import with_containers
-from reactivate.planner.cost.flow import Flow
-from reactivate.planner.cost.memory import fixed_of, optimizer_memory, others_on
+from reactivate.planner.contents import Circumstances, Decision, Fixed, Point, Proof, StorageUse
+from reactivate.planner.cost.measured import measure_step
+from reactivate.planner.cost.memory import fixed_memory, optimizer_memory, others_on
+from reactivate.planner.cost.op_costs import RooflineCosts
 from reactivate.planner.cost.overhead import measure_overhead
-from reactivate.planner.cost.prediction import Fixed, Point
-from reactivate.planner.cost.timeline import prediction_of
-from reactivate.planner.digest import digests_of
-from reactivate.planner.head_search import Head, HeadSearch
-from reactivate.planner.offers import Offer, offers_of
-from reactivate.planner.place import Place, available_bytes
-from reactivate.planner.plan import Plan
-from reactivate.planner.points import Points
-from reactivate.planner.profile.looks import look_at
-from reactivate.planner.profile.op_costs import Modelled
-from reactivate.planner.profile.probe import Reading, TreatmentTable, read
-from reactivate.planner.profile.rounds import rounds_of
-from reactivate.planner.profile.step_profile import StepProfile
-from reactivate.planner.profile.trace import Costs, Trace
+from reactivate.planner.distributed import Ranks
+from reactivate.planner.head import Head, HeadSearch, head_search
+from reactivate.planner.infeasible import about_repeated, infeasible, no_room
+from reactivate.planner.offload import Offer, find_offers
+from reactivate.planner.plan import Plan, storage_arguments
+from reactivate.planner.prediction import predict
 from reactivate.planner.progress import Tell
-from reactivate.planner.ranks import Ranks
 from reactivate.planner.runner import StepRunner
-from reactivate.planner.solver.chain import Chain
-from reactivate.planner.solver.solution import Search
+from reactivate.planner.search import ProvenStep, Search, SharedSearch, storage_menus
+from reactivate.planner.simulator import Simulator
+from reactivate.planner.solve import Chain
 from reactivate.planner.step import StepFacts, TrainingStep
-from reactivate.planner.storage_search import StorageSearch
-from reactivate.planner.together import SharedSearch
-from reactivate.planner.treatments import FULL, Assignment, Treatment
-from reactivate.planner.trials import Trials
-from reactivate.planner.units import units_of
-from reactivate.planner.unsimulated import NO_STORAGES
-from reactivate.planner.written import about_repeated, circumstances_of, decisions_of, infeasible, no_room, storages_of
-from reactivate.storage.rehearsal import Rehearsal
+from reactivate.planner.table import CandidateTable, TraceSummary, plan_rounds, summarize
+from reactivate.planner.target import Target, available_bytes
+from reactivate.planner.trace.records import Costs, Trace
+from reactivate.planner.units import find_units, module_class_name, parameter_digest, unit_digests
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """The findings of a run that hold for the step with arguments of other shapes.
+
+    Attributes:
+        costs: of ops.
+        scale: from the seconds of ops to those of a step.
+        others_bytes: what else is on an accelerator.
+        optimizer_bytes: what the optimizer keeps, and the most that its step allocates beside that.
+        is_predicted: whether nothing ran after all.
+        uncertainty: by which part of it the time of the step was another when it was measured again.
+    """
+
+    costs: Costs
+    scale: float
+    others_bytes: int
+    optimizer_bytes: tuple[int, int]
+    is_predicted: bool
+    uncertainty: float = 0.0
 
 
 class Planner:
-    """Plans one step."""
+    """Plans one step.
+
+    Args:
+        step, target, optimizer: what runs, where, and what updates its parameters.
+        storages: where tensors may be kept, by name.
+        known: the profile of the same step with other arguments: nothing is measured then.
+        needs_fakes: whether steps are to be simulated wherever they can be.
+        head: whether the loss may be computed by rows.
+    """
 
     def __init__(
         self,
         step: TrainingStep,
-        place: Place,
+        target: Target,
         optimizer: Optimizer | None,
         tell: Tell,
         storages: Mapping[str, Storage] | None = None,
@@ -65,87 +88,83 @@ class Planner:
         head: Head = "rows",
         ranks: Ranks | None = None,
     ) -> None:
-        self.step, self.place, self.optimizer, self._head = step, place, optimizer, head
+        self.step, self.target, self.optimizer, self._head = step, target, optimizer, head
         self._profiled = known
         self._storages, self._tell = storages or {}, tell
         self._facts = StepFacts("", step.model.training)
-        self._overhead = measure_overhead() if place.is_here else place.spec.overhead
-        self.units = units_of(step.model)
+        self._overhead = measure_overhead() if target.is_here else target.spec.overhead
+        self.units = find_units(step.model)
         self._units_of_model = len(self.units)
-        here = place if known is None else replace(place, is_here=False)
         self._ranks = ranks or Ranks()
         self.is_shared = not self._ranks.is_alone
-        self._ranks.check_same("the model", digests_of(self.units))
-        needs_fakes = needs_fakes or bool(storages)
-        self._trials = Trials(step, here, self.units, tell, self._ranks, needs_fakes=needs_fakes)
-        self.costs: Costs = Modelled(place.spec, place.rounding) if known is None else known.costs
-        self.is_predicted = not place.is_here if known is None else known.is_predicted
+        self._ranks.check_same("the model", unit_digests(self.units))
+        here = target if known is None else replace(target, is_here=False)
+        is_faked = needs_fakes or bool(storages)
+        self._simulator = Simulator(step, here, self.units, tell, self._ranks, needs_fakes=is_faked)
+        self.costs: Costs = RooflineCosts(target.spec, target.rounding) if known is None else known.costs
+        self.is_predicted = not target.is_here if known is None else known.is_predicted
         self._uncertainty = 0.0 if known is None else known.uncertainty
 
     # -- the plain step -----------------------------------------------------------------------------------------------
 
-    def look_at_plain(self) -> None:
-        """Simulate the plain step, measure it where that can be, and simulate it again with what was measured.
+    def trace_plain(self) -> None:
+        """Trace the plain step, measure it where that can be, and trace it again with what was measured.
 
         Raises:
             PlanInfeasible: what is there all the time is larger than the device; nothing has run then.
         """
-        fixed = functools.partial(fixed_of, self.step.model, self.step.args, self.step.kwargs)
+        fixed = functools.partial(fixed_memory, self.step.model, self.step.args, self.step.kwargs)
         self._check_room(fixed(0))
-        needs = functools.partial(optimizer_memory, self.optimizer, self.step.model, self.costs, self.place.device)
+        needs = functools.partial(optimizer_memory, self.optimizer, self.step.model, self.costs, self.target.device)
         self._optimizer_needs = needs() if self._profiled is None else self._profiled.optimizer_bytes
         self.fixed = fixed(self._optimizer_needs[0])
         self._check_room(self.fixed)
         with self.step.observed(lambda facts: setattr(self, "_facts", facts)):
-            plain = self._trials.first(self.costs)
+            plain = self._simulator.first(self.costs)
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
         if self._profiled is not None:
             self.plain_seconds = plain.seconds * self._profiled.scale
             self.fixed = replace(self.fixed, others=self._profiled.others_bytes)
-        elif self.place.is_here:
+        elif self.target.is_here:
             plain, step = self._measure(plain), self.step  # by now libraries have taken their workspaces
-            others = others_on(self.place.device, step.model, step.args, step.kwargs, self.optimizer)
+            others = others_on(self.target.device, step.model, step.args, step.kwargs, self.optimizer)
             self.fixed = replace(self.fixed, others=others)
         else:
             self.plain_seconds = plain.seconds
         self.optimizer_bytes = 0 if self.optimizer is None else self.fixed.total + self._optimizer_needs[1]
         self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
         self.plain = plain
-        self.plain_reading = self._read(plain, {})
+        self.plain_summary = self._summarize(plain, {})
 
     def _check_room(self, fixed: Fixed) -> None:
-        """See to it that the device of each rank has room for what is there all the time.
-
-        Raises:
-            PlanInfeasible: it has not.
-        """
-        for others, memory_bytes in self._ranks.gather((fixed, self.place.memory_bytes)):
+        """See to it that the device of each rank has room for what is there all the time."""
+        for others, memory_bytes in self._ranks.gather((fixed, self.target.memory_bytes)):
             if 0 < memory_bytes < others.total:
                 raise no_room(others, self._device, memory_bytes)
 
-    def _measure(self, simulated: Trace) -> Trace:
-        available = available_bytes(self.place.device)
-        policy = Assignment({} if self._fits(simulated, available) else dict.fromkeys(self.units, FULL))
-        if policy.treatments and not self._fits(self._simulated(policy.treatments), available):
+    def _measure(self, plain: Trace) -> Trace:
+        """Measure the step for real, with everything recomputed if the plain one does not fit; return it with these costs."""
+        available = available_bytes(self.target.device)
+        policy = Assignment({} if self._fits(plain, available) else dict.fromkeys(self.units, FULL))
+        if policy.candidates and not self._fits(self._simulator.run(policy.candidates, self.costs), available):
             warn(
                 f"plan: not even with everything recomputed does this step seem to fit in the {in_words(available)} that "
                 "are free here, so nothing is measured: the plan is predicted, as for a device that is not here."
             )
-            self.is_predicted = True
-            self.plain_seconds = simulated.seconds
-            return simulated
+            self.is_predicted, self.plain_seconds = True, plain.seconds
+            return plain
         handle = apply(self.step.model, policy)
         try:
-            looked = look_at(self.step, self.place, self._tell)
+            measured = measure_step(self.step, self.target, self._tell)
         finally:
             handle.remove()
-        priced = looked.costs.priced(simulated, self.costs) if isinstance(self.costs, Modelled) else None
-        self.costs, self._uncertainty = looked.costs, looked.uncertainty
-        plain = self._simulated({}) if priced is None else priced
-        same = plain if not policy.treatments else self._simulated(policy.treatments)
-        self.plain_seconds = looked.seconds * plain.seconds / same.seconds
+        priced = measured.costs.priced(plain, self.costs) if isinstance(self.costs, RooflineCosts) else None
+        self.costs, self._uncertainty = measured.costs, measured.uncertainty
+        plain = self._simulator.run({}, self.costs) if priced is None else priced
+        same = self._simulator.run(policy.candidates, self.costs) if policy.candidates else plain
+        self.plain_seconds = measured.seconds * plain.seconds / same.seconds
         return plain
 
     def _fits(self, trace: Trace, available_bytes: int) -> bool:
@@ -157,174 +176,48 @@ class Planner:
         found = self.costs, self._scale, self.fixed.others, self._optimizer_needs, self.is_predicted
         return StepProfile(*found, self._uncertainty)
 
-    # -- other steps --------------------------------------------------------------------------------------------------
-
-    def _simulated(
-        self,
-        treatments: Mapping[str, Treatment],
-        storages: Mapping[str, Storage] | None = None,
-        rehearsal: Rehearsal | None = None,
-    ) -> Trace:
-        return self._trials.run(treatments, self.costs, storages, rehearsal)
-
-    def _read(self, trace: Trace, treatments: Mapping[str, Treatment]) -> Reading:
-        seeing = {
-            path: self._called[path].functions.total()
-            for path, treatment in treatments.items()
-            if treatment.sees_functions
-        }
-        return read(self._trials.margin.over(trace), self._scale, self._overhead, seeing)
+    # -- candidates ---------------------------------------------------------------------------------------------------
 
     def attempt(
-        self, treatments: Mapping[str, Treatment], offer: Offer | None = None, *, at_once: bool = False
-    ) -> tuple[Trace, Reading]:
-        """Simulate the step with these treatments.
+        self, candidates: Mapping[str, Candidate], offer: Offer | None = None, *, at_once: bool = False
+    ) -> tuple[Trace, TraceSummary]:
+        """Trace the step with candidates for some units.
 
         Args:
-            treatments: by the paths of units.
+            candidates: by the paths of units.
             offer: the storage that they use.
             at_once: whether that lets go and brings back at once, whatever else it has.
         """
         storage, rehearsal = (None, None) if offer is None else offer.rehearsed(at_once=at_once)
         storages = {} if offer is None or storage is None else {offer.name: storage}
-        trace = self._simulated(treatments, storages, rehearsal)
-        return trace, self._read(trace, treatments)
+        trace = self._simulator.run(candidates, self.costs, storages, rehearsal)
+        return trace, self._summarize(trace, candidates)
 
-    # -- the plan -----------------------------------------------------------------------------------------------------
+    def _summarize(self, trace: Trace, candidates: Mapping[str, Candidate]) -> TraceSummary:
+        seen = {path: self._called[path].functions.total() for path, item in candidates.items() if item.sees_functions}
+        return summarize(self._simulator.margin.over(trace), self._scale, self._overhead, seen)
 
     def prepare(self) -> Planner:
-        """Find out what every treatment of every unit comes to."""
-        self.look_at_plain()
+        """Find out what every candidate of every unit comes to."""
+        self.trace_plain()
         return self.tabulate()
 
     def tabulate(self) -> Planner:
         """Find that out, once the plain step is known."""
-        self.table = TreatmentTable(self.plain_reading, self.units)
+        self.table = CandidateTable(self.plain_summary, self.units)
         least = dict.fromkeys(self.units, FULL)  # what that needs is known exactly
         self.table.enter(self.attempt(least)[1], least)
         functions = {path: call.functions.keys() for path, call in self._called.items()}
-        record = functools.partial(self._trials.record, costs=self.costs, plain_bytes=self.plain.peak_bytes)
-        self.menus = self._ranks.gather(menus_of(self.units, functions, self.table, record))[0]  # times differ by rank
-        rounds = rounds_of(self.units, self.menus, self.table)
-        for number, treatments in enumerate(rounds, start=1):
+        record = functools.partial(self._simulator.record, costs=self.costs, plain_bytes=self.plain.peak_bytes)
+        menus = make_menus(self.units, functions, self.table, record)
+        self.menus = self._ranks.gather(menus)[0]  # times differ by rank
+        rounds = plan_rounds(self.units, self.menus, self.table)
+        for number, candidates in enumerate(rounds, start=1):
             self._tell(f"policies, simulated: {number} of {len(rounds)}")
-            self.table.enter(self.attempt(treatments)[1], treatments)
+            self.table.enter(self.attempt(candidates)[1], candidates)
         self.all_menus = with_containers(self.step.model, self.menus, self.table, self.attempt)
-        self.search = Search(self.table, self.all_menus, self.attempt)
+        self.search = Search(self.table, self.all_menus, self.attempt, self.plain_seconds)
         return self
-
-    @functools.cached_property
-    def _head_searches(self) -> tuple[HeadSearch, ...]:
-        """One, prepared when a plan needs it; none where no loss can be computed by rows, or is to be."""
-        has_loss = any(op.name.startswith("nll_loss") for op in self.plain.ops)  # which a cross-entropy of labels runs
-        if self._head == "keep" or not has_loss:
-            return ()
-        self._tell("the loss by rows")
-        found = HeadSearch.of(self, self.step.model)
-        return () if found is None else (found,)
-
-    @functools.cached_property
-    def _storage_searches(self) -> tuple[StorageSearch, ...]:
-        """Prepared when a plan needs them: where everything fits nothing is moved."""
-        if self._trials.need_values and self._storages:
-            warn(NO_STORAGES)
-            return ()
-        offers = offers_of(self._storages, self.place)
-        return tuple(StorageSearch(offer, self, self._tell).prepare() for offer in offers)
-
-    def plan(self, asked: Budget | None) -> Plan:
-        """The plan for a budget, once it is prepared."""
-        budget = self.default_budget() if asked is None else asked
-        allowed = self.allowed_bytes(budget)
-        self._tell("the plan, solved and proved")
-        is_enough = all(self._ranks.gather(self.optimizer_bytes <= allowed))
-        found = self._fastest(self.own_bytes(allowed)) if is_enough else None
-        if found is None:
-            least, advice = self.smallest_bytes(), "".join(search.advice() for search in self._head_searches)
-            advice += about_repeated(self.plain)
-            asked_by = None if asked is None else budget.text
-            device = self._device, self.place.memory_bytes
-            raise infeasible(asked_by, allowed, least, self.fixed, self.plain.peak_bytes, device, advice)
-        return self._written(found, budget, allowed)
-
-    def allowed_bytes(self, budget: Budget) -> int:
-        """Return what a budget allows, all included: no more than the device has."""
-        allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
-        return min(allowed, self.place.memory_bytes or allowed)
-
-    @property
-    def _device(self) -> str:
-        """The device that is planned for, by name."""
-        return self.place.spec.name if self.is_predicted else str(self.place.device)
-
-    def own_bytes(self, allowed_bytes: int) -> int:
-        """Return what of a budget is for the step itself: without what is there all the time."""
-        return allowed_bytes - self.fixed.total
-
-    def _fastest(self, budget_bytes: int) -> ChosenStep | None:
-        """The fastest choice that holds: without storages, or with one of them."""
-        found = self._shared(budget_bytes).fit()
-        choices = [] if found is None else [ChosenStep(found, self.plain_seconds + found.solution.seconds, Flow())]
-        if found is None or found.solution.seconds > 0:
-            searches: tuple[HeadSearch | StorageSearch, ...] = (*self._head_searches, *self._storage_searches)
-            choices += [other for search in searches if (other := search.fit(budget_bytes)) is not None]
-        return min(choices, key=lambda choice: choice.seconds, default=None)
-
-    def _shared(self, budget_bytes: int) -> SharedSearch:
-        return SharedSearch(self._ranks, self.search, budget_bytes, self.plain.needed_bytes)
-
-    def smallest_bytes(self) -> int:
-        """The least budget for which there is a plan."""
-        peaks = [self._shared(-self.fixed.total).smallest().trace.needed_bytes]
-        searches: tuple[HeadSearch | StorageSearch, ...] = (*self._head_searches, *self._storage_searches)
-        peaks += [found.needed_bytes for search in searches if (found := search.smallest()) is not None]
-        own_bytes = max(self.fixed.total + min(peaks), self.optimizer_bytes)
-        return max(self._ranks.gather(own_bytes))
-
-    def default_budget(self) -> Budget:
-        """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
-        return parse(self.place.free_bytes(self.fixed.total, is_predicted=self.is_predicted))
-
-    def _written(self, choice: ChosenStep, budget: Budget, allowed: int) -> Plan:
-        total, trace = self.fixed.total, choice.proven.trace
-        return Plan(
-            budget=budget.text,
-            budget_bytes=allowed,
-            made_for=circumstances_of(
-                self.step,
-                self._device,
-                self._facts,
-                self._units_of_model,
-                self._units_of_model - len(self.units),
-                is_predicted=self.is_predicted,
-            ),
-            decisions=decisions_of(choice, self.plain_reading.paths, self.step.model),
-            fixed=self.fixed,
-            plain=prediction_of(self.plain, total, self.plain_seconds),
-            predicted=prediction_of(trace, total, choice.own_seconds, choice.flow),
-            frontier=self._points.frontier_with(self._points_of(choice)),
-            policies=self._points.policies(self.step.model),
-            proof=self._trials.proof_of(trace, total, choice.proven.rounds),
-            optimizer_bytes=self.optimizer_bytes,
-            storages=storages_of(choice, [search.offer for search in self._used(choice)]),
-            offered=tuple(map(repr, self._storages.values())),
-            live=self._storages,
-            uncertainty=self._uncertainty,
-            runner=StepRunner(self.step, self.place, self.costs, self),
-        )
-
-    def _used(self, choice: ChosenStep) -> tuple[StorageSearch, ...]:
-        names = {treatment.storage for treatment in choice.proven.treatments.values()} - {""}
-        return tuple(search for search in self._storage_searches if search.offer.name in names) if names else ()
-
-    def _points_of(self, choice: ChosenStep) -> list[Point]:
-        """Return those with what the plan has beside treatments: the loss by rows; or a storage, the smallest and itself."""
-        total = self.fixed.total
-        found = [point for search in self._head_searches if choice.heads for point in search.points(total)]
-        for search in self._used(choice):
-            items = [item for item in (search.smallest(), choice) if item]
-            found += [Point(f"planned, {search.offer.name}", total + item.trace_bytes, item.seconds) for item in items]
-        return found
 
     @property
     def chain(self) -> Chain:
@@ -332,5 +225,190 @@ class Planner:
         return self.table.chain(self.menus, {})
 
     @functools.cached_property
-    def _points(self) -> Points:
-        return Points(self.chain, self.plain_reading.paths, self.fixed.total, self.plain_seconds)
+    def _head_search(self) -> HeadSearch | None:
+        """Prepared when a plan needs it; None where no loss can be computed by rows, or is to be."""
+        has_loss = any(op.name.startswith("nll_loss") for op in self.plain.ops)  # which a cross-entropy of labels runs
+        if self._head == "keep" or not has_loss:
+            return None
+        self._tell("the loss by rows")
+        step = self.step.model, self.units, self.all_menus, self.table, self.attempt
+        return head_search(*step, self.plain, self.plain_seconds)
+
+    @functools.cached_property
+    def _storage_searches(self) -> tuple[Search, ...]:
+        """Prepared when a plan needs them: where everything fits nothing is moved."""
+        if self._simulator.needs_values and self._storages:
+            warn(
+                "plan(storages=...): this step depends on values that it computes, so what a storage does in it cannot be "
+                "proved: it is rehearsed without values. The plan is made without storages."
+            )
+            return ()
+        found = []
+        for offer in find_offers(self._storages, self.target):
+            at_once = functools.partial(self.attempt, offer=offer, at_once=True)
+            menus = storage_menus(offer, self.units, self.menus, self.table, at_once, self._tell)
+            attempt = functools.partial(self.attempt, offer=offer)
+            found.append(Search(self.table, menus, attempt, self.plain_seconds, offer=offer))
+        return tuple(found)
+
+    @property
+    def _other_searches(self) -> tuple[Search, ...]:
+        """The searches that have more than candidates of units: the loss by rows, or a storage."""
+        head = self._head_search
+        return (*(() if head is None else (head.search,)), *self._storage_searches)
+
+    # -- the plan -----------------------------------------------------------------------------------------------------
+
+    def plan(self, asked: Budget | None) -> Plan:
+        """Return the plan for a budget, once candidates are tabulated; None: for the default one."""
+        budget = self.default_budget() if asked is None else asked
+        allowed = self.allowed_bytes(budget)
+        self._tell("the plan, solved and proved")
+        is_enough = all(self._ranks.gather(self.optimizer_bytes <= allowed))
+        found = self._fastest(self.own_bytes(allowed)) if is_enough else None
+        if found is None:
+            least, head = self.smallest_bytes(), self._head_search
+            advice = ("" if head is None else head.advice()) + about_repeated(self.plain)
+            asked_by = None if asked is None else budget.text
+            device = self._device, self.target.memory_bytes
+            raise infeasible(asked_by, allowed, least, self.fixed, self.plain.peak_bytes, device, advice)
+        return self._written(found, budget, allowed)
+
+    def allowed_bytes(self, budget: Budget) -> int:
+        """Return what a budget allows, all included: no more than the device has."""
+        allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
+        return min(allowed, self.target.memory_bytes or allowed)
+
+    def own_bytes(self, allowed_bytes: int) -> int:
+        """Return what of a budget is for the step itself: without what is there all the time."""
+        return allowed_bytes - self.fixed.total
+
+    def default_budget(self) -> Budget:
+        """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
+        return parse(self.target.free_bytes(self.fixed.total, is_predicted=self.is_predicted))
+
+    def smallest_bytes(self) -> int:
+        """Return the least budget for which there is a plan."""
+        found = [self._shared(-self.fixed.total).smallest(), *(search.smallest() for search in self._other_searches)]
+        least = min(one.trace.needed_bytes for one in found if one is found[0] or not one.trace.failures)
+        return max(self._ranks.gather(max(self.fixed.total + least, self.optimizer_bytes)))
+
+    def _fastest(self, budget_bytes: int) -> ProvenStep | None:
+        """Return the fastest choice that holds: with or without the loss by rows, without storages or with one."""
+        found = self._shared(budget_bytes).fit()
+        choices = [] if found is None else [found]
+        if found is None or found.solution.seconds > 0:
+            for search in self._other_searches:
+                if search.offer is not None:
+                    self._tell(f"the plan with {search.offer.name}, solved and proved")
+                other = search.fit(budget_bytes)
+                choices += [] if other is None else [other]
+        return min(choices, key=lambda choice: choice.seconds, default=None)
+
+    def _shared(self, budget_bytes: int) -> SharedSearch:
+        return SharedSearch(self._ranks, self.search, budget_bytes, self.plain.needed_bytes)
+
+    @property
+    def _device(self) -> str:
+        """The device that is planned for, by name."""
+        return self.target.spec.name if self.is_predicted else str(self.target.device)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def _written(self, choice: ProvenStep, budget: Budget, allowed: int) -> Plan:
+        total, trace = self.fixed.total, choice.trace
+        method = "real" if trace.is_real else "simulated"
+        return Plan(
+            budget=budget.text,
+            budget_bytes=allowed,
+            made_for=self._circumstances(),
+            decisions=self._decisions(choice),
+            fixed=self.fixed,
+            plain=predict(self.plain, total, self.plain_seconds),
+            predicted=predict(trace, total, choice.own_seconds, choice.flow),
+            frontier=self._frontier(choice),
+            policies=self._policies,
+            proof=Proof(method, total + trace.peak_bytes, choice.rounds, trace.margin_bytes),
+            optimizer_bytes=self.optimizer_bytes,
+            storages=tuple(_use_of(search.offer, choice) for search in self._used(choice) if search.offer),
+            offered=tuple(map(repr, self._storages.values())),
+            live=self._storages,
+            uncertainty=self._uncertainty,
+            runner=StepRunner(self.step, self.target, self.costs, self.is_shared, self.plan, self.smallest_bytes),
+        )
+
+    def _circumstances(self) -> Circumstances:
+        step, facts, units = self.step, self._facts, self._units_of_model
+        leaves = leaves_of("args", step.args) | leaves_of("kwargs", dict(step.kwargs or {}))
+        inputs = tuple(
+            (name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items()
+        )
+        made_for = module_class_name(step.model), inputs, self._device, torch.__version__, facts.loss, self.is_predicted
+        return Circumstances(*made_for, units, facts.trains, units - len(self.units))
+
+    def _decisions(self, choice: ProvenStep) -> tuple[Decision, ...]:
+        """Return what is done with each unit, and with the heads. A unit may be called often."""
+        held: Counter[str] = Counter()
+        moved: Counter[str] = Counter()
+        seconds: dict[str, float] = defaultdict(float)
+        for path, option in zip(self.plain_summary.paths, choice.solution.options, strict=True):
+            held[option.span or path] += option.held_bytes
+            seconds[option.span or path] += option.seconds
+        for path, call in zip(choice.summary.paths, choice.summary.calls, strict=True):  # no spans where any are moved
+            moved[path] += sum(call.moved)
+        seconds |= dict.fromkeys(choice.heads, choice.head_seconds / max(len(choice.heads), 1))
+        return tuple(
+            Decision(
+                path,
+                module_class_name(module),
+                parameter_digest(module),
+                candidate,
+                held[path],
+                seconds[path],
+                moved[path],
+            )
+            for path, candidate in (*choice.candidates.items(), *choice.heads.items())
+            for module in (module_at(self.step.model, path),)
+        )
+
+    def _used(self, choice: ProvenStep) -> tuple[Search, ...]:
+        """Return the search whose storage a choice uses, if it uses one."""
+        names = {candidate.storage for candidate in choice.candidates.values()} - {""}
+        return (
+            tuple(search for search in self._storage_searches if search.offer and search.offer.name in names)
+            if names
+            else ()
+        )
+
+    def _frontier(self, choice: ProvenStep) -> tuple[Point, ...]:
+        """Return the plans for other budgets; with the loss by rows, or the smallest with a storage, if the plan has that."""
+        total = self.fixed.total
+        points = list(self._points)
+        if choice.heads and self._head_search is not None:
+            points += self._head_search.search.frontier(total, "planned, loss by rows")
+        for search in self._used(choice):
+            label, smallest = f"planned, {search.offer.name if search.offer else ''}", search.smallest()
+            items = [choice] if smallest.trace.failures else [smallest, choice]
+            points += [Point(label, total + item.trace.peak_bytes, item.seconds) for item in items]
+        found: list[Point] = []
+        for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
+            if not found or point.seconds < found[-1].seconds:
+                found.append(point)
+        return tuple(found)
+
+    @functools.cached_property
+    def _points(self) -> tuple[Point, ...]:
+        return self.search.frontier(self.fixed.total)
+
+    @functools.cached_property
+    def _policies(self) -> tuple[Point, ...]:
+        return self.search.policies(self.step.model, self.fixed.total)
+
+
+def _use_of(offer: Offer, choice: ProvenStep) -> StorageUse:
+    out, back = (
+        (None, None) if offer.link is None else (offer.link.out_bytes_per_second, offer.link.back_bytes_per_second)
+    )
+    return StorageUse(
+        offer.name, repr(offer.storage), choice.flow.stored_bytes, out, back, storage_arguments(offer.storage)
+    )

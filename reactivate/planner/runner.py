@@ -1,101 +1,87 @@
-"""The runner of a plan: as long as the step is there, it runs it and predicts other shapes."""
+"""The step of a plan, as long as it is there: run to measure the plan, or compiled, or planned again.
+
+The memory of a compiled step is that of its graphs. torch's partitioner keeps what the plan keeps, and recomputes what
+the plan recomputes; but the graph of the backward hands over the gradients of all parameters when it ends, where eager
+adds each to those that are there and frees it. A traced step in which gradients stay (`TrainingStep.is_compiled`) has the
+peak of the graph; what the code that a backend generates takes beside, only a run tells.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import Module
 
 from reactivate._model.apply import apply, paused
+from reactivate._region.accounts import in_words
 from reactivate._region.due import uncounted
-from reactivate.errors import UsageError
-from reactivate.planner.budget import Budget
-from reactivate.planner.call_watch import CallWatch
-from reactivate.planner.collector import older_objects_left_out
-from reactivate.planner.compiled_step import compiled_step
-from reactivate.planner.measurement import Measurement
-from reactivate.planner.peak_watch import PeakWatch
-from reactivate.planner.place import Place
+from reactivate._text.words import described
+from reactivate.errors import PlanInfeasible, UsageError
+from reactivate.planner.budget import Budget, parse
+from reactivate.planner.cost.measured import measured_peak, time_call
 from reactivate.planner.plan import Plan
-from reactivate.planner.profile.costs import measured_peak, seconds_of
-from reactivate.planner.profile.trace import Costs
-from reactivate.planner.profile.tracer import traced
+from reactivate.planner.progress import older_objects_left_out
 from reactivate.planner.step import TrainingStep
+from reactivate.planner.target import Target
+from reactivate.planner.trace.records import Costs
+from reactivate.planner.trace.tracer import traced
+from reactivate.planner.watches import CallWatch, PeakWatch
 
 _TIMED = 3
 
 
-class Replanner(Protocol):
-    """A planner of a step that it has profiled.
+@dataclass(frozen=True, eq=False)
+class StepRunner:
+    """The step of a plan, as long as it is there.
 
     Attributes:
-        is_shared: whether several ranks plan together.
+        step, target, costs: the step, where it runs, and what its ops cost.
+        is_shared: whether several ranks plan together: each must come to `replan` and `least_bytes` with the others.
+        plan: returns the plan for another budget.
+        smallest_bytes: returns the least budget for which there is a plan.
     """
 
+    step: TrainingStep
+    target: Target
+    costs: Costs
     is_shared: bool
-
-    def plan(self, asked: Budget | None) -> Plan:
-        """Return the plan for a budget."""
-
-    def smallest_bytes(self) -> int:
-        """Return the least budget for which there is a plan."""
-
-
-class StepRunner:
-    """The step of a plan.
-
-    Args:
-        step: the step.
-        place: where it runs.
-        costs: what its ops cost.
-        planner: plans it for other budgets.
-    """
-
-    def __init__(self, step: TrainingStep, place: Place, costs: Costs, planner: Replanner) -> None:
-        self._step = step
-        self._place = place
-        self._costs = costs
-        self._planner = planner
-
-    @property
-    def is_shared(self) -> bool:
-        """Return whether several ranks plan together: each must come to `replan` and `least_bytes` with the others."""
-        return self._planner.is_shared
+    plan: Callable[[Budget | None], Plan]
+    smallest_bytes: Callable[[], int]
 
     @property
     def device_bytes(self) -> int:
-        """The memory of the device; 0 where nobody says."""
-        return self._place.memory_bytes
+        """The memory of the device; 0 if unknown."""
+        return self.target.memory_bytes
 
     def replan(self, budget: Budget | None) -> Plan:
         """Return the plan for another budget."""
-        with paused(self._step.model), older_objects_left_out():
-            return self._planner.plan(budget)
+        with paused(self.step.model), older_objects_left_out():
+            return self.plan(budget)
 
     def least_bytes(self) -> int:
         """Return the least budget for which there is a plan."""
-        with paused(self._step.model), older_objects_left_out():
-            return self._planner.smallest_bytes()
+        with paused(self.step.model), older_objects_left_out():
+            return self.smallest_bytes()
 
     @uncounted()
     def measure(self, plan: Plan, *, compiled: bool | str = False) -> Measurement:
         """Run the step with `plan`: once to warm up, once for its peak, then for its time; compiled if that is asked for."""
-        if not self._place.is_here:
+        if not self.target.is_here:
             raise UsageError(
                 f"measure: the plan is for {plan.made_for.device}, or a model without values; nothing can run."
             )
-        device = self._place.device
+        device = self.target.device
         peaks: list[int] = []
         seconds: list[float] = []
-        step = compiled_step(self._step, compiled) if compiled else self._step
-        with paused(self._step.model), apply(self._step.model, plan.assignment):
+        step = compiled_step(self.step, compiled) if compiled else self.step
+        with paused(self.step.model), apply(self.step.model, plan.assignment):
             step.run_for_real()
             step.run_for_real(watch=lambda run: peaks.append(measured_peak(run, device)))
-            step.run_for_real(_TIMED, watch=lambda run: seconds.append(seconds_of(run, device)))
+            step.run_for_real(_TIMED, watch=lambda run: seconds.append(time_call(run, device)))
         return Measurement(
             plan.budget_bytes,
             plan.predicted.peak_bytes,
@@ -110,12 +96,12 @@ class StepRunner:
 
     def watch(self, model: Module, plan: Plan) -> Callable[[], None]:
         """Warn when `model` is called with other shapes than the plan was made for, or takes more than its budget."""
-        if self._step.whole is not None:
-            return lambda: None  # whose arguments nobody knows
+        if self.step.whole is not None:
+            return lambda: None  # whose arguments are unknown
         remove = model.register_forward_pre_hook(CallWatch(plan, self.peak_with), with_kwargs=True).remove
-        if not plan.proof.margin_bytes or self._place.device.type == "cpu":
+        if not plan.proof.margin_bytes or self.target.device.type == "cpu":
             return remove
-        peak = model.register_forward_pre_hook(PeakWatch(plan.budget_bytes, self._place.device))
+        peak = model.register_forward_pre_hook(PeakWatch(plan.budget_bytes, self.target.device))
 
         def remove_both() -> None:
             remove()
@@ -125,10 +111,144 @@ class StepRunner:
 
     def peak_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The peak of a step with these arguments, under the policy that is applied; None if it cannot be simulated."""
-        step = replace(self._step, args=args, kwargs=kwargs)
+        step = replace(self.step, args=args, kwargs=kwargs)
         try:
-            with step.on_fakes(self._place.device) as (run, known), traced({}, known, self._costs) as trace:
+            with step.on_fakes(self.target.device) as (run, known), traced({}, known, self.costs) as trace:
                 run()
         except Exception:  # of the user's loss, say, which has targets of another shape: the warning has no peak then
             return None
         return trace.peak_bytes
+
+
+# -- a compiled step --------------------------------------------------------------------------------------------------
+
+
+DEFAULT_BACKEND = "inductor"
+
+
+def compiled_step(step: TrainingStep, compiled: bool | str) -> TrainingStep:
+    """Return the step with its model compiled.
+
+    Args:
+        compiled: true for torch's default backend, or the name of one.
+
+    Raises:
+        UsageError: the step is a function of the user's, in which the model is called as it is.
+    """
+    check_compiled("measure", compiled)
+    if step.whole is not None:
+        raise UsageError(
+            "measure(compiled=...): the step of this plan is a function of yours, which calls the model as it is. Compile "
+            "the model in it, and measure without compiled=; or plan with args and loss=."
+        )
+    torch.compiler.reset()  # it would take the graphs of one plan for those of another
+    backend = DEFAULT_BACKEND if compiled is True else compiled
+    model: Any = torch.compile(step.model, backend=backend, dynamic=False)  # type: ignore[arg-type]
+    return replace(step, model=model)
+
+
+def check_compiled(asked_by: str, compiled: Any, **others: Any) -> None:
+    """Refuse what is neither true, false nor the name of a backend, and what a compiled step cannot have."""
+    if not isinstance(compiled, bool) and compiled not in (backends := torch.compiler.list_backends(None)):
+        raise UsageError(
+            f"{asked_by}(compiled={described(compiled)}): it takes True, False, or the name of a backend of torch.compile: "
+            f"{', '.join(map(repr, backends))}."
+        )
+    for name, value in others.items():
+        if compiled and value:
+            raise UsageError(f"{asked_by}(compiled={compiled!r}) is not supported with {name}=, {_WHY_NOT[name]}.")
+
+
+_WHY_NOT = {
+    "step": "in which the model is called as it is: pass args and loss=",
+    "maximize": "which tries many sizes, each to be compiled: maximize first, then plan with a batch of that size",
+    "storages": "since what a compiled region keeps stays on the device",
+}
+
+
+def holding_compiled(found: Plan, compiled: bool | str, plan: Callable[[Budget], Plan]) -> Plan:
+    """Return a plan whose compiled step was run and holds the budget.
+
+    Each plan that does not hold is tightened by what it takes too much. What stays when no smaller plan takes less is the
+    compiler's: then there is none.
+
+    Args:
+        found: the plan for the budget, simulated.
+        plan: from a smaller budget to its plan.
+
+    Raises:
+        PlanInfeasible: there is none; says what the smallest one takes.
+    """
+    asked, least_bytes, tried = found, 0, 0
+    while True:
+        measured = found.measure(compiled=compiled).measured_bytes
+        tried += 1
+        if measured <= asked.budget_bytes:
+            proof = replace(found.proof, method="compiled", peak_bytes=measured, rounds=tried)
+            return replace(found, budget=asked.budget, budget_bytes=asked.budget_bytes, proof=proof)
+        least_bytes = min(measured, least_bytes or measured)
+        over_bytes = measured - asked.budget_bytes
+        try:
+            found = plan(parse(min(found.budget_bytes, found.predicted.peak_bytes) - over_bytes))
+        except (PlanInfeasible, UsageError):
+            raise PlanInfeasible(
+                f"plan(budget={asked.budget!r}, compiled={compiled!r}): no compiled step keeps within {asked.budget_bytes} "
+                f"bytes; the smallest that was found takes {least_bytes}. The graph of its backward holds the gradients of "
+                "all parameters at once: compile block by block, or raise the budget.",
+                budget_bytes=asked.budget_bytes,
+                least_bytes=least_bytes,
+            ) from None
+
+
+# -- a measurement ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A promise beside its measurement.
+
+    Attributes:
+        budget_bytes: what was allowed.
+        promised_bytes: the peak that the plan says, all included.
+        measured_bytes: the peak that was found.
+        activation_bytes: what of the promise the step allocates itself.
+        promised_seconds: of forward and backward.
+        measured_seconds: of the same.
+        reserved_bytes: what an accelerator's allocator had taken from the device; None on a CPU.
+        promised_reserved_bytes: what the plan says of that; None on a CPU, and of plans in older files.
+        is_compiled: whether the model was compiled.
+    """
+
+    budget_bytes: int
+    promised_bytes: int
+    measured_bytes: int
+    activation_bytes: int
+    promised_seconds: float
+    measured_seconds: float
+    reserved_bytes: int | None = None
+    promised_reserved_bytes: int | None = None
+    is_compiled: bool = False
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the budget was kept."""
+        return self.measured_bytes <= self.budget_bytes
+
+    @property
+    def error(self) -> float:
+        """Return how far the measured peak is above the promise, as a part of the step's own peak; negative: below."""
+        return (self.measured_bytes - self.promised_bytes) / max(self.activation_bytes, 1)
+
+    def __str__(self) -> str:
+        step = "Compiled step" if self.is_compiled else "Step"
+        promised, reserved = map(_reserved, (self.promised_reserved_bytes, self.reserved_bytes))
+        return (
+            f"Peak: promised {in_words(self.promised_bytes)}{promised}, measured {in_words(self.measured_bytes)}{reserved}, "
+            f"{self.error:+.2%} of the step's own; the budget of {in_words(self.budget_bytes)} "
+            f"{'holds' if self.holds else 'does not hold'}. {step}: promised {self.promised_seconds:.3f} s, measured "
+            f"{self.measured_seconds:.3f} s."
+        )
+
+
+def _reserved(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else f" ({in_words(size_bytes)} reserved)"

@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reactivate._inspect.fake import faked
+from reactivate._inspect.known_results import KnownCalls
 from reactivate._inspect.step import Step, leaves_of
 from reactivate._model.cache_watch import Caller, called
 from reactivate._text.words import described
@@ -48,7 +49,7 @@ class Beginning:
 
     @contextmanager
     def of(self, states: Sequence[Step]) -> Iterator[None]:
-        """Begin a run with them; the first one defines them. Whoever runs the step puts modes back afterwards.
+        """Begin a run with them; the first one defines them. Running the step puts modes back afterwards.
 
         Args:
             states: of the model, and of what else runs in the step.
@@ -72,12 +73,11 @@ class TrainingStep:
     """A training step: a model, its arguments, and the loss made of its result.
 
     Args:
-        model: the model.
-        args, kwargs: of its call.
         loss: from what the model returns to a scalar; None: see `default_loss`.
         whole: forward and backward in the place of all that; None: model, loss and backward.
         caller: warns once for all runs of the step.
         is_compiled: whether the step runs as one compiled graph, which hands over all gradients when its backward ends.
+        known: what is known of calls of ops, from its simulated runs.
         beginning: what each run of the step begins with.
     """
 
@@ -88,13 +88,13 @@ class TrainingStep:
     whole: Callable[[], object] | None = None
     caller: Caller = field(default_factory=lambda: Caller("plan"), compare=False, repr=False)
     is_compiled: bool = False
+    known: KnownCalls = field(default_factory=dict, compare=False, repr=False)
     beginning: Beginning = field(default_factory=lambda: Beginning(), compare=False, repr=False)
 
     def run_for_real(self, times: int = 1, watch: Callable[[Callable[[], None]], None] | None = None) -> None:
         """Run it, with gradients that are there already; then model, gradients and generators are as they were.
 
         Args:
-            times: how often.
             watch: called in place of the step, with the step.
         """
         with self._put_back(self.args, dict(self.kwargs or {})), _with_gradients(self._trained(), torch.zeros_like):
@@ -148,8 +148,8 @@ class TrainingStep:
         """The step on fake tensors: yields what runs it, and the tensors that are there before it."""
         kwargs = dict(self.kwargs or {})
         with ExitStack() as stack:
-            stack.enter_context(self._put_back(self.args, kwargs))
-            args, kwargs = stack.enter_context(faked(self.model, self.args, kwargs, device))
+            reach = stack.enter_context(self._put_back(self.args, kwargs))
+            args, kwargs = stack.enter_context(faked(self.model, self.args, kwargs, device, self.known, reach))
             stack.enter_context(_with_gradients(self._trained(), self._gradients(torch.empty_like)))
             known = [*_state_of(self.model), *leaves_of("args", (args, kwargs)).values()]
             yield lambda: self._run(args, kwargs), known
@@ -164,7 +164,8 @@ class TrainingStep:
             yield lambda: self._run(self.args, kwargs), known
 
     @contextmanager
-    def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+        """Put back what the step changes when it is over; yield what the call of the model reaches."""
         states = [Step(self.model, args, kwargs)]
         users = self.loss if self.whole is None else self.whole
         if users is not None:  # it may count its calls, and have modules of its own
@@ -178,7 +179,7 @@ class TrainingStep:
             stack.enter_context(_with_gradients(leaves, lambda leaf: None))
             stack.enter_context(_refusing_optimizers())
             stack.enter_context(called(self.caller))
-            yield
+            yield states[0].reach
 
     def _gradients(self, make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor | None]:
         """Return what makes the gradients that are there before a step whose memory is traced.

@@ -8,6 +8,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -15,14 +16,17 @@ from torch.nn import Module
 
 from reactivate._model.apply import apply
 from reactivate._model.handle import Owner
+from reactivate._modules.paths import is_below
+from reactivate._modules.spans import SpanPlace
 from reactivate._region.accounts import is_shortage
 from reactivate._text.words import counted
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.adaptive import AdaptivePlan
 from reactivate.planner.budget import parse
+from reactivate.planner.candidates import FULL, Candidate
+from reactivate.planner.contents import Decision
 from reactivate.planner.plan import Plan
-from reactivate.planner.treatments import Treatment
-from reactivate.planner.written import with_unseen
+from reactivate.planner.units import find_units, module_class_name, parameter_digest
 
 Value = TypeVar("Value")
 
@@ -80,7 +84,6 @@ class Ladder:
         """Return a plan that does something else: one that does not holds for less, and so on.
 
         Args:
-            plan: the plan.
             model: its model; None if ranks share the plan: they go through this together, and know no block of one alone.
             asked: what was missing; None if that is not known.
             is_short: whether it was this rank.
@@ -95,7 +98,7 @@ class Ladder:
             is_made = found is not None
             if found is not None:
                 found = found if model is None else with_unseen(found, model)
-                if not _treatments_of(found).items() <= _treatments_of(plan).items():
+                if not _candidates_of(found).items() <= _candidates_of(plan).items():
                     return found
         if is_made and least_bytes is not None:
             raise NoTighterPlan(self._nothing_left())
@@ -152,8 +155,8 @@ def _at(plan: Plan, budget_bytes: int) -> Plan:
         return plan
 
 
-def _treatments_of(plan: Plan) -> dict[str, Treatment]:
-    return {decision.path: decision.treatment for decision in plan.decisions}
+def _candidates_of(plan: Plan) -> dict[str, Candidate]:
+    return {decision.path: decision.candidate for decision in plan.decisions}
 
 
 def let_go(error: BaseException | None) -> None:
@@ -184,3 +187,15 @@ def replace_plan(applied: Owner, plan: Plan | AdaptivePlan) -> None:
         determinism=options.determinism,  # type: ignore[arg-type]
         replace=True,
     )
+
+
+def with_unseen(plan: Plan, model: Module) -> Plan:
+    """Return a plan that also recomputes the units that did not run in the step that it was made for."""
+    paths = [decision.path for decision in plan.decisions if not decision.candidate.by_rows]
+    treated = [path if (place := SpanPlace.of(path)) is None else place.path for path in paths]
+    unseen = [
+        Decision(path, module_class_name(module), parameter_digest(module), FULL, 0, 0.0)
+        for path, module in find_units(model).items()
+        if not any(is_below(path, other) for other in treated)
+    ]
+    return replace(plan, decisions=(*plan.decisions, *unseen)) if unseen else plan

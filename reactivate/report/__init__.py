@@ -12,8 +12,8 @@ from reactivate._inspect.explanation import Explanation
 from reactivate._text.table import WIDTH
 from reactivate._text.words import described
 from reactivate.errors import UsageError
-from reactivate.planner import plan_table
-from reactivate.planner.planned import Planned
+from reactivate.planner import text as plan_text
+from reactivate.planner.contents import PlanContents
 from reactivate.report import comparison_page, figure, html, pareto, timeline
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 
-def write(subject: Planned | Explanation | Comparison, path: str | os.PathLike[str]) -> None:
+def write(subject: PlanContents | Explanation | Comparison, path: str | os.PathLike[str]) -> None:
     """Write the report of a plan, of an explanation or of a comparison to a file, in the form that its suffix says.
 
     Args:
@@ -55,7 +55,7 @@ def write(subject: Planned | Explanation | Comparison, path: str | os.PathLike[s
     forms[suffix.lower()](subject, path)
 
 
-def _write_pictures(plan: Planned, path: str | os.PathLike[str]) -> None:
+def _write_pictures(plan: PlanContents, path: str | os.PathLike[str]) -> None:
     def draw(both: Figure) -> None:
         left, right = both.subplots(1, 2)
         timeline.draw(left, plan)
@@ -65,8 +65,8 @@ def _write_pictures(plan: Planned, path: str | os.PathLike[str]) -> None:
     figure.save(figure.drawn(draw, (1.6 * width, height)), path)
 
 
-def _write_tables(plan: Planned, path: str | os.PathLike[str]) -> None:
-    Path(path).write_text(plan_table.text(plan, width=WIDTH) + "\n", encoding="utf-8")
+def _write_tables(plan: PlanContents, path: str | os.PathLike[str]) -> None:
+    Path(path).write_text(plan_text.text(plan, width=WIDTH) + "\n", encoding="utf-8")
 
 
 def _write_text(subject: Explanation | Comparison, path: str | os.PathLike[str]) -> None:
@@ -83,7 +83,7 @@ _FORMS: tuple[tuple[type, str, Mapping[str, Callable[[Any, str | os.PathLike[str
     (Comparison, " of a comparison", {".html": comparison_page.write, ".txt": _write_text}),
     (Explanation, " of an explanation", {".html": _write_explanation, ".txt": _write_text}),
     (
-        Planned,
+        PlanContents,
         "",
         {".html": html.write, ".png": _write_pictures, ".svg": _write_pictures, ".txt": _write_tables},
     ),

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
-from reactivate.planner import plan_table
-from reactivate.planner.alive_table import alive_table, has_tensors
-from reactivate.planner.planned import Planned
+from reactivate.planner import text as plan_text
+from reactivate.planner.contents import PlanContents
+from reactivate.planner.text import alive_table, has_tensors
 from reactivate.report import pareto, timeline
 from reactivate.report.figure import BUDGET, INK, PAPER, svg_of
 from reactivate.report.hover import Band, Dot, with_spots
@@ -66,7 +66,7 @@ class HtmlTable:
     is_wide: bool = False
 
 
-def page(plan: Planned) -> str:
+def page(plan: PlanContents) -> str:
     """The page.
 
     Raises:
@@ -75,9 +75,9 @@ def page(plan: Planned) -> str:
     return rendered(
         "plan.html.j2",
         title=f"{plan.made_for.model} in {in_words(plan.budget_bytes)}",
-        verdict=plan_table.verdict(plan),
-        proof=plan_table.proof(plan),
-        copies=plan_table.copies(plan),
+        verdict=plan_text.verdict(plan),
+        proof=plan_text.proof(plan),
+        copies=plan_text.copies(plan),
         pictures=_pictures(plan),
         blocks=_blocks(plan),
         memory=_memory(plan),
@@ -86,7 +86,7 @@ def page(plan: Planned) -> str:
     )
 
 
-def write(plan: Planned, path: str | os.PathLike[str]) -> None:
+def write(plan: PlanContents, path: str | os.PathLike[str]) -> None:
     """Write the page to a file.
 
     Raises:
@@ -98,7 +98,7 @@ def write(plan: Planned, path: str | os.PathLike[str]) -> None:
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _pictures(plan: Planned) -> tuple[Picture, ...]:
+def _pictures(plan: PlanContents) -> tuple[Picture, ...]:
     memory, choice = timeline.figure_of(plan, SIZE), pareto.figure_of(plan, SIZE)
     return (
         Picture("Memory of a step", _inline(memory, "timeline", timeline.spots(plan)), timeline.described(plan)),
@@ -118,15 +118,15 @@ def _inline(figure: Figure, name: str, spots: Iterable[Band | Dot]) -> str:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _blocks(plan: Planned) -> HtmlTable:
-    runs = plan_table.runs(plan.decisions)
+def _blocks(plan: PlanContents) -> HtmlTable:
+    runs = plan_text.runs(plan.decisions)
     paths = [[decision.path for decision in alike] if len(alike) > 1 else [] for alike in runs]
-    return HtmlTable("Blocks", plan_table.block_table(plan), [*paths, []], is_wide=True)
+    return HtmlTable("Blocks", plan_text.block_table(plan), [*paths, []], is_wide=True)
 
 
-def _memory(plan: Planned) -> HtmlTable:
+def _memory(plan: PlanContents) -> HtmlTable:
     peak = plan.predicted.peak_bytes
-    rows = [Row([name, in_words(size), _share(size, peak)]) for name, size in plan_table.at_peak(plan).items()]
+    rows = [Row([name, in_words(size), _share(size, peak)]) for name, size in plan_text.at_peak(plan).items()]
     rows.append(Row(["forward and backward", in_words(peak), _share(peak, peak)], is_total=True))
     if plan.optimizer_bytes:
         rows.append(Row(["the optimizer's step", in_words(plan.optimizer_bytes), _share(plan.optimizer_bytes, peak)]))
@@ -134,16 +134,16 @@ def _memory(plan: Planned) -> HtmlTable:
     return HtmlTable("Memory at the peak", Table(columns, rows), [[] for _ in rows])
 
 
-def _choices(plan: Planned) -> HtmlTable:
+def _choices(plan: PlanContents) -> HtmlTable:
     """All of the frontier, each of its points with the call that plans for it."""
-    most = max(len(plan.frontier), plan_table.MOST_POINTS)
-    table, choices = plan_table.choice_table(plan, most), plan_table.choices(plan, most)
+    most = max(len(plan.frontier), plan_text.MOST_POINTS)
+    table, choices = plan_text.choice_table(plan, most), plan_text.choices(plan, most)
     chosen = next(index for index, choice in enumerate(choices) if choice.is_chosen)
-    calls = tuple(plan_table.call_of(plan, choice.point) for choice in choices)
+    calls = tuple(plan_text.planning_call(plan, choice.point) for choice in choices)
     return HtmlTable("Other choices", table, [[] for _ in table.rows], chosen, calls, is_wide=True)
 
 
-def _alive(plan: Planned) -> list[HtmlTable]:
+def _alive(plan: PlanContents) -> list[HtmlTable]:
     if not has_tensors(plan):
         return []
     table = alive_table(plan, MOST_TENSORS)
@@ -154,7 +154,7 @@ def _share(size: int, whole: int) -> str:
     return f"{100 * size / whole:.1f}\u00a0%" if whole else ""
 
 
-def _circumstances(plan: Planned) -> dict[str, list[str]]:
+def _circumstances(plan: PlanContents) -> dict[str, list[str]]:
     made_for = plan.made_for
     return {
         "model": [made_for.model],
@@ -164,5 +164,5 @@ def _circumstances(plan: Planned) -> dict[str, list[str]]:
         "device": [made_for.device + (", which was not there: times are predicted" if made_for.is_predicted else "")],
         "torch": [made_for.torch],
         "budget": [f"{plan.budget}: {plan.budget_bytes:,} bytes"],
-        "planned in": [plan_table.seconds_in_words(plan.planning_seconds)],
+        "planned in": [plan_text.seconds_in_words(plan.planning_seconds)],
     }

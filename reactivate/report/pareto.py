@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reactivate._region.accounts import in_words
-from reactivate.planner.cost.prediction import Point
-from reactivate.planner.plan_table import call_of, chosen_of, seconds_in_words, slowdown, together
-from reactivate.planner.planned import Planned
+from reactivate.planner.contents import PlanContents, Point
+from reactivate.planner.text import plan_point, planning_call, seconds_in_words, slowdown, together
 from reactivate.report.figure import (
     BUDGET,
     PLAIN,
@@ -33,14 +32,14 @@ _RIGHT = 0.6  # of the axis: a budget beyond is named on its left
 _MARKS = "sD^v<>ph"  # of fixed policies, one each
 
 
-def draw(axes: Axes, plan: Planned) -> None:
+def draw(axes: Axes, plan: PlanContents) -> None:
     """Every plan as a line, this one as a dot on it, each fixed policy as a mark, what is over the budget in red.
 
     Args:
         axes: where to.
         plan: the plan.
     """
-    chosen = chosen_of(plan)
+    chosen = plan_point(plan)
     everything = [chosen, *plan.frontier, *plan.policies]
     (unit, scale), (clock, tick) = _units_of(everything)
     _draw_points(axes, plan, scale, tick)
@@ -51,12 +50,12 @@ def draw(axes: Axes, plan: Planned) -> None:
     legend(axes, columns=2)
 
 
-def figure_of(plan: Planned, size: tuple[float, float] = SIZE) -> Figure:
+def figure_of(plan: PlanContents, size: tuple[float, float] = SIZE) -> Figure:
     """The picture alone, of a width and a height in inches."""
     return drawn(lambda figure: draw(figure.add_subplot(), plan), size)
 
 
-def save(plan: Planned, path: str | os.PathLike[str]) -> None:
+def save(plan: PlanContents, path: str | os.PathLike[str]) -> None:
     """Write the picture as PNG or SVG, by the suffix.
 
     Raises:
@@ -65,9 +64,9 @@ def save(plan: Planned, path: str | os.PathLike[str]) -> None:
     _save(figure_of(plan), path)
 
 
-def described(plan: Planned) -> str:
+def described(plan: PlanContents) -> str:
     """The picture in words, for those who do not see it."""
-    chosen = chosen_of(plan)
+    chosen = plan_point(plan)
     points = [*plan.frontier, chosen]
     least, most = min(points, key=lambda point: point.peak_bytes), max(points, key=lambda point: point.peak_bytes)
     policies = "; ".join(
@@ -82,13 +81,13 @@ def described(plan: Planned) -> str:
     )
 
 
-def spots(plan: Planned) -> Iterator[Dot]:
+def spots(plan: PlanContents) -> Iterator[Dot]:
     """Yield every choice, to be shown on hover; a click on one that was planned copies the call that plans it."""
-    everything = [*plan.policies, *plan.frontier, chosen_of(plan)]
+    everything = [*plan.policies, *plan.frontier, plan_point(plan)]
     (_, scale), (_, tick) = _units_of(everything)
     for point in everything:
         words = [point.label, in_words(point.peak_bytes), _time_of(plan, point)]
-        call = call_of(plan, point)
+        call = planning_call(plan, point)
         yield Dot(
             point.peak_bytes / scale,
             point.seconds / tick,
@@ -102,11 +101,11 @@ def _units_of(points: Sequence[Point]) -> tuple[tuple[str, int], tuple[str, floa
     return byte_unit(max(point.peak_bytes for point in points)), second_unit(max(point.seconds for point in points))
 
 
-def _time_of(plan: Planned, point: Point) -> str:
+def _time_of(plan: PlanContents, point: Point) -> str:
     return ", ".join(filter(None, [seconds_in_words(point.seconds), slowdown(plan, point.seconds)]))
 
 
-def _draw_points(axes: Axes, plan: Planned, scale: int, tick: float) -> None:
+def _draw_points(axes: Axes, plan: PlanContents, scale: int, tick: float) -> None:
     def drawn_as(points: Iterable[Point], style: str, **options: object) -> None:
         pairs = [(point.peak_bytes / scale, point.seconds / tick) for point in points]
         if pairs:
@@ -115,7 +114,7 @@ def _draw_points(axes: Axes, plan: Planned, scale: int, tick: float) -> None:
     drawn_as(plan.frontier, ".-", drawstyle="steps-post", color=LINE, linewidth=1.4, markersize=5, label="plans")
     for point, mark in zip(together(plan.policies), itertools.cycle(_MARKS)):
         drawn_as([point], mark, color=PLAIN, fillstyle="none", markersize=6, markeredgewidth=1.4, label=point.label)
-    drawn_as([chosen_of(plan)], "o", color=CHOSEN, markersize=9, label="this plan")
+    drawn_as([plan_point(plan)], "o", color=CHOSEN, markersize=9, label="this plan")
 
 
 def _set_limits(axes: Axes, points: Iterable[Point], scale: int, tick: float) -> None:
@@ -129,7 +128,7 @@ def _set_limits(axes: Axes, points: Iterable[Point], scale: int, tick: float) ->
         set_limits(max(0.0, low - room), high + room)
 
 
-def _draw_budget(axes: Axes, plan: Planned, scale: int) -> None:
+def _draw_budget(axes: Axes, plan: PlanContents, scale: int) -> None:
     budget, (low, high) = plan.budget_bytes / scale, axes.get_xlim()
     axes.axvline(budget, color=BUDGET, linewidth=1.4)
     if budget < high:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reactivate._region.accounts import in_words
-from reactivate.planner.cost.prediction import LiveBytes, Prediction
-from reactivate.planner.plan_table import KINDS, bytes_at, seconds_in_words
-from reactivate.planner.planned import Planned
+from reactivate.planner.contents import LiveBytes, PlanContents, Prediction
+from reactivate.planner.text import KINDS, bytes_at, seconds_in_words
 from reactivate.report.figure import (
     BUDGET,
     INK,
@@ -34,7 +33,7 @@ _HEADROOM = 1.16  # for words above the mountain
 _LANES = 0.12  # more of it, for the copies
 
 
-def draw(axes: Axes, plan: Planned) -> None:
+def draw(axes: Axes, plan: PlanContents) -> None:
     """The step as a mountain of what memory is for; the plain step behind it, the budget above it.
 
     Args:
@@ -58,12 +57,12 @@ def draw(axes: Axes, plan: Planned) -> None:
     legend(axes)
 
 
-def figure_of(plan: Planned, size: tuple[float, float] = SIZE) -> Figure:
+def figure_of(plan: PlanContents, size: tuple[float, float] = SIZE) -> Figure:
     """The picture alone, of a width and a height in inches."""
     return drawn(lambda figure: draw(figure.add_subplot(), plan), size)
 
 
-def save(plan: Planned, path: str | os.PathLike[str]) -> None:
+def save(plan: PlanContents, path: str | os.PathLike[str]) -> None:
     """Write the picture as PNG or SVG, by the suffix.
 
     Raises:
@@ -72,7 +71,7 @@ def save(plan: Planned, path: str | os.PathLike[str]) -> None:
     _save(figure_of(plan), path)
 
 
-def described(plan: Planned) -> str:
+def described(plan: PlanContents) -> str:
     """The picture in words, for those who do not see it."""
     forward = f"{plan.predicted.forward_seconds / plan.predicted.seconds:.0%}" if plan.predicted.seconds else "a part"
     return (
@@ -83,7 +82,7 @@ def described(plan: Planned) -> str:
     )
 
 
-def spots(plan: Planned) -> Iterator[Band]:
+def spots(plan: PlanContents) -> Iterator[Band]:
     """Yield the moments of the step with the planned memory, to be shown on hover."""
     _, tick = second_unit(max(plan.predicted.seconds, plan.plain.seconds))
     before = 0.0
@@ -93,7 +92,7 @@ def spots(plan: Planned) -> Iterator[Band]:
             before = moment.seconds
 
 
-def _at(plan: Planned, moment: LiveBytes) -> str:
+def _at(plan: PlanContents, moment: LiveBytes) -> str:
     """Say what memory is for at one moment, the topmost of the mountain first."""
     sizes = bytes_at(plan, moment)
     is_forward = moment.seconds <= plan.predicted.forward_seconds
@@ -101,7 +100,7 @@ def _at(plan: Planned, moment: LiveBytes) -> str:
     return "\n".join([head, *(f"{name} {in_words(sizes[name])}" for name in reversed(KINDS) if sizes[name])])
 
 
-def _copies_described(plan: Planned) -> str:
+def _copies_described(plan: PlanContents) -> str:
     found = plan.predicted.copies
     if not found:
         return ""
@@ -109,11 +108,11 @@ def _copies_described(plan: Planned) -> str:
     return f" Bars above show the copies: {sizes[0]} to {_named(plan)}, {sizes[1]} back."
 
 
-def _named(plan: Planned) -> str:
+def _named(plan: PlanContents) -> str:
     return " and ".join(use.name for use in plan.storages)
 
 
-def _draw_step(axes: Axes, plan: Planned, scale: int, tick: float) -> None:
+def _draw_step(axes: Axes, plan: PlanContents, scale: int, tick: float) -> None:
     moments = _from_zero(plan.predicted)
     times = [moment.seconds / tick for moment in moments]
     sizes = [bytes_at(plan, moment) for moment in moments]
@@ -129,14 +128,14 @@ def _draw_step(axes: Axes, plan: Planned, scale: int, tick: float) -> None:
     )
 
 
-def _draw_plain(axes: Axes, plan: Planned, scale: int, tick: float) -> None:
+def _draw_plain(axes: Axes, plan: PlanContents, scale: int, tick: float) -> None:
     moments = _from_zero(plan.plain)
     heights = [(plan.fixed.total + moment.total) / scale for moment in moments]
     times = [moment.seconds / tick for moment in moments]
     axes.step(times, heights, where="pre", color=PLAIN, linewidth=1.2, linestyle=(0, (4, 1.5)), label="plain step")
 
 
-def _draw_budget(axes: Axes, plan: Planned, scale: int, is_shown: bool) -> None:
+def _draw_budget(axes: Axes, plan: PlanContents, scale: int, is_shown: bool) -> None:
     axes.axhline(plan.budget_bytes / scale, color=BUDGET, linewidth=1.4)
     size = in_words(plan.budget_bytes).replace(" ", "\u00a0")
     height = plan.budget_bytes / scale if is_shown else 1.0
@@ -152,7 +151,7 @@ def _draw_budget(axes: Axes, plan: Planned, scale: int, is_shown: bool) -> None:
     )
 
 
-def _draw_forward_end(axes: Axes, plan: Planned, tick: float) -> None:
+def _draw_forward_end(axes: Axes, plan: PlanContents, tick: float) -> None:
     end = plan.predicted.forward_seconds / tick
     axes.axvline(end, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
     for words, side, shift in (("forward", "right", -5), ("backward", "left", 5)):
@@ -168,7 +167,7 @@ def _draw_forward_end(axes: Axes, plan: Planned, tick: float) -> None:
         )
 
 
-def _draw_copies(axes: Axes, plan: Planned, tick: float) -> None:
+def _draw_copies(axes: Axes, plan: PlanContents, tick: float) -> None:
     """A lane of bars for each direction, on the clock of the step."""
     for is_back, (words, color) in COPIES.items():
         spans = [

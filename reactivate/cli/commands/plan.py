@@ -17,7 +17,7 @@ from reactivate.cli.output import OUT, files_of, write
 from reactivate.cli.target import Request, subject_of
 from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
-from reactivate.planner.head_search import HEADS, Head
+from reactivate.planner.head import HEADS, Head
 from reactivate.planner.plan import Plan
 from reactivate.recipe._text import parse_storage
 

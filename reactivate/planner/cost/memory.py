@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reactivate._inspect.fake import faked, has_no_memory
 from reactivate._region.accounts import Ledger
 from reactivate._torch.ops import flatten
-from reactivate.planner.cost.prediction import Fixed
-from reactivate.planner.digest import bucket_bytes
-from reactivate.planner.profile.trace import Costs
-from reactivate.planner.profile.tracer import traced
+from reactivate.planner.contents import Fixed
+from reactivate.planner.trace.records import Costs
+from reactivate.planner.trace.tracer import traced
+from reactivate.planner.units import bucket_bytes
 
 
-def fixed_of(model: Module, args: Any, kwargs: Any, optimizer_bytes: int) -> Fixed:
+def fixed_memory(model: Module, args: Any, kwargs: Any, optimizer_bytes: int) -> Fixed:
     """Return the bytes that are there all the time, each storage once."""
     ledger = Ledger()
     parameters = ledger.enter_all([*model.parameters(), *model.buffers()])
@@ -56,8 +56,6 @@ def optimizer_memory(optimizer: Optimizer | None, model: Module, costs: Costs, d
 
     Args:
         optimizer: of `model`; it is not changed. None for one that needs nothing.
-        model: the model.
-        costs: of ops.
         device: where tensors on the meta device are to seem to be.
     """
     if optimizer is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from reactivate._checkpoint import checkpoint
 from reactivate.errors import UsageError
-from reactivate.planner.profile.trace import UnitCall
+from reactivate.planner.trace.records import UnitCall
 from reactivate.policies import save_ops
 
 _ROUNDS, _CALLS, _OPS = 7, 8, 8
@@ -52,7 +52,6 @@ class Overhead:
         """Return the engine's own seconds for the call of a unit.
 
         Args:
-            call: as it was traced.
             functions: how many of torch's functions it calls in sight of the engine.
         """
         return (

@@ -1,1 +1,0 @@
-"""Treatments of a unit that save single calls: those that take the most time for each byte."""

@@ -1,0 +1,101 @@
+"""The parts of a plan that say what was decided, for which circumstances, and that nothing fits."""
+
+from __future__ import annotations
+
+from reactivate._modules.paths import THE_MODEL
+from reactivate._region.accounts import in_words
+from reactivate.errors import PlanInfeasible
+from reactivate.planner.contents import Fixed
+from reactivate.planner.prediction import KEPT, alive_at_peak
+from reactivate.planner.trace.records import Trace
+
+
+def infeasible(
+    asked: str | None,
+    allowed: int,
+    least_bytes: int,
+    fixed: Fixed,
+    plain_bytes: int,
+    device: tuple[str, int] = ("", 0),
+    advice: str = "",
+) -> PlanInfeasible:
+    """Return the error that says that nothing fits, and what would.
+
+    Args:
+        asked: the budget as it was written; None for the default one.
+        least_bytes: the least that there is a plan for.
+        fixed: what is there all the time.
+        plain_bytes: the peak of the plain step, above that.
+        device: its name, and the bytes that it has; 0 if unknown.
+        advice: what else there is to do.
+    """
+    name, memory_bytes = device
+    share = -(-100 * (least_bytes - fixed.total) // max(plain_bytes, 1))
+    limit = f"{in_words(allowed)} ({allowed} bytes)"
+    if asked is None:
+        limit += f", which {name} has free without the reserve"
+    elif allowed == memory_bytes:
+        limit += f", which is all that {name} has"
+    is_within = not memory_bytes or least_bytes <= memory_bytes
+    more = (
+        f"budget={least_bytes}, or '{share}%' of the plain step's activation peak" if is_within else "more than it has"
+    )
+    raised = ["Raise the budget"] if is_within else ["Plan for a device with more memory"]
+    remedies = [*raised, _FEWER if allowed <= fixed.total else "make the batch smaller"]
+    return PlanInfeasible(
+        f"plan({'' if asked is None else f'budget={asked!r}'}): no plan keeps this step within {limit}; the least "
+        f"that does takes {in_words(least_bytes)}: {more}. Of that, {in_words(fixed.total)} "
+        f"are there all the time ({_parts_of(fixed)}). {', or '.join(remedies)}.{advice}{_about_unit(asked, allowed)}",
+        budget_bytes=allowed,
+        least_bytes=least_bytes,
+    )
+
+
+def _about_unit(asked: str | None, allowed: int) -> str:
+    """Say how a share and a unit are written, where a number of bytes may have been meant as one of these."""
+    amount = (asked or "").removesuffix("B")
+    if not amount.isdigit() or allowed >= 2**20:
+        return ""
+    share = f'"{amount}%" is a share, ' if allowed <= 100 else ""
+    return f' A number alone is one of bytes: {share}"{amount}GiB" has a unit.'
+
+
+def about_repeated(plain: Trace) -> str:
+    """Say how code that runs several times becomes a unit; "" if it makes less than half of the peak."""
+    alive = alive_at_peak(plain)
+    repeated = [item for item in alive if item.kind == KEPT and item.count > 1 and not item.module.startswith("*")]
+    kept_bytes = sum(item.nbytes for item in repeated)
+    if 2 * kept_bytes <= plain.peak_bytes:
+        return ""
+    most = repeated[0]
+    return (
+        f" In the plain step, {in_words(kept_bytes)} are made several times by code that is no block ({most.count} x "
+        f"{most.op} {most.shape} in {most.module or THE_MODEL}), and a plan treats blocks. Is that a method such as "
+        "self.layer(x, z)? Make it the forward of a module that has the modules which it uses, or call "
+        "reactivate.checkpoint(self.layer)(x, z)."
+    )
+
+
+def no_room(fixed: Fixed, device: str, memory_bytes: int) -> PlanInfeasible:
+    """Return the error for a step of which what is there all the time is larger than the device."""
+    return PlanInfeasible(
+        f"plan: {device} has {in_words(memory_bytes)}, and what this step has there all the time takes "
+        f"{in_words(fixed.total)} ({_parts_of(fixed)}), whatever is recomputed. Nothing was run. Plan for a device with more "
+        f"memory, or {_FEWER}.",
+        budget_bytes=memory_bytes,
+        least_bytes=fixed.total,
+    )
+
+
+_FEWER = (
+    "put fewer bytes of parameters on the device: shard the model (fully_shard), freeze what is not trained, take a smaller "
+    "dtype, or an optimizer with less state"
+)
+
+
+def _parts_of(fixed: Fixed) -> str:
+    others = f", others {in_words(fixed.others)}" if fixed.others else ""
+    return (
+        f"parameters {in_words(fixed.parameters)}, gradients {in_words(fixed.gradients)}, "
+        f"optimizer {in_words(fixed.optimizer)}, inputs {in_words(fixed.inputs)}{others}"
+    )

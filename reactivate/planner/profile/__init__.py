@@ -1,1 +1,0 @@
-"""Profiles: simulated and measured steps."""

@@ -1,0 +1,397 @@
+"""Runs the step of a plan under a policy: on fake tensors, on fake tensors with recorded results, or for real.
+
+A real step knows all that its values decide. A simulated one needs neither memory nor compute, so it takes the place of a
+real step that does not fit, cannot run here, or takes longer. Where values decide what a step does, one real step records
+the results that fake tensors cannot tell, and the simulated steps look them up. The first run, of the plain step, finds
+out which of the three it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from reactivate._model.apply import apply
+from reactivate._region.accounts import in_words, is_shortage
+from reactivate._torch.modes import lacks_values, unlogged
+from reactivate._torch.modules import is_sharded
+from reactivate._types import Policy, Storage
+from reactivate.errors import UnsupportedError, UsageError
+from reactivate.planner.call_values import RecordedCall
+from reactivate.planner.candidates import FULL, Assignment, Candidate
+from reactivate.planner.cost.measured import time_call
+from reactivate.planner.distributed import Ranks
+from reactivate.planner.progress import Tell
+from reactivate.planner.recorded_calls import recorded_calls
+from reactivate.planner.step import TrainingStep
+from reactivate.planner.target import RESERVE, Target, available_bytes, is_alone
+from reactivate.planner.trace.answers import RealAnswers
+from reactivate.planner.trace.data_scope import DataMargin
+from reactivate.planner.trace.records import Costs, Trace
+from reactivate.planner.trace.tracer import traced
+from reactivate.storage.rehearsal import Rehearsal
+
+QUICK = 0.2  # seconds of a real step that no simulation is compared with
+MOST_OPS = 20_000  # of a step that is simulated only to find out whether sizes depend on the data
+SAVING_ALL = 2  # times as much memory as a plain step a step may take that saves all calls
+
+Mode = Literal["fake", "recorded", "real"]
+Watch = Callable[[int], None]
+
+
+class _StopStep(BaseException):
+    """A step needs more memory than is free, or more time than another way to run it: no `except Exception` takes it."""
+
+
+@contextmanager
+def on_tensors(
+    step: TrainingStep, device: torch.device, answers: RealAnswers | None, *, is_real: bool
+) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
+    """Yield what runs the step, and the tensors that are there before it: its own or fake ones, with recorded results."""
+    with ExitStack() as stack:
+        run, known = stack.enter_context(step.on_values() if is_real else step.on_fakes(device))
+        if answers is not None:
+            stack.enter_context(answers.recorded(known) if is_real else answers.given(known))
+        yield run, known
+
+
+def simulate(
+    step: TrainingStep,
+    policy: Policy,
+    units: Mapping[str, Module],
+    costs: Costs,
+    device: torch.device,
+    *,
+    is_real: bool = False,
+    answers: RealAnswers | None = None,
+    count_functions: bool = False,
+    rehearsal: Rehearsal | None = None,
+    watch: Watch | None = None,
+) -> Trace:
+    """Run `step` once with `policy` applied to its model, and trace its memory.
+
+    Args:
+        units: the model's units by their paths.
+        device: where tensors on the meta device are to seem to be.
+        is_real: whether the step runs on its own tensors, in their memory.
+        answers: takes results from a real step, gives them to a simulated one.
+        count_functions: whether to count the calls of torch's functions, and to find where sizes depend on data.
+        rehearsal: of the storage that the policy uses.
+        watch: called after each op with the bytes that are alive; it may raise.
+    """
+    with ExitStack() as stack:
+        stack.callback(apply(step.model, policy).remove)
+        run, known = stack.enter_context(on_tensors(step, device, answers, is_real=is_real))
+        given = None if is_real else answers
+        options: dict[str, Any] = {"count_functions": count_functions, "rehearsal": rehearsal, "watch": watch}
+        trace = stack.enter_context(traced(units, known, costs, model=step.model, answers=given, **options))
+        trace.is_real = is_real
+        run()
+    return trace
+
+
+class Simulator:
+    """Runs one step under any candidates of its units.
+
+    Args:
+        step, target, units: what runs, where, and the model's units by their paths.
+        ranks: those that plan the step together: they run no policy for real.
+        needs_fakes: whether steps are to be simulated wherever they can be: storages are rehearsed in these.
+
+    Attributes:
+        mode: how steps run, once `first` has found out.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        target: Target,
+        units: Mapping[str, Module],
+        tell: Tell,
+        ranks: Ranks,
+        *,
+        needs_fakes: bool,
+    ) -> None:
+        self.mode: Mode = "fake"
+        self._step, self._target, self._units, self._tell, self._ranks = step, target, units, tell, ranks
+        # How many steps run depends on measured times: other ranks would wait for the collectives of a real one.
+        self._never_real = not ranks.is_alone or is_sharded(step.model)
+        self._needs_fakes = needs_fakes or self._never_real or not is_alone()
+        self._answers: RealAnswers | None = None
+        self._of_data: frozenset[str] = frozenset()  # the modules whose sizes depend on the data of the step
+
+    @property
+    def needs_values(self) -> bool:
+        """Return whether steps need values: they run for real, or with recorded results."""
+        return self.mode == "real" or self._answers is not None
+
+    @property
+    def margin(self) -> DataMargin:
+        """Return the room that is left for batches with other sizes inside of the model."""
+        return DataMargin(self._target.margin, self._of_data)
+
+    @property
+    def _may_run(self) -> bool:
+        """Return whether a step may run that cannot be simulated: no rank may wait for one that runs none."""
+        return not self._never_real and (self._target.is_here or is_alone())
+
+    def run(
+        self,
+        candidates: Mapping[str, Candidate],
+        costs: Costs,
+        storages: Mapping[str, Storage] | None = None,
+        rehearsal: Rehearsal | None = None,
+    ) -> Trace:
+        """Return the step with candidates for some units, by path; a storage that these use is in rehearsal."""
+        run = functools.partial(self._run, candidates, costs, storages=storages, rehearsal=rehearsal)
+        if self.mode == "real":
+            return _run_if_it_fits(run)
+        if self._answers is None:
+            return run()
+        try:
+            with unlogged():
+                return run(answers=self._answers)
+        except Exception as error:
+            if not lacks_values(error):
+                raise
+            return self._with_more_answers(candidates, costs, error)
+
+    def record(
+        self, functions: Mapping[str, Collection[str]], costs: Costs, plain_bytes: int
+    ) -> dict[str, tuple[RecordedCall, ...]]:
+        """Return the calls of some units; of none where a step that saves all calls may not fit and cannot be simulated.
+
+        Args:
+            functions: the functions that each unit calls, by path.
+            plain_bytes: what the plain step takes.
+        """
+        self._tell("the calls of blocks, recorded")
+        device = self._target.device
+
+        def record(*, is_real: bool) -> dict[str, tuple[RecordedCall, ...]]:
+            on = functools.partial(on_tensors, self._step, device, None if is_real else self._answers, is_real=is_real)
+            return recorded_calls(self._step.model, on, self._units, functions, costs)
+
+        fits = SAVING_ALL * plain_bytes < available_bytes(device)
+        if self.mode == "real" and fits:
+            return record(is_real=True)
+        try:
+            with unlogged():
+                return record(is_real=False)
+        except Exception as error:
+            if not (self.needs_values and lacks_values(error)):
+                raise
+        if fits and self._may_run:
+            return record(is_real=True)
+        self._tell("the calls of blocks are not recorded: that takes values, and too little memory is free")
+        return {}
+
+    # -- the first run ------------------------------------------------------------------------------------------------
+
+    def first(self, costs: Costs) -> Trace:
+        """Return the plain step, with the calls of functions counted, run in whichever way can be and takes less time.
+
+        Raises:
+            UsageError: it cannot be simulated without values, and the model has none.
+            UnsupportedError: likewise, and it cannot run for real either: it does not fit, or other ranks would wait for it.
+            Exception: whatever the step raises.
+        """
+        found = self._first_real(costs) if self._target.is_here and not self._needs_fakes else None
+        return self._first_fake(costs) if found is None else found
+
+    def _first_real(self, costs: Costs) -> Trace | None:
+        """Run it for real, then simulate it, and stay with what takes less time; None where it does not fit."""
+        self._tell("the plain step")
+        answers = RealAnswers()
+        try:
+            real, seconds = self._timed(costs, answers)
+            self.mode = "real"
+            if seconds <= QUICK and not real.of_data:
+                return real
+            began = perf_counter()
+            is_short = len(real.ops) <= MOST_OPS
+            fake = self._within(math.inf if real.of_data and is_short else seconds, costs, answers)
+            longest = max(QUICK, perf_counter() - began)
+            if fake is not None and seconds > longest:  # maybe since it was the first
+                real, seconds = self._timed(costs)
+        except (_StopStep, torch.OutOfMemoryError):
+            self.mode, self._answers, self._of_data = "fake", None, frozenset()
+            return None
+        if fake is None:  # nothing tells whether its sizes depend on the data
+            self._of_data = frozenset(real.of_data)
+            return real
+        if seconds <= longest:
+            return real
+        self.mode = "fake" if self._answers is None else "recorded"
+        return fake
+
+    def _timed(self, costs: Costs, answers: RealAnswers | None = None) -> tuple[Trace, float]:
+        found: list[Trace] = []
+
+        def run() -> None:
+            found.append(self._plain(costs, answers, self._within_memory(), is_real=True))
+
+        seconds = time_call(run, self._target.device)
+        return found[0], seconds
+
+    def _within(self, seconds: float, costs: Costs, answers: RealAnswers) -> Trace | None:
+        """Simulate it; None if that cannot be, or takes more time."""
+        self._tell("the plain step, simulated")
+        began = perf_counter()
+
+        def watch(live_bytes: int) -> None:
+            if perf_counter() - began > seconds:
+                raise _StopStep
+
+        try:
+            return self._with(answers, costs, watch)
+        except _StopStep:
+            return None
+        except Exception as error:
+            if not lacks_values(error):
+                raise
+            return None
+
+    def _first_fake(self, costs: Costs) -> Trace:
+        """Simulate it; where it needs values, with those of a real step."""
+        self._tell("the plain step, simulated")
+        found, reason = None, None
+        try:
+            with unlogged():
+                found = self._plain(costs)
+        except Exception as error:
+            if not lacks_values(error):
+                raise
+            reason = error
+        all_fail = all(self._ranks.gather(reason is not None))
+        if found is not None:
+            return found
+        assert reason is not None
+        if not self._target.has_values:
+            raise UsageError(
+                f"{_failed(reason)}: it needs values, as the counts of a router do, and this model has none. Plan it where "
+                "it has values (device='H100-SXM' plans it there for a device that is elsewhere), or plan the part of it in "
+                "front of that, or behind it."
+            ) from reason
+        if not (self._may_run or (all_fail and not self._ranks.is_alone)):
+            raise _among_ranks(reason) from reason
+        return self._first_with_values(costs, reason)
+
+    def _first_with_values(self, costs: Costs, reason: Exception) -> Trace:
+        """Simulate it with the results of a real step: of the one that needs the least memory."""
+        self._tell("a step with everything recomputed, for real: the simulated ones need its values")
+        answers = RealAnswers()
+        watch = None if self._never_real else self._within_memory()
+        try:
+            self._run(dict.fromkeys(self._units, FULL), costs, answers, watch, is_real=True, count_functions=True)
+            try:
+                found = self._with(answers, costs)
+                self.mode = "fake" if self._answers is None else "recorded"
+                self._of_data = frozenset().union(*self._ranks.gather(self._of_data))
+                return found
+            except Exception as error:  # an op that no fake tensor and no real step can tell enough of
+                if not lacks_values(error):
+                    raise
+                reason = error
+            if self._never_real:
+                raise _among_ranks(reason) from reason
+            self._tell("the plain step, for real: it cannot be simulated")
+            plain = self._plain(costs, None, watch, is_real=True)
+        except (_StopStep, torch.OutOfMemoryError):
+            raise self._too_large(reason) from reason
+        self.mode, self._of_data = "real", frozenset(plain.of_data)
+        return plain
+
+    def _with(self, answers: RealAnswers, costs: Costs, watch: Watch | None = None) -> Trace:
+        """Simulate it with recorded results; if it needs them, other batches may come to others."""
+        with unlogged():
+            trace = self._plain(costs, answers, watch)
+        self._answers = answers if answers.are_used else None
+        self._of_data = frozenset(trace.of_data)
+        return trace
+
+    def _with_more_answers(self, candidates: Mapping[str, Candidate], costs: Costs, reason: Exception) -> Trace:
+        """Run a step for real whose simulation lacks a result, and record its results for the next ones."""
+        if not self._may_run:
+            raise _among_ranks(reason) from reason
+        self._tell("a policy, for real: a simulated step lacks values")
+        try:
+            return self._run(candidates, costs, self._answers, self._within_memory(), is_real=True)
+        except (_StopStep, torch.OutOfMemoryError):
+            raise self._too_large(reason) from reason
+
+    # -- one run ------------------------------------------------------------------------------------------------------
+
+    def _plain(
+        self, costs: Costs, answers: RealAnswers | None = None, watch: Watch | None = None, *, is_real: bool = False
+    ) -> Trace:
+        return self._run({}, costs, answers, watch, is_real=is_real, count_functions=True)
+
+    def _run(
+        self,
+        candidates: Mapping[str, Candidate],
+        costs: Costs,
+        answers: RealAnswers | None = None,
+        watch: Watch | None = None,
+        *,
+        storages: Mapping[str, Storage] | None = None,
+        **options: Any,
+    ) -> Trace:
+        policy, device = Assignment(candidates, storages or {}), self._target.device
+        return simulate(self._step, policy, self._units, costs, device, answers=answers, watch=watch, **options)
+
+    def _within_memory(self) -> Watch:
+        """Return what stops a step before it takes more than is free."""
+        gradients = sum(item.nbytes for item in self._step.model.parameters() if item.requires_grad)
+        free_bytes = available_bytes(self._target.device) * (1 - RESERVE) - gradients
+
+        def watch(live_bytes: int) -> None:
+            if live_bytes > free_bytes:
+                raise _StopStep
+
+        return watch
+
+    def _too_large(self, reason: Exception) -> UnsupportedError:
+        device = self._target.device
+        return UnsupportedError(
+            f"{_failed(reason)}, so steps have to run, and one needs more than the {in_words(available_bytes(device))} that "
+            f"are free on {device}. Plan it with a smaller batch, or where more memory is free: the plan can be applied here."
+        )
+
+
+def _run_if_it_fits(run: Callable[..., Trace]) -> Trace:
+    """Run a step for real; simulate it where memory is short by now: for a tighter plan, in the middle of a training."""
+    try:
+        return run(is_real=True)
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        shortage = error
+    try:
+        with unlogged():
+            return run()
+    except Exception as error:
+        if not lacks_values(error):
+            raise
+        raise shortage from None
+
+
+def _among_ranks(reason: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        f"{_failed(reason)}, so one step has to run, and in that ranks would wait for each other's collectives. With group=, "
+        "for one batch and the device that is here, they run it together, if all of them need it. Or plan the model on one "
+        "rank, and shard it then: the plan can be applied before or after that."
+    )
+
+
+def _failed(reason: Exception) -> str:
+    first_line = str(reason).partition("\n")[0]
+    return f"plan: the step does something that cannot be simulated ({type(reason).__name__}: {first_line})"

@@ -1,1 +1,0 @@
-"""The solver: the fastest choice that fits. No torch."""

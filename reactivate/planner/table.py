@@ -1,0 +1,281 @@
+"""The memory and time of each candidate of each unit, read off traced steps.
+
+A step in which every unit has some candidate tells, of each unit, how much more is alive after it than before, the most
+that is alive while it runs, forward or backward, and what its ops take. As many steps as there are candidates tell all of
+that exactly. Where a model has many equal blocks, each step tries several candidates on different ones of them, and what
+was found for one is taken for the others. Of few equal blocks the first or the last may be most of them: their candidates
+are shared out only if the blocks come to the same, to the byte, in the plain step and in that in which every unit is
+recomputed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.nn import Module
+
+from reactivate.planner.candidates import FULL, KEEP, Candidate
+from reactivate.planner.cost.overhead import Overhead
+from reactivate.planner.offload import Offer
+from reactivate.planner.solve import Chain, Option, Span
+from reactivate.planner.trace.records import Trace
+
+REPEATED = 4  # equal blocks that are many
+
+
+@dataclass(frozen=True)
+class CallSummary:
+    """The call of a unit under one candidate.
+
+    Attributes:
+        held_bytes: how much more is alive when the next call begins than when this one did.
+        need_bytes: the most that is alive while it runs, above what the calls before it hold.
+        seconds, forward_seconds: of its ops and the engine; of its ops in the forward.
+        moved: the bytes of each of its tensors that a storage takes, in one pass.
+        passes: how many passes over the model there are.
+        regions: how many regions there are in it, or end right after it.
+    """
+
+    held_bytes: int
+    need_bytes: int
+    seconds: float
+    forward_seconds: float = 0.0
+    moved: tuple[int, ...] = ()
+    passes: int = 1
+    regions: int = 0
+
+
+@dataclass(frozen=True)
+class TraceSummary:
+    """The calls of units in one traced step.
+
+    Attributes:
+        paths: the units in the order in which they are called; one that is called twice is there twice.
+        calls: what each call comes to.
+        outside_bytes: for k = 0, 1, ...: the most that is alive between the calls, above what the first k hold.
+        peak_bytes: the most that is alive at any moment.
+        treated: the unit of each call that has candidates; None for a call without gradients.
+        starts_bytes: what is alive when each call begins, and after the last.
+        between_seconds: for k = 0, 1, ...: of the ops between the calls, in their forward and backward.
+    """
+
+    paths: tuple[str, ...]
+    calls: tuple[CallSummary, ...]
+    outside_bytes: tuple[int, ...]
+    peak_bytes: int
+    treated: tuple[str | None, ...] = ()
+    starts_bytes: tuple[int, ...] = ()
+    between_seconds: tuple[float, ...] = ()
+
+
+def summarize(trace: Trace, scale: float, overhead: Overhead, seen_functions: Mapping[str, int]) -> TraceSummary:
+    """Summarize a traced step. Of several passes over the model (micro-batches), take the most that one of them comes to.
+
+    Args:
+        scale: from the seconds of ops to those of the step.
+        seen_functions: for units with a policy that looks at functions, how many these are.
+    """
+    passes = [list(_positions_of(trace, turn)) for turn in range(len(trace.calls))]
+    longest = max(range(len(passes)), key=lambda turn: len(trace.calls[turn]), default=None)
+    if longest is None:
+        return TraceSummary((), (), (trace.peak_bytes,), trace.peak_bytes)
+    paths = tuple(call.path for call in trace.calls[longest])
+    same = [found for turn, found in enumerate(passes) if tuple(call.path for call in trace.calls[turn]) == paths]
+    columns = list(zip(*same))  # by position: one for each pass
+    calls = []
+    for call, rows in zip(trace.calls[longest], columns[1::2]):
+        engine = overhead.of(call, seen_functions.get(call.path, 0))
+        calls.append(
+            CallSummary(
+                max(row.held for row in rows),
+                max(row.need for row in rows),
+                scale * sum(row.seconds for row in rows) + engine,
+                scale * sum(row.forward for row in rows),
+                tuple(call.moved),
+                len(same),
+                call.regions,
+            )
+        )
+    return TraceSummary(
+        paths,
+        tuple(calls),
+        tuple(max(row.need for row in rows) for rows in columns[::2]),
+        trace.peak_bytes,
+        tuple(call.path if call.has_gradients else None for call in trace.calls[longest]),
+        tuple(max(row.start for row in rows) for rows in columns[::2]),
+        tuple(scale * sum(row.seconds for row in rows) for rows in columns[::2]),
+    )
+
+
+@dataclass(frozen=True)
+class _AtPosition:
+    """A call of a unit, or what runs between two: bytes held and needed, seconds, forward seconds, bytes at its start."""
+
+    held: int
+    need: int
+    seconds: float
+    forward: float
+    start: int
+
+
+def _positions_of(trace: Trace, turn: int) -> Iterator[_AtPosition]:
+    """Yield what each position of one pass comes to."""
+    calls = trace.calls[turn]
+    starts = [call.live_bytes for call in calls]
+    ops = [op for op in trace.ops if op.turn == turn]
+    last = 2 * len(calls)
+    after = next((op.start_bytes for op in ops if op.position == last and not op.is_backward), None)
+    if after is None:  # nothing runs after the last unit
+        after = next((op.start_bytes for op in ops if op.is_backward), starts[-1])
+    starts.append(after)
+    tops = [0] * (last + 1)
+    seconds, forward = [0.0] * (last + 1), [0.0] * (last + 1)
+    for op in ops:
+        tops[op.position] = max(tops[op.position], op.top_bytes)
+        seconds[op.position] += op.seconds
+        forward[op.position] += 0.0 if op.is_backward else op.seconds
+    for position in range(last + 1):
+        index = position // 2
+        held = starts[index + 1] - starts[index] if position % 2 else 0
+        # What was alive before the first unit is no unit's, and is needed all the time.
+        need = tops[position] - starts[index] + starts[0]
+        yield _AtPosition(held, need, seconds[position], forward[position], starts[index])
+
+
+def block_class(unit: Module) -> object:
+    """Return what equal blocks have in common: the class, and the names, shapes and dtypes of the parameters."""
+    facts = tuple((name, tuple(item.shape), item.dtype, item.requires_grad) for name, item in unit.named_parameters())
+    return type(unit), facts
+
+
+class CandidateTable:
+    """Every unit's candidates, with what they change.
+
+    Attributes:
+        spans: what may be done with several calls as one.
+    """
+
+    def __init__(self, plain: TraceSummary, units: Mapping[str, Module]) -> None:
+        self.plain = plain
+        self.spans: list[Span] = []
+        self._classes = {path: (block_class(unit), plain.treated.count(path)) for path, unit in units.items()}
+        self._changes: dict[tuple[object, str], CallSummary] = {}  # by a path or a class, and the candidate's name
+
+    def enter(self, summary: TraceSummary, candidates: Mapping[str, Candidate]) -> None:
+        """Take in a step in which units had these candidates."""
+        if summary.paths != self.plain.paths:
+            return
+        for path in dict.fromkeys(self.plain.treated):
+            if path is not None and path in candidates:
+                change = self._change_in(summary, path)
+                for key in (path, self._classes[path]):
+                    self._changes.setdefault((key, candidates[path].name), change)
+
+    def _change_in(self, summary: TraceSummary, path: str) -> CallSummary:
+        """Return what differs from the plain step, of all calls of a unit."""
+        calls = zip(self.plain.treated, summary.calls, self.plain.calls)
+        pairs = [pair for name, *pair in calls if name == path]
+        return CallSummary(
+            sum(one.held_bytes - other.held_bytes for one, other in pairs),
+            max(one.need_bytes - other.need_bytes for one, other in pairs),
+            sum(one.seconds - other.seconds for one, other in pairs),
+            sum(one.forward_seconds - other.forward_seconds for one, other in pairs),
+            tuple(size for one, _ in pairs for size in one.moved),
+            max(one.passes for one, _ in pairs),
+        )
+
+    def change(self, path: str, candidate: Candidate) -> CallSummary | None:
+        """Return what differs from the plain step with a candidate of a unit; None if it was not tried."""
+        if candidate == KEEP:
+            return CallSummary(0, 0, 0.0)
+        found = self._changes.get((path, candidate.name))
+        return self._changes.get((self._classes[path], candidate.name)) if found is None else found
+
+    def beside(self, plain: TraceSummary) -> CandidateTable:
+        """Return the table for another plain step, from which candidates differ by as much."""
+        other = copy.copy(self)
+        other.plain = plain
+        return other
+
+    def chain(
+        self, menus: Mapping[str, Sequence[Candidate]], corrections: Mapping[int, int], offer: Offer | None = None
+    ) -> Chain:
+        """Return the problem to solve.
+
+        Args:
+            menus: the candidates of each unit.
+            corrections: bytes to add at a position, where traced plans showed them.
+            offer: the storage that some candidates use.
+        """
+        seen: set[str | None] = set()
+        blocks: list[tuple[Option, ...]] = []
+        for index, (path, plain) in enumerate(zip(self.plain.treated, self.plain.calls)):
+            more = corrections.get(2 * index + 1, 0)
+            if path is None or path in seen:  # decided where it is called first, which holds for all calls
+                most = 0 if path is None else max(self._known(path, item).need_bytes for item in menus[path])
+                blocks.append((Option(KEEP.name, 0.0, plain.held_bytes, plain.need_bytes + max(most, 0) + more),))
+                continue
+            seen.add(path)
+            blocks.append(tuple(self._option(path, plain, item, more, offer) for item in menus[path]))
+        outside = [size + corrections.get(2 * index, 0) for index, size in enumerate(self.plain.outside_bytes)]
+        if offer is None:
+            return Chain(tuple(blocks), tuple(outside), spans=tuple(self.spans))
+        return Chain(tuple(blocks), tuple(outside), offer.limit_bytes, offer.in_flight)
+
+    def _option(self, path: str, plain: CallSummary, candidate: Candidate, more: int, offer: Offer | None) -> Option:
+        change = self._known(path, candidate)
+        forward = max(0.0, plain.forward_seconds + change.forward_seconds)
+        transfer, costs = offer.of(change.moved, change.passes) if offer and change.moved else (None, 0.0)
+        return Option(
+            candidate.name,
+            max(0.0, change.seconds) + costs,
+            plain.held_bytes + change.held_bytes,
+            plain.need_bytes + change.need_bytes + more,
+            forward,
+            max(0.0, plain.seconds + change.seconds - forward),
+            transfer,
+        )
+
+    def _known(self, path: str, candidate: Candidate) -> CallSummary:
+        found = self.change(path, candidate)
+        assert found is not None
+        return found
+
+    # -- units that share what was found ------------------------------------------------------------------------------
+
+    def block_class(self, path: str) -> object:
+        """Return what a unit has in common with those that share what was found: `block_class`, and how many calls."""
+        return self._classes[path]
+
+    def are_alike(self, paths: Sequence[str]) -> bool:
+        """Return whether units of one class come to the same in the plain step, and where everything is recomputed."""
+        calls = list(zip(self.plain.paths, self.plain.calls))
+        plain = {path: tuple(call for name, call in calls if name == path) for path in paths}
+        return len({(plain[path], self.change(path, FULL)) for path in paths}) == 1
+
+
+def plan_rounds(
+    units: Mapping[str, Module], menus: Mapping[str, Sequence[Candidate]], table: CandidateTable
+) -> list[dict[str, Candidate]]:
+    """List the steps to trace, beside that in which every unit is recomputed: a candidate for each unit in each.
+
+    Args:
+        units: the units that are called.
+        menus: the candidates of each; `KEEP` needs no step.
+        table: has the plain step, and that in which every unit is recomputed.
+    """
+    classes: dict[object, list[str]] = {}
+    for path in units:
+        classes.setdefault(table.block_class(path), []).append(path)
+    rounds: list[dict[str, Candidate]] = []
+    for members in classes.values():
+        is_shared = len(members) >= REPEATED or table.are_alike(members)
+        for group in [members] if is_shared else [[member] for member in members]:
+            tries = [item for item in menus[group[0]] if item not in (KEEP, FULL)]
+            for number, start in enumerate(range(0, len(tries), len(group))):
+                if number == len(rounds):
+                    rounds.append({})
+                rounds[number].update(zip(group, tries[start : start + len(group)]))
+    return rounds

@@ -1,0 +1,245 @@
+"""Answers of a real step for simulated ones: the results that only values decide.
+
+Fake tensors have no values, so they cannot tell how many tokens go to an expert, and some ops they cannot run at all. A
+step that ran for real has told it. A simulated step, whatever is recomputed in it, computes the same values: where fake
+tensors fail, it takes the result of the call that was given the same values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from reactivate._inspect.fake import has_no_memory
+from reactivate._torch.modes import NEEDS_NUMBERS, FakeTensor, device_of, lacks_values
+from reactivate._torch.ops import DEVICE_QUERY, leaves_at_op, returns_arguments
+from reactivate.planner.trace.value_names import ValueNames
+
+_ARRAYS: Any = (Tensor.numpy, Tensor.__array__)
+
+
+class RealAnswers:
+    """The results of the calls of a real step, by the values that they were given.
+
+    Attributes:
+        are_used: whether a simulated step has needed one.
+        tell: called when one is needed that the numbers in tensors decide, and not only an op that no fake tensor can run.
+    """
+
+    def __init__(self) -> None:
+        self.are_used = False
+        self.tell: Callable[[], None] = _ignore
+        self._numbers: dict[Hashable, int] = {}
+        self._found: dict[int, Any] = {}
+
+    @contextmanager
+    def recorded(self, known: Iterable[Tensor]) -> Iterator[None]:
+        """Take them down, from a step that runs for real.
+
+        Args:
+            known: the tensors that are there before it.
+        """
+        names = ValueNames(self._numbers, known)
+        with _RecordMode(names, self._enter), _ReadMode(names, self._enter):
+            yield
+
+    @contextmanager
+    def given(self, known: Iterable[Tensor]) -> Iterator[None]:
+        """Give them to a step on fake tensors.
+
+        Args:
+            known: as for the step that was recorded, in the same order.
+        """
+        names = ValueNames(self._numbers, known)
+        has_arrays = any(isinstance(item, _ReadArray) for item in self._found.values())
+        arrays = _ArrayMode(names, self._answer) if has_arrays else nullcontext()  # a mode costs each function
+        with _AnswerMode(names, self._answer, self._as_real), arrays:
+            try:
+                yield
+            finally:
+                self.tell = _ignore
+
+    def _enter(self, call: int, result: Any) -> None:
+        if self._found.setdefault(call, result) != result:  # random numbers have led to both
+            self._found[call] = None
+
+    def _answer(self, call: int, *, is_of_data: bool = True) -> Any:
+        found = self._found.get(call)
+        self.are_used |= found is not None
+        if found is not None and is_of_data:
+            self.tell()
+        return found
+
+    def _as_real(self, call: int, result: Any) -> Any:
+        """Return what a fake call has returned, with the strides of the real result where its own are others."""
+        found = self._found.get(call)
+        is_other = isinstance(found, _Result) and isinstance(result, Tensor) and found.differs_in_strides(result)
+        return _made(found, result) if is_other else result
+
+
+def _ignore() -> None:
+    """Ignore that an answer was needed."""
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+
+class _RecordMode(TorchDispatchMode):
+    def __init__(self, names: ValueNames, enter: Callable[[int, Any], None]) -> None:
+        super().__init__()
+        self._names = names
+        self._enter = enter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = self._names.call(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._names.made(call, func, args, kwargs, result)
+        if not returns_arguments(func):
+            self._enter(call, _described(result))
+        return result
+
+
+class _AnswerMode(TorchDispatchMode):
+    def __init__(self, names: ValueNames, answer: Callable[..., Any], as_real: Callable[[int, Any], Any]) -> None:
+        super().__init__()
+        self._names = names
+        self._answer = answer
+        self._as_real = as_real
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
+            return device_of(args[0])
+        call = self._names.call(func, args, kwargs)
+        try:
+            result = self._as_real(call, func(*args, **kwargs))
+        except Exception as error:
+            if not lacks_values(error):
+                raise
+            fakes = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, FakeTensor)]
+            # Torch says so of its own ops; any other may.
+            is_of_data = isinstance(error, NEEDS_NUMBERS) or func.namespace != "aten"
+            described = self._answer(call, is_of_data=is_of_data) if fakes else None
+            if described is None:
+                raise
+            result = _made(described, fakes[0])
+        self._names.made(call, func, args, kwargs, result)
+        return result
+
+
+class _ReadMode(TorchFunctionMode):
+    """Sees what Python reads of tensors without an op: lists and arrays."""
+
+    def __init__(self, names: ValueNames, enter: Callable[[int, Any], None]) -> None:
+        self._names = names
+        self._enter = enter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.tolist:
+            _read_one_by_one(args[0])
+        elif func in _ARRAYS:
+            self._enter(self._names.call(func, args, kwargs or {}), _ReadArray(result.copy()))
+        return result
+
+
+class _ArrayMode(TorchFunctionMode):
+    """Gives arrays to what reads them outside of recomputations, which torch runs without function modes."""
+
+    def __init__(self, names: ValueNames, answer: Callable[[int], Any]) -> None:
+        self._names = names
+        self._answer = answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ARRAYS and has_no_memory(args[0]):
+            found = self._answer(self._names.call(func, args, kwargs or {}))
+            if found is not None:
+                array = found.array.copy()
+                weakref.finalize(array, type, args[0])  # the array of a real tensor keeps its memory
+                return array
+        return func(*args, **(kwargs or {}))
+
+
+def _read_one_by_one(tensor: Tensor) -> None:
+    """Read the items of a tensor as a fake one makes a list of them: by ops."""
+    if tensor.dim() == 0:
+        tensor.item()
+        return
+    for part in tensor:
+        _read_one_by_one(part)
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A tensor that a call has made, without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def differs_in_strides(self, tensor: Tensor) -> bool:
+        """Return whether a fake tensor lies in another order."""
+        return has_no_memory(tensor) and self.stride != tensor.stride() and self.shape == tuple(tensor.shape)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A result that is no tensor."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:  # 1 and True are equal, and NaN is not equal to itself
+        return isinstance(other, _Value) and repr(self.value) == repr(other.value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _ReadArray:
+    """Values that Python has read."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ReadArray) and self.array.tobytes() == other.array.tobytes()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _described(result: Any) -> Any:
+    """Describe what an op has returned; None if a description is not enough to make the like."""
+    if isinstance(result, (tuple, list)):
+        parts = [_described(item) for item in result]
+        return None if None in parts else type(result)(parts)
+    if not isinstance(result, Tensor):
+        return _Value(result)
+    if result.layout is not torch.strided or result.is_nested or hasattr(result, "__tensor_flatten__"):
+        return None
+    return _Result(tuple(result.shape), result.stride(), result.dtype, result.device)
+
+
+def _made(described: Any, fake: Tensor) -> Any:
+    """Make it again: tensors are fake, without values.
+
+    Args:
+        described: what an op has returned.
+        fake: a fake tensor, of which others are made.
+    """
+    if isinstance(described, (tuple, list)):
+        return type(described)(_made(item, fake) for item in described)
+    if isinstance(described, _Value):
+        return described.value
+    return fake.new_empty_strided(described.shape, described.stride, dtype=described.dtype, device=described.device)
