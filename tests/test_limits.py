@@ -206,6 +206,35 @@ def reads_lines(lines: Any) -> tuple[Any, ...]:
     return lambda x, lines: (x.sin() * float(next(lines)[0])).exp(), lines
 
 
+class Inside:
+    """A count in a descriptor, and where a cached function returns it."""
+
+    class Keeping:
+        value = 1
+
+        def __get__(self, *_: Any) -> int:
+            return self.value
+
+        def __set__(self, _: Any, value: int) -> None:
+            self.value = value
+
+    def __init__(self) -> None:
+        self.kept = type("Keeps", (), {"count": Inside.Keeping()})()
+        self.cached = functools.cache(lambda: Link(0))
+
+
+class Bytes(bytearray):
+    """A subclass."""
+
+
+def in_a_class() -> tuple[Any, ...]:
+    class Outer:
+        class State:
+            count = 1
+
+    return counts(Outer, lambda outer: outer.State)
+
+
 FAR: dict[str, Callable[[], tuple[Any, ...]]] = {
     "deep": lambda: counts(Link(6), lambda link: link.last),
     "many": lambda: counts([Link(0) for _ in range(400)], lambda links: links[-1]),
@@ -215,6 +244,22 @@ FAR: dict[str, Callable[[], tuple[Any, ...]]] = {
     "large stream": lambda: reads_lines(io.StringIO("".join(f"{number}\n" for number in range(1, 5_000)))),
     "reader of a file": lambda: reads_lines(csv.reader(str(number) for number in range(1, 100))),
 }
+
+
+HIDDEN: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "class in a class": in_a_class,
+    "descriptor": lambda: counts(Inside(), lambda inside: inside.kept),
+    "cached": lambda: counts(Inside(), lambda inside: inside.cached()),
+    "mapping proxy": lambda: counts(MappingProxyType({"link": Link(0)}), lambda links: links["link"]),
+    "subclass of bytearray": lambda: counts_in_a_list(Bytes([1])),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_objects_are_not_looked_into(name: str) -> None:
+    make = HIDDEN[name]
+    assert is_right(torchs, make) == is_right(ours(determinism="metadata"), make) == NEVER
+    assert is_right(ours(determinism="values"), make) == [RecomputeMismatchError] * 3
 
 
 @shows("The depth of the search for state")
@@ -405,6 +450,33 @@ def test_generators_that_are_no_arguments(where: str) -> None:
 
     assert is_right(torchs, make) == NEVER
     assert is_right(ours(), make) == [UnsupportedError] * 3
+
+
+@pytest.mark.parametrize("advance", ["send", "throw"])
+def test_generators_that_are_sent_something(advance: str) -> None:
+    def make() -> tuple[Any, ...]:
+        def numbers() -> Any:
+            number = 1.0
+            while True:
+                try:
+                    number += (yield number) or 1
+                except KeyError:
+                    number += 1
+
+        items = numbers()
+        next(items)
+        return (lambda x: (x.sin() * getattr(items, advance)(2 if advance == "send" else KeyError())).exp(),)
+
+    assert is_right(torchs, make) == NEVER
+    assert is_right(ours(), make) == [UnsupportedError] * 3
+
+
+def test_a_generator_that_the_forward_closes() -> None:
+    def make() -> tuple[Any, ...]:
+        items = (number for number in range(9))
+        return (lambda x: (items.close(), x.sin().exp())[1],)
+
+    assert is_right(ours(), make) == [True] * 3
 
 
 @shows("One iterator in two places")

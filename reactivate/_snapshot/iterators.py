@@ -43,12 +43,17 @@ class NoCopy:
     def __iter__(self) -> Any:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self, *_: Any) -> Any:
         raise UnsupportedError(
             f"The forward of a checkpointed region advances an iterator (`{self._kind.__name__}`) that cannot be copied, "
             "so the recomputation cannot start where the forward did. Use a list and an index instead, or advance the "
             "iterator outside of the region and pass the item."
         )
+
+    send = throw = __next__
+
+    def close(self) -> None:
+        """Do nothing: the forward has closed the generator itself."""
 
 
 def copied(iterator: Any) -> Any:
