@@ -15,7 +15,7 @@ from oracle import Watched, assert_bitwise
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 import reactivate
 from reactivate._backends.base import Backend
@@ -308,7 +308,7 @@ def _settings() -> list[Any]:
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     flags = [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), nesting]
-    return [*flags, torch.is_autocast_enabled("cpu"), function_modes(), dispatch_modes()]
+    return [*flags, torch.is_autocast_enabled("cpu"), function_modes(), dispatch_modes(), is_in_torch_dispatch_mode()]
 
 
 def _sets_and_puts_back(setting: Any, determinism: Any) -> Callable[[Tensor], Tensor]:

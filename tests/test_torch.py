@@ -25,7 +25,7 @@ from functorch.compile import aot_function, make_boxed_func
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 import reactivate
 from reactivate import _torch
@@ -256,7 +256,7 @@ def function_modes_are_read_and_replaced() -> None:
     assert room.function_modes() == ()
 
 
-@needs("is_dispatch_mode_active", "dispatch_modes", "replace_dispatch_modes")
+@needs("is_dispatch_mode_active", "dispatch_modes", "leave_dispatch_modes", "replace_dispatch_modes")
 def dispatch_modes_are_read_and_replaced() -> None:
     with DispatchMode() as mode:
         assert room.is_dispatch_mode_active()
@@ -265,6 +265,9 @@ def dispatch_modes_are_read_and_replaced() -> None:
         assert not room.is_dispatch_mode_active()
         room.replace_dispatch_modes((mode,))
     assert room.dispatch_modes() == ()
+    mode.__enter__()
+    room.leave_dispatch_modes(0)
+    assert room.dispatch_modes() == () and not is_in_torch_dispatch_mode()
 
 
 @needs("MODULE_CALL_CODE")
@@ -949,8 +952,6 @@ def a_traced_op_says_where_it_comes_from() -> None:
 @needs("COMPILED_CODE", "compiled_code_is_shown")
 def torch_notes_that_compiled_code_is_shown() -> None:
     """Behaviour: `test_compute_intensive`."""
-    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-
     shown = room.compiled_code_is_shown
     for _ in range(2):
         shown.begin()

@@ -19,6 +19,7 @@ from reactivate._torch.modes import (
     is_dispatch_mode_active,
     is_function_mode_active,
     leave_autocast,
+    leave_dispatch_modes,
     replace_dispatch_modes,
     replace_function_modes,
 )
@@ -85,9 +86,7 @@ class AmbientState:
         _write_flags(self.values)
         leave_autocast(self.values[_NESTING])
         _write_autocast(rest.autocast or tuple((kind, False, dtype) for kind, _, dtype in _read_autocast()))
-        replace_dispatch_modes(
-            tuple(mode for mode in dispatch_modes() if not _is_users(mode) or mode in rest.dispatch_modes)
-        )
+        leave_dispatch_modes(self.values[-3])
         replace_function_modes(
             tuple(mode for mode in function_modes() if _is_ours(mode) or mode in rest.function_modes)
         )
@@ -122,9 +121,11 @@ def _as_it_was(values: list[Any], rest: _Rest) -> Iterator[None]:
         with _autocast(rest.autocast), at_place:
             replace_dispatch_modes((*filterfalse(_is_users, modes[0]), *rest.dispatch_modes))
             replace_function_modes(rest.function_modes)
+            count = is_dispatch_mode_active()
             try:
                 yield
             finally:
+                leave_dispatch_modes(count)
                 replace_dispatch_modes(modes[0])
                 replace_function_modes(modes[1])
 

@@ -97,6 +97,16 @@ def replace_dispatch_modes(modes: tuple[Any, ...]) -> None:
         _push_dispatch_mode(mode)
 
 
+def leave_dispatch_modes(count: int) -> None:
+    """Exit the innermost dispatch modes until `count` are active: torch has flags beside the stack, which an exit sets."""
+    while is_dispatch_mode_active() > count:
+        mode = _dispatch_mode_at(is_dispatch_mode_active() - 1)
+        if getattr(mode, "old_dispatch_mode_flags", None):
+            TorchDispatchMode.__exit__(mode, None, None, None)
+        else:  # it was not entered by its `__enter__`
+            _pop_dispatch_mode(None)
+
+
 _KEYS, _machinery = find("torch._C._TorchDispatchModeKey"), find("torch._C._get_dispatch_mode")
 
 
