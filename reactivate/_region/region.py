@@ -78,7 +78,7 @@ Saved = tuple[Metadata, CodeType, int]
 """What is known of one saved tensor: its metadata, and the code and the instruction that saved it."""
 
 
-_MAY_READ_AGAIN = FUNCTION_APPLY_CODE is None  # then no frame tells that a custom function saves
+_NO_FRAME_TELLS = FUNCTION_APPLY_CODE is None  # that a custom function saves
 
 
 class Region:
@@ -396,19 +396,12 @@ class Region:
                 return self._load(handle)
         if value._version != self.versions[number]:
             raise self.options.exception(errors_text.written_after_saved(self, number))
-        if self.values is not None and not (
-            number in self.read_again or _MAY_READ_AGAIN or groups or type(handle) is SavedCallSlot
-        ):
-            self.values[number] = None  # as mostly
-        elif self.values is not None and not self._is_read_again(number, handle):
+        is_kept = number in self.read_again or type(handle) is SavedCallSlot
+        # Where no frame tells that a custom function saves, its node tells that it reads.
+        is_kept = is_kept or (_NO_FRAME_TELLS and is_function_running()) or (bool(groups) and is_read_by_another())
+        if self.values is not None and not is_kept:
             self.values[number] = None
         return value
-
-    def _is_read_again(self, number: int, handle: Any) -> bool:
-        if number in self.read_again or type(handle) is SavedCallSlot:
-            return True
-        # Where no frame tells that a custom function saves, its node tells that it reads.
-        return (FUNCTION_APPLY_CODE is None and is_function_running()) or (bool(groups) and is_read_by_another())
 
     def _value(self, number: int) -> Tensor | None:
         # A recomputation during the forward knows only what was saved by then.

@@ -1,4 +1,4 @@
-"""Regions under forward-mode AD and under the transforms of torch.func."""
+"""Regions under the transforms of torch.func."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ import warnings
 from reactivate._region import errors_text
 from reactivate._torch.modes import name_of_transform
 from reactivate.errors import UnsupportedError
-
-
-def refuse_forward_mode(device_type: str) -> None:
-    raise UnsupportedError(
-        f"A checkpointed region was called under torch.autograd.forward_ad on {device_type}. There its recomputation reads "
-        "its arguments through aliases, which have no tangents. Call the function without checkpointing there."
-    )
 
 
 def is_plain_under_transform() -> bool:

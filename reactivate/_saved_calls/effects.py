@@ -27,8 +27,8 @@ from reactivate._saved_calls.choice import CallDecision
 from reactivate._saved_calls.results import attributes_of, is_plain
 from reactivate._snapshot.facts import facts_of
 from reactivate._snapshot.groups import Group
-from reactivate._snapshot.held import WeakTensor
-from reactivate._snapshot.holders import ATOMS, CellContainerHolder, Contents, Holder
+from reactivate._snapshot.held import ATOMS, WeakTensor
+from reactivate._snapshot.holders import CellContainerHolder, Contents, Holder
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, position_of
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts

@@ -22,7 +22,7 @@ from reactivate._passes.logs import current_log, log_of_calls, open_logs
 from reactivate._passes.oplog import OpLog
 from reactivate._saved_calls.choice import CallDecision, Choice
 from reactivate._saved_calls.functions import intercept, release
-from reactivate._snapshot.holders import ATOMS
+from reactivate._snapshot.held import ATOMS
 from reactivate._torch.dynamo import COMPILED_CODE, compiled_code_is_shown
 from reactivate._torch.modes import (
     pop_function_mode,

@@ -14,7 +14,8 @@ from types import FunctionType
 from typing import Any
 from weakref import ref
 
-from reactivate._snapshot.holders import ATOMS, EMPTY, Contents, Holder
+from reactivate._snapshot.held import ATOMS
+from reactivate._snapshot.holders import EMPTY, Contents, Holder
 
 Namespace = dict[str, Any]
 Names = tuple[tuple[Namespace, str], ...]

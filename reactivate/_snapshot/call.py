@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._snapshot.contexts import ContextContainers
-from reactivate._snapshot.held import restored
-from reactivate._snapshot.holders import ATOMS, AttributesHolder, CellHolder, Contents, put_cell
+from reactivate._snapshot.held import ATOMS, restored
+from reactivate._snapshot.holders import AttributesHolder, CellHolder, Contents, put_cell
 from reactivate._snapshot.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._snapshot.iterators import holds_iterator, is_iterator
 from reactivate._snapshot.moment import Moment

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import Context, ContextVar
 from typing import Any
 
-from reactivate._snapshot.held import held, is_item, restored
-from reactivate._snapshot.holders import ATOMS, LARGEST, Contents, Holder
+from reactivate._snapshot.held import ATOMS, held, is_item, restored
+from reactivate._snapshot.holders import LARGEST, Contents, Holder
 from reactivate._snapshot.walk import DEPTH, Walk
 
 COPIED = frozenset({list, dict, OrderedDict, defaultdict, deque, set})

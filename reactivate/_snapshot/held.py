@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import is_
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from reactivate._snapshot.caches import cached_by_class
@@ -50,24 +51,15 @@ class Position(NamedTuple):
     iterator: Any
 
 
-_PLAIN = frozenset(
+ATOMS = frozenset(
     {
-        type(None),
-        bool,
-        int,
-        float,
-        str,
-        bytes,
-        type,
-        dict,
-        list,
-        set,
-        CodeType,
-        FunctionType,
-        MethodType,
-        BuiltinFunctionType,
+        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...), object, ModuleType),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
     }
 )
+"""Classes of values that cannot change."""
+
+_PLAIN = ATOMS | {dict, list, set, CodeType, FunctionType, MethodType, BuiltinFunctionType}
 """Classes whose objects are held as they are: those of most items."""
 
 

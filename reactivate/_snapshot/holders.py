@@ -13,23 +13,13 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from types import CellType, ModuleType
+from types import CellType
 from typing import Any, ClassVar
-
-import torch
 
 from reactivate._modules.standin import Placed
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.held import are_items, held_all, is_item, restored, strongly
 from reactivate._snapshot.region_calls import handed_out, is_of_call
-
-ATOMS = frozenset(
-    {
-        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...), object, ModuleType),
-        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
-    }
-)
-"""Classes of values that cannot change."""
 
 LARGEST = 4096
 """The number of items up to which a container is read item by item; of a larger one, only its length is."""

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from reactivate._snapshot.caches import cached_by_class
-from reactivate._snapshot.holders import ATOMS, slots_of
+from reactivate._snapshot.held import ATOMS
+from reactivate._snapshot.holders import slots_of
 
 SMALL_BYTES = 1 << 14
 """The size up to which a tensor without a graph, or an array, is copied before a write to it is known."""

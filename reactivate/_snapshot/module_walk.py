@@ -11,7 +11,8 @@ from torch.nn import Module
 
 from reactivate._modules.standin import Cover
 from reactivate._snapshot.facts import ClassFacts, facts_of_class
-from reactivate._snapshot.holders import ATOMS, ListHolder, NameHolder
+from reactivate._snapshot.held import ATOMS
+from reactivate._snapshot.holders import ListHolder, NameHolder
 from reactivate._snapshot.iterators import holds_iterator
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
 from reactivate._torch.modes import ask

@@ -15,8 +15,8 @@ from torch.nn import Module
 
 from reactivate._snapshot.caches import WeakIdentitySet
 from reactivate._snapshot.geometry import addresses_of, moved_among, note_moved
-from reactivate._snapshot.held import are_items, held_all
-from reactivate._snapshot.holders import ATOMS, Contents, Holder, put_dict
+from reactivate._snapshot.held import ATOMS, are_items, held_all
+from reactivate._snapshot.holders import Contents, Holder, put_dict
 from reactivate._snapshot.module_walk import look_into
 from reactivate._snapshot.shadows import written_before
 from reactivate._snapshot.steps import is_stepped_since, steps_so_far

@@ -42,10 +42,3 @@ def is_of_call(key: Any) -> bool:
     if isinstance(key, ReferenceType):
         key = key()
     return type(key) is RegionCall
-
-
-def without_entries_of_calls(items: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the entries of a copy of a dict that belong to no region: the copy itself, if these are all."""
-    if handed_out and any(map(is_of_call, items)):
-        return {key: item for key, item in items.items() if not is_of_call(key)}
-    return items

@@ -25,7 +25,8 @@ from reactivate._modules.standin import Cover
 from reactivate._snapshot import holders as holding
 from reactivate._snapshot.bindings import CACHED, CodeHolder, are_closed
 from reactivate._snapshot.caches import WeakIdentitySet, is_importable, is_in_its_module
-from reactivate._snapshot.holders import ATOMS, Contents, Holder
+from reactivate._snapshot.held import ATOMS
+from reactivate._snapshot.holders import Contents, Holder
 from reactivate._snapshot.module_walk import ModuleWalk
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.unseen_writes import NamesOfWriters

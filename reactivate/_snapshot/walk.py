@@ -29,8 +29,8 @@ from reactivate._snapshot.bindings import Bindings, CodeHolder, are_closed
 from reactivate._snapshot.buffers import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.facts import Facts, current_facts, facts_of, names_in_module
-from reactivate._snapshot.held import WeakTensor
-from reactivate._snapshot.holders import ATOMS, EMPTY, LARGEST, Holder, contents_of, length_of, namespace_of, slots_of
+from reactivate._snapshot.held import ATOMS, WeakTensor
+from reactivate._snapshot.holders import EMPTY, LARGEST, Holder, contents_of, length_of, namespace_of, slots_of
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, parts_of
 from reactivate._snapshot.kinds import SMALL_BYTES, is_array, is_plain, is_random_source, may_be_state, users_classes
 from reactivate._snapshot.region_calls import handed_out, is_of_call
