@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._storing.inputs import stored
+from reactivate._storing.inputs import store_for
 from reactivate.errors import UsageError
 from reactivate.storage import Disk, Host, spool
 from reactivate.storage.areas import Areas
@@ -438,7 +438,7 @@ def test_the_parts_of_a_wrapper_are_not_held_beside_the_storage(tmp_path: Path) 
     expected = [part.clone() for part in parts]
     wrapper = Pair(*parts)
     wrapper.note = "set"  # type: ignore[attr-defined]
-    kept = stored(wrapper, storage, "wrapper")
+    kept = store_for(storage, "region")(wrapper, "wrapper")
     del parts, wrapper
     later = arrived(storage)
     assert kept is not None and all(torch.UntypedStorage._expired(memory) for memory in memories)
