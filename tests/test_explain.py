@@ -164,7 +164,7 @@ class Counted:
     @staticmethod
     def snapshots(record: Any) -> Iterator[Tensor]:
         yield from record.moment.held()
-        for _, snapshot in record.snapshots:
+        for snapshot in record.snapshots:
             for *_, state, _ in getattr(snapshot, "others", ()):  # of generators
                 if isinstance(state, Tensor):
                     yield state

@@ -231,8 +231,8 @@ class ExplainedStep(Step):
     def _count_recomputed(self, region: Region, draft: Draft) -> None:
         draft.add("recomputed_bytes", 0)
         lines: dict[str | None, Draft] = {}
-        for number, value in enumerate(region.values or ()):
-            size = 0 if value is None else self._ledger.enter(value)
+        for number, found in enumerate(region.values):
+            size = 0 if found is None else self._ledger.enter(found[0])
             if size:
                 site = saved_at(region, number)
                 source = self._places.line(site)

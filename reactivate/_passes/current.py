@@ -6,10 +6,8 @@ from contextvars import ContextVar
 
 from reactivate._snapshot.region_calls import RegionCall, handed_out
 
-is_in_recomputation: ContextVar[bool] = ContextVar("reactivate.is_recomputing", default=False)
-
-Running = tuple[RegionCall, int]
-"""A region that is running, and how many regions have begun inside of it by now."""
+Running = tuple[RegionCall, int, bool]
+"""A region that is running, how many regions have begun inside of it by now, and whether it runs in a recomputation."""
 
 _here: ContextVar[Running | None] = ContextVar("reactivate.current_region", default=None)
 
@@ -30,7 +28,8 @@ def is_recomputing() -> bool:
         >>> len(seen)
         1
     """
-    return is_in_recomputation.get()
+    here = _here.get()
+    return here is not None and here[2]
 
 
 def current_region() -> RegionCall | None:
@@ -69,10 +68,11 @@ def enter_region() -> tuple[RegionCall, Running | None]:
     here = _here.get()
     if here is None:
         region = RegionCall()
+        _here.set((region, 0, False))
     else:
-        outer, index = here
-        region, here = outer.inner(index), (outer, index + 1)
-    _here.set((region, 0))
+        outer, index, is_again = here
+        region, here = outer.inner(index), (outer, index + 1, is_again)
+        _here.set((region, 0, is_again))
     return region, here
 
 
@@ -88,5 +88,4 @@ def leave_region(around: Running | None) -> None:
 
 def enter_recomputation(region: RegionCall) -> None:
     """A recomputation begins, in a context of its own, which ends with it."""
-    is_in_recomputation.set(True)
-    _here.set((region, 0))
+    _here.set((region, 0, True))

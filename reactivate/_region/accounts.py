@@ -106,7 +106,7 @@ def put_aside(region: Region) -> Iterator[Tensor]:
 
 def _specs_of(region: Region) -> Iterator[Any]:
     """List what a region keeps of its function and arguments, with what these are made of."""
-    todo: list[Any] = [region.fn, *region.args, *region.kwargs.values(), *region.saved_inputs]
+    todo: list[Any] = [region.fn, *region.args, *region.kwargs.values(), *(cell.spec for cell in region.cells)]
     while todo:
         spec = todo.pop()
         yield spec
@@ -116,7 +116,7 @@ def _specs_of(region: Region) -> Iterator[Any]:
 
 def held_by_guards(region: Region) -> Iterator[Tensor]:
     """The tensors in the snapshots of a region's guards, and in what leads over its saved calls."""
-    yield from held_by([snapshot for _, snapshot in region.snapshots])
+    yield from held_by(region.snapshots)
     yield from held_by([call.streams for call in region.saved_calls])
     if region.moment.parts is not None:
         yield from region.moment.held()

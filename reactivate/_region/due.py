@@ -52,9 +52,8 @@ def is_due(call: Any, determinism: str, choice: Any) -> bool:
         count = calls.counts.get(number)
         if count is None:
             count = calls.counts[number] = [0]
-        count[0] += 1
-        if not count[0] & (count[0] - 1):
-            return True
+        count[0] = number = count[0] + 1
+        return not number & (number - 1) or calls.is_writer
     return calls.is_writer
 
 
@@ -88,13 +87,17 @@ def owner_of(fn: Any) -> Any:
 
 def _calls_of(call: Any) -> Calls:
     fn, roots = call.fn, call.roots
-    owner, code = _owner_and_code(fn)
-    if len(roots) == 1:
-        owner = roots[0]
-    elif roots:
-        owner = _module_of(fn)
-        if owner is None:
-            owner = next(item for item in (*call.args, *roots) if isinstance(item, Module))
+    if not roots and type(fn) is FunctionType:
+        owner: Any = fn.__code__
+        code: Any = owner
+    else:
+        owner, code = _owner_and_code(fn)
+        if len(roots) == 1:
+            owner = roots[0]
+        elif roots:
+            owner = _module_of(fn)
+            if owner is None:
+                owner = next(item for item in (*call.args, *roots) if isinstance(item, Module))
     key = id(owner), id(code)
     entry = _calls.get(key)
     if entry is None or entry[0]() is not owner or entry[1]() is not code:

@@ -40,7 +40,8 @@ class Matching:
     """The saved-tensor hook of one recomputation.
 
     Attributes:
-        region: the region. Its `values` are filled.
+        region: the region.
+        values: those of the region, which are filled: each with its version.
         index: how many tensors were saved so far.
         last: the number of the last one that is needed.
         is_complete: whether that one is there.
@@ -48,32 +49,32 @@ class Matching:
         refused: the error that was raised, as the function may swallow it.
     """
 
-    __slots__ = (
-        *("check", "detach", "index", "is_complete", "last", "log", "refused", "region", "saved", "stops"),
-        *("values", "versions", "without_graph"),
-    )
+    index = 0
+    is_complete = False
+    check: Check | None = None
+    log: OpLog | None = None
+    detach: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
+    without_graph = -1  # the number of the next node, when a tensor without a graph was saved last
+    refused: BaseException | None = None
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self.saved = saved = region.saved
-        self.values: list[Any] = [None] * len(saved)
-        self.versions = [0] * len(saved)
-        region.values, region.versions = self.values, self.versions
-        self.index, self.last = 0, len(saved) - 1
-        self.check = None if region.check is None or region.tokens is not None else Check()
-        is_unproved = region.proof is not None and not region.proof.is_settled
-        if is_unproved and self.check is not None and is_distributed_run():  # perhaps one rank alone has written
-            is_unproved = not region.check.has_all(len(saved))
-        self.stops = region.early_stop and (region.tokens is not None or not is_unproved)
-        if not region.early_stop and region.tokens is None:
+        count = len(saved)
+        self.values: list[Any] = [None] * count
+        region.values = self.values
+        self.last, self.stops = count - 1, region.early_stop
+        is_open = region.tokens is not None
+        if region.check is not None and not is_open:
+            self.check = Check()
+        if region.proof is not None and not is_open and not region.proof.is_settled:
+            # In a distributed run perhaps this rank alone has written: where all that is saved is compared, that is proof.
+            is_proved = self.check is not None and is_distributed_run() and region.check.has_all(count)
+            self.stops = self.stops and is_proved
+        if not region.early_stop and not is_open:
             self.last = -1
         elif region.slots is not None or region.call_slots:
             self.last = last_needed(region)
-        self.log: OpLog | None = None
-        self.detach: Callable[[Tensor], Tensor] = Tensor.detach
-        self.is_complete = False
-        self.without_graph = -1  # the number of the next node, when a tensor without a graph was saved last
-        self.refused: BaseException | None = None
 
     @not_a_users_hook
     def pack(self, tensor: Tensor) -> Tensor:
@@ -84,11 +85,11 @@ class Matching:
         if is_function_mode_active():
             with without_function_modes():
                 return self.pack(tensor)
-        index = self.index
-        if self.is_complete or index >= len(self.saved):
+        index, saved = self.index, self.saved
+        if self.is_complete or index >= len(saved):
             return self._save_more(tensor)
         metadata, has_graph = metadata_of(tensor), tensor.requires_grad
-        if metadata != self.saved[index][0]:
+        if metadata != saved[index][0]:
             self._check(index, tensor)
         # What waits for the backward must not hold the recomputation's graph.
         value = self.detach(tensor) if has_graph and not tensor.is_leaf else tensor
@@ -96,9 +97,8 @@ class Matching:
         if watches:
             refuse_stale(tensor)
         if rewound_memory and (present := rewound_memory.get(memory_of(value))) is not None:
-            value, version = self._outlasting(value, present, self.saved[index][0][3])
-        self.versions[index] = version  # first, as another thread may take the value at once
-        self.values[index] = value
+            value, version = self._outlasting(value, present, saved[index][0][3])
+        self.values[index] = value, version
         self.index = index + 1
         if index == self.last:
             self.is_complete = True
@@ -184,8 +184,7 @@ class Matching:
             refuse_stale(tensor)
         if self.check is not None:
             self.check.note(index, tensor)
-        self.versions[index] = tensor._version
-        self.values[index] = tensor
+        self.values[index] = tensor, tensor._version
 
     def go_back_to(self, call: SavedCall) -> None:
         """The call is made after all: it saves what it saved."""
@@ -226,7 +225,7 @@ class Matching:
         Hooks inside of the function that give back an op's own output tie that graph into a cycle. No backward goes
         through it and opens the cycle, and no collector sees it (Rule 2).
         """
-        del self.region, self.saved, self.values, self.log, self.detach, self.refused, self.check
+        vars(self).clear()
 
     def compare_ops_of(self, fn: Callable[..., Any], forward: OpLog) -> Callable[..., Any]:
         """Return `fn`, with each op compared with that of the forward (`determinism="values"`)."""

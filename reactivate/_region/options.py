@@ -25,7 +25,8 @@ class Options:
         early_stop, determinism, name, inputs: as given to `checkpoint`.
         choice: which calls inside to save, if a policy says.
         in_graph: the same for torch.compile: a function for the contexts around the traced region.
-        befores, afters: of the guards that the engine asks: (`before`), and (`after` or None, `recompute`).
+        befores, recomputations: `before` and `recompute` of the guards that the engine asks.
+        afters: (index, `after`) of those that have one.
         restores_modules: whether modules are restored, by the engine itself.
         has_leaving: whether a guard has something to close after the forward.
         checks_versions: whether tensors of a recomputation have the versions of the forward.
@@ -43,7 +44,8 @@ class Options:
     inputs: Storage = DEVICE
     asked: tuple[Guard, ...] = field(init=False, repr=False, compare=False)
     befores: tuple[Before, ...] = field(init=False, repr=False, compare=False)
-    afters: tuple[tuple[After | None, Recomputation], ...] = field(init=False, repr=False, compare=False)
+    recomputations: tuple[Recomputation, ...] = field(init=False, repr=False, compare=False)
+    afters: tuple[tuple[int, After], ...] = field(init=False, repr=False, compare=False)
     restores_modules: bool = field(init=False, repr=False, compare=False)
     has_leaving: bool = field(init=False, repr=False, compare=False)
     checks_versions: bool = field(init=False, repr=False, compare=False)
@@ -54,11 +56,11 @@ class Options:
     def __post_init__(self) -> None:
         # What is called for every region, found once.
         asked = tuple(guard for guard in self.guards if not guard.is_of_modules)
-        afters = (None if type(guard).after is Guard.after else guard.after for guard in asked)
         found = {
             "asked": asked,
             "befores": tuple(guard.before for guard in asked),
-            "afters": tuple(zip(afters, (guard.recompute for guard in asked))),
+            "recomputations": tuple(guard.recompute for guard in asked),
+            "afters": tuple((i, guard.after) for i, guard in enumerate(asked) if type(guard).after is not Guard.after),
             "restores_modules": len(asked) < len(self.guards),
             "checks_versions": not any(guard.replaces_tensors for guard in asked),
             "innermost": tuple(guard.recompute for guard in asked if guard.is_innermost),

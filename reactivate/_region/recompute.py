@@ -8,7 +8,6 @@ Afterwards everything is as if it had not run (Rules 12, 13).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +18,15 @@ from reactivate._passes.observing import observers, tell
 from reactivate._passes.places import calls_regions
 from reactivate._passes.stale import StaleReads, is_of_a_write
 from reactivate._region import errors_text, naming
+from reactivate._region.accounts import note_shortage
 from reactivate._region.compare import compare, disproved
 from reactivate._region.matching import Matching, RecomputationComplete
 from reactivate._region.proof import RenormsOnce
 from reactivate._saved_calls.life import RecomputationLog
-from reactivate._snapshot.call import CellTensorHolder
 from reactivate._snapshot.held import WeakTensor
 from reactivate._snapshot.inputs import Memo, rebuild
 from reactivate._snapshot.rewound import RewoundMoment
+from reactivate._storing.requests import idle as idle_storages, refuse_silence
 from reactivate._torch.autograd import (
     is_profiling,
     pop_saved_tensor_hooks,
@@ -34,6 +34,7 @@ from reactivate._torch.autograd import (
     set_grad_enabled,
 )
 from reactivate._torch.dynamo import close_checkpoints_within, leave_to_eager
+from reactivate._types import Unrestored
 from reactivate._xla.recomputation import FencedRecomputation
 from reactivate.errors import ReactivateError
 
@@ -43,33 +44,40 @@ Region = Any
 # -- the state of the forward -----------------------------------------------------------------------------------------
 
 
-def recompute(region: Region, behind: FencedRecomputation | None = None) -> None:
+def recompute(region: Region, gradient: Tensor | None = None) -> Tensor | None:
     """Run the function of a region again, for all that it saved.
 
     Args:
         region: the region.
-        behind: the fence that its device needs.
+        gradient: what a backward has brought to an exit; it is returned behind the fence that the device needs.
 
     Raises:
         MutationError: something that the recomputation would read was changed.
         RecomputeMismatchError: the function does not do what it did.
         Exception: whatever the function raises. State is as before, and the same backward can be tried again.
     """
+    if idle_storages:
+        refuse_silence()
     context = region.context
+    behind = None if region.fence is None else FencedRecomputation(region.fence[0], region.fence[1], gradient)
     # A copy, since one context cannot be entered twice: a recomputation may be inside another of the same region.
     # And if the forward is still running, its log is open, and these are not its ops.
     run = _recompute if region.log is None else region.log.unseen(_recompute)
+    if observers:
+        tell(context, "recomputation_begins", region)
     try:
         context.copy().run(run, region, behind)
         if region.check is not None and region.tokens is None:
             compare(region, lambda: context.copy().run(run, region, behind))
             if region.proof is not None:
                 region.proof.holds_now()
-    except BaseException:
+    except BaseException as error:
         region.forget()  # what it had filled in by then
+        note_shortage(error, type(region))
         raise
     if observers:
         tell(context, "recomputation_done", region)
+    return None if behind is None else behind.gradient
 
 
 def _recompute(region: Region, behind: FencedRecomputation | None) -> None:
@@ -77,32 +85,35 @@ def _recompute(region: Region, behind: FencedRecomputation | None) -> None:
     enter_recomputation(region.identity)
     was_enabled = is_grad_enabled()
     set_grad_enabled(True)
-    holders = region.moment.holders
-    cells = [holder for holder in holders if type(holder) is CellTensorHolder] if holders else ()
+    entered: list[Any] = []  # contexts, the outermost first; an `ExitStack` would cost microseconds
     try:
         if behind is None:
-            args, kwargs = _arguments(region, cells, {})
-            run = functools.partial(_run_again, region, args, kwargs)
+            args, kwargs = _arguments(region, {})
+            _enter_state_of_forward(region, args, kwargs, entered)
+            _run_again(region, args, kwargs)
         else:
             try:
                 behind.read(region, rebuild)
             except RuntimeError as error:
                 raise _in_words(region, error) from None
-            args, kwargs = [], {}
-            run = functools.partial(_run_behind, region, cells, behind)
-        _run_inside(_state_of_forward(region, args, kwargs), run)
+            _enter_state_of_forward(region, [], {}, entered)
+            _run_behind(region, behind)
+        while entered:
+            entered.pop().__exit__(None, None, None)
+    except BaseException as error:
+        _leave(entered, error)
+        raise
     finally:
         set_grad_enabled(was_enabled)
-        for holder in cells:
+        for holder in region.cells:
             holder.let_go()
 
 
-def _arguments(region: Region, cells: Sequence[CellTensorHolder], memo: Memo) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(region: Region, memo: Memo) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments, and get the closed-over tensors: that may recompute a region around this one.
 
     Args:
         region: the region.
-        cells: holders of the closed-over tensors.
         memo: what stands for some of the arguments.
     """
     try:
@@ -111,7 +122,7 @@ def _arguments(region: Region, cells: Sequence[CellTensorHolder], memo: Memo) ->
                 memo[key] = rebuild(spec, {})
         args = [rebuild(spec, memo) for spec in region.args]
         kwargs = {name: rebuild(spec, memo) for name, spec in region.kwargs.items()} if region.kwargs else {}
-        for holder in cells:
+        for holder in region.cells:
             holder.prepare(memo)
     except RuntimeError as error:
         raise _in_words(region, error) from None
@@ -125,36 +136,45 @@ def _in_words(region: Region, error: RuntimeError) -> BaseException:
     return region.options.exception(errors_text.written_before_recomputation(region, error))  # type: ignore[no-any-return]
 
 
-def _state_of_forward(region: Region, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the contexts in which everything is as the forward saw it, the outermost first."""
-    contexts: list[Any] = []
+def _enter_state_of_forward(region: Region, args: list[Any], kwargs: dict[str, Any], entered: list[Any]) -> None:
+    """Enter the contexts in which everything is as the forward saw it, and add each to `entered`."""
     if is_profiling():
-        contexts.append(torch.profiler.record_function(f"reactivate::recompute {naming.name_of(region)}"))
-    innermost: list[Any] = []
-    for rewind, snapshot in region.snapshots if region.tokens is None else region.take_snapshots():
-        context = rewind(snapshot)
+        _enter(torch.profiler.record_function(f"reactivate::recompute {naming.name_of(region)}"), entered)
+    unrestored = region.unrestored()
+    stale = _stale(region, unrestored) if unrestored else None
+    options, late = region.options, []
+    snapshots = region.snapshots if region.tokens is None else region.take_snapshots()
+    for rewind, snapshot in zip(options.recomputations, snapshots):
+        context = None if snapshot is None else rewind(snapshot)
         if context is not None:
-            (innermost if rewind in region.options.innermost else contexts).append(context)
+            if options.innermost and rewind in options.innermost:
+                late.append(context)
+            else:
+                context.__enter__()
+                entered.append(context)
     if region.reached is not None:
-        contexts.append(region.reached.rewound())
+        _enter(region.reached.rewound(), entered)
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-    contexts.append(RewoundMoment(region.moment, tensors))
-    contexts += innermost
+    moment = RewoundMoment(region.moment, tensors)
+    moment.__enter__()
+    entered.append(moment)
+    for context in late:
+        _enter(context, entered)
     if region.proof is not None:
-        contexts.append(RenormsOnce(tensor for tensor, _ in region.proof.tensors()))
-    stale = _stale(region)
+        _enter(RenormsOnce(tensor for tensor, _ in region.proof.tensors()), entered)
     if stale:
         refuse = functools.partial(_refusal, region, stale)
-        contexts.append(StaleReads([tensor for tensor, _ in stale], refuse))
-    return contexts
+        _enter(StaleReads([tensor for tensor, _ in stale], refuse), entered)
 
 
-def _stale(region: Region) -> list[tuple[Tensor, str]]:
+def _enter(context: Any, entered: list[Any]) -> None:
+    context.__enter__()
+    entered.append(context)
+
+
+def _stale(region: Region, unrestored: list[Unrestored]) -> list[tuple[Tensor, str]]:
     """Return what was modified since the forward ended, and what shows by no comparison that it does not matter."""
     proof = region.proof
-    unrestored = region.unrestored()
-    if not unrestored:
-        return []
     copied = {id(item.tensor) for item in region.moment.states.written if item.left is not None}
     found = []
     for item, place, _ in unrestored:
@@ -176,21 +196,6 @@ def _refusal(region: Region, stale: list[tuple[Tensor, str]], tensor: Tensor) ->
     return region.options.exception(errors_text.modified_input(region, place, tensor))
 
 
-def _run_inside(contexts: Sequence[Any], function: Callable[[], None]) -> None:
-    """Call a function inside of contexts, the first one outermost. An `ExitStack` would cost microseconds."""
-    entered = []
-    try:
-        for context in contexts:
-            context.__enter__()
-            entered.append(context)
-        function()
-        while entered:
-            entered.pop().__exit__(None, None, None)
-    except BaseException as error:
-        _leave(entered, error)
-        raise
-
-
 def _leave(entered: list[Any], error: BaseException) -> None:
     """Leave the contexts that an error has left open, the last one first; all of them, also if one fails."""
     while entered:
@@ -201,12 +206,12 @@ def _leave(entered: list[Any], error: BaseException) -> None:
             raise
 
 
-def _run_behind(region: Region, cells: Sequence[CellTensorHolder], behind: FencedRecomputation) -> None:
+def _run_behind(region: Region, behind: FencedRecomputation) -> None:
     """Do as `_run_again`, where the state of the forward is read through aliases as well."""
     memo = behind.begin(region)
     try:
-        args, kwargs = _arguments(region, cells, memo)
-        for holder in cells:  # rewound before their aliases were there
+        args, kwargs = _arguments(region, memo)
+        for holder in region.cells:  # rewound before their aliases were there
             holder.put((holder.spec,))
         _run_again(region, args, kwargs, behind)
     finally:

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import functools
 from _thread import RLock, get_ident
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import Context
 from sys import _getframe
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 from weakref import ref
 
 from torch import Tensor
 
 from reactivate._passes.check import BitsBefore, Check
-from reactivate._passes.current import enter_region, leave_region
-from reactivate._passes.observing import keeping, observers, tell
+from reactivate._passes.current import Running, enter_region, leave_region
+from reactivate._passes.observing import kept_for, observers, tell
 from reactivate._passes.oplog import OpLog
 from reactivate._passes.places import SavePlace, are_known, remember, user_frame
 from reactivate._passes.stale import is_of_a_write, refuse_stale, watches
@@ -33,7 +33,7 @@ from reactivate._region import errors_text, naming
 from reactivate._region.accounts import NotKept, counting_threads, note_shortage
 from reactivate._region.due import is_due, note_writer, owner_of
 from reactivate._region.matching import Metadata, metadata_of
-from reactivate._region.options import Options, Recomputation
+from reactivate._region.options import Options
 from reactivate._region.proof import WriteProof
 from reactivate._region.recompute import recompute
 from reactivate._region.scripts import call_watched, is_being_watched, refuse_watched
@@ -45,8 +45,9 @@ from reactivate._snapshot.call import Call
 from reactivate._snapshot.inputs import WrittenInput
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.reached import ReachedModules
+from reactivate._snapshot.region_calls import RegionCall
+from reactivate._snapshot.walk import Input
 from reactivate._storing.inputs import store_for
-from reactivate._storing.requests import idle as idle_storages, refuse_silence
 from reactivate._torch.autograd import (
     FUNCTION_APPLY_CODE,
     asks_for_users_hooks,
@@ -72,7 +73,7 @@ from reactivate._torch.modes import current_transform, is_function_mode_active, 
 from reactivate._types import DEVICE, Unrestored
 from reactivate._xla.exits import through_exit
 from reactivate._xla.fence import fences
-from reactivate._xla.recomputation import FencedRecomputation, named_tensors
+from reactivate._xla.recomputation import named_tensors
 
 Saved = tuple[Metadata, CodeType, int]
 """What is known of one saved tensor: its metadata, and the code and the instruction that saved it."""
@@ -94,13 +95,13 @@ class Region:
         moment: what the call reached, as it was when the forward began.
         reached: the same of modules in a large tree, which are noted as the forward reaches them; otherwise None.
         tokens: what the guards said before the forward; None once it is over.
-        snapshots: for the guards that keep anything, how they recompute and what they keep.
+        snapshots: what each guard keeps, in the order of `options.recomputations`.
         inputs: tensors that the recomputation reads where they are, and of which there is no copy.
-        saved_inputs: the specs of arguments and closed-over tensors that are saved tensors of autograd's own.
+        cells: what holds the closed-over tensors that are saved tensors of autograd's own.
         replaced: {id of a spec: the spec to take in its place}, of arguments that the forward wrote to.
         saved: what is known of each tensor that autograd saved, in order.
         slots: references to their slots, in calls that are compared or observed, and with a policy; None in others.
-        values, versions: the recomputed tensors that were not handed out yet, with their versions; None between backwards.
+        values: the recomputed tensors that were not handed out yet, each with its version; empty between backwards.
         read_again: the numbers of the tensors that are read several times in one backward: those of custom functions.
         check: checksums of the forward, if the next recomputation is to be compared with it.
         proof: of a forward that wrote to what there is no copy of; otherwise None.
@@ -113,40 +114,41 @@ class Region:
             `entries`, the specs of all tensors among the arguments, and `named`, what else is read behind it, with versions.
     """
 
-    __slots__ = (
-        *("__weakref__", "args", "bits", "call", "call_slots", "check", "context", "early_stop", "entries", "fence"),
-        *("fn", "forward_log", "identity", "inputs", "named", "saved_calls", "seen_modules"),
-        *("kwargs", "lock", "log", "moment", "options", "outer", "places", "proof", "reached", "read_again"),
-        *("replaced", "saved", "saved_inputs", "script_graph", "slots", "snapshots", "tokens", "users_hooks", "values"),
-        "versions",
-    )
     options: Options
+    early_stop: bool
     fn: Any
     args: list[Any]
     kwargs: dict[str, Any]
     call: Call | None
     context: Context
+    identity: RegionCall
+    outer: Running | None
     moment: Moment
-    reached: ReachedModules | None
-    tokens: list[Any] | None
-    snapshots: list[tuple[Recomputation, Any]]
+    inputs: Sequence[Input]
+    cells: Sequence[Any]
     saved: list[Saved]
-    saved_inputs: Sequence[Any]
-    slots: list[ref[Slot]] | None
-    values: list[Tensor | None] | None
-    versions: list[int]
     read_again: set[int]
-    replaced: dict[int, Any]
-    call_slots: dict[int, ref[SavedCallSlot]]
-    saved_calls: Sequence[SavedCall]
-    seen_modules: Sequence[Any]
-    places: dict[int, SavePlace] | None
-    check: Check | None
-    proof: WriteProof | None
-    bits: BitsBefore | None
-    forward_log: ForwardLog | None
-    log: OpLog | None
-    fence: tuple[str, Any] | None
+    script_graph: Any
+    entries: Any
+    snapshots: list[Any]
+    # What most regions do not have:
+    reached: ReachedModules | None = None
+    tokens: list[Any] | None = None
+    slots: list[ref[Slot]] | None = None
+    values: list[tuple[Tensor, int] | None] = []  # noqa: RUF012
+    replaced: Mapping[int, Any] = MappingProxyType({})
+    call_slots: dict[int, ref[SavedCallSlot]] = MappingProxyType({})  # type: ignore[assignment]
+    saved_calls: Sequence[SavedCall] = ()
+    seen_modules: Sequence[Any] = ()
+    places: dict[int, SavePlace] | None = None
+    check: Check | None = None
+    proof: WriteProof | None = None
+    bits: BitsBefore | None = None
+    forward_log: ForwardLog | None = None
+    log: OpLog | None = None
+    users_hooks: tuple[Any, Any] | None = None
+    fence: tuple[str, Any] | None = None
+    named: Any = None
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -161,31 +163,31 @@ class Region:
         store = None
         if options.inputs is not DEVICE:
             store = store_for(options.inputs, options.name or naming.name_of_region(fn))
-        keeping.owner = self if observers else None
-        try:
-            call = self.call = Call(fn, args, kwargs, store=store, for_region=True)
-        finally:
-            keeping.owner = None
+        if observers:
+            with kept_for(self):
+                call = Call(fn, args, kwargs, store=store, for_region=True)
+        else:
+            call = Call(fn, args, kwargs, store=store, for_region=True)
+        self.call = call
         if call.scripts and is_being_watched(call.scripts):
             return functools.partial(call_watched, scripts=call.scripts)
         if call.is_lazy:  # the first call of a lazy module makes its parameters, once
             return _call
         self.options, self.early_stop = options, options.early_stop
         self.fn, self.args, self.kwargs, self.context = fn, call.args, call.kwargs, call.context
-        self.inputs, self.saved_inputs = call.inputs, [spec for _, spec, _ in call.saved]
-        self.users_hooks = users_hooks() if call.is_hooked else None
-        self.saved, self.values, self.read_again, self.replaced = [], None, set(), {}
-        self.saved_calls, self.seen_modules, self.call_slots = (), (), {}
+        self.inputs, self.cells = call.inputs, call.cells
+        if call.is_hooked:
+            self.users_hooks = users_hooks()
+        self.saved, self.read_again = [], set()
         self.lock = RLock()
-        self.proof = self.check = self.bits = self.places = self.slots = None
-        self.forward_log = self.fence = None
-        self.log = OpLog() if options.determinism == "values" else None
+        if options.determinism == "values":
+            self.log = OpLog()
         self.script_graph = last_script_graph()
-        self.moment = call.moment(with_modules=options.restores_modules)
+        tree = call.tree if options.restores_modules else None
+        self.moment = Moment(call.holders, call.tensors, call.given, tree, call.may_write_unseen)
         if fences():
             self.named = named_tensors(call)
         self.identity, self.outer = enter_region()
-        self.reached = None
         self.tokens = tokens = []
         try:
             if call.is_large and options.restores_modules:
@@ -196,28 +198,35 @@ class Region:
             leave_region(self.outer)
             self._close_guards(error)
             raise
+        pack = self._choose_pack(call)
+        push_saved_tensor_hooks(pack, self.unpack if self.slots is None and not _NO_FRAME_TELLS else self.unpack_slot)
+        if self.log is not None:
+            self.log.__enter__()
+        if options.choice is not None:
+            self._open_log(options.choice)
+        return None
+
+    def _choose_pack(self, call: Call) -> Any:
+        """Return the hook for what autograd saves: the plain one, unless somebody asks more of this call."""
+        options = self.options
         pack: Any = self.pack
         if is_due(call, options.determinism, options.choice):
             self.check, self.places, self.slots = Check(), {}, []
             pack = self.pack_noted
             if call.may_write_unseen():
                 self.bits = BitsBefore(naming.tensors_without_a_copy(call))
-        elif observers or (options.determinism != "first" and not are_known(owner_of(fn))):
+        elif observers or (options.determinism != "first" and not are_known(owner_of(self.fn))):
             self.places, self.slots = {}, []
             pack = self.pack_noted
         if options.choice is not None:
-            self.slots = []
+            self.slots, self.call_slots = [], {}
             pack = self.pack_beside_calls if options.choice.interest.functions else self.pack_noted
-        if asks_for_users_hooks:
-            pack = beside_users_hooks(pack)
-        push_saved_tensor_hooks(pack, self.unpack)
-        if self.log is not None:
-            self.log.__enter__()
-        if options.choice is not None:
-            self.forward_log = ForwardLog(self, options.choice)
-            self.saved_calls = self.forward_log.calls  # which it fills
-            self.forward_log.open()
-        return None
+        return beside_users_hooks(pack) if asks_for_users_hooks else pack
+
+    def _open_log(self, choice: Any) -> None:
+        log = self.forward_log = ForwardLog(self, choice)
+        self.saved_calls = log.calls  # which it fills
+        log.open()
 
     @not_a_users_hook
     def pack(self, tensor: Tensor, frame: FrameType | None = None) -> int:
@@ -273,10 +282,9 @@ class Region:
 
     def is_recomputed(self, number: int) -> bool:
         """Return whether only a recomputation can tell a saved tensor that a graph still has."""
-        reference = self.call_slots.get(number)
-        if reference is None:
+        if number not in self.call_slots:
             return self.is_needed(number)
-        slot = reference()
+        slot = self.call_slots[number]()
         return slot is not None and slot.kept is None
 
     def end(self, result: Any) -> Any:
@@ -288,49 +296,53 @@ class Region:
         self._pop_hooks()
         try:
             self.snapshots = self.take_snapshots()
-            self.moment.finish()
         finally:
             if self.reached is not None or self.options.has_leaving:
                 self._close_guards(None)
             self.tokens = None
-        call, self.call = self.call, None
-        assert call is not None
+        written = self.moment.finish()
+        if self.inputs or self.reached is not None:
+            written += self._unrestored_inputs()
+        call: Any = self.call
+        self.call = None
         if self.places is not None:
             remember(owner_of(self.fn), self.places)
         if self.check is not None:
             self.check.note_outputs(result)
-        self._look_for_writes(call, result)
-        if self.proof is None and self.options.determinism == "metadata":
+        if self.bits is not None:
+            written += self.bits.written()
+            self.bits = None
+        written += [self._replace(*item) for item in call.saved if item[0]._version != item[2]]
+        if written:
+            self._need_proof(written, call, result)
+        elif self.options.determinism == "metadata":
             self.check = None
-        if last_script_graph() is not self.script_graph:
-            refuse_watched(last_script_graph(), naming.name_of(self))
+        graph = last_script_graph()
+        if graph is not self.script_graph:
+            refuse_watched(graph, naming.name_of(self))
         if self.forward_log is not None:
             self.forward_log.settle()
             self.forward_log = None
-        if self.saved and fences():
+        if self.named is not None and self.saved:
             result = through_exit(self, result, call)
         if observers:
             tell(self.context, "forward_done", self)
         return result
 
-    def _look_for_writes(self, call: Call, result: Any) -> None:
-        """Find what the forward wrote to and no copy was made of; then only a proof shows whether it matters."""
-        written = self.unrestored()
-        if self.bits is not None:
-            written += self.bits.written()
-            self.bits = None
-        for tensor, spec, version in call.saved:
-            if tensor._version != version:
-                place = naming.place_of(self, spec)
-                self.replaced[id(spec)] = spec = tensor if tensor.is_leaf else WrittenInput(tensor)
-                written.append(Unrestored(spec, place, version))
-        if written:
-            self.saved_inputs = [spec for _, spec, _ in call.saved]
-            self.proof = WriteProof(written, result)
-            self.moment.note_writes(self.proof.tensors())
-            note_writer(call)
-            if self.forward_log is not None and self.check is None:
-                self.forward_log.distrust("the region writes to a tensor of which there is no copy")
+    def _replace(self, tensor: Tensor, spec: Any, version: int) -> Unrestored:
+        """Let a recomputation read an argument as the forward left it, which wrote to it."""
+        place = naming.place_of(self, spec)
+        left = tensor if tensor.is_leaf else WrittenInput(tensor)
+        self.replaced = {**self.replaced, id(spec): left}
+        return Unrestored(left, place, version)
+
+    def _need_proof(self, written: list[Unrestored], call: Call, result: Any) -> None:
+        """The forward wrote to what there is no copy of: only a proof shows whether that matters."""
+        self.proof = WriteProof(written, result)
+        self.moment.note_writes(self.proof.tensors())
+        note_writer(call)
+        if self.forward_log is not None and self.check is None:
+            self.forward_log.distrust("the region writes to a tensor of which there is no copy")
 
     def fail(self, error: BaseException) -> None:
         """End a forward that has raised: leave everything as it was (Rule 13)."""
@@ -361,66 +373,78 @@ class Region:
                 for guard, token in zip(self.options.asked, tokens):
                     stack.callback(guard.leave, token, error)
 
-    def take_snapshots(self) -> list[tuple[Recomputation, Any]]:
-        """Return what the guards would keep if the forward ended now."""
-        assert self.tokens is not None
-        snapshots = []
-        for token, (after, recomputation) in zip(self.tokens, self.options.afters):
-            if token is not None:
-                snapshot = token if after is None else after(token)
-                if snapshot is not None:
-                    snapshots.append((recomputation, snapshot))
+    def take_snapshots(self) -> list[Any]:
+        """Return what each guard would keep if the forward ended now."""
+        snapshots = self.tokens
+        assert snapshots is not None
+        if self.options.afters:
+            snapshots = [*snapshots]
+            for index, after in self.options.afters:
+                if snapshots[index] is not None:
+                    snapshots[index] = after(snapshots[index])
         return snapshots
 
     def unrestored(self) -> list[Unrestored]:
         """Return what was modified since the forward began, and of what there is no copy."""
         found = self.moment.unrestored()
-        if self.inputs:
-            found += [
-                Unrestored(item.tensor, item.place, item.version)
-                for item in self.inputs
-                if item.tensor._version != item.version
-            ]
+        return found + self._unrestored_inputs() if self.inputs or self.reached is not None else found
+
+    def _unrestored_inputs(self) -> list[Unrestored]:
+        moved = (item for item in self.inputs if item.tensor._version != item.version)
+        found = [Unrestored(item.tensor, item.place, item.version) for item in moved]
         return found if self.reached is None else found + self.reached.unrestored()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def unpack(self, handle: Any) -> Tensor:
-        """Autograd asks for a tensor that it saved: by its number, or by its slot."""
-        number = handle if type(handle) is int else handle.number
+    def unpack(self, number: int) -> Tensor:
+        """Autograd asks for a tensor that it saved, by its number: mostly it is there, and is handed out once."""
         values = self.values
-        value = values[number] if values is not None and number < len(values) else None
-        if value is None:
-            value = self._recomputed(number, handle)
-            if value is None:
+        if number < len(values) and not (groups or number in self.read_again):
+            found = values[number]
+            if found is not None and found[0]._version == found[1]:
+                values[number] = None
+                return found[0]
+        return self.unpack_slot(number)
+
+    def unpack_slot(self, handle: Any) -> Tensor:
+        """Autograd asks for a tensor that it saved: by its slot, or by its number."""
+        number = handle if type(handle) is int else handle.number
+        found = self.values[number] if number < len(self.values) else None
+        if found is None:
+            found = self._recomputed(number, handle)
+            if found is None:
                 return self._load(handle)
-        if value._version != self.versions[number]:
+        value, version = found
+        if value._version != version:
             raise self.options.exception(errors_text.written_after_saved(self, number))
-        is_kept = number in self.read_again or type(handle) is SavedCallSlot
-        # Where no frame tells that a custom function saves, its node tells that it reads.
-        is_kept = is_kept or (_NO_FRAME_TELLS and is_function_running()) or (bool(groups) and is_read_by_another())
-        if self.values is not None and not is_kept:
+        if self.values and not self._is_kept(number, handle):
             self.values[number] = None
         return value
 
-    def _value(self, number: int) -> Tensor | None:
-        # A recomputation during the forward knows only what was saved by then.
-        values = self.values
-        return values[number] if values is not None and number < len(values) else None
+    def _is_kept(self, number: int, handle: Any) -> bool:
+        """Return whether a value may be asked for again in this backward."""
+        is_kept = number in self.read_again or type(handle) is SavedCallSlot
+        # Where no frame tells that a custom function saves, its node tells that it reads.
+        is_kept = is_kept or (_NO_FRAME_TELLS and is_function_running())
+        return is_kept or (bool(groups) and is_read_by_another())
 
-    def _recomputed(self, number: int, handle: Any) -> Tensor | None:
+    def _recomputed(self, number: int, handle: Any) -> tuple[Tensor, int] | None:
         """Return a tensor after a recomputation, None if a saved call keeps it."""
         with self.lock:  # autograd has a thread for each device; the one that comes second finds its value
-            while (value := self._value(number)) is None:  # again, if another backward has taken it
+            while True:
+                values = self.values  # of a recomputation during the forward: only what was saved by then
+                if number < len(values) and (found := values[number]) is not None:
+                    break
+                # For the first time, or again, if another backward has taken it.
                 if self.tokens is None and type(handle) is SavedCallSlot and handle.kept is not None:
                     return None
                 if self.tokens is not None and self.forward_log is not None:
                     self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
                 if counting_threads and get_ident() in counting_threads:
                     raise NotKept
-                self.recompute()
+                recompute(self)
             self._limit_lifetime()
-            return value
+            return found
 
     def _load(self, slot: SavedCallSlot) -> Tensor:
         """Return what a saved call keeps."""
@@ -431,33 +455,14 @@ class Region:
                 raise
             raise self.options.exception(errors_text.written_after_saved(self, slot.number)) from None
 
-    def recompute(self, gradient: Tensor | None = None) -> Tensor | None:
-        """Run the function again: every saved tensor gets its value.
-
-        Args:
-            gradient: what a backward has brought to an exit; it is returned behind the fence.
-        """
-        if idle_storages:
-            refuse_silence()
-        behind = None if self.fence is None else FencedRecomputation(*self.fence, gradient)
-        if observers:
-            tell(self.context, "recomputation_begins", self)
-        try:
-            recompute(self, behind)
-        except BaseException as error:
-            note_shortage(error, Region)
-            raise
-        return None if behind is None else behind.gradient
-
     def recompute_behind(self, gradient: Tensor) -> Tensor | None:
         """A backward has come to an exit: what it will read of the region is computed from here on, not before."""
         with self.lock:
-            is_filled = any(
-                value is not None for value in self.values or ()
-            )  # from another exit, or for another backward
+            # Filled from another exit, or for another backward.
+            is_filled = any(found is not None for found in self.values)
             if is_filled or not any(map(self.is_recomputed, range(len(self.saved)))):
                 return gradient
-            fenced = self.recompute(gradient)
+            fenced = recompute(self, gradient)
             self._limit_lifetime()
             return fenced
 
@@ -475,7 +480,7 @@ class Region:
 
     def forget(self) -> None:
         """Let go of recomputed tensors that were not asked for."""
-        self.values = None
+        self.values = []
 
 
 def _call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -491,3 +496,4 @@ def _forget(reference: ref[Region]) -> None:
 leave_to_eager(Region.pack.__code__)
 leave_to_eager(Region.pack_noted.__code__)
 leave_out_of_graphs(Region.unpack)
+leave_out_of_graphs(Region.unpack_slot)

@@ -141,7 +141,7 @@ class ForwardLog(Log):
         if call.saved_call.reason is not None:
             return self.run_again(fn, args, kwargs)
         region = self.region
-        push_saved_tensor_hooks(call.pack, region.unpack)
+        push_saved_tensor_hooks(call.pack, region.unpack_slot)
         self.is_inside = True
         try:
             result = fn(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
+from operator import itemgetter
 from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -15,10 +16,11 @@ from reactivate._snapshot.held import ATOMS, restored
 from reactivate._snapshot.holders import AttributesHolder, CellHolder, Contents, put_cell
 from reactivate._snapshot.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._snapshot.iterators import holds_iterator, is_iterator
-from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.trees import Tree, is_large, is_unseen_writer, tree_under
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk, is_state
 from reactivate._torch.autograd import innermost_pack_hook, is_of_checkpointing, save_tensor
+
+_first = itemgetter(0)
 
 Store = Callable[[Tensor, str], Any]
 """Hands a tensor that an op has computed, at a place, to the storage for inputs; None if the tensor stays where it is."""
@@ -70,6 +72,7 @@ class Call(Walk):
         args, kwargs: the specs of its arguments; see `inputs`.
         saved: (tensor, its spec, version) of the tensors that autograd keeps.
         given: the tensors of `saved`, in which the arguments come first.
+        cells: what holds the closed-over tensors among these.
         is_hooked: whether there are saved-tensor hooks around the region.
         context: the context variables, with nothing in the place of containers of which copies are made.
         is_large: whether there are so many modules that they are noted as they are reached.
@@ -78,6 +81,7 @@ class Call(Walk):
 
     context: Context
     tree: Tree | None = None
+    cells: tuple[CellTensorHolder, ...] = ()
     is_large = False
 
     def __init__(
@@ -95,11 +99,13 @@ class Call(Walk):
         pack = innermost_pack_hook()
         self.is_hooked = pack is not None
         self._store = None if store is None or is_of_checkpointing(pack) else store
-        if isinstance(fn, Module):
+        if type(fn) is FunctionType:  # as mostly, and modules
+            self.function(fn, "the function", DEPTH)
+        elif isinstance(fn, Module):
             self.roots = (fn,)
             self.specs[id(fn)] = fn
         else:
-            self._look_at_function(fn)
+            self._look_at_callable(fn)
         is_plain = pack is None and self._store is None
         specs = self.specs
         captured: list[Any] = []
@@ -122,12 +128,12 @@ class Call(Walk):
             context = self.context = copy_context()
             if context and not ATOMS.issuperset(map(type, context.values())):
                 containers = self._look_at_context(context)
-        self.given = [item[0] for item in self.saved]
+        self.given = list(map(_first, self.saved))
         tensors = self.reached() if self.inputs or self.tensors else self.given
         if any(map(vars, tensors)):
             self.holders.append(AttributesHolder(tensors))
             self.look_at_attributes(tensors)
-            self.given = [item[0] for item in self.saved]
+            self.given = list(map(_first, self.saved))
         if self.roots:
             self.is_large = for_region and not self.has_compiled and any(map(is_large, self.roots))
             if not self.is_large:
@@ -139,10 +145,8 @@ class Call(Walk):
             modules = () if self.tree is None else {id(holder.target) for holder in self.tree.holders}
             containers.settle(self.context, modules, is_large=self.is_large)
 
-    def _look_at_function(self, fn: Any) -> None:
-        if type(fn) is FunctionType:  # as mostly, and methods of modules
-            self.function(fn, "the function", DEPTH)
-        elif type(fn) is MethodType and isinstance(fn.__self__, Module) and type(fn.__func__) is FunctionType:
+    def _look_at_callable(self, fn: Any) -> None:
+        if type(fn) is MethodType and isinstance(fn.__self__, Module) and type(fn.__func__) is FunctionType:
             self.roots = (fn.__self__,)
             self.specs[id(fn.__self__)] = fn.__self__
             self.function(fn.__func__, "the function", DEPTH)
@@ -168,13 +172,8 @@ class Call(Walk):
 
     def _may_tree(self) -> bool:
         assert self.tree is not None
-        self.code.add_tree(self.tree.names())
+        self.code.trees += (self.tree.names(),)
         return self.code.may_write_unseen()
-
-    def moment(self, *, with_modules: bool = True) -> Moment:
-        """Return what everything that the call reaches holds now."""
-        tree = self.tree if with_modules else None
-        return Moment(self.holders, self.tensors, self.given, tree, self.may_write_unseen)
 
     def reached(self) -> list[Tensor]:
         return [*(tensor for tensor, *_ in self.saved), *super().reached()]
@@ -234,4 +233,6 @@ class Call(Walk):
         if spec is None:
             spec = self.specs[id(tensor)] = self._stored(tensor, place) or SavedInput(tensor)
             self.saved.append((tensor, spec, tensor._version))
-        self.holders.append(CellTensorHolder(cell, spec))
+        holder = CellTensorHolder(cell, spec)
+        self.holders.append(holder)
+        self.cells += (holder,)

@@ -27,16 +27,16 @@ _is_of_xla = attrgetter("is_xla")  # of each tensor; `device.type` would cost te
 def memory_of(tensor: Tensor) -> int | None:
     """Return what tensors have in common that share memory, None where that cannot be told."""
     kind = type(tensor)
-    if kind is not Tensor and kind is not Parameter:
-        if kind is UninitializedParameter or kind is UninitializedBuffer:
-            return None
-        if not has_memory_of_class(kind):
-            return None
-    if tensor.layout is not _STRIDED or not (tensor.is_cpu or not (tensor.is_meta or _is_of_xla(tensor))):
+    if kind is Tensor and tensor.is_cpu and tensor.layout is _STRIDED:  # as mostly
+        return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+    if kind not in _PLAIN and (kind in _EMPTY or not has_memory_of_class(kind)):
+        return None
+    if tensor.layout is not _STRIDED or tensor.is_meta or _is_of_xla(tensor):
         return None
     return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
+_EMPTY = frozenset({UninitializedParameter, UninitializedBuffer})
 _PLAIN = frozenset({Tensor, Parameter})
 _moved = WeakIdentitySet()  # parameters that some forward gave other memory
 

@@ -297,34 +297,30 @@ class ClassHolder(Holder):
 
 # -- functions --------------------------------------------------------------------------------------------------------
 
-_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_of_function, _attributes_of = attrgetter("__code__", "__defaults__", "__kwdefaults__"), attrgetter("__dict__")
 
 
-class FunctionHolder(Holder):
-    """A Python function: its code, its defaults and its attributes."""
+class FunctionsHolder(Holder):
+    """Python functions: their code, their defaults and, mostly none, their attributes."""
 
     __slots__ = ()
 
     def get(self) -> Contents:
-        attributes = self.target.__dict__
-        fixed = _of_function(self.target)
-        return (*fixed, *attributes, *attributes.values()) if attributes else fixed
-
-    def record(self) -> Contents:
-        fn = self.target
-        return super().record() if fn.__defaults__ or fn.__dict__ else _of_function(fn)
+        functions = self.target
+        fixed = [*chain.from_iterable(map(_of_function, functions))]
+        return [*fixed, *AttributesHolder(functions).get()] if any(map(_attributes_of, functions)) else fixed
 
     def is_at(self, contents: Contents) -> bool:
-        fn = self.target
-        if fn.__defaults__ or fn.__dict__:
+        functions = self.target
+        if len(contents) > 3 * len(functions) or any(map(_attributes_of, functions)):
             return super().is_at(contents)
-        return len(contents) == 3 and all(map(is_, _of_function(fn), contents))
+        return all(map(is_, chain.from_iterable(map(_of_function, functions)), contents)) or super().is_at(contents)
 
     def put(self, contents: Contents) -> None:
-        fn = self.target
-        fn.__code__, defaults, fn.__kwdefaults__ = contents[:3]
-        fn.__defaults__ = restored(defaults)
-        put_dict(fn.__dict__, contents[3:])
+        functions, items = self.target, iter(contents)
+        for fn in functions:
+            fn.__code__, fn.__defaults__, fn.__kwdefaults__ = next(items), restored(next(items)), next(items)
+        AttributesHolder(functions).put([*items])
 
 
 class PartialHolder(Holder):

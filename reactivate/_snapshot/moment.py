@@ -6,7 +6,7 @@ It is taken at the beginning of the forward, and never looked at again unless so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -18,8 +18,9 @@ from reactivate._snapshot.geometry import addresses_of, moved_among, note_moved
 from reactivate._snapshot.held import ATOMS, are_items, held_all
 from reactivate._snapshot.holders import Contents, Holder, put_dict
 from reactivate._snapshot.module_walk import look_into
+from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.shadows import written_before
-from reactivate._snapshot.steps import is_stepped_since, steps_so_far
+from reactivate._snapshot.steps import fused_steps, is_stepped_since, steps_so_far
 from reactivate._snapshot.tensor_states import NO_TENSORS, TensorStates, version_of
 from reactivate._snapshot.trees import Tree
 from reactivate._snapshot.walk import UNINITIALIZED
@@ -27,10 +28,9 @@ from reactivate._torch.modes import copy_unseen
 from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS
 from reactivate._types import Unrestored
 
-_GRADIENT, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
+_GRADIENT, _REQUIRES_GRAD, _IS_LEAF = map(attrgetter, ("grad", "requires_grad", "is_leaf"))
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _accumulated = WeakIdentitySet()  # leaves that some forward accumulated a gradient of
-_NO_GRADIENTS: Sequence[tuple[Tensor, Tensor | None]] = ()
 
 
 class Moment:
@@ -57,15 +57,24 @@ class Moment:
         unknown: those gradients of which there is no copy, with their versions.
     """
 
-    __slots__ = (
-        *("_gradients", "_gradient_copies", "_gradient_versions", "_leaves", "_steps", "accumulated", "addresses"),
-        *("contents", "differentiable", "holders", "hook_copies", "hooks", "kinds", "modules", "parameters", "parts"),
-        *("protocols", "states", "unknown", "versions"),
-    )
-
-    versions: list[int]
-    differentiable: list[bool]
-    addresses: list[int]
+    # What is not there is not noted: most regions have little of it.
+    holders: Sequence[Holder] = ()
+    contents: Sequence[Contents] = ()
+    states: TensorStates = NO_TENSORS
+    parts: Parts | None = None
+    modules: Sequence[Module] = ()
+    kinds: Sequence[type] = ()
+    protocols: Sequence[tuple[Any, Any]] = ()
+    parameters: list[Tensor] = []  # noqa: RUF012
+    versions: Sequence[int] = ()
+    addresses: Sequence[int] = ()
+    differentiable: Sequence[bool] = ()
+    hooks: Sequence[Any] = ()
+    hook_copies: list[Contents] | None = None
+    accumulated: Sequence[tuple[Tensor, Tensor | None]] = ()
+    unknown: Sequence[tuple[Tensor, int]] = ()
+    _leaves: Sequence[Tensor] = ()
+    _steps = 0
 
     def __init__(
         self,
@@ -75,53 +84,63 @@ class Moment:
         tree: Tree | None,
         may_write_unseen: Callable[[], bool] = bool,
     ) -> None:
-        self.holders = holders
-        self.contents: Sequence[Contents] = [holder.record() for holder in holders] if holders else ()
+        if holders:
+            self.holders, self.contents = holders, [holder.record() for holder in holders]
+        leaves = list(filter(_IS_LEAF, arguments))
+        self.hooks = list(map(vars, arguments))
+        if tensors or tree is not None:
+            leaves += self._note_tensors(tensors, tree, may_write_unseen)
+        elif any(self.hooks):
+            self._look_at_hooks((), ())
+        if leaves:
+            self._leaves = leaves
+            self._gradients: Sequence[Tensor | None] = list(map(_GRADIENT, leaves))
+            self._gradient_versions = _versions_of(self._gradients)
+            self._gradient_copies = self._copied_gradients() if _accumulated else {}
+
+    def _note_tensors(
+        self, tensors: Sequence[Tensor], tree: Tree | None, may_write_unseen: Callable[[], bool]
+    ) -> list[Tensor]:
+        """Note modules and all tensors that are state, and return the parameters."""
         state: list[Tensor] = [*tensors]
         parameters: list[Tensor] = []
-        buffers: list[Tensor] = []
+        self.hooks = [*self.hooks, *map(vars, tensors)]
         kept = None
-        self.hooks: list[Any] = [*map(vars, arguments), *map(vars, tensors)]
-        if tree is None:
-            self.parts = None
-            self.modules: Sequence[Module] = ()
-            self.protocols: list[tuple[Any, Any]] = []
-        else:
+        if tree is not None:
             kept = tree.kept
-            self.modules = tree.modules
-            self.parts = parts = tree.parts
-            self.protocols = [(module, module.recompute_state()) for module in tree.stateful]
-            if tree.holders:
-                self.holders = [*holders, *tree.holders]
-                self.contents = [*self.contents, *tree.contents]
-            parameters = list(parts.layout.parameters(parts.entries))
-            buffers = list(parts.layout.buffers(parts.entries))
-            for module in tree.scripted:
-                parameters += module.parameters(recurse=False)
-                buffers += module.buffers(recurse=False)
-            buffers += tree.tensors
-            state += buffers
-            self.hooks += *GLOBAL_HOOKS, *parts.forward_hooks, *parts.backward_hooks
-            self.hooks += *map(vars, parameters), *map(vars, buffers)
-        self.hook_copies: list[Contents] | None = None
+            self._note_tree(tree, parameters, state)
         if any(self.hooks):
-            state += self._look_at_hooks([*parameters, *buffers], parameters)
+            state += self._look_at_hooks([*parameters, *state[len(tensors) :]], parameters)
         if state and (any(map(_REQUIRES_GRAD, state)) or not UNINITIALIZED.isdisjoint(map(type, state))):
             parameters, state = self._sort_out(parameters, state)
-        self.kinds: list[type] = list(map(type, self.modules))
-        self.parameters = parameters
         if parameters:
+            self.parameters = parameters
             state += self._note_parameters(parameters)
-        else:
-            self.versions, self.addresses, self.differentiable, self._steps = [], [], [], 0
         if state:
             self.states = TensorStates(state, None if kept is None else kept.small, may_write_unseen)
             if kept is not None:
                 kept.small = self.states.before
-        else:
-            self.states = NO_TENSORS
-        leaves = [tensor for tensor in arguments if tensor.is_leaf]
-        self._note_gradients(leaves + parameters if leaves else parameters)
+        return parameters
+
+    def _note_tree(self, tree: Tree, parameters: list[Tensor], state: list[Tensor]) -> None:
+        """Note what modules are made of, and add their parameters and the tensors that are state to the lists."""
+        self.modules = tree.modules
+        self.kinds = list(map(type, tree.modules))
+        self.parts = parts = tree.parts
+        if tree.stateful:
+            self.protocols = [(module, module.recompute_state()) for module in tree.stateful]
+        if tree.holders:
+            self.holders = [*self.holders, *tree.holders]
+            self.contents = [*self.contents, *tree.contents]
+        parameters += parts.layout.parameters(parts.entries)
+        buffers = [*parts.layout.buffers(parts.entries)]
+        for module in tree.scripted:
+            parameters += module.parameters(recurse=False)
+            buffers += module.buffers(recurse=False)
+        buffers += tree.tensors
+        state += buffers
+        self.hooks = [*self.hooks, *GLOBAL_HOOKS, *parts.forward_hooks, *parts.backward_hooks]
+        self.hooks += [*map(vars, parameters), *map(vars, buffers)]
 
     def _note_parameters(self, parameters: list[Tensor]) -> list[Tensor]:
         """Note versions, addresses and flags of parameters, and return those that are state: a forward wrote to them."""
@@ -140,7 +159,7 @@ class Moment:
     def _look_at_hooks(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
         """Copy the dicts of hooks and attributes, and return tensors of modules that these lead to."""
         if self.parts is not None:
-            self.hooks += *GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, self.parts.namespaces))
+            self.hooks = [*self.hooks, *GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, self.parts.namespaces))]
         self.hook_copies = [(*item, *held_all(tuple(item.values()))) for item in self.hooks]
         filled = [tensor for tensor in tensors if any(type(item) not in ATOMS for item in vars(tensor).values())]
         if not filled:
@@ -161,17 +180,12 @@ class Moment:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def _note_gradients(self, leaves: list[Tensor]) -> None:
-        self._leaves = leaves
-        self._gradients: list[Tensor | None] = list(map(_GRADIENT, leaves))
-        self._gradient_versions = _versions_of(self._gradients)
-        self._gradient_copies: dict[int, Tensor] = {}
-        if _accumulated:
-            for leaf, gradient in zip(leaves, self._gradients):
-                if gradient is not None and _accumulated.has(leaf):
-                    self._gradient_copies[id(leaf)] = copy_unseen(gradient)
-        self.accumulated = _NO_GRADIENTS
-        self.unknown: Sequence[tuple[Tensor, int]] = ()
+    def _copied_gradients(self) -> dict[int, Tensor]:
+        return {
+            id(leaf): copy_unseen(gradient)
+            for leaf, gradient in zip(self._leaves, self._gradients)
+            if gradient is not None and _accumulated.has(leaf)
+        }
 
     def look_at_gradients(self) -> None:
         """Find the gradients that moved, as long as the forward runs: a backward inside may need a recomputation."""
@@ -183,7 +197,8 @@ class Moment:
             return
         accumulated: list[tuple[Tensor, Tensor | None]] = []
         unknown: list[tuple[Tensor, int]] = []
-        rows = zip(self._leaves, now, self._gradients, versions, self._gradient_versions)
+        nones = [None] * len(now)
+        rows = zip(self._leaves, now, self._gradients, versions or nones, self._gradient_versions or nones)
         for leaf, gradient, before, version, version_before in rows:
             if gradient is not before or version != version_before:
                 _accumulated.add(leaf)
@@ -192,40 +207,46 @@ class Moment:
                     unknown.append((before, version_before))
         self.accumulated, self.unknown = accumulated, unknown
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether the forward runs still, and may change gradients."""
+        return bool(self._leaves)
+
     # -- the end of the forward, and what was written since ---------------------------------------------------------
 
-    def finish(self) -> None:
-        """The forward is over: find the gradients and parameters that moved, and let go of the other gradients."""
-        if self._leaves:
-            self.look_at_gradients()
-            self._leaves, self._gradients, self._gradient_versions, self._gradient_copies = [], [], [], {}
-        if self.parameters and (addresses := addresses_of(self.parameters)) != self.addresses:
-            for parameter, before, now in zip(self.parameters, self.addresses, addresses):
+    def finish(self) -> list[Unrestored]:
+        """The forward is over: note which parameters it moved, let go of gradients, and return what `unrestored` does."""
+        parameters = self.parameters
+        if parameters and (addresses := addresses_of(parameters)) != self.addresses:
+            for parameter, before, now in zip(parameters, self.addresses, addresses):
                 if before and now and before != now:  # 0: sharded, or taken apart
                     note_moved(parameter)
+        found = self.unrestored()
+        if self._leaves:
+            self._leaves, self._gradients, self._gradient_copies = (), (), {}
+        return found
 
     def unrestored(self) -> list[Unrestored]:
         """Return what was modified since, and of what there is no copy: parameters and gradients."""
         found: list[Unrestored] = []
         if self.parameters:
-            is_stepped = steps_so_far() != self._steps
+            is_stepped = fused_steps[0] != self._steps
             moved = moved_among(self.parameters, self.addresses)
             if is_stepped or moved or list(map(version_of, self.parameters)) != self.versions:
-                found = [
-                    Unrestored(item, self.name_of(item), version)
-                    for index, (item, version) in enumerate(zip(self.parameters, self.versions))
-                    if (
-                        item._version != version
-                        or index in moved
-                        or (is_stepped and is_stepped_since(item, self._steps))
-                    )
-                    and not self.states.covers(item)
-                ]
+                found = self._moved_parameters(moved, is_stepped)
         if self._leaves:
             self.look_at_gradients()
         if self.unknown:
             found += [Unrestored(gradient, "a gradient", version) for gradient, version in self.unknown]
         return found
+
+    def _moved_parameters(self, moved: list[int], is_stepped: bool) -> list[Unrestored]:
+        return [
+            Unrestored(item, self.name_of(item), version)
+            for index, (item, version) in enumerate(zip(self.parameters, self.versions))
+            if (item._version != version or index in moved or (is_stepped and is_stepped_since(item, self._steps)))
+            and not self.states.covers(item)
+        ]
 
     def note_writes(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
         """Let a recomputation write once more, without a trace, to what the forward wrote to: see `TensorStates`."""
@@ -259,12 +280,12 @@ class Moment:
 
 
 def _versions_of(gradients: Sequence[Tensor | None]) -> list[int | None]:
-    if gradients and gradients[0] is not None and gradients[-1] is not None:  # then mostly all are there
-        try:
-            return list(map(version_of, gradients))
-        except AttributeError:
-            pass
-    return [None if item is None else item._version for item in gradients]
+    if all(map(is_, gradients, repeat(None))):
+        return []
+    try:
+        return list(map(version_of, gradients))
+    except AttributeError:  # some have none
+        return [None if item is None else item._version for item in gradients]
 
 
 def _has_no_version(tensor: Tensor) -> bool:

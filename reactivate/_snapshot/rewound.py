@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from reactivate._snapshot.geometry import give_back, kept_elsewhere
-from reactivate._snapshot.holders import Contents
 from reactivate._snapshot.locks import STATE_LOCK
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.rewound_tensors import RewoundTensors
+from reactivate._snapshot.tensor_states import NO_TENSORS
 from reactivate._torch.modes import copy_unseen, run_unseen
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -30,39 +30,44 @@ class RewoundMoment:
         takes_turns: whether other threads have to wait where something is rewound.
     """
 
-    __slots__ = (
-        *(
-            "_are_hooks_current",
-            "_are_same",
-            "_contents",
-            "_differentiable",
-            "_elsewhere",
-            "_gradients",
-            "_hook_copies",
-            "_hooked",
-        ),
-        *("_kinds", "_moment", "_parts", "_protocols", "_takes_turns", "_tensor_hooks", "_tensors", "_turn"),
-    )
+    _tensors: RewoundTensors | None = None
+    _parts: Parts | None = None
+    _kinds: Sequence[type] = ()
+    _differentiable: Sequence[bool] = ()
+    _protocols: Sequence[Any] = ()
+    _elsewhere: Sequence[Any] = ()
+    _gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
+    _contents: Sequence[Any] | None = None  # what the objects held, if anything else than at the moment
+    _hook_copies: Any = _UNCHANGED
+    _tensor_hooks: list[Any] | None = None
+    _entry: Any = None
+    _writes = False
 
     def __init__(self, moment: Moment, arguments: Sequence[Tensor] = (), *, takes_turns: bool = True) -> None:
         self._moment = moment
         self._takes_turns = takes_turns
-        self._tensors = RewoundTensors(moment.states) if moment.states.tensors or moment.states.written else None
-        self._hooked = [*arguments, *moment.parameters]
+        if moment.states is not NO_TENSORS:
+            self._tensors = RewoundTensors(moment.states)
+        self._hooked: Sequence[Tensor] = [*arguments, *moment.parameters]
 
     def __enter__(self) -> None:
         moment = self._moment
-        self._protocols = [module.recompute_state() for module, _ in moment.protocols]
-        self._hook_copies: Any = _UNCHANGED
-        self._contents: list[Any] = []
-        self._are_same = False
-        self._gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
-        self._differentiable: list[bool] = list(map(_REQUIRES_GRAD, moment.parameters))
-        self._elsewhere = run_unseen(kept_elsewhere, moment.parameters, moment.addresses) if moment.parameters else ()
-        self._tensor_hooks = _hooks_on(self._hooked) if self._hooked else None
-        self._turn = STATE_LOCK.enter(self._differs) if self._takes_turns else None
-        if self._turn is None:
-            self._differs()
+        if moment.protocols:
+            self._protocols = [module.recompute_state() for module, _ in moment.protocols]
+        if moment.parameters:
+            self._differentiable = list(map(_REQUIRES_GRAD, moment.parameters))
+            self._elsewhere = run_unseen(kept_elsewhere, moment.parameters, moment.addresses)
+        if self._hooked:
+            self._tensor_hooks = _hooks_on(self._hooked)
+        if self._takes_turns:
+            self._entry = STATE_LOCK.read()
+        try:
+            if self._differs() and self._entry is not None:
+                self._writes = STATE_LOCK.write(self._entry, self._differs)
+        except BaseException:
+            if self._entry is not None:
+                STATE_LOCK.leave(self._entry)
+            raise
         try:
             self._rewind()
         except BaseException:
@@ -71,47 +76,45 @@ class RewoundMoment:
 
     def _differs(self) -> bool:
         """Return whether anything is to be set back that other threads could see, and note what is there now."""
-        moment, parts = self._moment, self._moment.parts
-        self._parts: Parts | None = None
-        if parts is not None:
-            self._parts = parts if parts.are_current() else Parts(parts.namespaces)
-        self._are_hooks_current = moment.are_hooks_current(moment.hook_copies)
-        self._kinds: list[type] = list(map(type, moment.modules))
-        are_tensors_other = self._tensors is not None and self._tensors.differs()
-        held = zip(moment.holders, moment.contents)
-        others = [holder.is_shared for holder, contents in held if not holder.is_at(contents)] if moment.holders else ()
-        self._are_same = not others and self._parts is parts
-        are_objects_other = any(others)
-        return (
-            are_tensors_other
-            or are_objects_other
-            or self._parts is not parts
-            or not self._are_hooks_current
-            or self._kinds != moment.kinds
-            or bool(moment.protocols)
-        )
+        moment = self._moment
+        self._is_object_other = False
+        self._are_hooks_other = not moment.are_hooks_current(moment.hook_copies)
+        is_shared = self._are_hooks_other
+        for holder, contents in zip(moment.holders, moment.contents):
+            if not holder.is_at(contents):
+                self._is_object_other = True
+                is_shared |= holder.is_shared
+        if moment.parts is not None:
+            is_shared |= self._do_modules_differ(moment.parts)
+        if self._tensors is not None:
+            is_shared |= self._tensors.differs()
+        return is_shared
+
+    def _do_modules_differ(self, parts: Parts) -> bool:
+        moment = self._moment
+        self._kinds = list(map(type, moment.modules))
+        self._parts = parts if parts.are_current() else Parts(parts.namespaces)
+        return self._parts is not parts or self._kinds != moment.kinds or bool(moment.protocols)
 
     def _rewind(self) -> None:
         moment = self._moment
         if self._kinds != moment.kinds or self._differentiable != moment.differentiable:
             _set_all(moment, moment.kinds, moment.differentiable)
-        if self._parts is not moment.parts and moment.parts is not None:
+        if moment.parts is not None and self._parts is not moment.parts:
             moment.parts.put()
-        if not self._are_hooks_current:
+            self._is_object_other = True  # perhaps one of these was a part
+        # Before the objects, since a dict of attributes may be noted both ways: here its present contents are noted.
+        if self._are_hooks_other:
             self._hook_copies = [(*item, *item.values()) for item in moment.hooks]
             moment.put_hooks(moment.hook_copies)
-        pairs = () if self._are_same else zip(moment.holders, moment.contents)
-        for holder, contents in pairs:
-            if holder.is_at(contents):
-                self._contents.append(_UNCHANGED)
-            else:
-                self._contents.append(holder.get())
-                holder.put(contents)
+        if self._is_object_other:
+            self._put_contents()
         if self._tensors is not None:
             tensors, self._tensors = self._tensors, None
             tensors.__enter__()
             self._tensors = tensors
-        moment.look_at_gradients()
+        if moment.is_open:
+            moment.look_at_gradients()
         if moment.accumulated:
             self._gradients = [(leaf, leaf.grad) for leaf, _ in moment.accumulated]
             for leaf, before in moment.accumulated:
@@ -119,13 +122,24 @@ class RewoundMoment:
         for module, state in moment.protocols:
             module.load_recompute_state(state)
 
+    def _put_contents(self) -> None:
+        moment = self._moment
+        self._contents = present = []
+        for holder, contents in zip(moment.holders, moment.contents):
+            if holder.is_at(contents):
+                present.append(_UNCHANGED)
+            else:
+                present.append(holder.get())
+                holder.put(contents)
+
     def __exit__(self, *error: object) -> None:
         moment = self._moment
         try:
             for (module, _), now in zip(moment.protocols, self._protocols):
                 module.load_recompute_state(now)
         finally:
-            _put_hooks_on(self._hooked, self._tensor_hooks)
+            if self._hooked:
+                _put_hooks_on(self._hooked, self._tensor_hooks)
             for leaf, gradient in self._gradients:
                 leaf.grad = gradient
             if self._tensors is not None:
@@ -141,23 +155,23 @@ class RewoundMoment:
                 _set_all(moment, self._kinds, self._differentiable)
             if self._elsewhere:
                 run_unseen(give_back, self._elsewhere)
-            # A traceback may hold this context.
-            self._parts = self._tensors = None
-            self._elsewhere, self._protocols, self._hooked, self._gradients = (), [], [], ()
-            self._hook_copies = self._tensor_hooks = None
-            if self._turn is not None:
-                STATE_LOCK.leave(*self._turn)
+            entry, writes = self._entry, self._writes
+            vars(self).clear()  # a traceback may hold this context
+            if entry is not None:
+                STATE_LOCK.leave(entry, writes)
 
     def _put_back_contents(self) -> None:
-        # The last first: an object that was noted twice was found rewound the second time.
         moment, present = self._moment, self._contents
-        if self._are_same and not present:
-            present = [_UNCHANGED] * len(moment.holders)
+        if present is None:
+            for holder, contents in zip(moment.holders, moment.contents):
+                if not holder.is_at(contents):
+                    holder.put(contents)
+            return
+        # The last first: an object that was noted twice was found rewound the second time.
         for index in range(len(present) - 1, -1, -1):
-            contents: Contents = moment.contents[index] if present[index] is _UNCHANGED else present[index]
+            contents = moment.contents[index] if present[index] is _UNCHANGED else present[index]
             if not moment.holders[index].is_at(contents):
                 moment.holders[index].put(contents)
-        self._contents = []
 
 
 def _hooks_on(tensors: Sequence[Tensor]) -> list[Any] | None:
@@ -180,7 +194,7 @@ def _put_hooks_on(tensors: Sequence[Tensor], before: list[Any] | None) -> None:
                 now.update(hooked or {})
 
 
-def _set_all(moment: Moment, kinds: list[type], differentiable: list[bool]) -> None:
+def _set_all(moment: Moment, kinds: Sequence[type], differentiable: Sequence[bool]) -> None:
     """Give modules their classes, and parameters their `requires_grad`."""
     if list(map(type, moment.modules)) != kinds:
         for module, kind in zip(moment.modules, kinds):

@@ -82,11 +82,13 @@ class RewoundTensors:
 
     def _mark_memory(self, written: set[int]) -> None:
         """Note that saved tensors in this memory are in what is rewound."""
-        tensors, versions, count = self._tensors, self._versions, len(self._state.shadows)
+        state, tensors, versions = self._state, self._tensors, self._versions
+        count = len(state.shadows)
         if count:
             rewound = [index for index, item in enumerate(tensors) if index >= count or id(item) in written]
             tensors, versions = [tensors[index] for index in rewound], [versions[index] for index in rewound]
-        keys = list(map(memory_of, tensors))
+        are_small = state.small is not None and state.small.tensors is tensors
+        keys = [item.untyped_storage()._cdata for item in tensors] if are_small else list(map(memory_of, tensors))
         self._memory = list(zip(keys, map(rewound_memory.get, keys)))
         rewound_memory.update(zip(keys, versions))
         rewound_memory.pop(None, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import c_char, memmove, string_at
 from operator import attrgetter
+from struct import Struct
 from typing import Any
 
 import torch
@@ -55,28 +56,31 @@ class Whereabouts:
         forms: (shape, dtype) of each.
         sizes: how many bytes of each there are in a copy.
         layouts: (strides, lazy bits) of each; None if every tensor is its elements, one behind the other.
+        pieces: objects for the bytes of each, which hold nothing; None unless all are elements behind each other.
+        split: takes the bytes of a copy apart, where there are pieces.
         storages: held, so that no other memory gets an address of `addresses`.
         is_simple: whether the elements of every tensor are behind each other, none is complex, and each has some.
     """
 
-    __slots__ = ("_pieces", "addresses", "forms", "is_simple", "layouts", "sizes", "storages")
+    __slots__ = ("addresses", "forms", "is_simple", "layouts", "pieces", "sizes", "split", "storages")
 
     def __init__(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> None:
         self.addresses, self.forms = addresses, forms
         self.storages = run_unseen(_storages_of, tensors)
         self.sizes: list[int] = list(map(_size_of, tensors))
         self.layouts: list[_Layout] | None = None
-        self._pieces: list[Any] | None = None
+        self.pieces: list[Any] | None = None
         if not all(map(_is_contiguous, tensors)) or any(map(_is_conj, tensors)) or any(map(_is_negated, tensors)):
             self.layouts = [(tensor.stride(), tensor.is_conj(), tensor.is_neg()) for tensor in tensors]
         elif all(addresses):
-            self._pieces = _pieces_of(addresses, self.sizes)
-        self.is_simple = self._pieces is not None and not any(kind.is_complex for _, kind in forms)
+            self.pieces = _pieces_of(addresses, self.sizes)
+            self.split = Struct("".join(f"{size}s" for size in self.sizes)).unpack
+        self.is_simple = self.pieces is not None and not any(kind.is_complex for _, kind in forms)
 
     def are_of(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> bool:
         """Return whether the tensors, which begin there and have these forms, lie as these did, behind each other."""
         return (
-            self._pieces is not None
+            self.pieces is not None
             and addresses == self.addresses
             and forms == self.forms
             and all(map(_is_contiguous, tensors))
@@ -86,8 +90,8 @@ class Whereabouts:
 
     def read(self, tensors: Sequence[Tensor]) -> bytes:
         """Return the elements of the tensors, which are in these places, behind each other."""
-        if self._pieces is not None:
-            return b"".join(self._pieces)
+        if self.pieces is not None:
+            return b"".join(self.pieces)
         sources = tensors if self.layouts is None else run_unseen(_elements_of, tensors)
         addresses = list(map(_address_of, sources))  # 0: its memory was given back, or it has no elements
         self.sizes = [size if address else 0 for size, address in zip(self.sizes, addresses)]
@@ -168,7 +172,13 @@ class Bytes:
             now: what they hold.
         """
         content, content_now = self.content(), now.content()
-        if content != content_now or not self.places.are(now.places):
+        places = self.places
+        if places is now.places and places.pieces is not None:
+            if content != content_now:
+                for piece, part, part_now in zip(places.pieces, places.split(content), places.split(content_now)):
+                    if part != part_now:
+                        piece.raw = part
+        elif content != content_now or not places.are(now.places):
             moved = self._moved(now)
             start = start_now = 0
             for index, (size, size_now) in enumerate(zip(self.places.sizes, now.places.sizes)):

@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _stepped: dict[int, tuple[ref[Tensor], int]] = {}  # by the id of the parameter: its last step
-_count = [0]
+fused_steps = [0]
+"""How many there were; counted from the first call of `steps_so_far` on."""
 
 
 def steps_so_far() -> int:
     """Return how many fused steps there were."""
     _listen()
-    return _count[0]
+    return fused_steps[0]
 
 
 def last_step_of(tensor: Tensor) -> int:
@@ -43,9 +44,9 @@ def _listen() -> None:
 def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = [group for group in optimizer.param_groups if group.get("fused")]
     if groups:
-        _count[0] += 1
+        fused_steps[0] += 1
         for group in groups:
             for tensor in group["params"]:
                 if tensor.grad is not None:  # the others are left as they are
                     key = id(tensor)
-                    _stepped[key] = ref(tensor, functools.partial(_stepped.pop, key)), _count[0]
+                    _stepped[key] = ref(tensor, functools.partial(_stepped.pop, key)), fused_steps[0]

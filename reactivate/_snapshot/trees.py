@@ -290,6 +290,8 @@ def tree_at(module: Module) -> tuple[Tree, Sequence[Module]]:
 def _all_that_is_held(tree: Tree) -> dict[int, Any] | None:
     """Return what holders and attributes hold, by id; None if to hold it could hold a module or a tensor."""
     noted = {id(holder.target): holder.target for holder in tree.holders}
+    for functions in [holder.target for holder in tree.holders if type(holder) is holding.FunctionsHolder]:
+        noted.update(zip(map(id, functions), functions))
     known = dict(noted)
     items = chain(*(_items_of(*pair) for pair in zip(tree.holders, tree.contents)))
     for item in items:
@@ -315,8 +317,10 @@ def _items_of(holder: Holder, contents: Contents) -> Iterable[Any]:
     """Return what is held by holding an object and its contents."""
     if isinstance(holder, holding.ClassHolder):  # what a class holds that is there for good is not held by the tree
         return (holder.target,)
-    if isinstance(holder, holding.FunctionHolder):
-        return (holder.target, *(contents[1] or ()), *(contents[2] or {}).values(), *contents[3:])
+    if isinstance(holder, holding.FunctionsHolder):
+        count = 3 * len(holder.target)
+        defaults = [*filter(None, contents[1:count:3]), *(item.values() for item in filter(None, contents[2:count:3]))]
+        return (*holder.target, *chain.from_iterable(defaults), *contents[count:])
     if isinstance(holder, CodeHolder):
         if not all(is_importable(namespace) for bindings in holder.target for namespace, _ in bindings.names):
             return (holder,)

@@ -6,7 +6,7 @@ calls, so one of them counts only if other code that is reached asks an object f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import NamedTuple
 from weakref import ref
@@ -34,37 +34,31 @@ class NamesOfWriters(NamedTuple):
 
 
 class ReachedCode:
-    """The functions and classes that a walk came to."""
+    """The functions and classes that a walk came to.
 
-    _functions: Sequence[Facts] = ()
-    _classes: Sequence[type] = ()
-    _trees: Sequence[NamesOfWriters] = ()
+    Attributes:
+        functions: the functions, which may be called under any name.
+        classes: those that have methods themselves.
+        trees: what the code of trees of modules was found to name.
+    """
 
-    def add_function(self, facts: Facts) -> None:
-        """Add a function, which may be called under any name."""
-        self._functions = [*self._functions, facts]
-
-    def add_class(self, kind: type) -> None:
-        """Add the methods that a class has itself."""
-        self._classes = [*self._classes, kind]
-
-    def add_tree(self, names: NamesOfWriters) -> None:
-        """Add what the code of a tree of modules was found to name."""
-        self._trees = [*self._trees, names]
+    functions: tuple[Facts, ...] = ()
+    classes: tuple[type, ...] = ()
+    trees: tuple[NamesOfWriters, ...] = ()
 
     def add(self, other: ReachedCode) -> None:
         """Add what another walk came to."""
-        self._functions = [*self._functions, *other._functions]
-        self._classes = [*self._classes, *other._classes]
-        self._trees = [*self._trees, *other._trees]
+        self.functions += other.functions
+        self.classes += other.classes
+        self.trees += other.trees
 
     def names(self) -> NamesOfWriters:
         """Return the names in all of it."""
-        found = [*self._trees, *map(_names_in, self._classes)]
-        asked = [*(facts.attributes for facts in self._functions), *(names for item in found for names in item.asked)]
+        found = [*self.trees, *map(_names_in, self.classes)]
+        asked = [*(facts.attributes for facts in self.functions), *(names for item in found for names in item.asked)]
         writers = frozenset[str]().union(*(item.writers for item in found))
         return NamesOfWriters(
-            tuple(asked), writers | {"__call__"} if any(map(names_a_way, self._functions)) else writers
+            tuple(asked), writers | {"__call__"} if any(map(names_a_way, self.functions)) else writers
         )
 
     def may_write_unseen(self) -> bool:

@@ -85,6 +85,7 @@ class Walk:
     is_lazy = has_compiled = False
     _follows_functions = True
     _bindings: tuple[Bindings, ...] = ()
+    _functions: holding.FunctionsHolder | None = None
 
     def __init__(self) -> None:
         self.holders: list[Holder] = []
@@ -300,13 +301,9 @@ class Walk:
             if type(item) not in ATOMS and item is not EMPTY and not (handed_out and is_of_call(name)):
                 self.look(item, f"{place}.{name}", depth)
 
-    def _type(self, value: Any, kind: type, place: str, depth: int) -> None:
+    def _class_or_member(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.specs[id(value)] = value
-        self._class(value)
-
-    def _member(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
-        self._class(kind)
+        self._class(value if isinstance(value, type) else kind)
 
     def _class(self, kind: type) -> None:
         """Note the attributes of a class and of those it is derived from, and look at them."""
@@ -314,7 +311,7 @@ class Walk:
             if (key := ("class", id(base))) not in self.specs:
                 self.specs[key] = base
                 self.holders.append(holding.ClassHolder(base))
-                self.code.add_class(base)
+                self.code.classes += (base,)
                 if issubclass(base, Enum):
                     members = list(base.__members__.values())
                     self.holders.append(holding.AttributesHolder(members))
@@ -378,7 +375,7 @@ class Walk:
             self._names(facts.names)
         if facts.scripts:
             self.scripts += facts.scripts
-        self.code.add_function(facts)
+        self.code.functions += (facts,)
         compiled = fn.__dict__.get("_torchdynamo_orig_callable")
         if compiled is not None:
             self.has_compiled = True
@@ -389,7 +386,10 @@ class Walk:
     def _made_of(self, fn: FunctionType, place: str, depth: int, facts: Facts | None = None) -> None:
         """Note what a function consists of, and look at that."""
         self.specs[id(fn)] = fn
-        self.holders.append(holding.FunctionHolder(fn))
+        if self._functions is None:
+            self._functions = holding.FunctionsHolder([])
+            self.holders.append(self._functions)
+        self._functions.target.append(fn)
         if fn.__closure__ is not None:
             facts = facts or current_facts(fn)
             for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):
@@ -490,10 +490,10 @@ _WAYS: tuple[tuple[Any, _Way], ...] = (
     ((list, dict, deque), Walk._container),
     (set, Walk._set),
     (FunctionType, Walk._function),
-    (type, Walk._type),
+    (type, Walk._class_or_member),
 )
 _LATER_WAYS: tuple[tuple[Any, _Way], ...] = (
     (array, Walk._numbers),
-    (Enum, Walk._member),
+    (Enum, Walk._class_or_member),
     (ContextVar, Walk._context_variable),
 )

@@ -49,19 +49,19 @@ class RngState(NamedTuple):
 class RewoundRng:
     """Every stream as it was at a snapshot, for as long as the context lasts."""
 
-    __slots__ = ("_entry", "_others", "_present", "_rewound", "_snapshot", "_writes")
+    _others: Sequence[Any] = ()
+    _rewound: Sequence[Any] = ()
+    _writes = False
 
     def __init__(self, snapshot: RngSnapshot | RngState) -> None:
-        self._others: Sequence[Any] = ()
-        if isinstance(snapshot, RngState):
+        if type(snapshot) is RngState:
             self._others = [RewoundDevices(snapshot.devices), *(Rewound(*other) for other in snapshot.others)]
             snapshot = snapshot.streams
-        self._snapshot = self._present = snapshot
-        self._rewound: list[Any] = []
+        self._snapshot: Any = snapshot
+        self._present: Any = snapshot
 
     def __enter__(self) -> None:
         self._entry = STATE_LOCK.read()
-        self._writes = False
         if self._others or (join(STREAMS.memory), *map(ask, STREAMS.asks)) != self._snapshot.seen:
             self._rewind()
 
@@ -71,14 +71,14 @@ class RewoundRng:
             STREAMS.rewind(self._snapshot, self._present)
             for other in self._others:
                 other.__enter__()
-                self._rewound.append(other)
+                self._rewound = [*self._rewound, other]
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
     def _differs(self) -> bool:
         self._present = STREAMS.now()
-        is_other = self._present.seen != self._snapshot.seen
+        is_other: bool = self._present.seen != self._snapshot.seen
         for other in self._others:  # each takes down what is there now
             is_other |= other.differs()
         return is_other
