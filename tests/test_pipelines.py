@@ -135,9 +135,9 @@ class Recomputed(Watched):
 
     def recomputation_done(self, record: Any) -> None:
         super().recomputation_done(record)
-        for value in record.values:
-            if value is not None:
-                storage = value.untyped_storage()
+        for found in record.values:
+            if found is not None:
+                storage = found[0].untyped_storage()
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def alive_bytes(self) -> int:

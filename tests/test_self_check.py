@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mechanisms import MECHANISMS
 from oracle import Watched, assert_bitwise
 from torch import Tensor, nn
 
@@ -430,3 +431,51 @@ def test_what_a_tool_runs_is_no_step(tool: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SCALE", "3")
     with pytest.raises(RecomputeMismatchError):
         out.backward()
+
+
+# -- what a recomputation leaves behind -------------------------------------------------------------------------------
+
+
+class Hooking(nn.Module):
+    """Draws, has statistics, counts its calls and hooks a module; what it saves comes from none of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.calls = nn.BatchNorm1d(8), nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.linear.register_forward_hook(lambda module, args, result: None)
+        with torch.no_grad():
+            self.norm(x)
+            torch.rand(3)
+        return self.linear(x).sin().exp()
+
+
+LEFT_BEHIND = {
+    "small-tensors": "the buffer `norm.running_mean`",
+    "parts-of-modules": "the attribute `Hooking.calls`",
+    "hooks": "hooks of `linear`",
+    "streams": "torch's random numbers",
+}
+
+
+@pytest.mark.unfenced(reason="behind a fence, the function reads aliases of buffers")
+@pytest.mark.parametrize("mechanism", LEFT_BEHIND)
+def test_what_a_recomputation_leaves_behind_is_an_error(mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One mechanism is taken out: what it should have put back is named."""
+    for change in MECHANISMS[mechanism]:
+        monkeypatch.setattr(*change)
+    with pytest.raises(RecomputeMismatchError) as found:
+        reactivate.checkpoint(Hooking())(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert LEFT_BEHIND[mechanism] in str(found.value)
+
+
+@pytest.mark.parametrize("guard", ["modules", "rng"])
+def test_what_is_not_to_be_restored_may_be_left_behind(guard: str) -> None:
+    model, ran = Hooking(), Watched()
+    guards = reactivate.guards.DEFAULT.without(guard)
+    with observed_by(ran):
+        reactivate.checkpoint(model, guards=guards)(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert ran.recomputations == 1
+    assert model.calls == (2 if guard == "modules" else 1)

@@ -86,6 +86,12 @@ def leave_region(around: Running | None) -> None:
     _here.set(around)
 
 
+def go_on_at(place: Running) -> None:
+    """Count the regions that began by then: a recomputation leaves out a call that they were inside of."""
+    here = _here.get()
+    _here.set((place[0], place[1], here is not None and here[2]))
+
+
 def enter_recomputation(region: RegionCall) -> None:
     """A recomputation begins, in a context of its own, which ends with it."""
     _here.set((region, 0, True))

@@ -173,6 +173,16 @@ def missed_state(region: Region, number: int) -> RecomputeMismatchError:
     )
 
 
+def left_behind(region: Region, what: str) -> RecomputeMismatchError:
+    """A recomputation has changed state that it has to leave as it was."""
+    return RecomputeMismatchError(
+        f"The recomputation of the region `{name_of(region)}` has left something behind: {what}, which is not what it was "
+        f"before. That is an error of this library, or of code that changes it past all that is looked at. Please report "
+        'it; `determinism="metadata"` turns this check off.',
+        kind="values",
+    )
+
+
 def missed_state_before(region: Region, call: Any) -> RecomputeMismatchError:
     """A saved call gets other numbers in the recomputation, for a reason that no rule knows."""
     return RecomputeMismatchError(

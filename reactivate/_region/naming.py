@@ -97,7 +97,7 @@ def _within(spec: Any, place: str) -> Iterator[tuple[str, Any]]:
             yield from _within(child, place + suffix)
 
 
-def _modules(region: Region) -> dict[Module, str]:
+def modules_of(region: Region) -> dict[Module, str]:
     """The modules that the region can reach, with their paths."""
     found: dict[Module, str] = {}
     for root in _roots(region):
@@ -136,7 +136,7 @@ def registered_name(region: Region, tensor: Tensor) -> str:
 
 def site_text(region: Region, site: CodeLocation) -> str:
     """The line, and the modules whose class has that line."""
-    names = [path for module, path in _modules(region).items() if _has_code(type(module), site)]
+    names = [path for module, path in modules_of(region).items() if _has_code(type(module), site)]
     if not names:
         return line_of(site)
     more = f" or {len(names) - 3} more" if len(names) > 3 else ""
@@ -152,7 +152,7 @@ def site_now(region: Region, frame: FrameType) -> str:
     """The line that is running, and the module."""
     here = user_frame(frame)
     module = called_module(frame)  # it may be one of torch's
-    path = None if module is None else _modules(region).get(module)
+    path = None if module is None else modules_of(region).get(module)
     return line_of((here.f_code, here.f_lasti)) + ("" if path is None else f" (module {path})")
 
 

@@ -20,6 +20,7 @@ from reactivate._passes.stale import StaleReads, is_of_a_write
 from reactivate._region import errors_text, naming
 from reactivate._region.accounts import note_shortage
 from reactivate._region.compare import compare, disproved
+from reactivate._region.left_behind import LeftBehind
 from reactivate._region.matching import Matching, RecomputationComplete
 from reactivate._region.proof import RenormsOnce
 from reactivate._saved_calls.life import RecomputationLog
@@ -63,10 +64,13 @@ def recompute(region: Region, gradient: Tensor | None = None) -> Tensor | None:
     # A copy, since one context cannot be entered twice: a recomputation may be inside another of the same region.
     # And if the forward is still running, its log is open, and these are not its ops.
     run = _recompute if region.log is None else region.log.unseen(_recompute)
+    left_behind = None if region.check is None or region.tokens is not None else LeftBehind(region)
     if observers:
         tell(context, "recomputation_begins", region)
     try:
         context.copy().run(run, region, behind)
+        if left_behind is not None:
+            left_behind.refuse()
         if region.check is not None and region.tokens is None:
             compare(region, lambda: context.copy().run(run, region, behind))
             if region.proof is not None:

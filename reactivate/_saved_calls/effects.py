@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.nn import Module
 
-from reactivate._passes.current import leave_region, running_now
+from reactivate._passes.current import go_on_at, running_now
 from reactivate._saved_calls.choice import CallDecision
 from reactivate._saved_calls.results import attributes_of, is_plain
 from reactivate._snapshot.facts import facts_of
@@ -110,8 +110,9 @@ class Effects:
     def streams(self) -> list[Callable[[], Any]]:
         """Return what brings random streams, and the place in the region, to where they are now."""
         found = [guard.position(self._region.call) for guard in self._region.options.random]
-        if running_now() is not self._place:  # there are regions inside of the call
-            found.append(functools.partial(leave_region, running_now()))
+        place = running_now()
+        if place is not None and place is not self._place:  # there are regions inside of the call
+            found.append(functools.partial(go_on_at, place))
         return [bring for bring in found if bring is not None]
 
     def _changed_settings(self, region: Any) -> str | None:
@@ -260,7 +261,7 @@ def _of_moment(moment: Moment, is_reached: bool = False) -> Check:
     if moment.states.tensors:
         words = _WRITES if moment.parts is None else "it writes to a buffer of a module"
         inner.append(_of_states(moment.states, words, is_reached))
-    flags = (moment.kinds, moment.differentiable) if is_reached else _flags_of(moment)
+    flags = (list(moment.kinds), list(moment.differentiable)) if is_reached else _flags_of(moment)
     own = moment.protocols
     protocols = own if is_reached else [(module, module.recompute_state()) for module, _ in own]
     parts, hooks, iterators = moment.parts, moment.hook_copies, _positions(())

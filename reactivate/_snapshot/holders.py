@@ -304,6 +304,7 @@ class FunctionsHolder(Holder):
     """Python functions: their code, their defaults and, mostly none, their attributes."""
 
     __slots__ = ()
+    name = "the code of a function"
 
     def get(self) -> Contents:
         functions = self.target
