@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WORKER = Path(__file__).parent / "process_group_worker.py"
-PATIENCE_SECONDS = 300.0  # after which what has no report is a failure
+PATIENCE_SECONDS = 600.0  # after which what has no report is a failure
 
 
 def start(processes: int, directory: Path, names: Sequence[str]) -> list[subprocess.Popen[bytes]]:

@@ -13,7 +13,7 @@ from struct import Struct
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from reactivate._snapshot.geometry import Geometry, has_geometry, has_memory, put
@@ -118,10 +118,10 @@ class Bytes:
     Args:
         tensors: the tensors.
         last: where they were when somebody looked last, if that is known.
-        is_kept: whether this is kept until the backward: then it is in a tensor, whose memory torch's profilers count.
+        is_kept: whether this is kept until the backward: then it is in a storage, whose memory torch's profilers count.
 
     Attributes:
-        kept: that tensor.
+        kept: that storage.
         places: where the tensors are.
         memory: {index: an alias} of those whose memory is to be given back to them; see `keep_memory`.
     """
@@ -136,15 +136,15 @@ class Bytes:
             last = Whereabouts(tensors, addresses, forms)
         self.places = last
         self._content = content = last.read(tensors)
-        self.kept: Tensor | None = None
+        self.kept: UntypedStorage | None = None
         if is_kept:
-            self.kept = kept = run_unseen(_memory, len(content))
+            self.kept = kept = UntypedStorage(len(content))
             memmove(kept.data_ptr(), content, len(content))
             self._content = b""
 
     def content(self) -> bytes:
         """Return the elements of the tensors, behind each other."""
-        return self._content if self.kept is None else string_at(self.kept.data_ptr(), self.kept.nbytes)
+        return self._content if self.kept is None else string_at(self.kept.data_ptr(), self.kept.nbytes())
 
     def are(self, others: Bytes) -> bool:
         """Return whether this is what the same tensors hold in `others`, in the same places."""
@@ -221,7 +221,7 @@ def _memory(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def _storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+def _storages_of(tensors: Sequence[Tensor]) -> list[UntypedStorage]:
     return list(map(Tensor.untyped_storage, tensors))
 
 

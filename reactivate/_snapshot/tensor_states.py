@@ -190,7 +190,11 @@ class TensorStates:
         for group in self.groups:
             yield from group.contents
         if self.small is not None and self.small.kept is not None:
-            yield self.small.kept
+            yield run_unseen(_bytes_in, self.small.kept)
+
+
+def _bytes_in(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _is_few_bytes(tensor: Tensor) -> bool:
