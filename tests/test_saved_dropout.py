@@ -9,8 +9,8 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from count_ops import Seen
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import reactivate
 from reactivate import policies
@@ -281,16 +281,6 @@ def test_the_recomputation_draws_nothing_for_it(monkeypatch: pytest.MonkeyPatch)
     with Sees():
         out.sum().backward()
     assert "sin" in drawn and "bernoulli_" not in drawn
-
-
-class Seen(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("needs_gradient", [True, False])

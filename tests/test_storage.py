@@ -12,9 +12,9 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from count_ops import Seen
 from surroundings import Failure
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import reactivate
 from reactivate import Save, policies
@@ -121,16 +121,6 @@ def test_no_log_of_a_region_around_sees_it(inside: str, around: str) -> None:
     ours = oracle.run(nested, lambda fn: reactivate.checkpoint(fn, policy=policy, determinism="values"), twice)
     oracle.assert_same(plain, ours)
     assert (ours.regions, ours.recomputations) == (4, 4) and all(storage.uses > 4 for storage in storages)
-
-
-class Seen(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def test_no_function_mode_sees_it() -> None:
