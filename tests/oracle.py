@@ -181,11 +181,25 @@ def assert_bitwise(one: Any, other: Any, name: str) -> None:
         assert one.shape == other.shape and one.dtype == other.dtype and one.device == other.device, name
         assert one.layout == other.layout and type(one) is type(other), name
         for first, second in zip(parts_of(one), parts_of(other), strict=True):
-            assert torch.equal(bits_of(first), bits_of(second)), f"{name} differs: {one} {other}"
+            assert torch.equal(bits_of(first), bits_of(second)), f"{name} differs: {difference(first, second)}"
     else:
         assert type(one) is type(other), f"{name}: {one} against {other}"
         if not isinstance(one, Tensor):
             assert one == other or (one != one and other != other), f"{name}: {one} against {other}"
+
+
+def difference(one: Tensor, other: Tensor) -> str:
+    """Say where two tensors of one shape and dtype differ first, how often, and by how much."""
+    size = one.element_size()
+    unlike = (bits_of(one).view(-1, size) != bits_of(other).view(-1, size)).any(dim=1)
+    numbers = unlike.nonzero().flatten().tolist()
+    first = tuple(int(index) for index in numpy.unravel_index(numbers[0], one.shape))
+    text = f"{len(numbers)} of {one.numel()} elements of {one.dtype}{list(one.shape)}, first at {first}: "
+    text += f"{one[first].item()!r} against {other[first].item()!r}"
+    if one.dtype == torch.bool:
+        return text
+    distance = (one.detach().to(torch.complex128) - other.detach().to(torch.complex128)).abs().max().item()
+    return f"{text}; the largest difference is {distance:.3g}"
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
