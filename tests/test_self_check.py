@@ -10,6 +10,7 @@ import os
 import random
 import re
 import struct
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -467,9 +468,24 @@ def test_what_a_recomputation_leaves_behind_is_an_error(mechanism: str, monkeypa
     """One mechanism is taken out: what it should have put back is named."""
     for change in MECHANISMS[mechanism]:
         monkeypatch.setattr(*change)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)  # whatever other tests have left running
     with pytest.raises(RecomputeMismatchError) as found:
         reactivate.checkpoint(Hooking())(torch.randn(4, 8, requires_grad=True)).sum().backward()
     assert LEFT_BEHIND[mechanism] in str(found.value)
+
+
+def test_there_is_no_second_look_where_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in MECHANISMS["parts-of-modules"]:
+        monkeypatch.setattr(*change)
+    model, done = Hooking(), threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        reactivate.checkpoint(model)(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    finally:
+        done.set()
+        other.join()
+    assert model.calls == 2
 
 
 @pytest.mark.parametrize("guard", ["modules", "rng"])
