@@ -12,12 +12,24 @@ from contextvars import ContextVar
 from threading import Condition
 from typing import Any
 
-Entry = tuple[int, tuple[object, ...]]
-"""A thread, and marks of the entries that it is inside of; the last one is its own."""
 
-_entered: ContextVar[tuple[object, ...]] = ContextVar("reactivate.entered_state_locks", default=())
-"""The marks of the entries that the code is inside of. A region that begins there has them in its context, on whatever thread
-it is recomputed: torch may run a backward that a recomputation waits for on another thread."""
+class Entry:
+    """One recomputation that reads shared state; no other is equal, so that one is found among hundreds at no cost.
+
+    Attributes:
+        thread: its thread.
+        around: the entries that it is inside of.
+    """
+
+    __slots__ = ("around", "thread")
+
+    def __init__(self, thread: int, around: tuple[Entry, ...]) -> None:
+        self.thread, self.around = thread, around
+
+
+_entered: ContextVar[tuple[Entry, ...]] = ContextVar("reactivate.entered_state_locks", default=())
+"""The entries that the code is inside of. A region that begins there has them in its context, on whatever thread it is
+recomputed: torch may run a backward that a recomputation waits for on another thread."""
 
 
 class StateLock:
@@ -40,9 +52,9 @@ class StateLock:
 
     def read(self) -> Entry:
         """Wait until no other thread has state set back, and keep it so until `leave`."""
-        marks = (*_entered.get(), object())
-        _entered.set(marks)
-        entry = get_ident(), marks
+        around = _entered.get()
+        entry = Entry(get_ident(), around)
+        _entered.set((*around, entry))
         self.readers.append(entry)
         writer = self._writer
         if writer is not None and not _is_around(writer, entry):
@@ -104,23 +116,23 @@ class StateLock:
             return _is_around(self._writer, entry)
         self._writer = entry
         for reader in tuple(self.readers):
-            if not (_is_around(reader, entry) or reader[0] in self.waiting):
+            if not (_is_around(reader, entry) or reader.thread in self.waiting):
                 self._writer = None
                 return False
         return True
 
     def _wait(self, may: Callable[[Entry], bool], entry: Entry) -> None:
-        self.waiting.append(entry[0])
+        self.waiting.append(entry.thread)
         self._changed.notify_all()  # one that waits for this thread need not any more
         try:
             while not may(entry):
                 self._changed.wait()
         finally:
-            self.waiting.remove(entry[0])
+            self.waiting.remove(entry.thread)
 
 
 def _is_around(other: Entry, entry: Entry) -> bool:
-    return other[0] == entry[0] or other[1][-1] in entry[1]
+    return other.thread == entry.thread or other in entry.around
 
 
 STATE_LOCK = StateLock()
