@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._passes.observing import observed_by, without_regions
-from reactivate._snapshot.locks import STATE_LOCK, Entry
+from reactivate._snapshot.locks import STATE_LOCK, LockEntry
 from reactivate._snapshot.streams import STREAMS
 from reactivate.guards import DEFAULT
 
@@ -872,4 +872,4 @@ def test_what_one_recomputation_may_not_save_another_thread_saves() -> None:
 
 def test_an_entry_is_found_by_what_it_is() -> None:
     """Hundreds of modules make hundreds of entries inside of each other: to compare what is in them took seconds."""
-    assert Entry(1, ()) != Entry(1, ())
+    assert LockEntry(1, ()) != LockEntry(1, ())

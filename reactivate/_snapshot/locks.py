@@ -13,7 +13,7 @@ from threading import Condition
 from typing import Any
 
 
-class Entry:
+class LockEntry:
     """One recomputation that reads shared state; no other is equal, so that one is found among hundreds at no cost.
 
     Attributes:
@@ -23,11 +23,11 @@ class Entry:
 
     __slots__ = ("around", "thread")
 
-    def __init__(self, thread: int, around: tuple[Entry, ...]) -> None:
+    def __init__(self, thread: int, around: tuple[LockEntry, ...]) -> None:
         self.thread, self.around = thread, around
 
 
-_entered: ContextVar[tuple[Entry, ...]] = ContextVar("reactivate.entered_state_locks", default=())
+_entered: ContextVar[tuple[LockEntry, ...]] = ContextVar("reactivate.entered_state_locks", default=())
 """The entries that the code is inside of. A region that begins there has them in its context, on whatever thread it is
 recomputed: torch may run a backward that a recomputation waits for on another thread."""
 
@@ -43,17 +43,17 @@ class StateLock:
     """
 
     def __init__(self) -> None:
-        self.readers: list[Entry] = []  # the writer as well
+        self.readers: list[LockEntry] = []  # the writer as well
         self.waiting: list[int] = []  # threads
-        self._writer: Entry | None = None
+        self._writer: LockEntry | None = None
         self._depth = 0  # of the contexts inside of each other in which the writer has set state back
         self._mutex = allocate_lock()
         self._changed = Condition(self._mutex)
 
-    def read(self) -> Entry:
+    def read(self) -> LockEntry:
         """Wait until no other thread has state set back, and keep it so until `leave`."""
         around = _entered.get()
-        entry = Entry(get_ident(), around)
+        entry = LockEntry(get_ident(), around)
         _entered.set((*around, entry))
         self.readers.append(entry)
         writer = self._writer
@@ -66,7 +66,7 @@ class StateLock:
                 raise
         return entry
 
-    def enter(self, differs: Callable[[], bool]) -> tuple[Entry, bool]:
+    def enter(self, differs: Callable[[], bool]) -> tuple[LockEntry, bool]:
         """Wait until the state is as it should be, or may be set back; return what `leave` takes.
 
         Args:
@@ -79,7 +79,7 @@ class StateLock:
             self.leave(entry)
             raise
 
-    def write(self, entry: Entry, differs: Callable[[], bool]) -> bool:
+    def write(self, entry: LockEntry, differs: Callable[[], bool]) -> bool:
         """Wait until a reader that has found a difference may set state back; return whether there still is one."""
         with self._mutex:
             writes = self._may_write(entry)
@@ -93,7 +93,7 @@ class StateLock:
             self._depth += writes
             return writes
 
-    def leave(self, entry: Entry, writes: bool = False) -> None:
+    def leave(self, entry: LockEntry, writes: bool = False) -> None:
         """End what `read` and, if it returned True, `write` began."""
         self.readers.remove(entry)
         if writes or self.waiting:
@@ -108,10 +108,10 @@ class StateLock:
             if self.waiting:
                 self._changed.notify_all()
 
-    def _may_read(self, entry: Entry) -> bool:
+    def _may_read(self, entry: LockEntry) -> bool:
         return self._writer is None or _is_around(self._writer, entry)
 
-    def _may_write(self, entry: Entry) -> bool:
+    def _may_write(self, entry: LockEntry) -> bool:
         if self._writer is not None:
             return _is_around(self._writer, entry)
         self._writer = entry
@@ -121,7 +121,7 @@ class StateLock:
                 return False
         return True
 
-    def _wait(self, may: Callable[[Entry], bool], entry: Entry) -> None:
+    def _wait(self, may: Callable[[LockEntry], bool], entry: LockEntry) -> None:
         self.waiting.append(entry.thread)
         self._changed.notify_all()  # one that waits for this thread need not any more
         try:
@@ -131,7 +131,7 @@ class StateLock:
             self.waiting.remove(entry.thread)
 
 
-def _is_around(other: Entry, entry: Entry) -> bool:
+def _is_around(other: LockEntry, entry: LockEntry) -> bool:
     return other.thread == entry.thread or other in entry.around
 
 
