@@ -158,7 +158,7 @@ class BitsBefore:
 
 
 def _bits_and_place(tensor: Tensor) -> tuple[Tensor, Any]:
-    bits: Tensor = run_unseen(lambda tensor: checksum(_elements_of(tensor)), tensor)
+    bits: Tensor = run_unseen(checksum_of, tensor)
     return bits, (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
@@ -176,6 +176,11 @@ def _sums_of(tensor: Tensor) -> Sums | None:
     if not flat.is_floating_point():
         return Sums(bits, tensor.requires_grad, None, 0.0)
     return Sums(bits, tensor.requires_grad, _profile_of(flat), torch.finfo(flat.dtype).eps)
+
+
+def checksum_of(tensor: Tensor) -> Tensor:
+    """Return the checksum of the elements of a tensor, on its device."""
+    return checksum(_elements_of(tensor))
 
 
 def _elements_of(tensor: Tensor) -> Tensor:

@@ -49,16 +49,6 @@ class _Keeping(threading.local):
 keeping = _Keeping()
 
 
-@contextmanager
-def kept_for(owner: Any) -> Iterator[None]:
-    """Say who hands tensors to autograd inside of the context."""
-    keeping.owner = owner
-    try:
-        yield
-    finally:
-        keeping.owner = None
-
-
 def tell(context: Context, event: str, argument: Any) -> None:
     """Tell the observer of the context in which a region began, if it has a method for the event.
 

@@ -52,8 +52,8 @@ def is_due(call: Any, determinism: str, choice: Any) -> bool:
         count = calls.counts.get(number)
         if count is None:
             count = calls.counts[number] = [0]
-        count[0] = number = count[0] + 1
-        return not number & (number - 1) or calls.is_writer
+        count[0] += 1
+        return not count[0] & (count[0] - 1) or calls.is_writer
     return calls.is_writer
 
 

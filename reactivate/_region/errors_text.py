@@ -176,9 +176,9 @@ def missed_state(region: Region, number: int) -> RecomputeMismatchError:
 def left_behind(region: Region, what: str) -> RecomputeMismatchError:
     """A recomputation has changed state that it has to leave as it was."""
     return RecomputeMismatchError(
-        f"The recomputation of the region `{name_of(region)}` has left something behind: {what}, which is not what it was "
-        f"before. That is an error of this library, or of code that changes it past all that is looked at. Please report "
-        'it; `determinism="metadata"` turns this check off.',
+        f"The recomputation of the region `{name_of(region)}` has changed {what} for good, and should have put it back. "
+        "Please report this as a bug of reactivate, with the shortest program that shows it. "
+        '`determinism="metadata"` turns this check off.',
         kind="values",
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._bits import checksum
+from reactivate._passes.check import checksum_of
 from reactivate._region import errors_text
 from reactivate._region.naming import modules_of
 from reactivate._snapshot.held import ATOMS
@@ -91,10 +91,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _bits_of(tensor: Tensor) -> int:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return (
-        int(checksum(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat)) if tensor.data_ptr() else 0
-    )
+    return int(checksum_of(tensor)) if tensor.data_ptr() else 0  # there are no elements, or no memory for them
 
 
 def _of_settings() -> Iterator[tuple[str, Any]]:

@@ -154,14 +154,11 @@ def _enter_state_of_forward(region: Region, args: list[Any], kwargs: dict[str, A
             if options.innermost and rewind in options.innermost:
                 late.append(context)
             else:
-                context.__enter__()
-                entered.append(context)
+                _enter(context, entered)
     if region.reached is not None:
         _enter(region.reached.rewound(), entered)
     tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-    moment = RewoundMoment(region.moment, tensors)
-    moment.__enter__()
-    entered.append(moment)
+    _enter(RewoundMoment(region.moment, tensors), entered)
     for context in late:
         _enter(context, entered)
     if region.proof is not None:

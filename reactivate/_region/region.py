@@ -25,7 +25,7 @@ from torch import Tensor
 
 from reactivate._passes.check import BitsBefore, Check
 from reactivate._passes.current import Running, enter_region, leave_region
-from reactivate._passes.observing import kept_for, observers, tell
+from reactivate._passes.observing import keeping, observers, tell
 from reactivate._passes.oplog import OpLog
 from reactivate._passes.places import SavePlace, are_known, remember, user_frame
 from reactivate._passes.stale import is_of_a_write, refuse_stale, watches
@@ -163,12 +163,11 @@ class Region:
         store = None
         if options.inputs is not DEVICE:
             store = store_for(options.inputs, options.name or naming.name_of_region(fn))
-        if observers:
-            with kept_for(self):
-                call = Call(fn, args, kwargs, store=store, for_region=True)
-        else:
-            call = Call(fn, args, kwargs, store=store, for_region=True)
-        self.call = call
+        keeping.owner = self if observers else None
+        try:
+            call = self.call = Call(fn, args, kwargs, store=store, for_region=True)
+        finally:
+            keeping.owner = None
         if call.scripts and is_being_watched(call.scripts):
             return functools.partial(call_watched, scripts=call.scripts)
         if call.is_lazy:  # the first call of a lazy module makes its parameters, once

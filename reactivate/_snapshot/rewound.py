@@ -60,14 +60,9 @@ class RewoundMoment:
         if self._hooked:
             self._tensor_hooks = _hooks_on(self._hooked)
         if self._takes_turns:
-            self._entry = STATE_LOCK.read()
-        try:
-            if self._differs() and self._entry is not None:
-                self._writes = STATE_LOCK.write(self._entry, self._differs)
-        except BaseException:
-            if self._entry is not None:
-                STATE_LOCK.leave(self._entry)
-            raise
+            self._entry, self._writes = STATE_LOCK.enter(self._differs)
+        else:
+            self._differs()
         try:
             self._rewind()
         except BaseException:
