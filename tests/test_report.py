@@ -528,7 +528,7 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable
 BROWSER = os.environ.get("REACTIVATE_BROWSER") or next(filter(None, map(shutil.which, _NAMES)), None)
 _OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=10000")
 
-_LOOK = """<!doctype html><title>look</title><body>%s<script>
+_LOOK = """<!doctype html><meta charset="utf-8"><title>look</title><body>%s<script>
 onload = () => {
   const found = [...document.querySelectorAll("iframe")].map(frame => {
     const inner = frame.contentDocument, bad = [];

@@ -157,7 +157,7 @@ def test_spots_lie_where_the_picture_has_what_they_tell() -> None:
 
 
 if BROWSER:
-    LOOK = """<!doctype html><title>look</title><body>
+    LOOK = """<!doctype html><meta charset="utf-8"><title>look</title><body>
     <iframe style="border:0;width:1200px;height:3000px" srcdoc="%s"></iframe>
     <script>
     onload = async () => {
