@@ -164,6 +164,29 @@ def test_backward_draws_nothing_from_the_streams_after() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_a_state_that_is_set_to_what_it_is_is_no_draw() -> None:
+    """torch leaves other bytes in the place of a spare number that is not there: a region's snapshot is shared all the same."""
+    torch.randn(2)
+    snapshot = STREAMS.now()
+    for _ in range(3):
+        torch.set_rng_state(torch.get_rng_state())
+        assert STREAMS.now() is snapshot
+
+
+def test_a_spare_number_that_is_another_one_is_seen() -> None:
+    """Seed, index and words are equal, and the spare number is not: it came from other words."""
+
+    def after(*draws: tuple[Callable[[int], Tensor], int]) -> Any:
+        torch.manual_seed(3)
+        for draw, count in draws:
+            draw(count)
+        return STREAMS.now().seen
+
+    one, other = (after(*order) for order in (((torch.rand, 2), (torch.randn, 1)), ((torch.randn, 1), (torch.rand, 2))))
+    assert one[0] == other[0]
+    assert one != other
+
+
 def test_regions_between_two_draws_share_one_snapshot_of_each_stream() -> None:
     first, again = STREAMS.now(), STREAMS.now()
     assert first is again

@@ -583,11 +583,11 @@ def _look_at_saved(kind: Any, save: Any) -> None:
         assert save(x, False).unpack().shape == x.shape
 
 
-@needs("cpu_generator_memory")
+@needs("cpu_generator_memory", "GeneratorMemory")
 def the_memory_of_the_cpus_generator_is_found() -> None:
-    places = room.cpu_generator_memory()
-    assert places is not None
-    assert [size for _, size in places] == [88, 24, 2540]
+    memory = room.cpu_generator_memory()
+    assert isinstance(memory, room.GeneratorMemory)
+    assert [size for _, size in (memory.head, *memory.flags, memory.spare, memory.whole)] == [88, 1, 1, 16, 2540]
 
 
 @needs("accelerator_device")

@@ -7,7 +7,7 @@ import functools
 import struct
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,19 +40,35 @@ def xla_runtime() -> Any:
 
 
 _Span = tuple[int, int]
-"""An address, and a number of bytes."""
+"""Where something begins, in bytes behind the address of a generator, and how many bytes it is."""
+
+
+class GeneratorMemory(NamedTuple):
+    """Where torch's generator of the CPU keeps its state.
+
+    Attributes:
+        head: its seed, its index and its first words.
+        flags: whether there is a spare normal number: one byte for single precision and one for double.
+        spare: both numbers, and what is between them; any bytes in the place of one that is not there.
+        whole: all of it.
+    """
+
+    head: _Span
+    flags: tuple[_Span, _Span]
+    spare: _Span
+    whole: _Span
 
 
 @functools.cache
-def cpu_generator_memory() -> tuple[_Span, _Span, _Span] | None:
+def cpu_generator_memory() -> GeneratorMemory | None:
     """Return where the CPU's generator keeps its state: torch has no cheaper question than a tensor with all 5 KB of it.
 
-    First its seed, index and first words; then the spare normal numbers; then all of it. None where it is not as expected.
+    None where it is not as expected.
     """
     return layout("the memory layout of the CPU's generator", _find)
 
 
-def _find() -> tuple[_Span, _Span, _Span] | None:
+def _find() -> GeneratorMemory | None:
     """Find the layout in a generator of known content, and try it out by drawing from it and from a copy."""
     seed, size = 0x5EED5EED, 24 + 16 * 4
     generator, other = torch.Generator(), torch.Generator()
@@ -64,23 +80,35 @@ def _find() -> tuple[_Span, _Span, _Span] | None:
     second = (1812433253 * (seed ^ (seed >> 30)) + 1) & 0xFFFFFFFF
     if offset < 0 or ctypes.string_at(generator._cdata + words, 8) != struct.pack("<II", seed, second):
         return None
-    spare = words + 624 * 4
-    whole = spare + 24 - offset
+    # 4 bytes of padding; a float: 4, whether it is there: 1 and 3 of padding; a double: 8, whether it is there: 1.
+    numbers = words + 624 * 4
+    flags = (numbers + 8, 1), (numbers + 20, 1)
+    memory = GeneratorMemory((offset, size), flags, (numbers + 4, 16), (offset, numbers + 24 - offset))
 
-    def look() -> tuple[bytes, bytes]:
-        return ctypes.string_at(generator._cdata + offset, size), ctypes.string_at(generator._cdata + spare, 24)
+    def look() -> list[bytes]:
+        return [
+            ctypes.string_at(generator._cdata + start, count) for start, count in (memory.head, *flags, memory.spare)
+        ]
 
     looks = [look()]
     for draw in (torch.rand, torch.randn, torch.randn):  # the second normal number is the spare of the first
         draw(1, generator=generator, device="cpu")
         looks.append(look())
-    is_seen = looks[0][0] != looks[1][0] and looks[1] != looks[2] and looks[2][1] != looks[3][1]
-    ctypes.memmove(other._cdata + offset, generator._cdata + offset, whole)
+    is_seen = len({head for head, *_ in looks}) == 3 and [flag for _, _, flag, _ in looks] == [
+        b"\0",
+        b"\0",
+        b"\1",
+        b"\0",
+    ]
+    state = generator.get_state()
+    state[-8:] = torch.tensor(
+        [*struct.pack("<f?3x", 1.5, True)], dtype=torch.uint8
+    )  # no op draws a spare float by itself
+    generator.set_state(state)
+    is_seen = is_seen and look()[1:3] == [b"\1", b"\0"] and look()[3].startswith(struct.pack("<f", 1.5))
+    ctypes.memmove(other._cdata + offset, generator._cdata + offset, memory.whole[1])
     is_copied = torch.equal(other.get_state(), generator.get_state()) and all(
         torch.equal(*(torch.randn(number, generator=item, device="cpu") for item in (generator, other)))
         for number in (1, 3, 700, 1)
     )
-    if not (is_seen and is_copied):
-        return None
-    cdata = torch.default_generator._cdata
-    return (cdata + offset, size), (cdata + spare, 24), (cdata + offset, whole)
+    return memory if is_seen and is_copied else None
