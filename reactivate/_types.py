@@ -170,8 +170,10 @@ class Guard:
         ...     @contextlib.contextmanager
         ...     def recompute(self, snapshot):
         ...         now, self.value = self.value, snapshot
-        ...         yield
-        ...         self.value = now
+        ...         try:
+        ...             yield
+        ...         finally:  # also if the function raises
+        ...             self.value = now
     """
 
     name: str = "guard"

@@ -175,6 +175,30 @@ def test_retain_graph_keeps_no_recomputed_tensor(no_collector: None) -> None:
     assert allocated_by(lambda: torch.autograd.grad(out.sum(), module[3].bias, retain_graph=True)[0]).left_bytes <= 128
 
 
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "policy"), [(Exponential.apply, None), (torch.exp, None), (lambda x: x.exp().sum(), save_ops("sum"))]
+)
+def test_retain_graph_keeps_the_one_tensor_of_a_region_no_longer(fn: Any, policy: Any, no_collector: None) -> None:
+    checkpointed = reactivate.checkpoint(fn, determinism="metadata", policy=policy)
+    x = torch.randn(64, 32, requires_grad=True)
+    checkpointed(x)
+    out = checkpointed(x)
+    x.grad = torch.zeros_like(x)
+    assert allocated_by(lambda: out.sum().backward(retain_graph=True)).left_bytes == 0
+
+
 def test_a_forward_without_a_backward_leaves_nothing(no_collector: None) -> None:
     module, x = block(), torch.randn(64, 32, requires_grad=True)
     watch = Watch()

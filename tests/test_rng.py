@@ -165,7 +165,7 @@ def test_backward_draws_nothing_from_the_streams_after() -> None:
 
 
 def test_a_state_that_is_set_to_what_it_is_is_no_draw() -> None:
-    """torch leaves other bytes in the place of a spare number that is not there: a region's snapshot is shared all the same."""
+    """torch leaves other bytes in the place of a spare number that is not there: regions share a snapshot all the same."""
     torch.randn(2)
     snapshot = STREAMS.now()
     for _ in range(3):

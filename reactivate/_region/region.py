@@ -470,8 +470,8 @@ class Region:
         group = current_group() if groups else None
         if group is not None:
             group.keep(self)
-        elif len(self.saved) == 1 and self.fence is None:  # it has been taken already
-            return
+        elif len(self.saved) == 1 and not (self.slots or self.read_again or self.fence or _NO_FRAME_TELLS):
+            return  # it is handed out now, and once
         elif current_backward() == -1:
             self.forget()  # code looks at `grad_fn._saved_...`
         else:
