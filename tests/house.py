@@ -77,10 +77,14 @@ that floor and those below it. `python tests/house.py > docs/house.md` writes th
 
 
 def imports_of(name: str) -> set[str]:
-    """Return the modules of the package that a module imports."""
+    """Return the modules of the package that a module imports, but for those of its room that it names in types alone."""
     module = importlib.import_module(name)
     found = set()
-    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    for_types = {node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)}
+    of_room = {node for node in for_types if str(node.module).rpartition(".")[0] == room_of(name)}
+    for node in set(ast.walk(tree)) - of_room:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("reactivate"):
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"

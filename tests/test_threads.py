@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._passes.observing import observed_by, without_regions
-from reactivate._snapshot.locks import STATE_LOCK, LockEntry
+from reactivate._snapshot.state_lock import STATE_LOCK, LockEntry
 from reactivate._snapshot.streams import STREAMS
 from reactivate.guards import DEFAULT
 
@@ -697,7 +697,7 @@ def test_recomputations_that_set_nothing_back_take_no_mutex(monkeypatch: pytest.
         assert ran.recomputations == 1
         loud.backward()
     assert ran.recomputations == 2
-    assert not (STATE_LOCK.readers or STATE_LOCK.waiting)
+    assert not (STATE_LOCK.inside or STATE_LOCK.waiting)
 
 
 def test_a_recomputation_that_sets_state_back_inside_of_one_that_does_not() -> None:
@@ -723,7 +723,7 @@ def test_a_recomputation_that_sets_state_back_inside_of_one_that_does_not() -> N
     ran = Ran()
     assert_equal(once(lambda fn: fn, Ran()), once(reactivate.checkpoint, ran), "gradient")
     assert ran.recomputations >= 3
-    assert not STATE_LOCK.readers
+    assert not STATE_LOCK.inside
 
 
 def test_a_queue_and_its_worker_are_not_rewound() -> None:

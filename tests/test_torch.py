@@ -886,10 +886,10 @@ def containers_are_flattened_and_put_back() -> None:
     assert room.unflatten(leaves, structure) == {"a": (x, None), "b": [3]}
 
 
-@needs("give_back")
+@needs("as_a_result")
 def a_result_is_handed_back_as_that_of_an_op() -> None:
     x = torch.ones(2)
-    given = room.give_back(x.detach())
+    given = room.as_a_result(x.detach())
     assert given.requires_grad and not given.is_leaf and not given._is_view()
     assert given.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     with pytest.raises(RuntimeError, match="its recomputation skips"):

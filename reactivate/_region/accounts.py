@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -27,7 +27,9 @@ from reactivate._storing.inputs import StoredInput
 from reactivate._torch.autograd import SavedTensor, data_of
 from reactivate._types import Guard
 
-Region = Any
+if TYPE_CHECKING:
+    from reactivate._region.region import Region
+
 """A region, which is only read here."""
 
 _PARTS = {
@@ -204,7 +206,7 @@ def _is_noted(error: BaseException) -> bool:
 
 def _account_of_living(kind: type) -> str:
     """Say what each living region keeps, most first. Regions are looked for now, not registered before."""
-    regions = [item for item in gc.get_objects() if type(item) is kind and hasattr(item, "kwargs")]
+    regions: list[Any] = [item for item in gc.get_objects() if type(item) is kind and hasattr(item, "kwargs")]
     ledger = Ledger(tensor for region in regions for tensor in _own_tensors(region))
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reactivate._passes.check import OUTPUTS, Check
+from reactivate._passes.check import OUTPUTS
 from reactivate._region import errors_text
 from reactivate._torch.modules import is_distributed_run
 
-Region = Any
+if TYPE_CHECKING:
+    from reactivate._region.proof import WriteProof
+    from reactivate._region.region import Region
 
 
 def compare(region: Region, again: Callable[[], Any]) -> None:
     """Compare a recomputation with its forward; where they differ, recompute once more to see which of two it is."""
-    forward: Check = region.check
-    region.check = None
+    forward, region.check = region.check, None
+    if forward is None:
+        return
     first, forward.recomputed = forward.recomputed, None
     if first is None:
         return
@@ -24,7 +27,7 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
     is_read_the_same = (number is None or number >= OUTPUTS) and forward.proves(first, _refilled(region))
     if region.proof is not None:
         if not is_read_the_same and (number is not None or not first.has_same_results):
-            raise disproved(region)
+            raise disproved(region, region.proof)
         region.proof.is_settled = True
         return
     if number is None or is_read_the_same:
@@ -46,7 +49,7 @@ def _refilled(region: Region) -> list[int]:
     return list(filter(region.is_recomputed, range(len(region.saved))))
 
 
-def disproved(region: Region) -> BaseException:
+def disproved(region: Region, proof: WriteProof) -> BaseException:
     """Return the error for a forward that wrote to what it reads; from the next call on there is a copy of it."""
-    region.proof.ask_for_copies()
-    return region.options.exception(errors_text.disproved(region))  # type: ignore[no-any-return]
+    proof.ask_for_copies()
+    return region.options.exception(errors_text.disproved(region, proof.places()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -22,7 +22,9 @@ from reactivate._region.naming import (
 from reactivate._snapshot.module_walk import left_out
 from reactivate.errors import MutationError, RecomputeMismatchError
 
-Region = Any
+if TYPE_CHECKING:
+    from reactivate._region.region import Region
+
 
 _SAME = (
     "The function must do the same in both passes. Look for what decides otherwise between them: a global, a counter "
@@ -57,10 +59,10 @@ def modified_input(region: Region, place: str, tensor: Tensor) -> MutationError:
     )
 
 
-def disproved(region: Region) -> MutationError:
-    """The region wrote to what it reads, and no copy of it had been made."""
+def disproved(region: Region, places: str) -> MutationError:
+    """The region wrote to what it reads, at these places, and no copy of it had been made."""
     return MutationError(
-        f"The forward of the region `{name_of(region)}` wrote in place to {region.proof.places()}, of which there is no "
+        f"The forward of the region `{name_of(region)}` wrote in place to {places}, of which there is no "
         f"copy, and computes other outputs from what it left there. Use the out-of-place op (a module's "
         "`inplace=False`), clone the tensor inside the region first, or make it a buffer of a module. From its next call on "
         "the region keeps "

@@ -11,7 +11,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ from reactivate._region.naming import modules_of
 from reactivate._snapshot.held import ATOMS
 from reactivate._torch.modes import function_modes, run_unseen
 
-Region = Any
+if TYPE_CHECKING:
+    from reactivate._region.region import Region
+
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 from sys import _getframe
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from reactivate._torch.modes import copy_unseen, is_function_mode_active, withou
 from reactivate._torch.modules import is_distributed_run
 from reactivate.errors import ReactivateError
 
-Region = Any
+if TYPE_CHECKING:
+    from reactivate._region.region import Region
+
 
 Metadata = tuple[torch.Size, torch.dtype, torch.device, int]  # the last is the version
 metadata_of: Callable[[Tensor], Metadata] = attrgetter("shape", "dtype", "device", "_version")
@@ -46,6 +48,7 @@ class Matching:
         last: the number of the last one that is needed.
         is_complete: whether that one is there.
         stops: whether the function is ended then.
+        check: the checksums of this pass, where they are to be compared with those of the forward; otherwise None.
         refused: the error that was raised, as the function may swallow it.
     """
 
@@ -64,12 +67,12 @@ class Matching:
         self.values: list[Any] = [None] * count
         region.values = self.values
         self.last, self.stops = count - 1, region.early_stop
-        is_open = region.tokens is not None
+        is_open = region.is_in_forward
         if region.check is not None and not is_open:
             self.check = Check()
         if region.proof is not None and not is_open and not region.proof.is_settled:
             # In a distributed run perhaps this rank alone has written: where all that is saved is compared, that is proof.
-            is_proved = self.check is not None and is_distributed_run() and region.check.has_all(count)
+            is_proved = region.check is not None and is_distributed_run() and region.check.has_all(count)
             self.stops = self.stops and is_proved
         if not region.early_stop and not is_open:
             self.last = -1
@@ -122,7 +125,7 @@ class Matching:
     @property
     def users_hooks(self) -> tuple[Any, Any] | None:
         """Return the saved-tensor hooks of the user's around the region."""
-        return self.region.users_hooks  # type: ignore[no-any-return]
+        return self.region.users_hooks
 
     def _may_be_filling(self, tensor: Tensor) -> bool:
         """Return whether the op that saves `tensor` may yet write to what it has saved.
@@ -235,7 +238,7 @@ class Matching:
                 return
             index = len(ops) - 1
             if index >= len(forward.ops):
-                if self.region.tokens is not None:  # a backward inside the forward: that is as far as it got
+                if self.region.is_in_forward:  # a backward inside the forward: that is as far as it got
                     return
             elif forward.ops[index].is_like(ops[index]):
                 return
@@ -267,7 +270,7 @@ class Matching:
         if self.is_complete:
             if not self._may_be_filling(tensor):
                 self._stop_if_possible()
-        elif self.region.tokens is None:
+        elif not self.region.is_in_forward:
             raise self._refuse(errors_text.more_tensors(self.region, tensor, _getframe(1)))
         return tensor.detach()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from reactivate._snapshot.inputs import InputSpec, rebuild
 from reactivate._snapshot.shadows import is_known_written
 from reactivate._torch.autograd import SavedTensor
 
-Region = Any
+if TYPE_CHECKING:
+    from reactivate._region.region import Region
+
 """A `Region`, which messages only read."""
 
 

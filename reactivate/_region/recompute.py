@@ -8,7 +8,7 @@ Afterwards everything is as if it had not run (Rules 12, 13).
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -39,7 +39,8 @@ from reactivate._types import Unrestored
 from reactivate._xla.recomputation import FencedRecomputation
 from reactivate.errors import ReactivateError
 
-Region = Any
+if TYPE_CHECKING:
+    from reactivate._region.region import Region
 
 
 # -- the state of the forward -----------------------------------------------------------------------------------------
@@ -64,14 +65,14 @@ def recompute(region: Region, gradient: Tensor | None = None) -> Tensor | None:
     # A copy, since one context cannot be entered twice: a recomputation may be inside another of the same region.
     # And if the forward is still running, its log is open, and these are not its ops.
     run = _recompute if region.log is None else region.log.unseen(_recompute)
-    left_behind = None if region.check is None or region.tokens is not None else LeftBehind(region)
+    left_behind = None if region.check is None or region.is_in_forward else LeftBehind(region)
     if observers:
         tell(context, "recomputation_begins", region)
     try:
         context.copy().run(run, region, behind)
         if left_behind is not None:
             left_behind.refuse()
-        if region.check is not None and region.tokens is None:
+        if region.check is not None and not region.is_in_forward:
             compare(region, lambda: context.copy().run(run, region, behind))
             if region.proof is not None:
                 region.proof.holds_now()
@@ -137,7 +138,7 @@ def _in_words(region: Region, error: RuntimeError) -> BaseException:
     """Return the error to raise for one that came while the arguments were read."""
     if isinstance(error, ReactivateError) or not is_of_a_write(error):
         return error  # from the recomputation of a region around this one
-    return region.options.exception(errors_text.written_before_recomputation(region, error))  # type: ignore[no-any-return]
+    return region.options.exception(errors_text.written_before_recomputation(region, error))
 
 
 def _enter_state_of_forward(region: Region, args: list[Any], kwargs: dict[str, Any], entered: list[Any]) -> None:
@@ -147,7 +148,7 @@ def _enter_state_of_forward(region: Region, args: list[Any], kwargs: dict[str, A
     unrestored = region.unrestored()
     stale = _stale(region, unrestored) if unrestored else None
     options, late = region.options, []
-    snapshots = region.snapshots if region.tokens is None else region.take_snapshots()
+    snapshots = region.take_snapshots() if region.is_in_forward else region.snapshots
     for rewind, snapshot in zip(options.recomputations, snapshots):
         context = None if snapshot is None else rewind(snapshot)
         if context is not None:
@@ -181,7 +182,7 @@ def _stale(region: Region, unrestored: list[Unrestored]) -> list[tuple[Tensor, s
     for item, place, _ in unrestored:
         tensor = item.get() if isinstance(item, WeakTensor) else item
         is_proved = (
-            region.tokens is None
+            not region.is_in_forward
             and proof is not None
             and (id(tensor) in copied or proof.covers(item, is_checked=region.check is not None))
         )
@@ -234,18 +235,19 @@ def _run_again(
     log = None if choice is None else RecomputationLog(region, choice, matching, behind)
     if matching.check is not None:
         pack = matching.pack_checked
-    push_saved_tensor_hooks(pack, _same if region.tokens is None else matching.unpack_in_forward)
+    push_saved_tensor_hooks(pack, matching.unpack_in_forward if region.is_in_forward else _same)
     if log is not None:
         log.open()
-    is_proved = region.proof is None or region.proof.is_settled or region.tokens is not None
+    proof = None if region.is_in_forward else region.proof
+    is_proved = proof is None or proof.is_settled
     may_stop = is_proved or (matching.check is not None and matching.stops)  # what it saves is the proof: see `compare`
     try:
         result = fn(*args, **kwargs)
         matching.finish()
         if matching.check is not None:
             matching.check.note_outputs(result)
-            region.check.recomputed = matching.check
-        is_proved = is_proved or region.proof.holds(result)
+        _note_end(region, matching)
+        is_proved = is_proved or (proof is not None and proof.holds(result))
         if matching.check is not None:  # which sees more than the outputs; and what was kept proves nothing
             is_computed = all(call.reason is not None for call in region.saved_calls)
             matching.check.has_same_results, is_proved = is_proved and is_computed, True
@@ -258,18 +260,23 @@ def _run_again(
                 raise matching.refused from None
             raise
         is_proved = may_stop
-        if matching.check is not None:
-            region.check.recomputed = matching.check
+        _note_end(region, matching)
     finally:
         if log is not None:
             log.close()
         pop_saved_tensor_hooks()
         matching.let_go()
-    if not is_proved:
-        raise disproved(region)
+    if proof is not None and not is_proved:
+        raise disproved(region, proof)
 
 
 calls_regions(_run_again.__code__)
+
+
+def _note_end(region: Region, matching: Matching) -> None:
+    """Let the checksums of a pass that came to its end be those that are compared."""
+    if region.check is not None and matching.check is not None:
+        region.check.recomputed = matching.check
 
 
 def _same(tensor: Tensor) -> Tensor:

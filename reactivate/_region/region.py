@@ -94,7 +94,8 @@ class Region:
         identity: the identity of the call, for code inside of it.
         moment: what the call reached, as it was when the forward began.
         reached: the same of modules in a large tree, which are noted as the forward reaches them; otherwise None.
-        tokens: what the guards said before the forward; None once it is over.
+        is_in_forward: whether the forward still runs: a backward inside of it recomputes what is there by then.
+        tokens: what the guards said before the forward.
         snapshots: what each guard keeps, in the order of `options.recomputations`.
         inputs: tensors that the recomputation reads where they are, and of which there is no copy.
         cells: what holds the closed-over tensors that are saved tensors of autograd's own.
@@ -133,7 +134,8 @@ class Region:
     snapshots: list[Any]
     # What most regions do not have:
     reached: ReachedModules | None = None
-    tokens: list[Any] | None = None
+    is_in_forward = True
+    tokens: list[Any] = []  # noqa: RUF012
     slots: list[ref[Slot]] | None = None
     values: list[tuple[Tensor, int] | None] = []  # noqa: RUF012
     replaced: Mapping[int, Any] = MappingProxyType({})
@@ -298,7 +300,7 @@ class Region:
         finally:
             if self.reached is not None or self.options.has_leaving:
                 self._close_guards(None)
-            self.tokens = None
+            self.is_in_forward, self.tokens = False, []
         written = self.moment.finish()
         if self.inputs or self.reached is not None:
             written += self._unrestored_inputs()
@@ -366,16 +368,14 @@ class Region:
     def _close_guards(self, error: BaseException | None) -> None:
         if self.reached is not None:
             self.reached.finish()
-        tokens = self.tokens
-        if self.options.has_leaving and tokens:
+        if self.options.has_leaving and self.tokens:
             with ExitStack() as stack:  # the last one first, and all of them, also if one fails
-                for guard, token in zip(self.options.asked, tokens):
+                for guard, token in zip(self.options.asked, self.tokens):
                     stack.callback(guard.leave, token, error)
 
     def take_snapshots(self) -> list[Any]:
         """Return what each guard would keep if the forward ended now."""
         snapshots = self.tokens
-        assert snapshots is not None
         if self.options.afters:
             snapshots = [*snapshots]
             for index, after in self.options.afters:
@@ -435,9 +435,9 @@ class Region:
                 if number < len(values) and (found := values[number]) is not None:
                     break
                 # For the first time, or again, if another backward has taken it.
-                if self.tokens is None and type(handle) is SavedCallSlot and handle.kept is not None:
+                if not self.is_in_forward and type(handle) is SavedCallSlot and handle.kept is not None:
                     return None
-                if self.tokens is not None and self.forward_log is not None:
+                if self.is_in_forward and self.forward_log is not None:
                     self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
                 if counting_threads and get_ident() in counting_threads:
                     raise NotKept

@@ -38,8 +38,8 @@ from reactivate._saved_calls.results import Contents, has_attributes
 from reactivate._saved_calls.running_call import Pending, RunningCall, scalars_in
 from reactivate._saved_calls.saved_call import Argument, Kept, KeptAnyway, SavedCall, is_parameter, keep, last_needed
 from reactivate._torch.autograd import (
+    as_a_result,
     base_of,
-    give_back,
     hook_backward,
     innermost_pack_hook,
     next_node_number,
@@ -435,7 +435,7 @@ def _hand_back(
     for item, requires in zip(results, call.requires):
         if isinstance(item, Tensor):
             tensor = item.detach()
-            leaves.append(give_back(tensor) if requires and torch.is_grad_enabled() else tensor)
+            leaves.append(as_a_result(tensor) if requires and torch.is_grad_enabled() else tensor)
         else:
             leaves.append(arguments[item.number])
     if call.contents is None:

@@ -10,10 +10,11 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from weakref import ref
 
+from reactivate._snapshot.caches import is_importable
 from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.holders import EMPTY, Contents, Holder
 
@@ -117,3 +118,9 @@ class CodeHolder(Holder):
                 namespace[name] = value
         for fn in self.functions:
             fn.__code__, fn.__defaults__, fn.__kwdefaults__ = next(items), next(items), next(items)
+
+    def kept_with(self, contents: Contents) -> Iterable[Any] | None:
+        if not all(is_importable(namespace) for bindings in self.target for namespace, _ in bindings.names):
+            return None
+        fixed = [item for item in contents if isinstance(item, (BuiltinFunctionType, CACHED))]
+        return [*fixed, *(fn for fn in self.functions if not are_closed([fn]))]

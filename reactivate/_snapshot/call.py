@@ -103,11 +103,11 @@ class Call(Walk):
             self.function(fn, "the function", DEPTH)
         elif isinstance(fn, Module):
             self.roots = (fn,)
-            self.specs[id(fn)] = fn
+            self.seen[id(fn)] = fn
         else:
             self._look_at_callable(fn)
         is_plain = pack is None and self._store is None
-        specs = self.specs
+        specs = self.seen
         captured: list[Any] = []
         self.args = captured
         for index, item in enumerate(args):
@@ -148,7 +148,7 @@ class Call(Walk):
     def _look_at_callable(self, fn: Any) -> None:
         if type(fn) is MethodType and isinstance(fn.__self__, Module) and type(fn.__func__) is FunctionType:
             self.roots = (fn.__self__,)
-            self.specs[id(fn.__self__)] = fn.__self__
+            self.seen[id(fn.__self__)] = fn.__self__
             self.function(fn.__func__, "the function", DEPTH)
         else:
             self.look(fn, "the function", DEPTH)
@@ -180,7 +180,7 @@ class Call(Walk):
 
     def spec_of(self, value: Any) -> Any:
         """Return the spec that a value got in this walk."""
-        return self.specs.get(id(value), value)
+        return self.seen.get(id(value), value)
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
@@ -190,17 +190,17 @@ class Call(Walk):
         if kind in ATOMS:
             return value
         key = id(value)
-        if key in self.specs:
-            return self.specs[key]
+        if key in self.seen:
+            return self.seen[key]
         if isinstance(value, Tensor):
             return self._tensor_argument(value, place)
         if isinstance(value, tuple) and self._is_made_anew(value):
             items = [self._argument(item, f"{place}[{index}]") for index, item in enumerate(value)]
-            spec = self.specs[key] = TupleInput(kind, items)
+            spec = self.seen[key] = TupleInput(kind, items)
             return spec
         if is_iterator(kind):
             is_generator = kind is GeneratorType
-            spec = self.specs[key] = GeneratorInput(value, place) if is_generator else IteratorInput(value)
+            spec = self.seen[key] = GeneratorInput(value, place) if is_generator else IteratorInput(value)
             self.look_at_iterator(value, place, DEPTH_OF_ARGUMENTS)
             return spec
         self.look(value, place, DEPTH_OF_ARGUMENTS)
@@ -215,7 +215,7 @@ class Call(Walk):
         spec: Any = tensor
         if (self.is_hooked or tensor.requires_grad) and not is_state(tensor):
             spec = self._stored(tensor, place) or (SavedInput(tensor) if self.is_hooked else save_tensor(tensor, False))
-        self.specs[id(tensor)] = spec
+        self.seen[id(tensor)] = spec
         if spec is not tensor:
             self.saved.append((tensor, spec, tensor._version))
         else:
@@ -229,9 +229,9 @@ class Call(Walk):
         if not tensor.requires_grad or is_state(tensor):
             super().cell_tensor(cell, tensor, place)
             return
-        spec = self.specs.get(id(tensor))
+        spec = self.seen.get(id(tensor))
         if spec is None:
-            spec = self.specs[id(tensor)] = self._stored(tensor, place) or SavedInput(tensor)
+            spec = self.seen[id(tensor)] = self._stored(tensor, place) or SavedInput(tensor)
             self.saved.append((tensor, spec, tensor._version))
         holder = CellTensorHolder(cell, spec)
         self.holders.append(holder)

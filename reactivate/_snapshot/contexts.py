@@ -159,7 +159,7 @@ class ContextContainers:
     def _noted(self, value: Any, place: str) -> Any:
         """Return what is held of a value: of a container what it holds, so that the container can go."""
         kind = type(value)
-        if kind in ATOMS or id(value) in self._walk.specs:
+        if kind in ATOMS or id(value) in self._walk.seen:
             return value
         if id(value) in self._copied:
             return self._copied[id(value)]

@@ -55,7 +55,7 @@ class Stream(NamedTuple):
 
 def torch_stream() -> Stream:
     """Return torch's generator of the CPU."""
-    generator = torch.default_generator
+    generator: Any = torch.default_generator
     memory = cpu_generator_memory()
     if memory is None:
         return Stream("torch's CPU generator", generator.get_state, generator.set_state, ask=_torch_state_bytes)

@@ -124,7 +124,7 @@ def kept_elsewhere(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Seque
 
 
 @torch.no_grad()
-def give_back(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+def give_memory_back(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Give parameters the memory that `kept_elsewhere` has kept, if they have lost it, and if nobody has freed that."""
     for tensor, memory in kept:
         if memory.data_ptr() and tensor.data_ptr() != memory.data_ptr():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.iterators import copied, holds_iterator, is_iterator
-from reactivate._torch.autograd import give_back
+from reactivate._torch.autograd import as_a_result
 from reactivate._torch.modes import run_unseen
 
 
@@ -37,7 +37,7 @@ class WeakTensor:
         if original is not None:
             return original
         if not self.alias.requires_grad:  # a recomputation saves what the forward did
-            self.alias = run_unseen(give_back, self.alias)
+            self.alias = run_unseen(as_a_result, self.alias)
         return self.alias
 
     @property

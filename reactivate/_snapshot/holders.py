@@ -17,7 +17,7 @@ from types import CellType
 from typing import Any, ClassVar
 
 from reactivate._modules.standin import Placed
-from reactivate._snapshot.caches import cached_by_class
+from reactivate._snapshot.caches import cached_by_class, is_importable
 from reactivate._snapshot.held import are_items, held_all, is_item, restored, strongly
 from reactivate._snapshot.region_calls import handed_out, is_of_call
 
@@ -65,6 +65,10 @@ class Holder:
     def items(self, contents: Contents) -> Iterable[tuple[str, Any]]:
         """Return (how the item is written after the object, the item) of each item in some contents."""
         return ((f"[{index}]", item) for index, item in enumerate(contents))
+
+    def kept_with(self, contents: Contents) -> Iterable[Any] | None:
+        """Return what is kept alive where this object and these contents are; None where they must not be (see `trees`)."""
+        return (item for item in contents if item is not EMPTY)
 
 
 class ListHolder(Holder):
@@ -183,6 +187,9 @@ class LengthHolder(Holder):
     def items(self, contents: Contents) -> Iterable[tuple[str, Any]]:
         return ()
 
+    def kept_with(self, contents: Contents) -> None:
+        """Return None: each moment has a length of its own."""
+
 
 def length_of(container: Any) -> int:
     """Return how many items a container has, past methods that a subclass overrides."""
@@ -294,6 +301,9 @@ class ClassHolder(Holder):
             if not is_item(now.get(name, EMPTY), value):
                 setattr(self.target, name, restored(value))
 
+    def kept_with(self, contents: Contents) -> Iterable[Any]:
+        return (self.target,)  # which holds the rest
+
 
 # -- functions --------------------------------------------------------------------------------------------------------
 
@@ -322,6 +332,12 @@ class FunctionsHolder(Holder):
         for fn in functions:
             fn.__code__, fn.__defaults__, fn.__kwdefaults__ = next(items), restored(next(items)), next(items)
         AttributesHolder(functions).put([*items])
+
+    def kept_with(self, contents: Contents) -> Iterable[Any]:
+        functions = self.target
+        count = 3 * len(functions)
+        defaults = [*filter(None, contents[1:count:3]), *map(dict.values, filter(None, contents[2:count:3]))]
+        return (*functions, *chain.from_iterable(defaults), *contents[count:])
 
 
 class PartialHolder(Holder):
@@ -441,3 +457,6 @@ class NameHolder(Holder):
             self.target.pop(self.name, None)
         else:
             self.target[self.name] = restored(contents[0])
+
+    def kept_with(self, contents: Contents) -> Iterable[Any] | None:
+        return super().kept_with(contents) if is_importable(self.target) else None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from reactivate._snapshot.geometry import memory_of
 from reactivate._snapshot.iterators import copied
-from reactivate._torch.autograd import SavedTensor, give_back, save_tensor
+from reactivate._torch.autograd import SavedTensor, as_a_result, save_tensor
 from reactivate.errors import UnsupportedError
 
 Memo = dict[int, Any]
@@ -98,7 +98,7 @@ def _uncounted(tensor: Tensor) -> Tensor:
     alias = tensor.data
     if not tensor.requires_grad:
         return alias
-    return alias.requires_grad_() if tensor.is_leaf else give_back(alias)
+    return alias.requires_grad_() if tensor.is_leaf else as_a_result(alias)
 
 
 class WrittenInput(InputSpec):
@@ -116,7 +116,7 @@ class WrittenInput(InputSpec):
     def rebuild(self, memo: Memo) -> Tensor:
         if self.alias._version != self.version:
             raise RuntimeError("an argument that the region wrote to has been modified by an inplace operation since")
-        return give_back(self.alias.clone())
+        return as_a_result(self.alias.clone())
 
 
 class TupleInput(InputSpec):

@@ -87,8 +87,8 @@ class ModuleWalk(Walk):
         self._users_module(module, facts)
 
     def _users_module(self, module: Module, facts: ClassFacts) -> None:
-        if id(facts) not in self.specs:  # another module of its class may have been here
-            self.specs[id(facts)] = facts
+        if id(facts) not in self.seen:  # another module of its class may have been here
+            self.seen[id(facts)] = facts
             self._code_of_class(type(module), facts)
         if facts.slots:
             self._slots(module, facts.slots, type(module).__name__, DEPTH)
@@ -117,7 +117,7 @@ class ModuleWalk(Walk):
         if facts.bindings is not None:
             self._bindings += (facts.bindings,)
         for fn in filter(None, map(ask, facts.open)):
-            if id(fn) not in self.specs:
+            if id(fn) not in self.seen:
                 self._made_of(fn, f"{kind.__name__}.{fn.__name__}", DEPTH)
         self.scripts += facts.scripts
         if facts.is_users:

@@ -117,9 +117,9 @@ class Moment:
             self.parameters = parameters
             state += self._note_parameters(parameters)
         if state:
-            self.states = TensorStates(state, None if kept is None else kept.small, may_write_unseen)
+            self.states = TensorStates(state, None if kept is None else kept.small_layout, may_write_unseen)
             if kept is not None:
-                kept.small = self.states.before
+                kept.small_layout = self.states.layout
         return parameters
 
     def _note_tree(self, tree: Tree, parameters: list[Tensor], state: list[Tensor]) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from reactivate._snapshot.geometry import give_back, kept_elsewhere
-from reactivate._snapshot.locks import STATE_LOCK
+from reactivate._snapshot.geometry import give_memory_back, kept_elsewhere
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.rewound_tensors import RewoundTensors
+from reactivate._snapshot.state_lock import STATE_LOCK
 from reactivate._snapshot.tensor_states import NO_TENSORS
 from reactivate._torch.modes import copy_unseen, run_unseen
 
@@ -149,7 +149,7 @@ class RewoundMoment:
             if moment.modules or moment.parameters:
                 _set_all(moment, self._kinds, self._differentiable)
             if self._elsewhere:
-                run_unseen(give_back, self._elsewhere)
+                run_unseen(give_memory_back, self._elsewhere)
             entry, writes = self._entry, self._writes
             vars(self).clear()  # a traceback may hold this context
             if entry is not None:

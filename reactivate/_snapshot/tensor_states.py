@@ -58,7 +58,7 @@ class Written(NamedTuple):
         return self.left is None or self.left.is_current(self.tensor, self.tensor._version)
 
 
-class SmallBefore(NamedTuple):
+class SmallLayout(NamedTuple):
     """Which of the tensors that an earlier region noted were small, and where these were.
 
     Attributes:
@@ -84,7 +84,7 @@ class TensorStates:
 
     Args:
         tensors: the tensors.
-        before: which of them were small when an earlier region began: those are not sorted out again.
+        layout: which of them were small when an earlier region began: those are not sorted out again.
         may_write_unseen: returns whether code writes to tensors without a new version: then no version is relied on.
 
     Attributes:
@@ -94,29 +94,29 @@ class TensorStates:
         shadows: the current shadows of the first, when the region began.
         groups: the others, and copies of them.
         small: what the small ones held, None if there are none.
-        before: which were small, for regions to come; None if that would not help them.
+        layout: which were small, and where, for regions to come; None if that would not help them.
     """
 
-    __slots__ = ("before", "groups", "shadows", "small", "tensors", "versions", "written")
+    __slots__ = ("groups", "layout", "shadows", "small", "tensors", "versions", "written")
 
     def __init__(
-        self, tensors: Iterable[Tensor], before: SmallBefore | None = None, may_write_unseen: Callable[[], bool] = bool
+        self, tensors: Iterable[Tensor], layout: SmallLayout | None = None, may_write_unseen: Callable[[], bool] = bool
     ) -> None:
         found = list(tensors)
         self.written: Sequence[Written] = ()
-        self.small: Bytes | None = None if before is None else before.again(found)
-        if before is None or self.small is None:
+        self.small: Bytes | None = None if layout is None else layout.again(found)
+        if layout is None or self.small is None:
             found = list({id(tensor): tensor for tensor in found}.values())
             numbers = [] if fences() else [number for number, tensor in enumerate(found) if _is_few_bytes(tensor)]
             self.small = Bytes([found[number] for number in numbers], is_kept=True) if numbers else None
-            before = None if self.small is None else SmallBefore(numbers, len(found), self.small.places)
-        self.before = None if before is None or not before.places.is_simple else before
-        if before is not None and len(before.numbers) == before.total:
+            layout = None if self.small is None else SmallLayout(numbers, len(found), self.small.places)
+        self.layout = layout if layout is not None and layout.places.is_simple else None
+        if layout is not None and len(layout.numbers) == layout.total:
             self.shadows: Sequence[Shadow] = ()
             self.groups: Sequence[Group] = ()
             self.tensors = found
         else:
-            known = () if before is None else set(before.numbers)
+            known = () if layout is None else set(layout.numbers)
             others = [tensor for number, tensor in enumerate(found) if number not in known]
             self._sort_out(others, may_write_unseen)
         self.versions = versions_of(self.tensors)

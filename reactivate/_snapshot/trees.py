@@ -8,7 +8,7 @@ values that cannot change, and each other: what is kept holds no module and no t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import chain
 from logging import Logger
@@ -22,11 +22,10 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from reactivate._modules.standin import Cover
-from reactivate._snapshot import holders as holding
-from reactivate._snapshot.bindings import CACHED, CodeHolder, are_closed
+from reactivate._snapshot.bindings import CACHED
 from reactivate._snapshot.caches import WeakIdentitySet, is_importable, is_in_its_module
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.holders import Contents, Holder
+from reactivate._snapshot.holders import Contents, FunctionsHolder, Holder
 from reactivate._snapshot.module_walk import ModuleWalk
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.unseen_writes import NamesOfWriters
@@ -52,7 +51,7 @@ class Tree:
         names: what code that the modules lead to names.
         scripted: those of the modules that TorchScript has compiled; they live in C++.
         stateful: those with a state protocol.
-        kept: the structure that is kept, if it is: regions to come find in `small` which tensors were small.
+        kept: the structure that is kept, if it is: regions to come find in `small_layout` which tensors were small.
     """
 
     __slots__ = (
@@ -87,12 +86,12 @@ class KeptTree:
         forget: called when one of the modules dies.
 
     Attributes:
-        small: which of the tensors that are state were small when a region began last; see `TensorStates`.
+        small_layout: which of the tensors that are state were small when a region began last; see `TensorStates`.
     """
 
     __slots__ = (
         *("_attributes", "_children", "_contents", "_covers", "_holders", "_kinds", "_known", "_layout", "_modules"),
-        *("_names", "_nones", "_versions", "small"),
+        *("_names", "_nones", "_versions", "small_layout"),
     )
 
     def __init__(self, tree: Tree, known: dict[int, Any], forget: Any) -> None:
@@ -109,7 +108,7 @@ class KeptTree:
         self._versions = parts.versions
         names = tree.names()
         self._names = lambda: names
-        self.small: Any = None
+        self.small_layout: Any = None
 
     def again(self) -> Tree | None:
         """Return the tree as it is now, None if a walk might find something else."""
@@ -290,11 +289,13 @@ def tree_at(module: Module) -> tuple[Tree, Sequence[Module]]:
 def _all_that_is_held(tree: Tree) -> dict[int, Any] | None:
     """Return what holders and attributes hold, by id; None if to hold it could hold a module or a tensor."""
     noted = {id(holder.target): holder.target for holder in tree.holders}
-    for functions in [holder.target for holder in tree.holders if type(holder) is holding.FunctionsHolder]:
+    for functions in [holder.target for holder in tree.holders if type(holder) is FunctionsHolder]:
         noted.update(zip(map(id, functions), functions))
     known = dict(noted)
-    items = chain(*(_items_of(*pair) for pair in zip(tree.holders, tree.contents)))
-    for item in items:
+    kept = [holder.kept_with(contents) for holder, contents in zip(tree.holders, tree.contents)]
+    if None in kept:
+        return None
+    for item in chain.from_iterable(kept):  # type: ignore[arg-type]
         if type(item) not in ATOMS:
             if not (id(item) in noted or _is_fixed(item, noted)):
                 return None
@@ -311,28 +312,6 @@ def _all_that_is_held(tree: Tree) -> dict[int, Any] | None:
 def covers_nothing(item: Any) -> bool:
     """Return whether an attribute is one of ours in the place of a `forward` of the class."""
     return isinstance(item, Cover) and not item.hides_users
-
-
-def _items_of(holder: Holder, contents: Contents) -> Iterable[Any]:
-    """Return what is held by holding an object and its contents."""
-    if isinstance(holder, holding.ClassHolder):  # what a class holds that is there for good is not held by the tree
-        return (holder.target,)
-    if isinstance(holder, holding.FunctionsHolder):
-        count = 3 * len(holder.target)
-        defaults = [*filter(None, contents[1:count:3]), *(item.values() for item in filter(None, contents[2:count:3]))]
-        return (*holder.target, *chain.from_iterable(defaults), *contents[count:])
-    if isinstance(holder, CodeHolder):
-        if not all(is_importable(namespace) for bindings in holder.target for namespace, _ in bindings.names):
-            return (holder,)
-        fixed = [item for item in contents if isinstance(item, (BuiltinFunctionType, CACHED))]
-        return [*fixed, *(fn for fn in holder.functions if not are_closed([fn]))]
-    if isinstance(holder, holding.NameHolder):
-        return contents if is_importable(holder.target) else (holder,)
-    plain = (
-        *(holding.PartialHolder, holding.CellHolder, holding.CellContainerHolder, holding.AttributesHolder),
-        *(holding.KindHolder, holding.DictHolder, holding.ListHolder, holding.SetHolder),
-    )
-    return (item for item in contents if item is not holding.EMPTY) if isinstance(holder, plain) else (holder,)
 
 
 def _is_fixed(item: Any, noted: dict[int, Any]) -> bool:

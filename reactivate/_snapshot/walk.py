@@ -26,7 +26,7 @@ from torch.nn import Module, UninitializedBuffer, UninitializedParameter
 
 from reactivate._snapshot import holders as holding
 from reactivate._snapshot.bindings import Bindings, CodeHolder, are_closed
-from reactivate._snapshot.buffers import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder
+from reactivate._snapshot.byte_holders import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.facts import Facts, current_facts, facts_of, names_in_module
 from reactivate._snapshot.held import ATOMS, WeakTensor
@@ -71,6 +71,7 @@ class Walk:
         roots: the outermost modules found.
         scripts: scripted functions and modules, also those that the modules' code names.
         generators: the sources of randomness found.
+        seen: {id: the value, or what stands for it in a recomputation}; names and classes have keys with more than an id.
         code: the functions and classes found.
         is_lazy: whether a module has parameters that its first call makes.
         has_compiled: whether a function compiled by torch was found.
@@ -92,17 +93,17 @@ class Walk:
         self.inputs: list[Input] = []
         self.tensors: list[Tensor] = []
         self.code = ReachedCode()
-        self.specs: dict[Any, Any] = {}  # what was seen, by the id of the value; of names and classes by more
+        self.seen: dict[Any, Any] = {}
         self._objects = [0] * (DEPTH_OF_ARGUMENTS + 1)  # at each depth
 
     def found(self, kinds: type | tuple[type, ...]) -> list[Any]:
         """Return every object of some classes that the walk came to, whether or not it looked into it."""
-        return [item for item in self.specs.values() if isinstance(item, kinds)]
+        return [item for item in self.seen.values() if isinstance(item, kinds)]
 
     def look(self, value: Any, place: str, depth: int) -> None:
         """Note what `value` holds, and look at its parts."""
         kind = type(value)
-        if kind not in ATOMS and id(value) not in self.specs:
+        if kind not in ATOMS and id(value) not in self.seen:
             _way_of(kind)(self, value, kind, place, depth)
 
     def finish(self) -> None:
@@ -113,7 +114,7 @@ class Walk:
             self.holders.append(holder)
             if not are_closed(holder.functions):
                 for fn in holder.functions:
-                    if id(fn) not in self.specs and not are_closed([fn]):
+                    if id(fn) not in self.seen and not are_closed([fn]):
                         self._made_of(fn, fn.__name__, DEPTH)
 
     # -- tensors ------------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Walk:
         return WeakTensor(tensor) if tensor.grad_fn is not None else tensor
 
     def _tensor(self, value: Tensor, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         if not self.is_of_modules:
             self.tensor(value, place)
         elif value.grad_fn is None:
@@ -160,11 +161,11 @@ class Walk:
             self.look(value.__repr__.__self__, place, depth)
 
     def _module(self, value: Module, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         self.roots += (value,)
 
     def _tuple(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         for index, item in enumerate(tuple.__iter__(value)):
             if type(item) not in ATOMS:
                 self.look(item, f"{place}[{index}]", depth)
@@ -172,7 +173,7 @@ class Walk:
             self._attributes_of_a_container(value, kind, place, depth)
 
     def _container(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         if (len(value) if kind is list or kind is dict else length_of(value)) > LARGEST:
             self.holders.append(holding.LengthHolder(value))
             self._leave_out(value, place, "too large")
@@ -186,7 +187,7 @@ class Walk:
             self._attributes_of_a_container(value, kind, place, depth)
 
     def _set(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         self.holders.append(holding.SetHolder(value))
         if kind is not set:
             self._attributes_of_a_container(value, kind, place, depth)
@@ -199,7 +200,7 @@ class Walk:
     # -- buffers, iterators, generators -------------------------------------------------------------------------------
 
     def _random_source(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         self.generators += (value,)
         self._attributes_of_a_container(value, kind, place, depth)
 
@@ -207,7 +208,7 @@ class Walk:
         if value.nbytes > SMALL_BYTES:
             self._object(value, kind, place, depth)
             return
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         self.holders.append(ArrayHolder(value))
         if value.dtype.hasobject:
             for item in value.flat:
@@ -216,7 +217,7 @@ class Walk:
         self._attributes_of_a_container(value, kind, place, depth)
 
     def _numbers(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         if value.itemsize * len(value) <= SMALL_BYTES:
             self.holders.append(NumbersHolder(value))
         else:
@@ -224,7 +225,7 @@ class Walk:
 
     def _buffer(self, value: Any, kind: type, place: str, depth: int) -> None:
         """Note the contents of a buffer or an in-memory stream, if they are small."""
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         if kind is memoryview:
             with contextlib.suppress(ValueError):  # it has been released
                 self.look(value.obj, place, depth)
@@ -244,7 +245,7 @@ class Walk:
 
     def _iterator(self, value: Any, kind: type, place: str, depth: int) -> None:
         """Note the containers that an iterator goes through, and the functions that it calls."""
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         self.look_at_iterator(value, place, depth)
 
     def look_at_iterator(self, value: Any, place: str, depth: int) -> None:
@@ -254,7 +255,7 @@ class Walk:
                 self.look(part, place, depth)
 
     def _context_variable(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         if value not in copy_context():  # what it is set to is looked at with all of the context
             with contextlib.suppress(LookupError):  # it has no default
                 self.look(value.get(), f"{place}.get()", depth)
@@ -262,7 +263,7 @@ class Walk:
     # -- objects and classes ------------------------------------------------------------------------------------------
 
     def _object(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         is_data = hasattr(kind, "__dataclass_fields__")
         if not is_plain(kind):
             self._leave_out(value, place, "too large" if hasattr(value, "nbytes") else "not made of Python attributes")
@@ -302,14 +303,14 @@ class Walk:
                 self.look(item, f"{place}.{name}", depth)
 
     def _class_or_member(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(value)] = value
+        self.seen[id(value)] = value
         self._class(value if isinstance(value, type) else kind)
 
     def _class(self, kind: type) -> None:
         """Note the attributes of a class and of those it is derived from, and look at them."""
         for base in users_classes(kind):
-            if (key := ("class", id(base))) not in self.specs:
-                self.specs[key] = base
+            if (key := ("class", id(base))) not in self.seen:
+                self.seen[key] = base
                 self.holders.append(holding.ClassHolder(base))
                 self.code.classes += (base,)
                 if issubclass(base, Enum):
@@ -333,7 +334,7 @@ class Walk:
     # -- functions ----------------------------------------------------------------------------------------------------
 
     def _callable(self, fn: Any, kind: type, place: str, depth: int) -> None:
-        self.specs[id(fn)] = fn
+        self.seen[id(fn)] = fn
         if kind is MethodType:
             self.look(fn.__func__, place, depth)
             self.look(fn.__self__, f"{place}.__self__", depth)
@@ -360,7 +361,7 @@ class Walk:
                 self.look(call, place, depth)
 
     def _function(self, fn: FunctionType, kind: type, place: str, depth: int) -> None:
-        self.specs[id(fn)] = fn
+        self.seen[id(fn)] = fn
         if self._follows_functions:
             self.function(fn, place, depth)
 
@@ -385,7 +386,7 @@ class Walk:
 
     def _made_of(self, fn: FunctionType, place: str, depth: int, facts: Facts | None = None) -> None:
         """Note what a function consists of, and look at that."""
-        self.specs[id(fn)] = fn
+        self.seen[id(fn)] = fn
         if self._functions is None:
             self._functions = holding.FunctionsHolder([])
             self.holders.append(self._functions)
@@ -393,8 +394,8 @@ class Walk:
         if fn.__closure__ is not None:
             facts = facts or current_facts(fn)
             for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):
-                if id(cell) not in self.specs and name != "__class__":
-                    self.specs[id(cell)] = cell
+                if id(cell) not in self.seen and name != "__class__":
+                    self.seen[id(cell)] = cell
                     if name in facts.overwritten and isinstance(contents_of(cell), Tensor):
                         # No input: kept as one, it would chain the calls' graphs.
                         self.holders.append(holding.CellHolder(cell))
@@ -415,8 +416,8 @@ class Walk:
         elif kind in (list, dict, OrderedDict) and len(contents) <= LARGEST:
             holder = holding.CellContainerHolder(cell)
             self.holders.append(holder)
-            if id(contents) not in self.specs:
-                self.specs[id(contents)] = contents
+            if id(contents) not in self.seen:
+                self.seen[id(contents)] = contents
                 for written, item in holder.items(holder.get()):
                     if type(item) not in ATOMS:
                         self.look(item, place + written, depth)
@@ -432,14 +433,14 @@ class Walk:
     def cell_tensor(self, cell: CellType, tensor: Tensor, place: str) -> None:
         """Note a closed-over tensor."""
         self.holders.append(holding.CellHolder(cell))
-        if id(tensor) not in self.specs:
+        if id(tensor) not in self.seen:
             self.look(tensor, place, 0)
 
     def _names(self, names: tuple[tuple[dict[str, Any], str], ...]) -> None:
         for namespace, name in names:
             key = id(namespace), name
-            if key not in self.specs:
-                self.specs[key] = namespace
+            if key not in self.seen:
+                self.seen[key] = namespace
                 self.holders.append(holding.NameHolder(namespace, name))
                 value = namespace.get(name)
                 if isinstance(value, type):

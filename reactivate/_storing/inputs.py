@@ -15,7 +15,7 @@ from torch import Tensor
 from reactivate._snapshot.inputs import InputSpec, Memo
 from reactivate._storing.form import Form
 from reactivate._storing.requests import note_leaves, take_in
-from reactivate._torch.autograd import SavedTensor, give_back, save_tensor
+from reactivate._torch.autograd import SavedTensor, as_a_result, save_tensor
 from reactivate._types import Storage
 
 
@@ -45,7 +45,7 @@ class StoredInput(InputSpec):
             original = None
         if original is not None and not getattr(self.storage, "is_collective", False):
             return original
-        tensor = self._form.in_class(give_back(self._form.load(self.storage, self.handle()).detach()))
+        tensor = self._form.in_class(as_a_result(self._form.load(self.storage, self.handle()).detach()))
         if original is not None:  # the other ranks may have no original, and need this one's part
             return original
         if self._attributes:

@@ -256,7 +256,7 @@ def _without_way_back() -> Any:
     return torch._C._functions.DelayedError(text, 1)
 
 
-def give_back(tensor: Tensor) -> Tensor:
+def as_a_result(tensor: Tensor) -> Tensor:
     """`tensor` as the result of an op that cannot be differentiated: no leaf and no view, on the same memory."""
     return _without_way_back()(tensor.requires_grad_())
 

@@ -44,7 +44,7 @@ _Span = tuple[int, int]
 
 
 class GeneratorMemory(NamedTuple):
-    """Where torch's generator of the CPU keeps its state.
+    """The places in which torch's generator of the CPU keeps its state.
 
     Attributes:
         head: its seed, its index and its first words.

@@ -21,7 +21,7 @@ from reactivate._snapshot.generators import (
     state_of_generator,
     torch_stream,
 )
-from reactivate._snapshot.locks import STATE_LOCK
+from reactivate._snapshot.state_lock import STATE_LOCK
 from reactivate._snapshot.streams import STREAMS, RngSnapshot, join
 from reactivate._torch.autograd import current_backward, on_backward_end
 from reactivate._torch.modes import ask
@@ -61,13 +61,13 @@ class RewoundRng:
         self._present: Any = snapshot
 
     def __enter__(self) -> None:
-        self._entry = STATE_LOCK.read()
+        self._entry = STATE_LOCK.join()
         if self._others or (join(STREAMS.memory), *map(ask, STREAMS.asks)) != self._snapshot.seen:
             self._rewind()
 
     def _rewind(self) -> None:
         try:
-            self._writes = self._differs() and STATE_LOCK.write(self._entry, self._differs)
+            self._writes = self._differs() and STATE_LOCK.take_turn(self._entry, self._differs)
             STREAMS.rewind(self._snapshot, self._present)
             for other in self._others:
                 other.__enter__()
@@ -93,9 +93,7 @@ class RewoundRng:
             if (join(STREAMS.memory), *map(ask, STREAMS.asks)) != self._present.seen:
                 STREAMS.rewind(self._present)
             STREAMS.last = self._present
-            STATE_LOCK.readers.remove(self._entry)  # as `leave` does
-            if self._writes or STATE_LOCK.waiting:
-                STATE_LOCK.wake(self._writes)
+            STATE_LOCK.leave(self._entry, self._writes)
 
 
 class Rng(Guard):

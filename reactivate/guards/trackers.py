@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from reactivate._snapshot.locks import undisturbed
+from reactivate._snapshot.state_lock import undisturbed
 from reactivate._torch.modes import is_same_state
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound

@@ -1,4 +1,4 @@
-"""Buffers of Python objects, held by their bytes: arrays, byte arrays and streams in memory."""
+"""Objects that are held by their bytes: arrays of NumPy's and Python's, byte arrays and streams in memory."""
 
 from __future__ import annotations
 

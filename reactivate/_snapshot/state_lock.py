@@ -35,7 +35,7 @@ recomputed: torch may run a backward that a recomputation waits for on another t
 class StateLock:
     """Let many recomputations read shared state as it is, or one of them set it back.
 
-    Recomputations that find nothing to set back run side by side, and take no mutex: they only enter themselves in `readers`.
+    Recomputations that find nothing to set back run side by side, and take no mutex: they only enter themselves in `inside`.
     One that sets state back runs alone: it waits until those of other threads have ended, or wait themselves.
 
     A reader enters itself before it looks for a writer, and a writer before it looks for readers, so that one of them sees
@@ -43,24 +43,24 @@ class StateLock:
     """
 
     def __init__(self) -> None:
-        self.readers: list[LockEntry] = []  # the writer as well
+        self.inside: list[LockEntry] = []  # the writer as well
         self.waiting: list[int] = []  # threads
         self._writer: LockEntry | None = None
         self._depth = 0  # of the contexts inside of each other in which the writer has set state back
         self._mutex = allocate_lock()
         self._changed = Condition(self._mutex)
 
-    def read(self) -> LockEntry:
+    def join(self) -> LockEntry:
         """Wait until no other thread has state set back, and keep it so until `leave`."""
         around = _entered.get()
         entry = LockEntry(get_ident(), around)
         _entered.set((*around, entry))
-        self.readers.append(entry)
+        self.inside.append(entry)
         writer = self._writer
         if writer is not None and not _is_around(writer, entry):
             try:
                 with self._mutex:
-                    self._wait(self._may_read, entry)
+                    self._wait(self._may_join, entry)
             except BaseException:
                 self.leave(entry)
                 raise
@@ -72,19 +72,19 @@ class StateLock:
         Args:
             differs: () -> whether anything is to be set back. What it has looked at last holds for what comes next.
         """
-        entry = self.read()
+        entry = self.join()
         try:
-            return entry, differs() and self.write(entry, differs)
+            return entry, differs() and self.take_turn(entry, differs)
         except BaseException:
             self.leave(entry)
             raise
 
-    def write(self, entry: LockEntry, differs: Callable[[], bool]) -> bool:
+    def take_turn(self, entry: LockEntry, differs: Callable[[], bool]) -> bool:
         """Wait until a reader that has found a difference may set state back; return whether there still is one."""
         with self._mutex:
-            writes = self._may_write(entry)
+            writes = self._may_take_turn(entry)
             if not writes:  # another thread may set state back meanwhile
-                self._wait(self._may_write, entry)
+                self._wait(self._may_take_turn, entry)
                 try:
                     writes = differs()
                 finally:
@@ -94,13 +94,13 @@ class StateLock:
             return writes
 
     def leave(self, entry: LockEntry, writes: bool = False) -> None:
-        """End what `read` and, if it returned True, `write` began."""
-        self.readers.remove(entry)
+        """End what `join` and, if it returned True, `take_turn` began."""
+        self.inside.remove(entry)
         if writes or self.waiting:
-            self.wake(writes)
+            self._wake(writes)
 
-    def wake(self, writes: bool) -> None:
-        """Let others look again whether they may; an entry has just left `readers`."""
+    def _wake(self, writes: bool) -> None:
+        """Let others look again whether they may; an entry has just left `inside`."""
         with self._mutex:
             self._depth -= writes
             if writes and not self._depth:
@@ -108,14 +108,14 @@ class StateLock:
             if self.waiting:
                 self._changed.notify_all()
 
-    def _may_read(self, entry: LockEntry) -> bool:
+    def _may_join(self, entry: LockEntry) -> bool:
         return self._writer is None or _is_around(self._writer, entry)
 
-    def _may_write(self, entry: LockEntry) -> bool:
+    def _may_take_turn(self, entry: LockEntry) -> bool:
         if self._writer is not None:
             return _is_around(self._writer, entry)
         self._writer = entry
-        for reader in tuple(self.readers):
+        for reader in tuple(self.inside):
             if not (_is_around(reader, entry) or reader.thread in self.waiting):
                 self._writer = None
                 return False
