@@ -587,7 +587,7 @@ def _look_at_saved(kind: Any, save: Any) -> None:
 def the_memory_of_the_cpus_generator_is_found() -> None:
     memory = room.cpu_generator_memory()
     assert isinstance(memory, room.GeneratorMemory)
-    assert [size for _, size in (memory.head, *memory.flags, memory.spare, memory.whole)] == [88, 1, 1, 16, 2540]
+    assert [size for _, size in (*memory.seen, memory.spare, memory.whole)] == [13, 68, 1, 1, 16, 2540]
 
 
 @needs("accelerator_device")

@@ -61,13 +61,13 @@ def torch_stream() -> Stream:
         return Stream("torch's CPU generator", generator.get_state, generator.set_state, ask=_torch_state_bytes)
     start = generator._cdata
     address, size = start + memory.whole[0], memory.whole[1]
-    views = [_view(start + place, count) for place, count in (memory.head, *memory.flags, memory.spare)]
-    is_float, is_double, spare = (view.cast("B") for view in views[1:])
+    views = [_view(start + place, count) for place, count in (*memory.seen, memory.spare)]
+    is_float, is_double, spare = (view.cast("B") for view in views[-3:])
     return Stream(
         "torch's CPU generator",
         functools.partial(ctypes.string_at, address, size),
         lambda state: ctypes.memmove(address, state, size),
-        memory=views[:3],
+        memory=views[:-1],
         # Each time torch uses a spare number up, or sets a state without one, it leaves other bytes in its place.
         ask=lambda: spare.tobytes() if any(is_float) or any(is_double) else None,
         for_reports=_torch_state_bytes,  # in memory there are padding and a spare number that is used up
