@@ -36,7 +36,7 @@ from reactivate._saved_calls.functions import mark, versions_in
 from reactivate._saved_calls.log import Log, objects_in
 from reactivate._saved_calls.results import Contents, has_attributes
 from reactivate._saved_calls.running_call import Pending, RunningCall, scalars_in
-from reactivate._saved_calls.saved_call import Argument, Kept, KeptAnyway, SavedCall, is_parameter, keep, last_needed
+from reactivate._saved_calls.saved_call import Argument, Kept, SavedCall, is_parameter, keep, last_needed
 from reactivate._torch.autograd import (
     base_of,
     give_back,
@@ -231,7 +231,7 @@ class ForwardLog(Log):
         sources = call.sources
         for number, (slot, tensor, version) in enumerate(call.saved, call.saved_call.start):
             if is_parameter(tensor) and id(base_of(tensor)) not in self._moved:
-                slot.kept = KeptAnyway(tensor, version)
+                slot.kept = Kept(tensor, version, DEVICE, is_there_anyway=True)
                 continue
             if tensor._version == version:
                 slot.derivation = sources.derivation_of(tensor)
@@ -239,7 +239,7 @@ class ForwardLog(Log):
                 call.saved_call.derived = number
             elif sources.is_earlier_cast(tensor):
                 # Not for hooks around the region to see: one around this one would find it in one of its passes only.
-                slot.kept = KeptAnyway(tensor.detach(), version)
+                slot.kept = Kept(tensor.detach(), version, DEVICE, is_there_anyway=True)
             else:
                 slot.kept = keep(tensor, version, call.storage, kept, self.is_distributed)
 
@@ -263,7 +263,7 @@ class ForwardLog(Log):
     def _keep_nothing(self, call: SavedCall) -> None:
         call.outputs, call.streams = None, ()
         for number in range(call.start, call.stop):
-            slot = self.region.call_slots[number]()
+            slot = self.region.slots[number]()
             if slot is not None:
                 slot.kept = slot.derivation = None
 
@@ -287,7 +287,7 @@ class ForwardLog(Log):
                 if isinstance(item, Kept):
                     item.settle(name)
             for index in range(call.start, call.stop):
-                slot = region.call_slots[index]()
+                slot = region.slots[index]()
                 if slot is not None and slot.kept is not None:
                     slot.kept.settle(name)
         if self.choice.unmatched.parts:
