@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from reactivate._saved_calls.choice import Choice
 from reactivate._snapshot.geometry import memory_of
 from reactivate._torch.modules import is_distributed_run
-from reactivate._torch.ops import CollectiveWrites
+from reactivate._torch.ops import collective_writes
 
 # By the memory: a weak reference, which keeps the key from passing to other memory, and the readers.
 _readers: dict[int, tuple[StorageWeakRef, list[ref[Any]]]] = {}
@@ -59,7 +59,7 @@ def _note(written: Any) -> None:
                     reader.is_overwritten = True
 
 
-_writes = CollectiveWrites(_note)
+_writes = collective_writes(_note)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -242,30 +242,27 @@ _FUNCTIONAL_OPS = (
 )
 
 
-class CollectiveWrites(Replaced):
-    """Tells of tensors that collectives in place are about to write to: no version counter moves.
+def collective_writes(tell: Callable[[Any], None]) -> Replaced:
+    """Return what tells, while it is begun, of tensors that collectives in place are about to write to.
 
-    Meanwhile the methods of process groups, which `torch.distributed` calls, and the ops in `torch.ops` are wrapped.
+    No version counter moves then. The methods of process groups, which `torch.distributed` calls, and the ops in
+    `torch.ops` are wrapped.
 
     Args:
         tell: called with a tensor, or lists of them.
     """
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
-        self._tell = tell
-        super().__init__(self._writing)
-
-    def _writing(self) -> Iterator[tuple[Any, str, Any]]:
-        for owner, name in _writing():
-            yield owner, name, self._told(getattr(owner, name), is_method=isinstance(owner, type))
-
-    def _told(self, function: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
-        def told(*args: Any, **kwargs: Any) -> Any:
+    def told(function: Callable[..., Any], is_method: bool) -> Callable[..., Any]:
+        def telling(*args: Any, **kwargs: Any) -> Any:
             given = (*args[is_method:], *kwargs.values())
-            self._tell(kwargs.get("out", given[:1]))
+            tell(kwargs.get("out", given[:1]))
             return function(*args, **kwargs)
 
-        return told
+        return telling
+
+    return Replaced(
+        lambda: [(owner, name, told(getattr(owner, name), isinstance(owner, type))) for owner, name in _writing()]
+    )
 
 
 def _writing() -> Iterator[tuple[Any, str]]:

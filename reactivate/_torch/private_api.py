@@ -130,7 +130,7 @@ def _tried(probe: Callable[..., Any], found: tuple[Any, ...]) -> Any:
 
 
 class Replaced:
-    """Attributes of torch's that have other values as long as anyone wants it, on whatever thread.
+    """Attributes of classes and modules that have other values as long as anyone wants it, on whatever thread.
 
     Args:
         places: () -> (owner, name, value) of each.
@@ -148,14 +148,19 @@ class Replaced:
             self._users += 1
             if self._users == 1:
                 for owner, name, value in self._places():
-                    self._replaced.append((owner, name, value, vars(owner)[name]))
+                    self._replaced.append((owner, name, value, vars(owner).get(name, _INHERITED)))
                     setattr(owner, name, value)
 
-    def end(self) -> None:
-        """End what one `begin` began."""
+    def end(self) -> bool:
+        """End what one `begin` began; return whether it was the last one."""
         with self._changing:
             self._users -= 1
             while self._replaced and not self._users:
                 owner, name, value, original = self._replaced.pop()
                 if vars(owner).get(name) is value:
-                    setattr(owner, name, original)
+                    delattr(owner, name) if original is _INHERITED else setattr(owner, name, original)
+            return not self._users
+
+
+_INHERITED = object()
+"""What was there of an attribute that a base class has."""
