@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._passes.places import CodeLocation, called_module, line_of, user_frame, users_site
+from reactivate._passes.places import CodeLocation, line_of, modules_around, user_frame, users_site
 from reactivate._region.due import owner_of
 from reactivate._snapshot.inputs import InputSpec, rebuild
 from reactivate._snapshot.shadows import is_known_written
@@ -151,8 +151,10 @@ def _has_code(kind: type, site: CodeLocation) -> bool:
 def site_now(region: Region, frame: FrameType) -> str:
     """The line that is running, and the module."""
     here = user_frame(frame)
-    module = called_module(frame)  # it may be one of torch's
-    path = None if module is None else modules_of(region).get(module)
+    paths = modules_of(region)
+    owner = getattr(region.fn, "__self__", None)  # whose `forward` is called inside of its hooks
+    around = (*modules_around(frame), *([owner] if isinstance(owner, Module) else ()))
+    path = next((paths[module] for module in around if module in paths), None)
     return line_of((here.f_code, here.f_lasti)) + ("" if path is None else f" (module {path})")
 
 
