@@ -332,7 +332,7 @@ class Region:
         self.moment.note_writes(self.proof.tensors())
         note_writer(call)
         if self.forward_log is not None and self.check is None:
-            self.forward_log.distrust("the region writes to a tensor of which there is no copy")
+            self.forward_log.rerun_all("the region writes to a tensor of which there is no copy", keeps=True)
 
     def fail(self, error: BaseException) -> None:
         """End a forward that has raised: leave everything as it was (Rule 13)."""

@@ -7,7 +7,7 @@
    Otherwise each saved tensor is either derived from an argument, which a recomputation makes anyway, or kept, and the
    results are kept (`ForwardLog.finish`).
 4. Things may happen to it until the region ends: its result is written to, a backward inside of the region reads it, the
-   region writes to what there is no copy of (`rerun_all`, `distrust`, `settle`).
+   region writes to what there is no copy of (`rerun_all`, `settle`).
 5. The region ends: what is kept goes to its storage, but for results of calls after which nothing is recomputed (`settle`).
 6. In a recomputation the call is not made: its slots are filled from the arguments, random streams go to where it left them,
    and its results are handed back (`RecomputationLog.call`).
@@ -47,7 +47,7 @@ from reactivate._torch.autograd import (
     push_saved_tensor_hooks,
 )
 from reactivate._torch.dynamo import close_checkpoints_within
-from reactivate._torch.modes import current_transform, is_function_mode_active, name_of_transform
+from reactivate._torch.modes import current_transform, name_of_transform
 from reactivate._torch.modules import has_memory, is_distributed_run
 from reactivate._torch.ops import arrived, tensors_in
 from reactivate._types import DEVICE, Save
@@ -102,9 +102,7 @@ class ForwardLog(Log):
         call = self.begin(decision, fn, args, kwargs)
         if call is None:
             return fn(*args, **kwargs)
-        if self.ops is not None:
-            return self.unlogged(self._save)(call, fn, args, kwargs)
-        return self._save(call, fn, args, kwargs)
+        return self.unlogged(self._save)(call, fn, args, kwargs)
 
     def _save(self, call: RunningCall, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = self.run(call, fn, args, kwargs)
@@ -130,8 +128,7 @@ class ForwardLog(Log):
         if self.pending is not None:
             self.finish_pending()
         reason = _why_not_saved() if innermost_pack_hook() is self._pack else _OTHER_HOOKS
-        what = self, decision, number, action.storage, fn, args, kwargs, reason
-        call: RunningCall = unseen(RunningCall, *what) if is_function_mode_active() else RunningCall(*what)
+        call: RunningCall = unseen(RunningCall, self, decision, number, action.storage, fn, args, kwargs, reason)
         if observers:
             tell(self.region.context, "call_begins", call.saved_call)
         return call
@@ -152,10 +149,7 @@ class ForwardLog(Log):
         finally:
             self.is_inside = False
             pop_saved_tensor_hooks()
-        if is_function_mode_active():
-            unseen(call.returned)
-        else:
-            call.returned()
+        unseen(call.returned)
         return result
 
     def finish_pending(self) -> None:
@@ -176,10 +170,7 @@ class ForwardLog(Log):
         saved_call.stop = saved_call.start
         if saved_call.reason is None:
             saved_call.stop = len(self.region.saved)
-            if is_function_mode_active():
-                unseen(self._take_down, call, result, versions)
-            else:
-                self._take_down(call, result, versions)
+            unseen(self._take_down, call, result, versions)
         call.let_go()
         if saved_call.reason is not None:
             self._keep_nothing(saved_call)
@@ -243,22 +234,19 @@ class ForwardLog(Log):
             else:
                 slot.kept = keep(tensor, version, call.storage, kept, self.is_distributed)
 
-    def rerun_all(self, reason: str) -> None:
-        """Let recomputations make every saved call again."""
+    def rerun_all(self, reason: str, *, keeps: bool = False) -> None:
+        """Let recomputations make every saved call again.
+
+        Args:
+            reason: why.
+            keeps: whether what is kept stays: it is right, though arguments may not be, and a region around has seen it.
+        """
         self.finish_pending()
         self._must_rerun = reason
         for call in self.calls:
             call.reason = call.reason or reason
-            self._keep_nothing(call)
-
-    def distrust(self, reason: str) -> None:
-        """Let recomputations make every saved call again, although what it keeps is right: perhaps its arguments are not.
-
-        What is kept stays, since a region around this one has seen it.
-        """
-        self.finish_pending()
-        for call in self.calls:
-            call.reason = call.reason or reason
+            if not keeps:
+                self._keep_nothing(call)
 
     def _keep_nothing(self, call: SavedCall) -> None:
         call.outputs, call.streams = None, ()
@@ -344,9 +332,7 @@ class RecomputationLog(Log):
             if call is None:
                 return fn(*args, **kwargs)
         self._next = next(self._todo, None)
-        if self.ops is not None:
-            return self.unlogged(self._skip)(call, fn, args, kwargs)
-        return self._skip(call, fn, args, kwargs)
+        return self.unlogged(self._skip)(call, fn, args, kwargs)
 
     def _later(self, call: SavedCall, label: str) -> SavedCall | None:
         """Return the saved call that this one is, where recomputation omits calls before it that saved nothing.
@@ -365,14 +351,12 @@ class RecomputationLog(Log):
 
     def call_function(self, decision: CallDecision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
         skipped = len(self._skipped)
-        run = functools.partial(self._run_function, forward, args, is_split)
-        result = self.call(decision, run, args if is_split else args[1:], {})
+        result = self.call(
+            decision, lambda *_: self.run_function(forward, args, is_split), args if is_split else args[1:], {}
+        )
         if len(self._skipped) > skipped and not is_split:
             mark(args[0], result, self._skipped.pop())
         return result
-
-    def _run_function(self, forward: Callable[..., Any], args: Any, is_split: bool, *_: Any) -> Any:
-        return self.run_function(forward, args, is_split)
 
     def set_up_function(self, setup: Callable[..., Any], context: Any, inputs: Any, output: Any) -> Any:
         if self._skipped:
@@ -385,8 +369,7 @@ class RecomputationLog(Log):
             call.reason = call.reason or _ON_DEVICE
         if call.reason is not None:
             return self.run_again(fn, args, kwargs)
-        is_seen = is_function_mode_active()
-        arguments = unseen(self._fill, call, args, kwargs) if is_seen else self._fill(call, args, kwargs)
+        arguments = unseen(self._fill, call, args, kwargs)
         results = None if call.outputs is None else self._load(call, call.outputs)
         if results is None:
             return self.run_again(fn, args, kwargs)
@@ -397,9 +380,7 @@ class RecomputationLog(Log):
         if call.streams:
             for bring in call.streams:
                 bring()
-        if is_seen:
-            return unseen(_hand_back, call, results, arguments, args, kwargs)
-        return _hand_back(call, results, arguments, args, kwargs)
+        return unseen(_hand_back, call, results, arguments, args, kwargs)
 
     def _fill(self, call: SavedCall, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         arguments = tensors_in(args, kwargs)
