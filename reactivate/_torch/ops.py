@@ -131,7 +131,6 @@ def tensors_in(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 _FakeWork = resolve_private(
     "the handle of a collective that is done",
     "torch._C._distributed_c10d.FakeWork",
-    probe=lambda kind: bool(kind().wait()) and kind().boxed() is not None,
     lost="plans of models that are sharded already: plan first, shard later",
 )
 _ProcessGroup, _world, _work_of = resolve_private(
@@ -139,10 +138,6 @@ _ProcessGroup, _world, _work_of = resolve_private(
     "torch._C._distributed_c10d.ProcessGroup",
     "torch.distributed.distributed_c10d._world",
     "torch._C._distributed_c10d._create_work_from_future",
-    probe=lambda kind, world, work_of: (
-        all(map(callable, (kind.unbox, kind._get_sequence_number_for_group, work_of)))
-        and isinstance(world.pg_map, dict)
-    ),
     lost="`guard_memory` on several ranks",
 )
 _number_in_flight: Callable[[], int] = resolve_private(
@@ -220,7 +215,6 @@ _called, _called_overload = resolve_private(
     "observing calls of ops",
     "torch.ops.aten.sin._op",
     "torch.ops.aten.sin.default._op",
-    probe=lambda called, overload: callable(called) and callable(overload),
     lost="the detection of collectives in place that are called as ops, on what a saved call has returned",
 )
 # All of these write to their first argument, or to `out`.

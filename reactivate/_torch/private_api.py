@@ -1,7 +1,7 @@
-"""Private names of torch: each is tried out by a probe, and where one fails a public way takes its place.
+"""Private names of torch: where there is another way, a probe tries the name out, and the way is taken if it fails.
 
-No version number is read. A name that is gone, or does something else, stops no import: where there is no public way, what
-has been looked for raises when it is used, and says so.
+No version number is read. A name that is gone stops no import: where there is no public way, what has been looked for
+raises when it is used, and says so.
 """
 
 from __future__ import annotations
@@ -82,7 +82,12 @@ def find(path: str) -> Any:
 
 
 def resolve_private(
-    what: str, *names: str, probe: Callable[..., bool], public: Any = None, without: Any = None, lost: str = ""
+    what: str,
+    *names: str,
+    probe: Callable[..., bool] | None = None,
+    public: Any = None,
+    without: Any = None,
+    lost: str = "",
 ) -> Any:
     """Return what private names stand for if they do what they are relied on for, otherwise the public way.
 
@@ -90,7 +95,8 @@ def resolve_private(
         what: what they are for.
         names: what is needed together, from `torch` on.
         probe: tries it out: (what the names stand for) -> whether it does it. It may raise. It leaves everything as it was:
-            it runs no backward, which would start threads, and initialises no device.
+            it runs no backward, which would start threads, and initialises no device. Without one it is enough that the
+            names are there: where there is nothing else to take, and one that does something else is seen at once.
         public: what does the same; with several names one for each. None if there is nothing.
         without: what to use where there is neither. None if what needs it cannot work.
         lost: what does not work then, or works less well.
@@ -99,7 +105,7 @@ def resolve_private(
         one of these; with several names a tuple.
     """
     found: Any = tuple(map(find, names))
-    is_fast = not any(map(is_missing, found)) and bool(_tried(probe, found))
+    is_fast = not any(map(is_missing, found)) and (probe is None or bool(_tried(probe, found)))
     ways.append(Way(names, what, is_fast, lost))
     if not is_fast and (public is not None or without is not None):
         return without if public is None else public
