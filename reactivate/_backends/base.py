@@ -125,10 +125,6 @@ class Backend:
         """The state that the generators had when the device was initialised, None if that cannot be known."""
         return None
 
-    def synchronize(self) -> None:
-        """Wait for everything that runs on the current device."""
-        torch.accelerator.synchronize()
-
     def op_by_op(self) -> AbstractContextManager[Any]:
         """A context in which no compiler decides how results are rounded."""
         return contextlib.nullcontext()

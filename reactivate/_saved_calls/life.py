@@ -36,7 +36,7 @@ from reactivate._saved_calls.functions import mark, versions_in
 from reactivate._saved_calls.log import Log, objects_in
 from reactivate._saved_calls.results import Contents, has_attributes
 from reactivate._saved_calls.running_call import Pending, RunningCall, scalars_in
-from reactivate._saved_calls.saved_call import Argument, Kept, SavedCall, is_parameter, keep, last_needed
+from reactivate._saved_calls.saved_call import Kept, SavedCall, is_parameter, keep, last_needed
 from reactivate._torch.autograd import (
     base_of,
     give_back,
@@ -200,7 +200,7 @@ class ForwardLog(Log):
             saved_call.requires.append(leaf.requires_grad)
             index = call.sources.which(leaf)
             if index >= 0:
-                saved_call.outputs.append(Argument(index))
+                saved_call.outputs.append(index)
             elif call.sources.sharing_memory(leaf) >= 0:
                 saved_call.reason = "its result is a view of an argument"
             else:
@@ -418,7 +418,7 @@ def _hand_back(
             tensor = item.detach()
             leaves.append(give_back(tensor) if requires and torch.is_grad_enabled() else tensor)
         else:
-            leaves.append(arguments[item.number])
+            leaves.append(arguments[item])
     if call.contents is None:
         return leaves[0]
     return call.contents.make(leaves, objects_in(args, kwargs) if call.contents.has_given else ())

@@ -116,7 +116,7 @@ class SavedCall:
         count: how many tensors are among its arguments.
         scalars: the numbers and texts among its arguments, for a comparison; None if there is none in this call.
         derived: the last of its entries that a recomputation derives from the arguments, -1 if there is none.
-        outputs: the tensors that it returned, each a `Kept` or an `Argument`; None: not kept.
+        outputs: the tensors that it returned, each a `Kept`, or the number of the argument that it is; None: not kept.
         requires: for each of these, whether it needs a gradient.
         contents: the result around them; None for a tensor alone.
         streams: functions that bring random streams, and the place in the region, to where the call left them.
@@ -137,7 +137,7 @@ class SavedCall:
     scalars: list[Any] | None
     stop: int = 0
     derived: int = -1
-    outputs: list[Kept | Argument] | None = None
+    outputs: list[Kept | int] | None = None
     requires: Sequence[bool] = ()
     contents: Contents | None = None
     streams: Sequence[Callable[[], Any]] = ()
@@ -149,15 +149,6 @@ class SavedCall:
     def kept(self) -> list[Kept]:
         """Return what is kept of its results."""
         return [item for item in self.outputs or () if isinstance(item, Kept)]
-
-
-class Argument:
-    """Says that a call returned one of its arguments."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 def last_needed(region: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -127,7 +128,7 @@ class RngTracker:
         found = dict(self._states)
         if self._current is not None:
             found[self._current] = _read(found[self._current]["seed"])
-        return {name: _copied(state) for name, state in found.items()}
+        return deepcopy(found)
 
     def set_states(self, states: dict[str, _State]) -> None:
         """Set all streams to what `get_states` gave.
@@ -137,7 +138,7 @@ class RngTracker:
         """
         if self._current is not None and self._current not in states:
             raise UsageError(f"set_states is inside of fork({self._current!r}), and has no state of that stream.")
-        self._states = {name: _copied(state) for name, state in states.items()}
+        self._states = deepcopy(dict(states))
         if self._current is not None:
             _write(self._states[self._current])
 
@@ -213,13 +214,3 @@ def _write(state: _State) -> None:
                 backend.write_rng(state[backend.device_type])
             else:
                 backend.seed_rng(state["seed"])
-
-
-def _copied(state: _State) -> _State:
-    return {key: _copy(value) for key, value in state.items()}
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return [_copy(item) for item in value] if isinstance(value, list) else value
