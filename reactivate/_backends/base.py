@@ -6,8 +6,6 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from reactivate._torch.modes import is_same_state
 from reactivate.errors import UnsupportedError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -52,22 +52,33 @@ def tensor_parallel_seeds(
     }
 
 
-class StreamStates(NamedTuple):
+class StreamStates:
     """The streams of a tracker, as they were.
+
+    Args:
+        tracker: the tracker.
 
     Attributes:
         current: the one that torch's generators draw from; None if that is no stream of the tracker.
         states: of all streams; that of `current` is out of date.
     """
 
-    current: str | None
-    states: dict[str, _State]
+    __slots__ = ("_tracker", "current", "states")
+
+    def __init__(self, tracker: RngTracker) -> None:
+        self._tracker = tracker
+        self.current, self.states = tracker._current, dict(tracker._states)
 
     def is_same(self, other: StreamStates) -> bool:
         """Return whether nothing was drawn in between."""
         if self.current != other.current or self.states.keys() != other.states.keys():
             return False
         return all(self.states[name] is other.states[name] for name in self.states)
+
+    def held(self) -> list[Any]:
+        """Return the states that have no other holder: those that the tracker has are there anyway."""
+        theirs = set(map(id, self._tracker._states.values()))
+        return [state for state in self.states.values() if id(state) not in theirs]
 
 
 class RngTracker:
@@ -166,36 +177,11 @@ class RngTracker:
 
     def recompute_state(self) -> StreamStates:
         """Return what a recomputation has to see again: the streams that are not drawn from now, and which one is."""
-        return StreamStates(self._current, dict(self._states))
+        return StreamStates(self)
 
     def load_recompute_state(self, state: StreamStates) -> None:
         """Go back to what `recompute_state` gave. Torch's generators are the affair of other guards."""
         self._current, self._states = state.current, dict(state.states)
-
-
-class AllTrackers:
-    """The streams of every tracker that there is, as they are now."""
-
-    __slots__ = ("_states",)
-
-    def __init__(self) -> None:
-        found = [reference() for reference in list(trackers)]
-        self._states = {tracker: tracker.recompute_state() for tracker in found if tracker is not None}
-
-    def load(self) -> None:
-        """Set the trackers to it."""
-        for tracker, states in self._states.items():
-            tracker.load_recompute_state(states)
-
-    def is_same(self, other: AllTrackers) -> bool:
-        """Return whether nothing was drawn in between from the streams of `other`."""
-        now = self._states
-        return all(tracker in now and now[tracker].is_same(states) for tracker, states in other._states.items())
-
-    def held(self) -> list[Any]:
-        """Return the states that have no other holder: those that the trackers have are there anyway."""
-        theirs = {id(state) for tracker in self._states for state in tracker.recompute_state().states.values()}
-        return [item for noted in self._states.values() for item in noted.states.values() if id(item) not in theirs]
 
 
 def _read(seed: int) -> _State:

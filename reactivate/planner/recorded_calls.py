@@ -197,9 +197,9 @@ class _Recorder(TorchDispatchMode):
             self.found[path] = tuple(call.without(there) for call in self._calls)
 
     def _calls_of(self, region: Region) -> Iterator[RecordedCall]:
-        calls = region.saved_calls
+        calls, slots = region.saved_calls, region.slots or []
         for call, following in zip(calls, [*(call.start for call in calls[1:]), len(region.saved)]):
-            own = [region.slots[number]() for number in range(call.start, call.stop)]
+            own = [slots[number]() for number in range(call.start, call.stop)]
             is_needed = any(map(region.is_recomputed, range(call.stop, following)))
             yield RecordedCall(
                 self._names[id(call)],
