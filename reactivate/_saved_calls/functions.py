@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 
 from reactivate._torch.autograd import has_setup_context
 from reactivate._torch.ops import arrived, flatten
@@ -60,7 +61,7 @@ def _wrappers(kind: Any, current_log: Callable[[], Any]) -> Iterator[tuple[Any, 
     inherited = [base for base in kind.__mro__ if _beneath(getattr(base, "forward", None)) is forward]
 
     def wrapped(*args: Any) -> Any:
-        log = current_log()
+        log = None if is_compiling() else current_log()
         if log is None:
             return forward(*args)
         named = next((base for base in inherited if base in log.choice.interest.functions), None)
@@ -70,7 +71,7 @@ def _wrappers(kind: Any, current_log: Callable[[], Any]) -> Iterator[tuple[Any, 
         return log.call_function(decision, forward, args, is_split) if decision.is_of_interest else forward(*args)
 
     def wrapped_setup(context: Any, inputs: Any, output: Any) -> Any:
-        log = current_log()
+        log = None if is_compiling() else current_log()
         if log is None:
             return setup(context, inputs, output)
         return log.set_up_function(setup, context, inputs, output)
