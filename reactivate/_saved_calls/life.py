@@ -47,7 +47,7 @@ from reactivate._torch.autograd import (
     push_saved_tensor_hooks,
 )
 from reactivate._torch.dynamo import close_checkpoints_within
-from reactivate._torch.modes import current_transform, name_of_transform
+from reactivate._torch.modes import current_transform, is_function_mode_active, name_of_transform
 from reactivate._torch.modules import has_memory, is_distributed_run
 from reactivate._torch.ops import arrived, tensors_in
 from reactivate._types import DEVICE, Save
@@ -102,7 +102,9 @@ class ForwardLog(Log):
         call = self.begin(decision, fn, args, kwargs)
         if call is None:
             return fn(*args, **kwargs)
-        return self.unlogged(self._save)(call, fn, args, kwargs)
+        if self.ops is not None:
+            return self.unlogged(self._save)(call, fn, args, kwargs)
+        return self._save(call, fn, args, kwargs)
 
     def _save(self, call: RunningCall, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = self.run(call, fn, args, kwargs)
@@ -128,7 +130,8 @@ class ForwardLog(Log):
         if self.pending is not None:
             self.finish_pending()
         reason = _why_not_saved() if innermost_pack_hook() is self._pack else _OTHER_HOOKS
-        call: RunningCall = unseen(RunningCall, self, decision, number, action.storage, fn, args, kwargs, reason)
+        what = self, decision, number, action.storage, fn, args, kwargs, reason
+        call: RunningCall = unseen(RunningCall, *what) if is_function_mode_active() else RunningCall(*what)
         if observers:
             tell(self.region.context, "call_begins", call.saved_call)
         return call
@@ -149,7 +152,10 @@ class ForwardLog(Log):
         finally:
             self.is_inside = False
             pop_saved_tensor_hooks()
-        unseen(call.returned)
+        if is_function_mode_active():
+            unseen(call.returned)
+        else:
+            call.returned()
         return result
 
     def finish_pending(self) -> None:
@@ -170,7 +176,10 @@ class ForwardLog(Log):
         saved_call.stop = saved_call.start
         if saved_call.reason is None:
             saved_call.stop = len(self.region.saved)
-            unseen(self._take_down, call, result, versions)
+            if is_function_mode_active():
+                unseen(self._take_down, call, result, versions)
+            else:
+                self._take_down(call, result, versions)
         call.let_go()
         if saved_call.reason is not None:
             self._keep_nothing(saved_call)
@@ -332,7 +341,9 @@ class RecomputationLog(Log):
             if call is None:
                 return fn(*args, **kwargs)
         self._next = next(self._todo, None)
-        return self.unlogged(self._skip)(call, fn, args, kwargs)
+        if self.ops is not None:
+            return self.unlogged(self._skip)(call, fn, args, kwargs)
+        return self._skip(call, fn, args, kwargs)
 
     def _later(self, call: SavedCall, label: str) -> SavedCall | None:
         """Return the saved call that this one is, where recomputation omits calls before it that saved nothing.
@@ -369,7 +380,8 @@ class RecomputationLog(Log):
             call.reason = call.reason or _ON_DEVICE
         if call.reason is not None:
             return self.run_again(fn, args, kwargs)
-        arguments = unseen(self._fill, call, args, kwargs)
+        is_seen = is_function_mode_active()
+        arguments = unseen(self._fill, call, args, kwargs) if is_seen else self._fill(call, args, kwargs)
         results = None if call.outputs is None else self._load(call, call.outputs)
         if results is None:
             return self.run_again(fn, args, kwargs)
@@ -380,7 +392,9 @@ class RecomputationLog(Log):
         if call.streams:
             for bring in call.streams:
                 bring()
-        return unseen(_hand_back, call, results, arguments, args, kwargs)
+        if is_seen:
+            return unseen(_hand_back, call, results, arguments, args, kwargs)
+        return _hand_back(call, results, arguments, args, kwargs)
 
     def _fill(self, call: SavedCall, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         arguments = tensors_in(args, kwargs)
