@@ -45,7 +45,7 @@ def prefer_public_ways(module: Any) -> None:
     """Have `resolve_private` and `layout` find that a private name does something else, where there is a public way."""
     resolve_private = module.resolve_private
 
-    def choose(*names: str, probe: Callable[..., bool], public: Any = None, **others: Any) -> Any:
+    def choose(*names: str, probe: Callable[..., bool] | None = None, public: Any = None, **others: Any) -> Any:
         found = probe if public is None else lambda *names: False
         return resolve_private(*names, probe=found, public=public, **others)
 

@@ -547,6 +547,8 @@ def cast(x: Tensor) -> Tensor:
             save_ops("matmul"),
             MATMULS,
         ),
+        (lambda x: torch.tensordot(x.sin(), wide, dims=([1], [1])).exp(), save_ops("tensordot"), MATMULS),
+        (lambda x: torch.einsum("bij,kil->bjkl", x.sin(), wide).exp(), save_ops("einsum"), MATMULS),
         (lambda x: F.softmax(x.sin(), -1).exp(), save_ops("softmax"), [aten._softmax.default]),
         (lambda x: F.layer_norm(x.sin(), (16,)).exp(), save_ops("layer_norm"), [aten.native_layer_norm.default]),
         (lambda x: F.gelu(x.sin()).exp(), save_ops("gelu"), [aten.gelu.default]),

@@ -392,14 +392,14 @@ def no_collective_is_waited_for_where_there_is_none() -> None:
     assert issubclass(room.Work, object) and not isinstance(torch.ones(2), room.Work)
 
 
-@needs("CollectiveWrites")
+@needs("collective_writes")
 def a_collective_tells_what_it_writes_to_as_long_as_somebody_listens() -> None:
     """Behaviour: `test_collectives`."""
     tensor = torch.ones(2)
     told: list[Any] = []
     group, op = torch.distributed.ProcessGroup, torch.ops._c10d_functional.all_reduce_
     before = vars(group)["allreduce"], op._op
-    writes = room.CollectiveWrites(told.append)
+    writes = room.collective_writes(told.append)
     for count in range(2):
         writes.begin()
         assert vars(group)["allreduce"] is not before[0]

@@ -29,7 +29,7 @@ def synchronize() -> None:
     """Wait for the accelerator, if one is in use."""
     backend = accelerator()
     if backend is not None and backend.is_initialized():
-        backend.synchronize()
+        torch.accelerator.synchronize()
 
 
 def backends() -> tuple[Backend, ...]:

@@ -6,8 +6,6 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from reactivate._torch.modes import is_same_state
 from reactivate.errors import UnsupportedError
 
@@ -124,10 +122,6 @@ class Backend:
     def first_rng(self) -> Any | None:
         """The state that the generators had when the device was initialised, None if that cannot be known."""
         return None
-
-    def synchronize(self) -> None:
-        """Wait for everything that runs on the current device."""
-        torch.accelerator.synchronize()
 
     def op_by_op(self) -> AbstractContextManager[Any]:
         """A context in which no compiler decides how results are rounded."""

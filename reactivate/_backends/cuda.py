@@ -15,7 +15,12 @@ class CudaBackend(Backend):
     """The device type "cuda"."""
 
     def read_rng(self) -> Sequence[Any]:
-        self._refuse_capture()
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "A checkpointed region was called while a CUDA graph is captured: the generator's state cannot be read "
+                "then. Capture without checkpointing, or, if the function draws no random number, checkpoint it with "
+                "guards=guards.DEFAULT.without('rng')."
+            )
         return [(generator.initial_seed(), generator.get_offset()) for generator in torch.cuda.default_generators]
 
     def write_rng(self, states: Sequence[Any]) -> None:
@@ -28,12 +33,3 @@ class CudaBackend(Backend):
 
     def first_rng(self) -> Sequence[Any] | None:
         return [(generator.initial_seed(), 0) for generator in torch.cuda.default_generators]
-
-    @staticmethod
-    def _refuse_capture() -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                "A checkpointed region was called while a CUDA graph is captured: the generator's state cannot be read "
-                "then. Capture without checkpointing, or, if the function draws no random number, checkpoint it with "
-                "guards=guards.DEFAULT.without('rng')."
-            )

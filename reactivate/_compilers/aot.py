@@ -14,7 +14,7 @@ from torch.fx.traceback import get_current_meta, preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from reactivate._passes.observing import are_regions_off, plain_contexts
+from reactivate._passes.observing import are_regions_off
 from reactivate._region.options import Options
 from reactivate._torch.ops import flatten
 from reactivate.errors import UnsupportedError
@@ -36,7 +36,7 @@ def run_tagged(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: 
     Raises:
         UnsupportedError: there are contexts, of which nodes tell nothing.
     """
-    if not torch.is_grad_enabled() or (plain_contexts and are_regions_off()):  # Rule 3
+    if not torch.is_grad_enabled() or are_regions_off():  # Rule 3
         return fn(*args, **kwargs)
     if contexts is not None:
         name = options.name or getattr(fn, "__name__", type(fn).__name__)

@@ -9,9 +9,8 @@ from torch.nn import Module
 
 from reactivate._modules.spans import SequentialSpan, SpanPlace
 from reactivate._modules.view import original_of
-from reactivate._passes.places import CodeLocation, line_of, user_frame
+from reactivate._passes.places import CodeLocation, line_of, modules_around, user_frame
 from reactivate._region.region import Region
-from reactivate._torch.modules import MODULE_CALL_CODE
 
 SourcePlace = tuple[str, "str | None"]  # module path, source line
 
@@ -30,13 +29,10 @@ class SourcePlaces:
 
     def at(self, frame: FrameType | None) -> SourcePlace:
         """Return the module that runs, and the line of the user's."""
-        here, path = frame, None
-        while frame is not None and path is None:
-            if frame.f_code is MODULE_CALL_CODE:
-                path = self._paths.get(id(frame.f_locals["self"]))
-            frame = frame.f_back
-        found = None if here is None else user_frame(here)
-        return path or "", None if found is None else self.line((found.f_code, found.f_lasti))
+        paths = (self._paths.get(id(module)) for module in modules_around(frame))
+        path = next((path for path in paths if path is not None), "")
+        found = None if frame is None else user_frame(frame)
+        return path, None if found is None else self.line((found.f_code, found.f_lasti))
 
     def of_region(self, region: Region, frame: FrameType) -> SourcePlace:
         """Return the place of a region whose forward ends in `frame`."""

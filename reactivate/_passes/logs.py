@@ -12,19 +12,11 @@ from reactivate._torch.modes import function_modes, is_function_mode_active, rep
 log_of_calls: ContextVar[Any] = ContextVar("reactivate.saved_calls", default=None)
 """The log of this thread. A region without a policy inside of one with a policy is no affair of its."""
 
-open_logs: list[object] = []
-"""Those that are at work on any thread. Mostly empty, which is asked for every region."""
-
 
 def current_log() -> Any:
     """Return the log that notes or skips saved calls: None outside of regions with a policy, and inside of a saved call."""
-    log = log_of_calls.get() if open_logs else None
+    log = log_of_calls.get()
     return None if log is None or log.is_inside else log
-
-
-def is_at_work() -> bool:
-    """Return whether calls on this thread go to a log."""
-    return log_of_calls.get() is not None
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
 from typing import Any, Protocol
@@ -24,8 +24,8 @@ observers: list[Observer] = []
 """Those that are at work in any context. Mostly empty, which is asked for every region."""
 
 _without_regions: ContextVar[bool] = ContextVar("reactivate.without_regions", default=False)
-plain_contexts: list[object] = []
-"""The contexts without regions that are open anywhere. Mostly empty."""
+are_regions_off: Callable[[], bool] = _without_regions.get
+"""Return whether `without_regions` is around the call."""
 
 
 @contextmanager
@@ -62,16 +62,8 @@ def tell(context: Context, event: str, argument: Any) -> None:
 @contextmanager
 def without_regions() -> Iterator[None]:
     """Make checkpointed functions plain inside of the context."""
-    mark = object()
-    plain_contexts.append(mark)
     token = _without_regions.set(True)
     try:
         yield
     finally:
         _without_regions.reset(token)
-        plain_contexts.remove(mark)
-
-
-def are_regions_off() -> bool:
-    """Return whether `without_regions` is around the call."""
-    return _without_regions.get()

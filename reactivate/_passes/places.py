@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -18,6 +19,7 @@ import torch
 from torch.nn import Module
 
 from reactivate._snapshot.caches import BoundedCache
+from reactivate._torch.modules import MODULE_CALL_CODE
 
 CodeLocation = tuple[CodeType, int]
 
@@ -78,15 +80,12 @@ def qualified_name(code: CodeType) -> str:
     return getattr(code, "co_qualname", code.co_name)
 
 
-def called_module(frame: FrameType) -> Module | None:
-    """The innermost module whose method is running in `frame` or around it."""
-    found: FrameType | None = frame
-    while found is not None:
-        owner = found.f_locals.get("self")
-        if isinstance(owner, Module):
-            return owner
-        found = found.f_back
-    return None
+def modules_around(frame: FrameType | None) -> Iterator[Module]:
+    """Yield the modules whose calls a frame is inside of, the innermost first."""
+    while frame is not None:
+        if frame.f_code is MODULE_CALL_CODE:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 class SavePlace(NamedTuple):

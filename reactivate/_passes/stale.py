@@ -9,7 +9,7 @@ since it may decide what is computed next. Mostly nothing is stale, and nobody w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._snapshot.geometry import memory_of
 from reactivate._torch.autograd import innermost_pack_hook
-from reactivate._torch.ops import call_counted, is_view, written_values
+from reactivate._torch.ops import call_counted, is_view, leaves_at_op, written_values
 from reactivate.errors import MutationError
 
 _FILLS = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "set_"})
@@ -93,9 +93,9 @@ class StaleReads(TorchDispatchMode):
             self.refuse(source)
         result = call_counted(func, args, kwargs)
         written = written_values(func, args, kwargs)
-        if any(memory_of(item) is None for item in _leaves(written)):
+        if any(memory_of(item) is None for item in leaves_at_op(written)):
             self.refuse(source)  # nobody can tell what else looks at it
-        for item in _leaves((result, written)):
+        for item in leaves_at_op((result, written)):
             if isinstance(item, Tensor):
                 self._note(item, source)
             elif not looks_at_none:
@@ -113,7 +113,7 @@ class StaleReads(TorchDispatchMode):
         return None if found is None or _place_of(tensor) in self._filled else found[0]
 
     def _source_of(self, value: Any) -> Tensor | None:
-        sources = (self.source_of(item) for item in _leaves(value) if isinstance(item, Tensor))
+        sources = (self.source_of(item) for item in leaves_at_op(value) if isinstance(item, Tensor))
         return next((source for source in sources if source is not None), None)
 
     def _note(self, tensor: Tensor, source: Tensor) -> None:
@@ -178,13 +178,3 @@ def _place_of(tensor: Tensor) -> Any:
     if memory is None:
         return id(tensor)
     return memory, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    elif value is not None:
-        yield value

@@ -76,7 +76,7 @@ class Matching:
             self.stops = self.stops and is_proved
         if not region.early_stop and not is_open:
             self.last = -1
-        elif region.slots is not None or region.call_slots:
+        elif region.slots is not None:
             self.last = last_needed(region)
 
     @not_a_users_hook
@@ -165,7 +165,7 @@ class Matching:
         if self.index != call.start or len(arguments) != call.count:
             raise self._refuse(errors_text.different_call(region, call))
         for index in range(call.start, call.stop):
-            slot = region.call_slots[index]()
+            slot = region.slots[index]()
             if slot is not None and slot.derivation is not None:
                 self._derive(index, slot.derivation, arguments)
         self.index = call.stop

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._passes.places import CodeLocation, called_module, line_of, user_frame, users_site
+from reactivate._passes.places import CodeLocation, line_of, modules_around, user_frame, users_site
 from reactivate._region.due import owner_of
 from reactivate._snapshot.inputs import InputSpec, rebuild
 from reactivate._snapshot.shadows import is_known_written
-from reactivate._torch.autograd import SavedTensor
 
 if TYPE_CHECKING:
     from reactivate._region.region import Region
@@ -53,19 +52,10 @@ def written_input(region: Region) -> str:
     """Return the place of an input that was modified in place."""
     for place, spec in inputs_of(region):
         try:
-            value_of(spec)
-        except RuntimeError:
+            rebuild(spec, {})
+        except RuntimeError:  # autograd's own
             return f"`{place}`"
     return "an input"
-
-
-def value_of(spec: Any) -> Any:
-    """Return the tensor of a spec.
-
-    Raises:
-        RuntimeError: autograd's own, where it was modified in place since.
-    """
-    return rebuild(spec, {}) if isinstance(spec, (SavedTensor, InputSpec)) else spec
 
 
 def inputs_of(region: Region) -> Iterator[tuple[str, Any]]:
@@ -75,21 +65,12 @@ def inputs_of(region: Region) -> Iterator[tuple[str, Any]]:
     for name, spec in region.kwargs.items():
         yield from _within(spec, f"kwargs[{name!r}]")
     function: Any = getattr(region.fn, "__func__", region.fn)
-    names = {id(cell): name for cell, name in zip(closure_of(function), function_names(function))}
+    code = getattr(function, "__code__", None)
+    names = {} if code is None else dict(zip(map(id, getattr(function, "__closure__", None) or ()), code.co_freevars))
     for holder in region.moment.holders:
         spec = getattr(holder, "spec", None)
         if spec is not None:
             yield f"the function (closed over as `{names.get(id(holder.target), '...')}`)", spec
-
-
-def closure_of(function: Any) -> Any:
-    """Return the cells of a function."""
-    return getattr(function, "__closure__", None) or ()
-
-
-def function_names(function: Any) -> Any:
-    """Return the names of its cells."""
-    return function.__code__.co_freevars if hasattr(function, "__code__") else ()
 
 
 def _within(spec: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -153,8 +134,10 @@ def _has_code(kind: type, site: CodeLocation) -> bool:
 def site_now(region: Region, frame: FrameType) -> str:
     """The line that is running, and the module."""
     here = user_frame(frame)
-    module = called_module(frame)  # it may be one of torch's
-    path = None if module is None else modules_of(region).get(module)
+    paths = modules_of(region)
+    owner = getattr(region.fn, "__self__", None)  # whose `forward` is called inside of its hooks
+    around = (*modules_around(frame), *([owner] if isinstance(owner, Module) else ()))
+    path = next((paths[module] for module in around if module in paths), None)
     return line_of((here.f_code, here.f_lasti)) + ("" if path is None else f" (module {path})")
 
 

@@ -40,7 +40,7 @@ from reactivate._region.scripts import call_watched, is_being_watched, refuse_wa
 from reactivate._region.sharing import current_group, groups, is_read_by_another
 from reactivate._region.transforms import is_plain_under_transform
 from reactivate._saved_calls.life import ForwardLog
-from reactivate._saved_calls.saved_call import SETTLING_CODE, SavedCall, SavedCallSlot, Slot
+from reactivate._saved_calls.saved_call import SETTLING_CODE, SavedCall, Slot
 from reactivate._snapshot.call import Call
 from reactivate._snapshot.inputs import WrittenInput
 from reactivate._snapshot.moment import Moment
@@ -110,7 +110,6 @@ class Region:
         users_hooks: (pack, unpack), saved-tensor hooks of the user's around the region; None without any.
         forward_log: of the calls that the policy saves, as long as the forward runs.
         saved_calls, seen_modules: these calls, in order, and the modules whose calls the policy sees.
-        call_slots: {number: a reference to its slot} of the tensors that saved calls have saved.
         fence: (device type, its fence) where the device's compiler would undo a recomputation, otherwise None; with a fence
             `entries`, the specs of all tensors among the arguments, and `named`, what else is read behind it, with versions.
     """
@@ -139,7 +138,6 @@ class Region:
     slots: list[ref[Slot]] | None = None
     values: list[tuple[Tensor, int] | None] = []  # noqa: RUF012
     replaced: Mapping[int, Any] = MappingProxyType({})
-    call_slots: dict[int, ref[SavedCallSlot]] = MappingProxyType({})  # type: ignore[assignment]
     saved_calls: Sequence[SavedCall] = ()
     seen_modules: Sequence[Any] = ()
     places: dict[int, SavePlace] | None = None
@@ -220,7 +218,7 @@ class Region:
             self.places, self.slots = {}, []
             pack = self.pack_noted
         if options.choice is not None:
-            self.slots, self.call_slots = [], {}
+            self.slots = []
             pack = self.pack_beside_calls if options.choice.interest.functions else self.pack_noted
         return beside_users_hooks(pack) if asks_for_users_hooks else pack
 
@@ -269,13 +267,8 @@ class Region:
         if self.check is not None:
             self.check.note(number, tensor)
         slot = Slot(number)
-        self.add_slot(slot)
+        self.slots.append(ref(slot))  # type: ignore[union-attr]
         return slot
-
-    def add_slot(self, slot: Slot) -> None:
-        """Note which slot a saved tensor has, where that is of interest."""
-        if self.slots is not None:
-            self.slots.append(ref(slot))
 
     def is_needed(self, number: int) -> bool:
         """Return whether a graph still has a saved tensor, as far as that is known."""
@@ -283,10 +276,8 @@ class Region:
 
     def is_recomputed(self, number: int) -> bool:
         """Return whether only a recomputation can tell a saved tensor that a graph still has."""
-        if number not in self.call_slots:
-            return self.is_needed(number)
-        slot = self.call_slots[number]()
-        return slot is not None and slot.kept is None
+        slot = None if self.slots is None else self.slots[number]()
+        return self.slots is None or (slot is not None and slot.kept is None)
 
     def end(self, result: Any) -> Any:
         """Finish the forward: keep what the guards have to keep, forget the rest. Returns what the caller gets."""
@@ -343,7 +334,7 @@ class Region:
         self.moment.note_writes(self.proof.tensors())
         note_writer(call)
         if self.forward_log is not None and self.check is None:
-            self.forward_log.distrust("the region writes to a tensor of which there is no copy")
+            self.forward_log.rerun_all("the region writes to a tensor of which there is no copy", keeps=True)
 
     def fail(self, error: BaseException) -> None:
         """End a forward that has raised: leave everything as it was (Rule 13)."""
@@ -416,15 +407,14 @@ class Region:
         value, version = found
         if value._version != version:
             raise self.options.exception(errors_text.written_after_saved(self, number))
-        if self.values and not self._is_kept(number, handle):
+        if self.values and not self._is_kept(number):
             self.values[number] = None
         return value
 
-    def _is_kept(self, number: int, handle: Any) -> bool:
+    def _is_kept(self, number: int) -> bool:
         """Return whether a value may be asked for again in this backward."""
-        is_kept = number in self.read_again or type(handle) is SavedCallSlot
         # Where no frame tells that a custom function saves, its node tells that it reads.
-        is_kept = is_kept or (_NO_FRAME_TELLS and is_function_running())
+        is_kept = number in self.read_again or (_NO_FRAME_TELLS and is_function_running())
         return is_kept or (bool(groups) and is_read_by_another())
 
     def _recomputed(self, number: int, handle: Any) -> tuple[Tensor, int] | None:
@@ -435,7 +425,7 @@ class Region:
                 if number < len(values) and (found := values[number]) is not None:
                     break
                 # For the first time, or again, if another backward has taken it.
-                if not self.is_in_forward and type(handle) is SavedCallSlot and handle.kept is not None:
+                if not self.is_in_forward and type(handle) is Slot and handle.kept is not None:
                     return None
                 if self.is_in_forward and self.forward_log is not None:
                     self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
@@ -445,7 +435,7 @@ class Region:
             self._limit_lifetime()
             return found
 
-    def _load(self, slot: SavedCallSlot) -> Tensor:
+    def _load(self, slot: Slot) -> Tensor:
         """Return what a saved call keeps."""
         try:
             return slot.kept.load()  # type: ignore[union-attr]

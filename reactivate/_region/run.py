@@ -9,8 +9,8 @@ from torch import is_grad_enabled
 from torch.nn import Module
 
 from reactivate._modules.standin import StandIn
-from reactivate._passes.logs import is_at_work, open_logs, set_aside
-from reactivate._passes.observing import are_regions_off, plain_contexts
+from reactivate._passes.logs import log_of_calls, set_aside
+from reactivate._passes.observing import are_regions_off
 from reactivate._passes.places import calls_regions
 from reactivate._region.options import Options
 from reactivate._region.region import Region
@@ -20,9 +20,9 @@ from reactivate._torch.modules import has_hooks, module_call
 
 def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """Call `fn(*args, **kwargs)`, keeping of it what its recomputations need and no more."""
-    if not is_grad_enabled() or (plain_contexts and are_regions_off()):  # Rule 3
+    if not is_grad_enabled() or are_regions_off():  # Rule 3
         return fn(*args, **kwargs)
-    if open_logs and is_at_work():  # calls inside of this region are not those of a region around it
+    if log_of_calls.get() is not None:  # calls inside of this region are not those of a region around it
         with set_aside():
             return run(fn, args, kwargs, options)
     region = Region()

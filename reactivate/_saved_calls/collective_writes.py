@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from reactivate._saved_calls.choice import Choice
 from reactivate._snapshot.geometry import memory_of
 from reactivate._torch.modules import is_distributed_run
-from reactivate._torch.ops import CollectiveWrites
+from reactivate._torch.ops import collective_writes, tensors_in
 
 # By the memory: a weak reference, which keeps the key from passing to other memory, and the readers.
 _readers: dict[int, tuple[StorageWeakRef, list[ref[Any]]]] = {}
@@ -51,7 +51,7 @@ def _forget(memory: int, reference: ref[Any]) -> None:
 
 def _note(written: Any) -> None:
     if _readers:
-        for memory, _ in _memory_in(_tensors_in(written)):
+        for memory, _ in _memory_in(tensors_in((written,), {})):
             _, references = _readers.get(memory, (None, ()))
             for reference in tuple(references):
                 reader = reference()
@@ -59,15 +59,7 @@ def _note(written: Any) -> None:
                     reader.is_overwritten = True
 
 
-_writes = CollectiveWrites(_note)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
+_writes = collective_writes(_note)
 
 
 def _memory_in(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:

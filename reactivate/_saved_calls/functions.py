@@ -7,18 +7,21 @@ is saved after its `forward` has returned, before `apply` does; the log of the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from threading import RLock
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 
 from reactivate._torch.autograd import has_setup_context
 from reactivate._torch.ops import arrived, flatten
+from reactivate._torch.private_api import Replaced
 
 _changing = RLock()
-_wrapped: dict[type[Function], int] = {}  # how many policies name the class
+_wrapped: dict[type[Function], Replaced] = {}  # of the classes that any policy names
 
 
 def intercept(kinds: Iterable[type[Function]], current_log: Callable[[], Any]) -> None:
@@ -26,19 +29,16 @@ def intercept(kinds: Iterable[type[Function]], current_log: Callable[[], Any]) -
     with _changing:
         for kind in kinds:
             if kind not in _wrapped:
-                _wrap(kind, current_log)
-            _wrapped[kind] = _wrapped.get(kind, 0) + 1
+                _wrapped[kind] = Replaced(functools.partial(_wrappers, kind, current_log))
+            _wrapped[kind].begin()
 
 
 def release(kinds: Iterable[type[Function]]) -> None:
     """End what `intercept` began."""
     with _changing:
         for kind in kinds:
-            _wrapped[kind] -= 1
-            if not _wrapped[kind]:
+            if _wrapped[kind].end():
                 del _wrapped[kind]
-                for name in ("forward", "setup_context"):
-                    _restore(kind, name)
 
 
 def versions_in(result: Any) -> dict[int, int]:
@@ -54,13 +54,14 @@ def mark(context: Any, result: Any, call: Any) -> None:
     context.mark_non_differentiable(*constant)
 
 
-def _wrap(kind: Any, current_log: Callable[[], Any]) -> None:
+def _wrappers(kind: Any, current_log: Callable[[], Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what stands in for the functions of a class while it is intercepted."""
     forward, setup = _beneath(kind.forward), _beneath(kind.setup_context)
     is_split = has_setup_context(kind)
     inherited = [base for base in kind.__mro__ if _beneath(getattr(base, "forward", None)) is forward]
 
     def wrapped(*args: Any) -> Any:
-        log = current_log()
+        log = None if is_compiling() else current_log()
         if log is None:
             return forward(*args)
         named = next((base for base in inherited if base in log.choice.interest.functions), None)
@@ -70,14 +71,14 @@ def _wrap(kind: Any, current_log: Callable[[], Any]) -> None:
         return log.call_function(decision, forward, args, is_split) if decision.is_of_interest else forward(*args)
 
     def wrapped_setup(context: Any, inputs: Any, output: Any) -> Any:
-        log = current_log()
+        log = None if is_compiling() else current_log()
         if log is None:
             return setup(context, inputs, output)
         return log.set_up_function(setup, context, inputs, output)
 
-    _put(kind, "forward", wrapped, forward)
+    yield kind, "forward", _over(forward, wrapped)
     if is_split:
-        _put(kind, "setup_context", wrapped_setup, setup)
+        yield kind, "setup_context", _over(setup, wrapped_setup)
 
 
 def _beneath(function: Any) -> Any:
@@ -85,18 +86,6 @@ def _beneath(function: Any) -> Any:
     return getattr(function, "beneath", function)
 
 
-def _put(kind: Any, name: str, function: Any, beneath: Any) -> None:
+def _over(beneath: Any, function: Any) -> Any:
     function.beneath = beneath
-    function.hidden = vars(kind).get(name)  # None: inherited
-    setattr(kind, name, staticmethod(function))
-
-
-def _restore(kind: Any, name: str) -> None:
-    placed = vars(kind).get(name)
-    hidden = getattr(getattr(placed, "__func__", None), "hidden", placed)
-    if hidden is placed:
-        return
-    if hidden is None:
-        delattr(kind, name)
-    else:
-        setattr(kind, name, hidden)
+    return staticmethod(function)

@@ -7,7 +7,7 @@
    Otherwise each saved tensor is either derived from an argument, which a recomputation makes anyway, or kept, and the
    results are kept (`ForwardLog.finish`).
 4. Things may happen to it until the region ends: its result is written to, a backward inside of the region reads it, the
-   region writes to what there is no copy of (`rerun_all`, `distrust`, `settle`).
+   region writes to what there is no copy of (`rerun_all`, `settle`).
 5. The region ends: what is kept goes to its storage, but for results of calls after which nothing is recomputed (`settle`).
 6. In a recomputation the call is not made: its slots are filled from the arguments, random streams go to where it left them,
    and its results are handed back (`RecomputationLog.call`).
@@ -36,7 +36,7 @@ from reactivate._saved_calls.functions import mark, versions_in
 from reactivate._saved_calls.log import Log, objects_in
 from reactivate._saved_calls.results import Contents, has_attributes
 from reactivate._saved_calls.running_call import Pending, RunningCall, scalars_in
-from reactivate._saved_calls.saved_call import Argument, Kept, KeptAnyway, SavedCall, is_parameter, keep, last_needed
+from reactivate._saved_calls.saved_call import Kept, SavedCall, is_parameter, keep, last_needed
 from reactivate._torch.autograd import (
     as_a_result,
     base_of,
@@ -209,7 +209,7 @@ class ForwardLog(Log):
             saved_call.requires.append(leaf.requires_grad)
             index = call.sources.which(leaf)
             if index >= 0:
-                saved_call.outputs.append(Argument(index))
+                saved_call.outputs.append(index)
             elif call.sources.sharing_memory(leaf) >= 0:
                 saved_call.reason = "its result is a view of an argument"
             else:
@@ -231,7 +231,7 @@ class ForwardLog(Log):
         sources = call.sources
         for number, (slot, tensor, version) in enumerate(call.saved, call.saved_call.start):
             if is_parameter(tensor) and id(base_of(tensor)) not in self._moved:
-                slot.kept = KeptAnyway(tensor, version)
+                slot.kept = Kept(tensor, version, DEVICE, is_there_anyway=True)
                 continue
             if tensor._version == version:
                 slot.derivation = sources.derivation_of(tensor)
@@ -239,31 +239,28 @@ class ForwardLog(Log):
                 call.saved_call.derived = number
             elif sources.is_earlier_cast(tensor):
                 # Not for hooks around the region to see: one around this one would find it in one of its passes only.
-                slot.kept = KeptAnyway(tensor.detach(), version)
+                slot.kept = Kept(tensor.detach(), version, DEVICE, is_there_anyway=True)
             else:
                 slot.kept = keep(tensor, version, call.storage, kept, self.is_distributed)
 
-    def rerun_all(self, reason: str) -> None:
-        """Let recomputations make every saved call again."""
+    def rerun_all(self, reason: str, *, keeps: bool = False) -> None:
+        """Let recomputations make every saved call again.
+
+        Args:
+            reason: why.
+            keeps: whether what is kept stays: it is right, though arguments may not be, and a region around has seen it.
+        """
         self.finish_pending()
         self._must_rerun = reason
         for call in self.calls:
             call.reason = call.reason or reason
-            self._keep_nothing(call)
-
-    def distrust(self, reason: str) -> None:
-        """Let recomputations make every saved call again, although what it keeps is right: perhaps its arguments are not.
-
-        What is kept stays, since a region around this one has seen it.
-        """
-        self.finish_pending()
-        for call in self.calls:
-            call.reason = call.reason or reason
+            if not keeps:
+                self._keep_nothing(call)
 
     def _keep_nothing(self, call: SavedCall) -> None:
         call.outputs, call.streams = None, ()
         for number in range(call.start, call.stop):
-            slot = self.region.call_slots[number]()
+            slot = self.region.slots[number]()
             if slot is not None:
                 slot.kept = slot.derivation = None
 
@@ -287,7 +284,7 @@ class ForwardLog(Log):
                 if isinstance(item, Kept):
                     item.settle(name)
             for index in range(call.start, call.stop):
-                slot = region.call_slots[index]()
+                slot = region.slots[index]()
                 if slot is not None and slot.kept is not None:
                     slot.kept.settle(name)
         if self.choice.unmatched.parts:
@@ -365,14 +362,12 @@ class RecomputationLog(Log):
 
     def call_function(self, decision: CallDecision, forward: Callable[..., Any], args: Any, is_split: bool) -> Any:
         skipped = len(self._skipped)
-        run = functools.partial(self._run_function, forward, args, is_split)
-        result = self.call(decision, run, args if is_split else args[1:], {})
+        result = self.call(
+            decision, lambda *_: self.run_function(forward, args, is_split), args if is_split else args[1:], {}
+        )
         if len(self._skipped) > skipped and not is_split:
             mark(args[0], result, self._skipped.pop())
         return result
-
-    def _run_function(self, forward: Callable[..., Any], args: Any, is_split: bool, *_: Any) -> Any:
-        return self.run_function(forward, args, is_split)
 
     def set_up_function(self, setup: Callable[..., Any], context: Any, inputs: Any, output: Any) -> Any:
         if self._skipped:
@@ -437,7 +432,7 @@ def _hand_back(
             tensor = item.detach()
             leaves.append(as_a_result(tensor) if requires and torch.is_grad_enabled() else tensor)
         else:
-            leaves.append(arguments[item.number])
+            leaves.append(arguments[item])
     if call.contents is None:
         return leaves[0]
     return call.contents.make(leaves, objects_in(args, kwargs) if call.contents.has_given else ())

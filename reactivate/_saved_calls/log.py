@@ -18,16 +18,13 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from reactivate._modules.standin import NAME, Placed, changing
-from reactivate._passes.logs import current_log, log_of_calls, open_logs
+from reactivate._passes.logs import current_log, log_of_calls
 from reactivate._passes.oplog import OpLog
 from reactivate._saved_calls.choice import CallDecision, Choice
 from reactivate._saved_calls.functions import intercept, release
 from reactivate._snapshot.held import ATOMS
 from reactivate._torch.dynamo import COMPILED_CODE, compiled_code_is_shown
-from reactivate._torch.modes import (
-    pop_function_mode,
-    push_function_mode,
-)
+from reactivate._torch.modes import pop_function_mode, push_function_mode
 
 SeenModule = tuple[Module, str, "CallDecision | None"]
 
@@ -74,7 +71,6 @@ class Log:
     def open(self) -> None:
         """From here on, calls on this thread go to this log."""
         self._stand_ins = [SeenForward.enter(module) for module, *_ in self.modules]
-        open_logs.append(self)
         self._token = log_of_calls.set(self)
         if self._mode is not None:
             if self._shows_compiled:
@@ -92,7 +88,6 @@ class Log:
                 compiled_code_is_shown.end()
             self._mode = None  # which knows the log: a cycle would hold the region until the collector runs (Rule 2)
         log_of_calls.reset(self._token)
-        open_logs.remove(self)
         self.is_inside = True  # nothing more is looked at, in contexts that were copied while it was open
 
     def call(self, decision: CallDecision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

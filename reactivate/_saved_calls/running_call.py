@@ -16,7 +16,7 @@ from reactivate._saved_calls.collective_writes import rely_on
 from reactivate._saved_calls.derivation import Sources
 from reactivate._saved_calls.effects import Effects, versions_of
 from reactivate._saved_calls.log import objects_in
-from reactivate._saved_calls.saved_call import SavedCall, SavedCallSlot
+from reactivate._saved_calls.saved_call import SavedCall, Slot
 from reactivate._torch.autograd import is_outside_of_functions, next_node_number, not_a_users_hook
 from reactivate._torch.modes import is_any_autocast_enabled, is_function_mode_active, without_function_modes
 from reactivate._torch.ops import tensors_in
@@ -37,17 +37,7 @@ class RunningCall:
     """
 
     __slots__ = (
-        *(
-            "_effects",
-            "_region",
-            "_versions",
-            "decision",
-            "effect",
-            "objects",
-            "saved",
-            "saved_call",
-            "sources",
-        ),
+        *("_effects", "_region", "_versions", "decision", "effect", "objects", "saved", "saved_call", "sources"),
         *("storage", "users_hooks"),
     )
 
@@ -65,7 +55,7 @@ class RunningCall:
         region = log.region
         self.decision, self.storage = decision, storage
         self._region, self.users_hooks = region, region.users_hooks
-        self.saved: list[tuple[SavedCallSlot, Tensor, int]] = []
+        self.saved: list[tuple[Slot, Tensor, int]] = []
         self.effect: str | None = None
         arguments = tensors_in(args, kwargs) if reason is None else []
         self.objects = objects_in(args, kwargs) if decision.is_users and reason is None else []
@@ -79,17 +69,13 @@ class RunningCall:
         if decision.module is not None and decision.is_users and reason is None and is_any_autocast_enabled():
             leaves = {id(parameter): parameter._version for parameter in decision.module.parameters()}
         self.sources = Sources(arguments, next_node_number(), decision.is_quiet, leaves, log.casts)
-        call = self.saved_call = SavedCall()
-        call.number, call.label, call.path, call.reason = number, decision.label, decision.path, reason
-        call.is_function = call.is_nested = False
-        call.streams, call.written_on_device, call.outputs, call.bits = (), None, None, None
-        call.start, call.derived, call.count = len(region.saved), -1, len(arguments)
-        frame, call.is_inside = user_frame_inside(_getframe(2))  # the first frames are ours
-        call.location = frame.f_code, frame.f_lasti
-        call.scalars = scalars_in(args, kwargs) if region.check is not None and not decision.is_users else None
+        frame, is_inside = user_frame_inside(_getframe(2))  # the first frames are ours
+        scalars = scalars_in(args, kwargs) if region.check is not None and not decision.is_users else None
+        what, where = (number, decision.label, decision.path, reason), ((frame.f_code, frame.f_lasti), is_inside)
+        self.saved_call = SavedCall(*what, *where, len(region.saved), len(arguments), scalars)
 
     @not_a_users_hook
-    def pack(self, tensor: Tensor) -> SavedCallSlot:
+    def pack(self, tensor: Tensor) -> Slot:
         """Autograd saves `tensor` for the backward of the call."""
         if is_function_mode_active():
             with without_function_modes():
@@ -98,12 +84,11 @@ class RunningCall:
             refuse_stale(tensor)
         region, version = self._region, tensor._version
         number = len(region.saved)
-        slot = SavedCallSlot(number)
-        slot.kept = slot.derivation = None
+        slot = Slot(number)
         self.saved.append((slot, tensor, version))
         region.saved.append(((tensor.shape, tensor.dtype, tensor.device, version), *self.saved_call.location))
-        region.call_slots[number] = ref(slot)
-        region.add_slot(slot)
+        region.slots.append(ref(slot))
+        region.read_again.add(number)
         if region.check is not None:
             region.check.note(number, tensor)
         return slot
@@ -142,7 +127,7 @@ class Pending(NamedTuple):
     versions: dict[int, int]
     number: int
 
-    def pack(self, tensor: Tensor) -> SavedCallSlot:
+    def pack(self, tensor: Tensor) -> Slot:
         """Autograd saves `tensor` for the backward of the function."""
         self.call.saved_call.is_nested = not is_outside_of_functions()
         return self.call.pack(tensor)

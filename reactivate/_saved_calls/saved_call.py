@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from reactivate._passes.check import BitsBefore
 from reactivate._passes.observing import keeping, observers
 from reactivate._passes.places import CodeLocation
 from reactivate._saved_calls.collective_writes import rely_on
@@ -21,37 +23,39 @@ from reactivate._types import DEVICE, Storage
 
 
 class Slot:
-    """A handle for autograd in the place of a number, where it matters whether a graph still needs the saved tensor."""
+    """A handle for autograd in the place of a number, where it matters whether a graph still needs the saved tensor.
 
-    __slots__ = ("__weakref__", "number")
+    Attributes:
+        number: of the saved tensor.
+        kept: what a saved call keeps for it; otherwise None.
+        derivation: how it is derived from an argument of a saved call; otherwise None.
+    """
+
+    __slots__ = ("__weakref__", "derivation", "kept", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-
-
-class SavedCallSlot(Slot):
-    """A slot of a saved call: its tensor is kept, or derived from an argument."""
-
-    __slots__ = ("derivation", "kept")
-    derivation: Derivation | None
-    kept: Kept | None
+        self.kept: Kept | None = None
+        self.derivation: Derivation | None = None
 
 
 class Kept:
     """A tensor that is kept for the backward.
 
     Attributes:
+        is_there_anyway: whether it is a parameter, or a view of one, which no hook need see.
         is_overwritten: whether a collective in place has written to it, which moves no version.
     """
 
-    __slots__ = ("__weakref__", "form", "handle", "is_overwritten", "storage", "tensor", "version")
+    __slots__ = ("__weakref__", "form", "handle", "is_overwritten", "is_there_anyway", "storage", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: int, storage: Storage) -> None:
+    def __init__(self, tensor: Tensor, version: int, storage: Storage, is_there_anyway: bool = False) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version
         self.storage = storage
         self.handle: Any = None
         self.is_overwritten = False
+        self.is_there_anyway = is_there_anyway
 
     def is_written(self) -> bool:
         """Return whether the tensor was written to, as long as it is not settled."""
@@ -64,7 +68,9 @@ class Kept:
             name: of the tensor, for the messages of storages.
         """
         tensor, self.tensor = self.tensor, None
-        if tensor is not None and tensor._version == self.version:  # otherwise there is nothing that may be read
+        if tensor is not None and self.is_there_anyway:
+            self.handle = tensor
+        elif tensor is not None and tensor._version == self.version:  # otherwise there is nothing that may be read
             handle = tensor
             if self.storage is not DEVICE:
                 self.form = Form.of(tensor)
@@ -82,7 +88,7 @@ class Kept:
             RuntimeError: autograd's own, where it was written to since.
             StorageError: the storage gives back something else.
         """
-        if self.handle is None:
+        if self.handle is None or (self.is_there_anyway and self.handle._version != self.version):
             raise RuntimeError("what a saved call keeps has been modified by an inplace operation")
         handle = self.handle.unpack() if type(self.handle) is SavedTensor else self.handle
         if self.storage is DEVICE:
@@ -90,36 +96,12 @@ class Kept:
         return self.form.in_class(self.form.load(self.storage, handle))
 
 
-class KeptAnyway(Kept):
-    """A parameter, or a view of one: it is there anyway, and no hook need see it."""
-
-    __slots__ = ()
-
-    def __init__(self, parameter: Tensor, version: int) -> None:
-        self.tensor, self.version, self.storage, self.handle, self.is_overwritten = (
-            parameter,
-            version,
-            DEVICE,
-            None,
-            False,
-        )
-
-    def settle(self, name: str) -> None:
-        if self.tensor is not None:
-            self.handle, self.tensor = self.tensor, None
-
-    def load(self) -> Tensor:
-        found: Tensor = self.handle
-        if found._version != self.version:
-            raise RuntimeError("a parameter that a saved call keeps has been modified by an inplace operation")
-        return found
-
-
 # What is saved in a frame of this code is read more than once: a region around this one has to have what is kept for a
 # recomputation and for the backward.
 SETTLING_CODE = Kept.settle.__code__
 
 
+@dataclass(slots=True, eq=False)
 class SavedCall:
     """One saved call.
 
@@ -127,70 +109,46 @@ class SavedCall:
         number: which of the calls that the policy has a say in.
         label: its name in messages; the recomputation must call the same.
         path: of the module, of a module's call.
+        reason: why it runs again in recomputations, None if it does not.
         location: the code and the instruction that made the call.
         is_inside: whether that is inside of the region, and so the same in a recomputation.
         start, stop: which entries of the region's `saved` are its.
-        derived: the last of these that a recomputation derives from the arguments, -1 if there is none.
         count: how many tensors are among its arguments.
         scalars: the numbers and texts among its arguments, for a comparison; None if there is none in this call.
-        outputs: the tensors that it returned, each a `Kept` or an `Argument`; None: not kept.
+        derived: the last of its entries that a recomputation derives from the arguments, -1 if there is none.
+        outputs: the tensors that it returned, each a `Kept`, or the number of the argument that it is; None: not kept.
         requires: for each of these, whether it needs a gradient.
         contents: the result around them; None for a tensor alone.
         streams: functions that bring random streams, and the place in the region, to where the call left them.
         bits: of what is kept, until the forward is over, if its code may write to that without a new version.
         written_on_device: returns whether it wrote to state on a device, of which no version tells; None if it has none.
-        reason: why it runs again in recomputations, None if it does not.
         is_function: whether it is a custom `autograd.Function`.
         is_nested: whether it is one that another one's `forward` calls.
     """
 
-    __slots__ = (
-        *(
-            "bits",
-            "contents",
-            "count",
-            "derived",
-            "is_function",
-            "is_inside",
-            "is_nested",
-            "label",
-            "location",
-            "number",
-        ),
-        *("outputs", "path", "reason", "requires", "scalars", "start", "stop", "streams", "written_on_device"),
-    )
-    bits: Any  # `BitsBefore`, or None
     number: int
     label: str
     path: str | None
+    reason: str | None
     location: CodeLocation
     is_inside: bool
     start: int
-    stop: int
-    derived: int
     count: int
     scalars: list[Any] | None
-    outputs: list[Kept | Argument] | None
-    requires: list[bool]
-    contents: Contents | None
-    streams: Sequence[Callable[[], Any]]
-    written_on_device: Callable[[], bool] | None
-    reason: str | None
-    is_function: bool
-    is_nested: bool
+    stop: int = 0
+    derived: int = -1
+    outputs: list[Kept | int] | None = None
+    requires: Sequence[bool] = ()
+    contents: Contents | None = None
+    streams: Sequence[Callable[[], Any]] = ()
+    bits: BitsBefore | None = None
+    written_on_device: Callable[[], bool] | None = None
+    is_function: bool = False
+    is_nested: bool = False
 
     def kept(self) -> list[Kept]:
         """Return what is kept of its results."""
         return [item for item in self.outputs or () if isinstance(item, Kept)]
-
-
-class Argument:
-    """Says that a call returned one of its arguments."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 def last_needed(region: Any) -> int:
@@ -233,7 +191,7 @@ def keep(tensor: Tensor, version: int, storage: Storage, kept: dict[Any, Kept], 
         is_distributed: whether collectives may write to it.
     """
     if is_parameter(tensor):
-        return KeptAnyway(tensor.detach(), version)
+        return Kept(tensor.detach(), version, DEVICE, is_there_anyway=True)
     key: Any = id(tensor)
     # A result that was saved is another object. On the device that costs nothing; another storage would keep it twice.
     if storage is not DEVICE and type(tensor) is Tensor and tensor.layout is torch.strided:

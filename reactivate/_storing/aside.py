@@ -9,7 +9,7 @@ import torch
 
 from reactivate._passes.logs import set_aside, unseen
 from reactivate._passes.oplog import OpLog
-from reactivate._torch.modes import dispatch_modes, is_dispatch_mode_active, replace_dispatch_modes
+from reactivate._torch.modes import dispatch_modes, replace_dispatch_modes
 
 
 def aside(function: Callable[..., Any], *args: Any) -> Any:
@@ -18,16 +18,13 @@ def aside(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _unlogged(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with set_aside(), torch.no_grad():
-        return _without_logs_of_ops(function, args)
-
-
-def _without_logs_of_ops(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    if not is_dispatch_mode_active():
-        return function(*args)
     modes = dispatch_modes()
-    replace_dispatch_modes(tuple(mode for mode in modes if not isinstance(mode, OpLog)))
+    is_logged = any(isinstance(mode, OpLog) for mode in modes)
+    if is_logged:
+        replace_dispatch_modes(tuple(mode for mode in modes if not isinstance(mode, OpLog)))
     try:
-        return function(*args)
+        with set_aside(), torch.no_grad():
+            return function(*args)
     finally:
-        replace_dispatch_modes(modes)
+        if is_logged:
+            replace_dispatch_modes(modes)

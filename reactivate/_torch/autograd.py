@@ -51,7 +51,6 @@ push_saved_tensor_hooks, pop_saved_tensor_hooks = resolve_private(
 _top_saved_tensor_hooks = resolve_private(
     "detecting saved-tensor hooks around a call",
     "torch._C._autograd._top_saved_tensors_default_hooks",
-    probe=lambda top: (push_saved_tensor_hooks(same, same), top(True)[0], pop_saved_tensor_hooks())[1] is same,
     lost="every region",
 )
 
@@ -138,9 +137,9 @@ def is_forward_mode_active() -> bool:
 # -- the backward that runs -------------------------------------------------------------------------------------------
 
 
-def _is_for_backwards(function: Any, argument: Any) -> bool:
+def _is_for_backwards(ask: Any) -> bool:
     try:
-        function(argument)
+        ask(_ones().exp().grad_fn)
     except RuntimeError:  # there is no backward now, and to run one would start threads
         return True
     return False
@@ -150,21 +149,18 @@ def _is_for_backwards(function: Any, argument: Any) -> bool:
 current_backward: Callable[[], int] = resolve_private(
     "detecting a running backward",
     "torch._C._current_graph_task_id",
-    probe=lambda ask: ask() == -1,
     lost="every backward through a region",
 )
 # Calls a function when the backward that runs on this thread has finished without an error.
 on_backward_end: Callable[[Callable[[], None]], None] = resolve_private(
     "a callback at the end of a backward",
     "torch.autograd.Variable._execution_engine.queue_callback",
-    probe=lambda queue: _is_for_backwards(queue, lambda: None),
     lost="every backward through a region that saves more than one tensor",
 )
 # The node whose backward runs on this thread, None if no backward does.
 current_node: Callable[[], Any] = resolve_private(
     "the autograd node that is running",
     "torch._C._current_autograd_node",
-    probe=lambda ask: ask() is None,
     lost="backwards through custom functions inside of regions, and plans",
 )
 # Autograd numbers its nodes in the order in which they are made: that tells where in the forward pass a node belongs.
@@ -178,7 +174,7 @@ next_node_number: Callable[[], int] = resolve_private(
 _will_run: Callable[[Any], bool] = resolve_private(
     "detecting what a running backward will compute",
     "torch._C._will_engine_execute_node",
-    probe=lambda ask: _is_for_backwards(ask, _ones().exp().grad_fn),
+    probe=_is_for_backwards,
     without=lambda node: False,
     lost="under `shared_recompute` recomputed tensors stay until autograd frees the graph",
 )
@@ -412,7 +408,6 @@ def _unpack(packed: Any) -> Tensor:
 _set_versions = resolve_private(
     "restoring a buffer without a new version",
     "torch._C._autograd._unsafe_set_version_counter",
-    probe=lambda put: put((x := torch.zeros(1, device="cpu"),), (3,)) is None and x._version == 3,
     lost="regions that write to buffers",
 )
 
@@ -422,21 +417,10 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     _set_versions(tuple(tensors), tuple(versions))
 
 
-def _counts_below_autograd(exclude: Any, views: Any) -> bool:
-    x = torch.empty(1, device="cpu")
-    with exclude(views, True):  # as it is in a dispatch mode
-        apart = x.detach()
-        with exclude(views, False):
-            together = x.detach()
-    x.zero_()
-    return (apart._version, together._version) == (0, 1)
-
-
 _exclude, _VIEWS = resolve_private(
     "version counters of aliases in a dispatch mode",
     "torch._C._SetExcludeDispatchKeyGuard",
     "torch._C.DispatchKey.ADInplaceOrView",
-    probe=_counts_below_autograd,
     lost="offloading by policies of torch's selective checkpointing",
 )
 

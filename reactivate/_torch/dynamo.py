@@ -33,7 +33,6 @@ _set_strategy, _Strategy, _Action = resolve_private(
 prefer_version_used_last: Callable[[bool], Any] = resolve_private(
     "choosing the oldest compiled version that fits",
     "torch._C._dynamo.eval_frame._set_lru_cache",
-    probe=callable,  # there is no question for what it was before
     without=lambda is_on: None,  # as in torch 2.9
     lost="a recomputation may use another compiled version of a function that fits",
 )
@@ -223,7 +222,6 @@ last_script_graph: Callable[[], Any] = resolve_private(
 count_of_profiled_runs: Callable[[], int] = resolve_private(
     "the number of calls that TorchScript profiles",
     "torch._C._jit_get_num_profiled_runs",
-    probe=lambda ask: ask() >= 0,
     lost="regions with scripted functions",
 )
 

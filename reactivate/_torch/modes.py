@@ -15,28 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from reactivate._torch.private_api import find, is_missing, resolve_private
 from reactivate._torch.rng import accelerator_device
 
 # -- stacks of modes --------------------------------------------------------------------------------------------------
-
-
-def _is_stack(mode: Any, count: Any, at: Any, push: Any, pop: Any) -> bool:
-    before = count()
-    push(mode)
-    is_there = count() == before + 1 and at(before) is mode
-    return pop() is mode and is_there and count() == before
-
-
-def _hides_modes(is_any: Any, disabled: Any) -> bool:
-    with TorchFunctionMode():
-        with disabled():
-            is_hidden = not is_any()
-        return is_hidden and is_any()
-
 
 push_function_mode: Callable[[Any], None]
 pop_function_mode: Callable[[], Any]
@@ -46,7 +30,6 @@ _count_function_modes, _function_mode_at, push_function_mode, pop_function_mode 
     "torch._C._get_function_stack_at",
     "torch._C._push_on_torch_function_stack",
     "torch._C._pop_torch_function_stack",
-    probe=lambda *names: _is_stack(TorchFunctionMode(), *names),
     lost="every region",
 )
 is_function_mode_active: Callable[[], bool]
@@ -55,7 +38,6 @@ is_function_mode_active, without_function_modes = resolve_private(
     "looks at tensors that no function mode sees",
     "torch._C._is_torch_function_mode_enabled",
     "torch._C.DisableTorchFunction",
-    probe=_hides_modes,
     lost="every region",
 )
 is_dispatch_mode_active: Callable[[], int]
@@ -65,7 +47,6 @@ is_dispatch_mode_active, _dispatch_mode_at, _push_dispatch_mode, _pop_dispatch_m
     "torch._C._get_dispatch_stack_at",
     "torch._C._push_on_torch_dispatch_stack",
     "torch._C._pop_torch_dispatch_stack",
-    probe=lambda count, at, push, pop: _is_stack(TorchDispatchMode(), count, at, push, lambda: pop(None)),
     lost="every region",
 )
 

@@ -181,7 +181,6 @@ _reset_state, _rebuild_buckets = resolve_private(
     "a reducer of gradients, ready for another step",
     "torch._C._distributed_c10d.Reducer._reset_state",
     "torch._C._distributed_c10d.Reducer._rebuild_buckets",
-    probe=lambda reset, rebuild: callable(reset) and callable(rebuild),
     lost="`guard_memory` for models in `DistributedDataParallel`",
 )
 

@@ -131,7 +131,6 @@ def tensors_in(args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 _FakeWork = resolve_private(
     "the handle of a collective that is done",
     "torch._C._distributed_c10d.FakeWork",
-    probe=lambda kind: bool(kind().wait()) and kind().boxed() is not None,
     lost="plans of models that are sharded already: plan first, shard later",
 )
 _ProcessGroup, _world, _work_of = resolve_private(
@@ -139,10 +138,6 @@ _ProcessGroup, _world, _work_of = resolve_private(
     "torch._C._distributed_c10d.ProcessGroup",
     "torch.distributed.distributed_c10d._world",
     "torch._C._distributed_c10d._create_work_from_future",
-    probe=lambda kind, world, work_of: (
-        all(map(callable, (kind.unbox, kind._get_sequence_number_for_group, work_of)))
-        and isinstance(world.pg_map, dict)
-    ),
     lost="`guard_memory` on several ranks",
 )
 _number_in_flight: Callable[[], int] = resolve_private(
@@ -220,7 +215,6 @@ _called, _called_overload = resolve_private(
     "observing calls of ops",
     "torch.ops.aten.sin._op",
     "torch.ops.aten.sin.default._op",
-    probe=lambda called, overload: callable(called) and callable(overload),
     lost="the detection of collectives in place that are called as ops, on what a saved call has returned",
 )
 # All of these write to their first argument, or to `out`.
@@ -242,30 +236,27 @@ _FUNCTIONAL_OPS = (
 )
 
 
-class CollectiveWrites(Replaced):
-    """Tells of tensors that collectives in place are about to write to: no version counter moves.
+def collective_writes(tell: Callable[[Any], None]) -> Replaced:
+    """Return what tells, while it is begun, of tensors that collectives in place are about to write to.
 
-    Meanwhile the methods of process groups, which `torch.distributed` calls, and the ops in `torch.ops` are wrapped.
+    No version counter moves then. The methods of process groups, which `torch.distributed` calls, and the ops in
+    `torch.ops` are wrapped.
 
     Args:
         tell: called with a tensor, or lists of them.
     """
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
-        self._tell = tell
-        super().__init__(self._writing)
-
-    def _writing(self) -> Iterator[tuple[Any, str, Any]]:
-        for owner, name in _writing():
-            yield owner, name, self._told(getattr(owner, name), is_method=isinstance(owner, type))
-
-    def _told(self, function: Callable[..., Any], *, is_method: bool) -> Callable[..., Any]:
-        def told(*args: Any, **kwargs: Any) -> Any:
+    def told(function: Callable[..., Any], is_method: bool) -> Callable[..., Any]:
+        def telling(*args: Any, **kwargs: Any) -> Any:
             given = (*args[is_method:], *kwargs.values())
-            self._tell(kwargs.get("out", given[:1]))
+            tell(kwargs.get("out", given[:1]))
             return function(*args, **kwargs)
 
-        return told
+        return telling
+
+    return Replaced(
+        lambda: [(owner, name, told(getattr(owner, name), isinstance(owner, type))) for owner, name in _writing()]
+    )
 
 
 def _writing() -> Iterator[tuple[Any, str]]:

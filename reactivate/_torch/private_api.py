@@ -1,7 +1,7 @@
-"""Private names of torch: each is tried out by a probe, and where one fails a public way takes its place.
+"""Private names of torch: where there is another way, a probe tries the name out, and the way is taken if it fails.
 
-No version number is read. A name that is gone, or does something else, stops no import: where there is no public way, what
-has been looked for raises when it is used, and says so.
+No version number is read. A name that is gone stops no import: where there is no public way, what has been looked for
+raises when it is used, and says so.
 """
 
 from __future__ import annotations
@@ -82,7 +82,12 @@ def find(path: str) -> Any:
 
 
 def resolve_private(
-    what: str, *names: str, probe: Callable[..., bool], public: Any = None, without: Any = None, lost: str = ""
+    what: str,
+    *names: str,
+    probe: Callable[..., bool] | None = None,
+    public: Any = None,
+    without: Any = None,
+    lost: str = "",
 ) -> Any:
     """Return what private names stand for if they do what they are relied on for, otherwise the public way.
 
@@ -90,7 +95,8 @@ def resolve_private(
         what: what they are for.
         names: what is needed together, from `torch` on.
         probe: tries it out: (what the names stand for) -> whether it does it. It may raise. It leaves everything as it was:
-            it runs no backward, which would start threads, and initialises no device.
+            it runs no backward, which would start threads, and initialises no device. Without one it is enough that the
+            names are there: where there is nothing else to take, and one that does something else is seen at once.
         public: what does the same; with several names one for each. None if there is nothing.
         without: what to use where there is neither. None if what needs it cannot work.
         lost: what does not work then, or works less well.
@@ -99,7 +105,7 @@ def resolve_private(
         one of these; with several names a tuple.
     """
     found: Any = tuple(map(find, names))
-    is_fast = not any(map(is_missing, found)) and bool(_tried(probe, found))
+    is_fast = not any(map(is_missing, found)) and (probe is None or bool(_tried(probe, found)))
     ways.append(Way(names, what, is_fast, lost))
     if not is_fast and (public is not None or without is not None):
         return without if public is None else public
@@ -130,7 +136,7 @@ def _tried(probe: Callable[..., Any], found: tuple[Any, ...]) -> Any:
 
 
 class Replaced:
-    """Attributes of torch's that have other values as long as anyone wants it, on whatever thread.
+    """Attributes of classes and modules that have other values as long as anyone wants it, on whatever thread.
 
     Args:
         places: () -> (owner, name, value) of each.
@@ -148,14 +154,19 @@ class Replaced:
             self._users += 1
             if self._users == 1:
                 for owner, name, value in self._places():
-                    self._replaced.append((owner, name, value, vars(owner)[name]))
+                    self._replaced.append((owner, name, value, vars(owner).get(name, _INHERITED)))
                     setattr(owner, name, value)
 
-    def end(self) -> None:
-        """End what one `begin` began."""
+    def end(self) -> bool:
+        """End what one `begin` began; return whether it was the last one."""
         with self._changing:
             self._users -= 1
             while self._replaced and not self._users:
                 owner, name, value, original = self._replaced.pop()
                 if vars(owner).get(name) is value:
-                    setattr(owner, name, original)
+                    delattr(owner, name) if original is _INHERITED else setattr(owner, name, original)
+            return not self._users
+
+
+_INHERITED = object()
+"""What was there of an attribute that a base class has."""

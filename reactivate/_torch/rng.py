@@ -26,7 +26,6 @@ accelerator_device: Callable[[], torch.device | None] = resolve_private(
 register_device_module: Callable[[str, Any], None] = resolve_private(
     "registering the module of a device",
     "torch._register_device_module",
-    probe=callable,
     lost="regions on XLA, with a torch_xla that registers none",
 )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from reactivate._torch.autograd import base_of, is_forward_mode_active, view_again
-from reactivate._torch.modes import copy_unseen, function_modes, is_function_mode_active, without_function_modes
+from reactivate._torch.modes import copy_unseen, function_modes, without_function_modes
 from reactivate._torch.ops import flatten, tensors_in, unflatten
 from reactivate._xla.aliases import Aliases
 from reactivate._xla.fence import fences
@@ -68,8 +68,6 @@ def through_exit(region: Any, result: Any, call: Any) -> Any:
     region.fence = kind, known[kind]
     region.entries = list(map(call.spec_of, given))
     region.named = unwritten(region.named, kind)
-    if not is_function_mode_active():
-        return _handed_out(region, result, given)
     modes = [mode for mode in function_modes() if isinstance(mode, Aliases)]
     with without_function_modes():
         handed = _handed_out(region, result, given)

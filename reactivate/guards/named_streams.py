@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from copy import deepcopy
+from typing import Any
 from weakref import ref
 
 import torch
@@ -51,22 +52,33 @@ def tensor_parallel_seeds(
     }
 
 
-class StreamStates(NamedTuple):
+class StreamStates:
     """The streams of a tracker, as they were.
+
+    Args:
+        tracker: the tracker.
 
     Attributes:
         current: the one that torch's generators draw from; None if that is no stream of the tracker.
         states: of all streams; that of `current` is out of date.
     """
 
-    current: str | None
-    states: dict[str, _State]
+    __slots__ = ("_tracker", "current", "states")
+
+    def __init__(self, tracker: RngTracker) -> None:
+        self._tracker = tracker
+        self.current, self.states = tracker._current, dict(tracker._states)
 
     def is_same(self, other: StreamStates) -> bool:
         """Return whether nothing was drawn in between."""
         if self.current != other.current or self.states.keys() != other.states.keys():
             return False
         return all(self.states[name] is other.states[name] for name in self.states)
+
+    def held(self) -> list[Any]:
+        """Return the states that have no other holder: those that the tracker has are there anyway."""
+        theirs = set(map(id, self._tracker._states.values()))
+        return [state for state in self.states.values() if id(state) not in theirs]
 
 
 class RngTracker:
@@ -127,7 +139,7 @@ class RngTracker:
         found = dict(self._states)
         if self._current is not None:
             found[self._current] = _read(found[self._current]["seed"])
-        return {name: _copied(state) for name, state in found.items()}
+        return deepcopy(found)
 
     def set_states(self, states: dict[str, _State]) -> None:
         """Set all streams to what `get_states` gave.
@@ -137,7 +149,7 @@ class RngTracker:
         """
         if self._current is not None and self._current not in states:
             raise UsageError(f"set_states is inside of fork({self._current!r}), and has no state of that stream.")
-        self._states = {name: _copied(state) for name, state in states.items()}
+        self._states = deepcopy(dict(states))
         if self._current is not None:
             _write(self._states[self._current])
 
@@ -165,36 +177,11 @@ class RngTracker:
 
     def recompute_state(self) -> StreamStates:
         """Return what a recomputation has to see again: the streams that are not drawn from now, and which one is."""
-        return StreamStates(self._current, dict(self._states))
+        return StreamStates(self)
 
     def load_recompute_state(self, state: StreamStates) -> None:
         """Go back to what `recompute_state` gave. Torch's generators are the affair of other guards."""
         self._current, self._states = state.current, dict(state.states)
-
-
-class AllTrackers:
-    """The streams of every tracker that there is, as they are now."""
-
-    __slots__ = ("_states",)
-
-    def __init__(self) -> None:
-        found = [reference() for reference in list(trackers)]
-        self._states = {tracker: tracker.recompute_state() for tracker in found if tracker is not None}
-
-    def load(self) -> None:
-        """Set the trackers to it."""
-        for tracker, states in self._states.items():
-            tracker.load_recompute_state(states)
-
-    def is_same(self, other: AllTrackers) -> bool:
-        """Return whether nothing was drawn in between from the streams of `other`."""
-        now = self._states
-        return all(tracker in now and now[tracker].is_same(states) for tracker, states in other._states.items())
-
-    def held(self) -> list[Any]:
-        """Return the states that have no other holder: those that the trackers have are there anyway."""
-        theirs = {id(state) for tracker in self._states for state in tracker.recompute_state().states.values()}
-        return [item for noted in self._states.values() for item in noted.states.values() if id(item) not in theirs]
 
 
 def _read(seed: int) -> _State:
@@ -213,13 +200,3 @@ def _write(state: _State) -> None:
                 backend.write_rng(state[backend.device_type])
             else:
                 backend.seed_rng(state["seed"])
-
-
-def _copied(state: _State) -> _State:
-    return {key: _copy(value) for key, value in state.items()}
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -29,7 +29,7 @@ from reactivate._torch.rng import accelerator_device
 from reactivate._types import Call, Guard
 from reactivate.errors import RecomputeMismatchError
 from reactivate.guards._base import Rewound
-from reactivate.guards.named_streams import AllTrackers, trackers
+from reactivate.guards.named_streams import StreamStates, trackers
 
 
 class RngState(NamedTuple):
@@ -124,8 +124,10 @@ class Rng(Guard):
             return snapshot
         devices = [(item, item.read_rng() if item.is_initialized() else None) for item in self._backends or backends()]
         others: list[Any] = [(*_ways(item), state_of_generator(item), _no_difference) for item in call.generators]
-        if trackers:
-            others.append((AllTrackers, AllTrackers.load, AllTrackers(), AllTrackers.is_same))
+        for tracker in [reference() for reference in list(trackers)]:
+            if tracker is not None:
+                now = tracker.recompute_state()
+                others.append((tracker.recompute_state, tracker.load_recompute_state, now, StreamStates.is_same))
         return RngState(snapshot, devices, others)
 
     def after(self, token: RngSnapshot | RngState) -> RngSnapshot | RngState:

@@ -24,7 +24,7 @@ from reactivate._modules.paths import is_below
 from reactivate._passes.observing import observed_by
 from reactivate._region.accounts import held_by, storages_of
 from reactivate._region.region import Region
-from reactivate._saved_calls.saved_call import Kept, KeptAnyway
+from reactivate._saved_calls.saved_call import Kept
 from reactivate._torch.autograd import SavedTensor, data_of
 from reactivate._torch.modules import without_reducing
 from reactivate._torch.ops import flatten
@@ -197,9 +197,9 @@ class _Recorder(TorchDispatchMode):
             self.found[path] = tuple(call.without(there) for call in self._calls)
 
     def _calls_of(self, region: Region) -> Iterator[RecordedCall]:
-        calls = region.saved_calls
+        calls, slots = region.saved_calls, region.slots or []
         for call, following in zip(calls, [*(call.start for call in calls[1:]), len(region.saved)]):
-            own = [region.call_slots[number]() for number in range(call.start, call.stop)]
+            own = [slots[number]() for number in range(call.start, call.stop)]
             is_needed = any(map(region.is_recomputed, range(call.stop, following)))
             yield RecordedCall(
                 self._names[id(call)],
@@ -215,7 +215,7 @@ def _memory_of(kept: Iterable[Any]) -> dict[int, int]:
     """Return the bytes behind tensors that are kept, by the address of each memory; parameters are there anyway."""
     found: dict[int, int] = {}
     for item in kept:
-        if not isinstance(item, Kept) or isinstance(item, KeptAnyway):
+        if not isinstance(item, Kept) or item.is_there_anyway:
             continue
         handle = data_of(item.handle) if isinstance(item.handle, SavedTensor) else item.handle
         found |= _memory_in(list(held_by(handle)))
