@@ -242,19 +242,19 @@ class _Tracer(TorchDispatchMode):
         self._resized.look()
         self._look_at_sum()
         before = self._live_bytes
-        for leaf in leaves_at_op((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self.know(leaf)
+        given = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in given:
+            self.know(tensor)
         self._enter_numbers(traits, args)
         result = func(*args, **kwargs)
         if traits.writes:
             self._resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
+        made = [leaf for leaf in leaves_at_op(result) if isinstance(leaf, Tensor)]
         has_own_sizes = self.trace.is_real or traits.is_of_data  # no two calls need return as much
-        sizes = iter(() if has_own_sizes else cost.result_bytes)
-        for leaf in leaves_at_op(result):
-            if isinstance(leaf, Tensor):
-                self._enter(leaf, traits.name, next(sizes, 0))
+        sizes = () if has_own_sizes else cost.result_bytes
+        for number, tensor in enumerate(made):
+            self._enter(tensor, traits.name, sizes[number] if number < len(sizes) else 0)
         turn, position, is_backward = self._place.now()
         live = self._live_bytes
         top = max(live, before + cost.top_bytes)
@@ -264,12 +264,7 @@ class _Tracer(TorchDispatchMode):
         self.trace.ops.append(op)
         self.trace.costs.append(cost)
         if self._scope is not None:
-            given, made = (
-                [leaf for leaf in leaves_at_op(of) if isinstance(leaf, Tensor)] for of in ((args, kwargs), result)
-            )
-            has_numbers = (
-                self.trace.is_real and traits.is_of_data
-            )  # fake tensors have none, and say where these are missed
+            has_numbers = self.trace.is_real and traits.is_of_data  # fake tensors have none, and say where these are missed
             reads_numbers = has_numbers and (not traits.is_index or any(map(_is_mask, given[1:])))
             self._scope.ran(given, made, self._module_now(), reads_numbers=reads_numbers)
         if self._watch is not None:
