@@ -30,6 +30,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count, groupby, pairwise, repeat
 from operator import attrgetter, itemgetter
 from typing import TypeVar
@@ -42,15 +43,18 @@ Item = TypeVar("Item")
 
 
 class Infeasible(Exception):
-    """No choice fits the budget.
+    """No choice of a chain fits the budget."""
 
-    Attributes:
-        least_bytes: the smallest budget that one fits.
-    """
+    def __init__(self, chain: Chain) -> None:
+        super().__init__(chain)
 
-    def __init__(self, least_bytes: int) -> None:
-        super().__init__(f"No choice fits the budget: the smallest that one fits is {least_bytes} bytes.")
-        self.least_bytes = least_bytes
+    @cached_property
+    def least_bytes(self) -> int:
+        """The smallest budget that one fits: found out when it is asked for, since that takes as long as a budget does."""
+        return Problem(self.args[0]).least_bytes
+
+    def __str__(self) -> str:
+        return f"No choice fits the budget: the smallest that one fits is {self.least_bytes} bytes."
 
 
 @dataclass(frozen=True)
@@ -288,7 +292,7 @@ class Problem:
         if not self._whole and math.isinf(most_bytes):
             raise ValueError(f"Whatever is chosen, the storage would keep more than {chain.limit_bytes} bytes.")
         if not self._whole:
-            raise Infeasible(Problem(chain).least_bytes)
+            raise Infeasible(chain)
         self.least_bytes: int = self._whole[0][0]
 
     def _moves_at(self, start: int) -> list[_Move]:
@@ -376,7 +380,7 @@ class Problem:
         """
         fitting = [ending for ending in self._whole if ending[0] <= budget_bytes]
         if not fitting:
-            raise Infeasible(self.least_bytes)
+            raise Infeasible(self._chain)
         ending = min(fitting, key=_TIME_AND_NEED)
         options: list[Option] = []
         while len(options) < len(self._moves):

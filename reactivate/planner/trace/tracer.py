@@ -264,7 +264,8 @@ class _Tracer(TorchDispatchMode):
         self.trace.ops.append(op)
         self.trace.costs.append(cost)
         if self._scope is not None:
-            has_numbers = self.trace.is_real and traits.is_of_data  # fake tensors have none, and say where these are missed
+            # Fake tensors have no numbers, and say where these are missed.
+            has_numbers = self.trace.is_real and traits.is_of_data
             reads_numbers = has_numbers and (not traits.is_index or any(map(_is_mask, given[1:])))
             self._scope.ran(given, made, self._module_now(), reads_numbers=reads_numbers)
         if self._watch is not None:
