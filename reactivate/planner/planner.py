@@ -6,6 +6,7 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
@@ -36,6 +37,7 @@ from reactivate.planner.runner import StepRunner
 from reactivate.planner.search import ProvenStep, Search, SharedSearch, storage_menus
 from reactivate.planner.shapes import call_inputs
 from reactivate.planner.simulator import Simulator
+from reactivate.planner.solve import ever_faster
 from reactivate.planner.step import StepFacts, TrainingStep
 from reactivate.planner.table import CandidateTable, TraceSummary, plan_rounds, summarize
 from reactivate.planner.target import Target, available_bytes
@@ -383,11 +385,8 @@ class Planner:
             smallest = next(search for search in self._storage_searches if search.offer is choice.offer).smallest()
             items = [choice] if smallest.trace.failures else [smallest, choice]
             points += [Point(f"planned, {use.name}", total + item.trace.peak_bytes, item.seconds) for item in items]
-        found: list[Point] = []
-        for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
-            if not found or point.seconds < found[-1].seconds:
-                found.append(point)
-        return tuple(found)
+        points.sort(key=lambda point: (point.peak_bytes, point.seconds))
+        return tuple(ever_faster(points, attrgetter("seconds")))
 
     @functools.cached_property
     def _points(self) -> tuple[Point, ...]:

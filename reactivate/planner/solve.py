@@ -287,7 +287,7 @@ class Problem:
             if self._is_moving:  # with copies to compare, the work grows with the square of what is compared
                 self._endings.append(_unbeaten(self._thinned(endings)))
             else:
-                self._endings.append(self._thinned(list(_ever_faster(endings, _TIME))))
+                self._endings.append(self._thinned(list(ever_faster(endings, _TIME))))
         self._whole = self._endings[-1]
         if not self._whole and math.isinf(most_bytes):
             raise ValueError(f"Whatever is chosen, the storage would keep more than {chain.limit_bytes} bytes.")
@@ -412,7 +412,7 @@ class Problem:
             if solution.peak_bytes > low:
                 found[solution.peak_bytes] = solution
                 gaps.append((low, solution.peak_bytes))
-        return list(_ever_faster([found[peak] for peak in sorted(found)], attrgetter("seconds")))
+        return list(ever_faster([found[peak] for peak in sorted(found)], attrgetter("seconds")))
 
 
 def _least_held(moves: Sequence[Sequence[_Move]]) -> list[int]:
@@ -461,7 +461,7 @@ def _smallest(endings: Sequence[_Ending]) -> list[_Ending]:
     return [found[index * (len(found) - 1) // (_MOST_SMALLEST - 1)] for index in range(_MOST_SMALLEST)]
 
 
-def _ever_faster(items: Iterable[Item], time: Callable[[Item], float]) -> Iterator[Item]:
+def ever_faster(items: Iterable[Item], time: Callable[[Item], float]) -> Iterator[Item]:
     """Drop what is no faster than something before it."""
     least = math.inf
     for item in items:
