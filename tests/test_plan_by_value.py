@@ -50,7 +50,9 @@ def test_every_choice_leaves_the_step_as_it_is(name: str) -> None:
     torch.manual_seed(0)
     case = MODELS[name]()
     found = prepared(case)
-    calls = found._simulator.record({path: found._called[path].functions for path in found.units}, found.profile.costs, 0)
+    calls = found._simulator.record(
+        {path: found._called[path].functions for path in found.units}, found.profile.costs, 0
+    )
     assert calls.keys() == found.units.keys()
     least = held_in(found, dict.fromkeys(found.units, FULL))
     for share in (0.3, 0.6, 0.9):

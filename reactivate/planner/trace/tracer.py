@@ -48,6 +48,7 @@ _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_o
 
 _AROUND_MODES = ("torch._dynamo.", "torch._compile")  # modules of functions that torch wraps a mode's in
 _INDEXING = frozenset({"index", "_unsafe_index"})
+_MASKS = (torch.bool, torch.uint8)  # the dtypes of masks
 
 
 class _Traits(NamedTuple):
@@ -72,10 +73,6 @@ class _Traits(NamedTuple):
 def _traits_of(op: Any) -> _Traits:
     name, is_of_data = name_of(op), not _OF_DATA.isdisjoint(op.tags)
     return _Traits(name, is_of_data, name in _INDEXING, bool(written_arguments(op)), tensor_positions(op))
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bool, torch.uint8)
 
 
 @contextmanager
@@ -266,7 +263,7 @@ class _Tracer(TorchDispatchMode):
         if self._scope is not None:
             # Fake tensors have no numbers, and say where these are missed.
             has_numbers = self.trace.is_real and traits.is_of_data
-            reads_numbers = has_numbers and (not traits.is_index or any(map(_is_mask, given[1:])))
+            reads_numbers = has_numbers and (not traits.is_index or any(tensor.dtype in _MASKS for tensor in given[1:]))
             self._scope.ran(given, made, self._module_now(), reads_numbers=reads_numbers)
         if self._watch is not None:
             self._watch(top)
