@@ -260,7 +260,7 @@ def measured_chain(subject: Subject, device: torch.device) -> Chain:
     """The problem that `reactivate.plan` solves for this model."""
     step = TrainingStep(subject.model, subject.args, subject.kwargs, subject.loss)
     place = find_target(subject.model, subject.args, dict(subject.kwargs), device)
-    return shortened(Planner(step, place, None, lambda text: None).prepare().chain)
+    return shortened(Planner(step, place, None, lambda text: None).prepare().search.chain)
 
 
 def shortened(chain: Chain) -> Chain:

@@ -209,7 +209,7 @@ def compare(name: str, small: bool = False) -> Compared:
     planner = Planner(step, find_target(model, (x,), {}, None), None, lambda _: None).prepare()
     with torch.enable_grad():
         given = model.first(x).detach().requires_grad_()
-        graph = graph_of(model.run, given, [*model.parameters(), *model.buffers()], planner.costs)
+        graph = graph_of(model.run, given, [*model.parameters(), *model.buffers()], planner.profile.costs)
     result_bytes = given.nbytes  # as large as what comes out, which is there anyway
     fixed, planned = ([_choices(planner, path, is_fixed) for path in planner.units] for is_fixed in (True, False))
     exact = frontier(graph)

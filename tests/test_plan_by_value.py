@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def test_every_choice_leaves_the_step_as_it_is(name: str) -> None:
     torch.manual_seed(0)
     case = MODELS[name]()
     found = prepared(case)
-    calls = found._simulator.record({path: found._called[path].functions for path in found.units}, found.costs, 0)
+    calls = found._simulator.record(
+        {path: found._called[path].functions for path in found.units}, found.profile.costs, 0
+    )
     assert calls.keys() == found.units.keys()
     least = held_in(found, dict.fromkeys(found.units, FULL))
     for share in (0.3, 0.6, 0.9):
@@ -80,10 +83,10 @@ def test_what_is_known_of_calls_is_what_a_step_shows() -> None:
     """Bytes to the byte; of the time, which calls are recomputed."""
     torch.manual_seed(0)
     planned = prepared(gpt(layers=2))
-    planned.costs = _Ones()
+    planned.profile = replace(planned.profile, costs=_Ones())
     path = "blocks.0"
     functions = planned._called[path].functions
-    calls = planned._simulator.record({path: functions}, planned.costs, 0)[path]
+    calls = planned._simulator.record({path: functions}, planned.profile.costs, 0)[path]
     names = [call.name for call in calls if not call.reason]
     assert {CallName("mlp.4"), CallName("attn", "scaled_dot_product_attention")} <= set(names)
     seen = {call.name: {**call.saved, **call.results} for call in calls}
@@ -149,8 +152,8 @@ def test_where_memory_is_scarce_calls_are_recorded_without_any(
     if not can_simulate:
         monkeypatch.setattr(TrainingStep, "on_fakes", lack_values)
     functions = {"blocks.0": found._called["blocks.0"].functions}
-    scarce = found._simulator.record(functions, found.costs, 10**18)
-    roomy = found._simulator.record(functions, found.costs, 0)["blocks.0"]
+    scarce = found._simulator.record(functions, found.profile.costs, 10**18)
+    roomy = found._simulator.record(functions, found.profile.costs, 0)["blocks.0"]
     if can_simulate:
         assert [call.name for call in scarce["blocks.0"]] == [call.name for call in roomy]
         sizes = ([sum(call.results.values()) for call in calls] for calls in (scarce["blocks.0"], roomy))

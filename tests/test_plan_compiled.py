@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import reactivate
 from reactivate import Plan
 from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner.runner import holding_compiled
+from reactivate.planner.planner import holding_compiled
 
 TOKENS = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(0))
 

@@ -129,12 +129,12 @@ def test_spans_come_to_what_their_step_does(make: Callable[[], Case]) -> None:
     """To the byte, though several containers were tried in one step; and the seconds are those of its ops."""
     planner = planner_of(make())
     table = planner.table
-    keep = planner.chain.menus
+    keep = planner.search.chain.menus
     assert len(table.spans) >= 4
     for span in table.spans:
         stop = span.start + len(span.options)
         entries = [*(menu[0] for menu in keep[: span.start]), *span.options, *(menu[0] for menu in keep[stop:])]
-        promised = planner.chain.solution_of(entries)
+        promised = planner.search.chain.solution_of(entries)
         (path,) = {entry.span for entry in span.options}
         candidate = next(item for item in planner.all_menus[path] if item.name == span.options[0].name)
         trace, reading = planner.attempt({path: candidate})

@@ -147,11 +147,11 @@ def test_a_member_that_is_called_elsewhere_too_is_in_no_span() -> None:
 def test_spans_come_to_what_their_step_does(make: Callable[[], Case]) -> None:
     """Though most have the figures of another span, which is equal."""
     planner = planner_of(make())
-    table, keep = planner.table, planner.chain.menus
+    table, keep = planner.table, planner.search.chain.menus
     for span in table.spans:
         stop = span.start + len(span.options)
         entries = [*(menu[0] for menu in keep[: span.start]), *span.options, *(menu[0] for menu in keep[stop:])]
-        promised = planner.chain.solution_of(entries)
+        promised = planner.search.chain.solution_of(entries)
         (path,) = {entry.span for entry in span.options}
         candidate = next(item for item in planner.all_menus[path] if item.name == span.options[0].name)
         trace, reading = planner.attempt({path: candidate})

@@ -169,7 +169,7 @@ def table_of(
     """The figures of units that hold so much, and take so long where everything is recomputed."""
 
     def reading(calls: Sequence[CallSummary]) -> TraceSummary:
-        return TraceSummary(tuple(units), tuple(calls), (0,) * (len(calls) + 1), 0, tuple(units))
+        return TraceSummary(tuple(units), tuple(calls), (0,) * (len(calls) + 1), tuple(units))
 
     table = CandidateTable(reading([CallSummary(size, 9, 1.0) for size in plain_bytes]), units)
     table.enter(reading([CallSummary(1, 9, seconds) for seconds in least_seconds]), dict.fromkeys(units, FULL))
@@ -180,7 +180,7 @@ def test_a_unit_that_is_called_twice_shares_no_figures_with_one_that_is_called_o
     units, paths = {"one": Block(8), "two": Block(8)}, ("one", "two", "two")
 
     def reading(size: int) -> TraceSummary:
-        return TraceSummary(paths, (CallSummary(size, 9, 1.0),) * 3, (0,) * 4, 0, paths)
+        return TraceSummary(paths, (CallSummary(size, 9, 1.0),) * 3, (0,) * 4, paths)
 
     table = CandidateTable(reading(5), units)
     table.enter(reading(1), {"two": FULL})

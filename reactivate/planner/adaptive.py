@@ -47,7 +47,7 @@ def adaptive_plan(planner: Planner, plan: Plan) -> AdaptivePlan:
             'plan(shapes="adaptive"): this step cannot be simulated, not even with the values that a real one has told, and '
             "plans for other shapes are made by simulation. Plan the longest batch."
         )
-    step, target, optimizer, profiled = planner.step, planner.target, planner.optimizer, planner.profiled()
+    step, target, optimizer, profiled = planner.step, planner.target, planner.optimizer, planner.profile
     loss, caller = step.loss, step.caller
 
     def planner_of(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planner:
@@ -195,7 +195,7 @@ class AdaptivePlan(PerCall):
         with paused(model), older_objects_left_out():
             planner = self._planner_of(model, args, kwargs)
             self._trace_plain(planner, shapes)
-            candidates, peak_bytes, seconds = choose(planner, self.budget_bytes)
+            candidates, peak_bytes, seconds = _choose(planner, self.budget_bytes)
         plain_bytes = planner.fixed.total + planner.plain.peak_bytes
         if peak_bytes > self.budget_bytes:
             warn(
@@ -250,7 +250,7 @@ class ShapePlan:
         return sum(candidate != KEEP for candidate in self.candidates.values())
 
 
-def choose(planner: Planner, budget_bytes: int) -> tuple[dict[str, Candidate], int, float]:
+def _choose(planner: Planner, budget_bytes: int) -> tuple[dict[str, Candidate], int, float]:
     """Return the fastest candidates with which a step holds a budget, its peak, and the time that they take.
 
     If none holds it, those with the least peak.

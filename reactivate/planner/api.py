@@ -29,9 +29,9 @@ from reactivate.planner.head import HEADS, Head
 from reactivate.planner.maximize import largest
 from reactivate.planner.offload import storages_in
 from reactivate.planner.plan import Plan
-from reactivate.planner.planner import Planner
+from reactivate.planner.planner import Planner, holding_compiled
 from reactivate.planner.progress import older_objects_left_out, progress
-from reactivate.planner.runner import check_compiled, holding_compiled
+from reactivate.planner.runner import check_compiled
 from reactivate.planner.step import UNLABELLED, Loss, TrainingStep
 from reactivate.planner.target import find_target
 

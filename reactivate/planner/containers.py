@@ -92,17 +92,13 @@ def with_containers(
     tried = _tried(containers, table.plain)
     for group in _apart(list(tried)):
         called = group
-        for number in range(
-            len(group[0].candidates)
-        ):  # the first is the whole: where that makes no region, nothing does
+        for number in range(len(group[0].candidates)):  # the first is the whole: where it is no region, nothing is
             chosen = {item.path: item.candidates[number] for item in called}
             summary = attempt(chosen)[1] if chosen else table.plain
             called = [item for item in called if any(call.regions for call in summary.calls[item.start : item.stop])]
             if summary.paths == table.plain.paths:
                 for item in called:
-                    span = summarize_span(
-                        chosen[item.path].name, item.path, item.start, item.stop, summary, table.plain
-                    )
+                    span = _summarize_span(item, chosen[item.path].name, summary, table.plain)
                     table.spans += [span.at(other.start, other.path) for other in tried[item]]
     return {**menus, **{item.path: item.candidates for item in containers}}
 
@@ -134,11 +130,12 @@ def _apart(containers: Sequence[Container]) -> list[list[Container]]:
     """Return groups of containers that can be tried in one step: between two of them lies a call that is kept."""
     groups: list[list[Container]] = []
     for container in containers:
-        group = next((group for group in groups if all(_are_apart(container, other) for other in group)), None)
-        if group is None:
-            groups.append([container])
+        for group in groups:
+            if all(_are_apart(container, other) for other in group):
+                group.append(container)
+                break
         else:
-            group.append(container)
+            groups.append([container])
     return groups
 
 
@@ -214,50 +211,40 @@ def _above(path: str) -> Iterator[str]:
 # -- what calls in one region come to ---------------------------------------------------------------------------------
 
 
-def summarize_span(name: str, path: str, start: int, stop: int, summary: TraceSummary, plain: TraceSummary) -> Span:
-    """Return what the calls come to, each by itself, so that they add up to what they take together.
+def _summarize_span(container: Container, name: str, summary: TraceSummary, plain: TraceSummary) -> Span:
+    """Return what the calls in a container come to, each by itself, so that they add up to what they take together.
 
     What runs right before the first call, between the calls and right after the last may be in the region, too. So its time
     is theirs, and so is its memory, if that is more than in the plain step.
 
     Args:
-        path: of the container that is treated.
-        start, stop: the numbers of the first call and of the one after the last.
-        summary: of the step, in which the calls right before and after these are kept.
+        name: of the candidate.
+        summary: of the step, in which the calls right before and after those of the container are kept.
     """
+    start, stop = container.start, container.stop
     first = plain.starts_bytes[0]
     # What is other before the call in front is due to regions before it.
     others = summary.starts_bytes[start - 1] - plain.starts_bytes[start - 1] if start else 0
-
-    def alive_at(call: int) -> int:
-        return plain.starts_bytes[call] - first if call == start else summary.starts_bytes[call] - others - first
-
+    alive = [size - others - first for size in summary.starts_bytes]
+    alive[start] = plain.starts_bytes[start] - first
     tops = [top - others for top in _tops_of(summary)]
-    if tops[2 * start] - alive_at(start) <= plain.outside_bytes[start]:
-        tops[2 * start] = 0
-    if tops[2 * stop] - alive_at(stop) <= plain.outside_bytes[stop]:
-        tops[2 * stop] = 0
+    for edge in (start, stop):
+        if tops[2 * edge] - alive[edge] <= plain.outside_bytes[edge]:
+            tops[2 * edge] = 0
+    seconds = max(0.0, _seconds_of(summary, start, stop) - _seconds_of(plain, start, stop))
     entries = []
     for call in range(start, stop):
-        around = tops[2 * call : 2 * call + 3] if call == start else tops[2 * call + 1 : 2 * call + 3]
-        held = alive_at(call + 1) - alive_at(call)
-        need = max(around) - alive_at(call)
-        seconds = (
-            max(0.0, _seconds_of(summary, start, stop) - _seconds_of(plain, start, stop)) if call == start else 0.0
-        )
-        entries.append(Option(name, seconds, held, need, span=path))
+        need = max(tops[2 * call + (call > start) : 2 * call + 3]) - alive[call]
+        own_seconds = seconds if call == start else 0.0
+        entries.append(Option(name, own_seconds, alive[call + 1] - alive[call], need, span=container.path))
     return Span(start, tuple(entries))
 
 
 def _tops_of(summary: TraceSummary) -> list[int]:
     """Return the most that is alive at each position, the calls and what lies between."""
-    first = summary.starts_bytes[0]
-    tops = []
-    for index, alive in enumerate(summary.starts_bytes):
-        tops.append(alive - first + summary.outside_bytes[index])
-        if index < len(summary.calls):
-            tops.append(alive - first + summary.calls[index].need_bytes)
-    return tops
+    starts, calls = summary.starts_bytes, [call.need_bytes for call in summary.calls]
+    pairs = zip(starts, summary.outside_bytes, [*calls, 0])
+    return [start - starts[0] + need for start, *needs in pairs for need in needs][: 2 * len(calls) + 1]
 
 
 def _seconds_of(summary: TraceSummary, start: int, stop: int) -> float:

@@ -1,4 +1,4 @@
-"""The parts of a plan that say what was decided, for which circumstances, and that nothing fits."""
+"""The errors that say that nothing fits, what would, and what else there is to do."""
 
 from __future__ import annotations
 

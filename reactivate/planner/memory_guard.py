@@ -166,9 +166,7 @@ class _Run:
             if self._cannot:
                 raise CannotCatchUp(self._cannot)
             self._on_ranks.catch_up(self, root_of(self.applied))
-        except (
-            Exception
-        ) as error:  # the ranks cannot meet any more, whatever it is: it is told, and the shortage is raised
+        except Exception as error:  # whatever it is, the ranks cannot meet any more: the shortage is raised
             let_go(error)
             raise _noted(shortage, f"{_in_short(error)}. The other ranks wait for this one") from None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,16 +101,12 @@ def storages_in(storages: Storage | Iterable[Storage] | None) -> dict[str, Stora
     return found
 
 
-def find_offers(storages: Mapping[str, Storage], target: Target) -> tuple[Offer, ...]:
-    """Return the storages as they can be used at a target.
+def offer_of(name: str, storage: Any, target: Target) -> Offer:
+    """Return a storage as it can be used at a target.
 
     Raises:
-        UsageError: one cannot be used there, or its speed is unknown.
+        UsageError: it cannot be used there, or its speed is unknown.
     """
-    return tuple(_offer_of(name, storage, target) for name, storage in storages.items())
-
-
-def _offer_of(name: str, storage: Any, target: Target) -> Offer:
     if isinstance(storage, Host):
         _check_host(storage, target)
     residence = residence_of(storage, on_host=target.is_host)

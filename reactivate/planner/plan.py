@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import repeat
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -22,40 +22,17 @@ from reactivate._modules.spans import span_at
 from reactivate._region.accounts import in_words
 from reactivate._types import Action, Site, Storage
 from reactivate.errors import UsageError
-from reactivate.planner.budget import Budget, parse
+from reactivate.planner.budget import parse
 from reactivate.planner.candidates import Assignment
 from reactivate.planner.contents import Decision, PlanContents, StorageUse
 from reactivate.planner.offload import storages_in
+from reactivate.planner.runner import Measurement, StepRunner
 from reactivate.planner.text import html, text
 from reactivate.planner.units import bucket_bytes, find_units, module_class_name, parameter_digest
 from reactivate.planner.watches import watching_loaded
 from reactivate.policies._base import Interest, ReadyMade
 
 VERSION = 1
-
-
-class Runner(Protocol):
-    """A runner: it can still run the step that a plan was made for."""
-
-    @property
-    def is_shared(self) -> bool:
-        """True if several ranks plan together."""
-
-    @property
-    def device_bytes(self) -> int:
-        """The memory of the device that it runs on; 0 if unknown."""
-
-    def replan(self, budget: Budget | None) -> Plan:
-        """Return the plan for another budget."""
-
-    def least_bytes(self) -> int:
-        """Return the least budget for which there is a plan."""
-
-    def measure(self, plan: Plan, *, compiled: bool | str = False) -> Any:
-        """Run it with `plan`, compiled if that is asked for."""
-
-    def watch(self, model: Module, plan: Plan) -> Callable[[], None]:
-        """Warn when `model` is called with other shapes. Returns what ends that."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,12 +46,12 @@ class Plan(PlanContents, ReadyMade):
         live: the storages themselves, by their names.
     """
 
-    runner: Runner | None = field(default=None, compare=False)
+    runner: StepRunner | None = field(default=None, compare=False)
     live: Mapping[str, Storage] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.runner is not None:  # a file has what the runner said
-            object.__setattr__(self, "device_bytes", self.runner.device_bytes)
+            object.__setattr__(self, "device_bytes", self.runner.target.memory_bytes)
 
     # -- a policy -----------------------------------------------------------------------------------------------------
 
@@ -150,7 +127,7 @@ class Plan(PlanContents, ReadyMade):
 
     # -- its step -------------------------------------------------------------------------------------------------------
 
-    def measure(self, *, compiled: bool | str = False) -> Any:
+    def measure(self, *, compiled: bool | str = False) -> Measurement:
         """Run the step with the plan, and return what was promised beside what was found.
 
         A policy that is applied to the model, this plan or another, is left out meanwhile.
@@ -168,7 +145,7 @@ class Plan(PlanContents, ReadyMade):
         """
         if self.runner is None:
             raise UsageError("This plan was loaded from a file and has no step to run. Plan again, to measure.")
-        return self.runner.measure(self, compiled=compiled)
+        return self.runner.measure(self, self.assignment, compiled=compiled)
 
     @property
     def can_plan(self) -> bool:
@@ -187,7 +164,8 @@ class Plan(PlanContents, ReadyMade):
         """
         if self.runner is None:
             raise UsageError("This plan was loaded from a file and has no step to plan for. Plan again.")
-        return self.runner.replan(parse(budget))
+        found: Plan = self.runner.replan(parse(budget))
+        return found
 
     # -- files --------------------------------------------------------------------------------------------------------
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
 
-from reactivate._inspect.step import leaves_of
 from reactivate._model.apply import apply
 from reactivate._modules.spans import module_at
 from reactivate._region.accounts import in_words
 from reactivate._text.warnings import warn
 from reactivate._types import Storage
+from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.call_values import make_menus
 from reactivate.planner.candidates import FULL, Assignment, Candidate
@@ -28,14 +29,15 @@ from reactivate.planner.cost.overhead import measure_overhead
 from reactivate.planner.distributed import Ranks
 from reactivate.planner.head import Head, HeadSearch, head_search
 from reactivate.planner.infeasible import about_repeated, infeasible, no_room
-from reactivate.planner.offload import Offer, find_offers
+from reactivate.planner.offload import Offer, offer_of
 from reactivate.planner.plan import Plan, storage_arguments
 from reactivate.planner.prediction import predict
 from reactivate.planner.progress import Tell
 from reactivate.planner.runner import StepRunner
 from reactivate.planner.search import ProvenStep, Search, SharedSearch, storage_menus
+from reactivate.planner.shapes import call_inputs
 from reactivate.planner.simulator import Simulator
-from reactivate.planner.solve import Chain
+from reactivate.planner.solve import ever_faster
 from reactivate.planner.step import StepFacts, TrainingStep
 from reactivate.planner.table import CandidateTable, TraceSummary, plan_rounds, summarize
 from reactivate.planner.target import Target, available_bytes
@@ -49,18 +51,18 @@ class StepProfile:
 
     Attributes:
         costs: of ops.
-        scale: from the seconds of ops to those of a step.
-        others_bytes: what else is on an accelerator.
-        optimizer_bytes: what the optimizer keeps, and the most that its step allocates beside that.
         is_predicted: whether nothing ran after all.
+        scale: from the seconds of ops to those of a step.
+        others_bytes: what else is on an accelerator; None where nothing ran.
+        optimizer_bytes: what the optimizer keeps, and the most that its step allocates beside that.
         uncertainty: by which part of it the time of the step was another when it was measured again.
     """
 
     costs: Costs
-    scale: float
-    others_bytes: int
-    optimizer_bytes: tuple[int, int]
     is_predicted: bool
+    scale: float = 1.0
+    others_bytes: int | None = None
+    optimizer_bytes: tuple[int, int] = (0, 0)
     uncertainty: float = 0.0
 
 
@@ -73,6 +75,9 @@ class Planner:
         known: the profile of the same step with other arguments: nothing is measured then.
         needs_fakes: whether steps are to be simulated wherever they can be.
         head: whether the loss may be computed by rows.
+
+    Attributes:
+        profile: what is known of the step by now.
     """
 
     def __init__(
@@ -89,21 +94,24 @@ class Planner:
         ranks: Ranks | None = None,
     ) -> None:
         self.step, self.target, self.optimizer, self._head = step, target, optimizer, head
-        self._profiled = known
         self._storages, self._tell = storages or {}, tell
         self._facts = StepFacts("", step.model.training)
         self._overhead = measure_overhead() if target.is_here else target.spec.overhead
         self.units = find_units(step.model)
         self._units_of_model = len(self.units)
         self._ranks = ranks or Ranks()
-        self.is_shared = not self._ranks.is_alone
         self._ranks.check_same("the model", unit_digests(self.units))
-        here = target if known is None else replace(target, is_here=False)
+        self._is_profiled = known is not None
+        costs = RooflineCosts(target.spec, target.rounding)
+        self.profile = StepProfile(costs, not target.is_here) if known is None else known
+        here = replace(target, is_here=False) if self._is_profiled else target
         is_faked = needs_fakes or bool(storages)
         self._simulator = Simulator(step, here, self.units, tell, self._ranks, needs_fakes=is_faked)
-        self.costs: Costs = RooflineCosts(target.spec, target.rounding) if known is None else known.costs
-        self.is_predicted = not target.is_here if known is None else known.is_predicted
-        self._uncertainty = 0.0 if known is None else known.uncertainty
+
+    @property
+    def is_predicted(self) -> bool:
+        """Return whether nothing runs after all."""
+        return self.profile.is_predicted
 
     # -- the plain step -----------------------------------------------------------------------------------------------
 
@@ -115,26 +123,26 @@ class Planner:
         """
         fixed = functools.partial(fixed_memory, self.step.model, self.step.args, self.step.kwargs)
         self._check_room(fixed(0))
-        needs = functools.partial(optimizer_memory, self.optimizer, self.step.model, self.costs, self.target.device)
-        self._optimizer_needs = needs() if self._profiled is None else self._profiled.optimizer_bytes
-        self.fixed = fixed(self._optimizer_needs[0])
+        if not self._is_profiled:
+            costs, device = self.profile.costs, self.target.device
+            needs = optimizer_memory(self.optimizer, self.step.model, costs, device)
+            self.profile = replace(self.profile, optimizer_bytes=needs)
+        self.fixed = fixed(self.profile.optimizer_bytes[0])
         self._check_room(self.fixed)
         with self.step.observed(lambda facts: setattr(self, "_facts", facts)):
-            plain = self._simulator.first(self.costs)
+            plain = self._simulator.first(self.profile.costs)
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
-        if self._profiled is not None:
-            self.plain_seconds = plain.seconds * self._profiled.scale
-            self.fixed = replace(self.fixed, others=self._profiled.others_bytes)
-        elif self.target.is_here:
+        self.plain_seconds = plain.seconds * self.profile.scale
+        if self.target.is_here and not self._is_profiled:
             plain, step = self._measure(plain), self.step  # by now libraries have taken their workspaces
             others = others_on(self.target.device, step.model, step.args, step.kwargs, self.optimizer)
-            self.fixed = replace(self.fixed, others=others)
-        else:
-            self.plain_seconds = plain.seconds
-        self.optimizer_bytes = 0 if self.optimizer is None else self.fixed.total + self._optimizer_needs[1]
-        self._scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
+            scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
+            self.profile = replace(self.profile, scale=scale, others_bytes=others)
+        if self.profile.others_bytes is not None:
+            self.fixed = replace(self.fixed, others=self.profile.others_bytes)
+        self.optimizer_bytes = 0 if self.optimizer is None else self.fixed.total + self.profile.optimizer_bytes[1]
         self.plain = plain
         self.plain_summary = self._summarize(plain, {})
 
@@ -148,33 +156,29 @@ class Planner:
         """Measure the step for real, with everything recomputed if the plain one does not fit; return it with these costs."""
         available = available_bytes(self.target.device)
         policy = Assignment({} if self._fits(plain, available) else dict.fromkeys(self.units, FULL))
-        if policy.candidates and not self._fits(self._simulator.run(policy.candidates, self.costs), available):
+        costs = self.profile.costs
+        if policy.candidates and not self._fits(self._simulator.run(policy.candidates, costs), available):
             warn(
                 f"plan: not even with everything recomputed does this step seem to fit in the {in_words(available)} that "
                 "are free here, so nothing is measured: the plan is predicted, as for a device that is not here."
             )
-            self.is_predicted, self.plain_seconds = True, plain.seconds
+            self.profile = replace(self.profile, is_predicted=True)
             return plain
         handle = apply(self.step.model, policy)
         try:
             measured = measure_step(self.step, self.target, self._tell)
         finally:
             handle.remove()
-        priced = measured.costs.priced(plain, self.costs) if isinstance(self.costs, RooflineCosts) else None
-        self.costs, self._uncertainty = measured.costs, measured.uncertainty
-        plain = self._simulator.run({}, self.costs) if priced is None else priced
-        same = self._simulator.run(policy.candidates, self.costs) if policy.candidates else plain
+        self.profile = replace(self.profile, costs=measured.costs, uncertainty=measured.uncertainty)
+        priced = measured.costs.priced(plain, costs) if isinstance(costs, RooflineCosts) else None
+        plain = self._simulator.run({}, measured.costs) if priced is None else priced
+        same = self._simulator.run(policy.candidates, measured.costs) if policy.candidates else plain
         self.plain_seconds = measured.seconds * plain.seconds / same.seconds
         return plain
 
     def _fits(self, trace: Trace, available_bytes: int) -> bool:
         """Return whether a step fits on every rank: either all of them run it, or none."""
         return all(self._ranks.gather(trace.peak_bytes < available_bytes))
-
-    def profiled(self) -> StepProfile:
-        """Return what running the step has told."""
-        found = self.costs, self._scale, self.fixed.others, self._optimizer_needs, self.is_predicted
-        return StepProfile(*found, self._uncertainty)
 
     # -- candidates ---------------------------------------------------------------------------------------------------
 
@@ -190,12 +194,12 @@ class Planner:
         """
         storage, rehearsal = (None, None) if offer is None else offer.rehearsed(at_once=at_once)
         storages = {} if offer is None or storage is None else {offer.name: storage}
-        trace = self._simulator.run(candidates, self.costs, storages, rehearsal)
+        trace = self._simulator.run(candidates, self.profile.costs, storages, rehearsal)
         return trace, self._summarize(trace, candidates)
 
     def _summarize(self, trace: Trace, candidates: Mapping[str, Candidate]) -> TraceSummary:
         seen = {path: self._called[path].functions.total() for path, item in candidates.items() if item.sees_functions}
-        return summarize(self._simulator.margin.over(trace), self._scale, self._overhead, seen)
+        return summarize(self._simulator.margin.over(trace), self.profile.scale, self._overhead, seen)
 
     def prepare(self) -> Planner:
         """Find out what every candidate of every unit comes to."""
@@ -208,7 +212,7 @@ class Planner:
         least = dict.fromkeys(self.units, FULL)  # what that needs is known exactly
         self.table.enter(self.attempt(least)[1], least)
         functions = {path: call.functions.keys() for path, call in self._called.items()}
-        record = functools.partial(self._simulator.record, costs=self.costs, plain_bytes=self.plain.peak_bytes)
+        record = functools.partial(self._simulator.record, costs=self.profile.costs, plain_bytes=self.plain.peak_bytes)
         menus = make_menus(self.units, functions, self.table, record)
         self.menus = self._ranks.gather(menus)[0]  # times differ by rank
         rounds = plan_rounds(self.units, self.menus, self.table)
@@ -218,11 +222,6 @@ class Planner:
         self.all_menus = with_containers(self.step.model, self.menus, self.table, self.attempt)
         self.search = Search(self.table, self.all_menus, self.attempt, self.plain_seconds)
         return self
-
-    @property
-    def chain(self) -> Chain:
-        """The problem that is solved, before any plan was proved."""
-        return self.table.chain(self.menus, {})
 
     @functools.cached_property
     def _head_search(self) -> HeadSearch | None:
@@ -244,7 +243,7 @@ class Planner:
             )
             return ()
         found = []
-        for offer in find_offers(self._storages, self.target):
+        for offer in [offer_of(name, storage, self.target) for name, storage in self._storages.items()]:
             at_once = functools.partial(self.attempt, offer=offer, at_once=True)
             menus = storage_menus(offer, self.units, self.menus, self.table, at_once, self._tell)
             attempt = functools.partial(self.attempt, offer=offer)
@@ -330,18 +329,23 @@ class Planner:
             policies=self._policies,
             proof=Proof(method, total + trace.peak_bytes, choice.rounds, trace.margin_bytes),
             optimizer_bytes=self.optimizer_bytes,
-            storages=tuple(_use_of(search.offer, choice) for search in self._used(choice) if search.offer),
+            storages=_uses_of(choice),
             offered=tuple(map(repr, self._storages.values())),
             live=self._storages,
-            uncertainty=self._uncertainty,
-            runner=StepRunner(self.step, self.target, self.costs, self.is_shared, self.plan, self.smallest_bytes),
+            uncertainty=self.profile.uncertainty,
+            runner=self._runner,
         )
+
+    @property
+    def _runner(self) -> StepRunner:
+        is_shared = not self._ranks.is_alone
+        return StepRunner(self.step, self.target, self.profile.costs, is_shared, self.plan, self.smallest_bytes)
 
     def _circumstances(self) -> Circumstances:
         step, facts, units = self.step, self._facts, self._units_of_model
-        leaves = leaves_of("args", step.args) | leaves_of("kwargs", dict(step.kwargs or {}))
         inputs = tuple(
-            (name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for name, leaf in leaves.items()
+            (name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+            for name, leaf in call_inputs(step.args, step.kwargs).items()
         )
         made_for = module_class_name(step.model), inputs, self._device, torch.__version__, facts.loss, self.is_predicted
         return Circumstances(*made_for, units, facts.trains, units - len(self.units))
@@ -371,30 +375,18 @@ class Planner:
             for module in (module_at(self.step.model, path),)
         )
 
-    def _used(self, choice: ProvenStep) -> tuple[Search, ...]:
-        """Return the search whose storage a choice uses, if it uses one."""
-        names = {candidate.storage for candidate in choice.candidates.values()} - {""}
-        return (
-            tuple(search for search in self._storage_searches if search.offer and search.offer.name in names)
-            if names
-            else ()
-        )
-
     def _frontier(self, choice: ProvenStep) -> tuple[Point, ...]:
         """Return the plans for other budgets; with the loss by rows, or the smallest with a storage, if the plan has that."""
         total = self.fixed.total
         points = list(self._points)
         if choice.heads and self._head_search is not None:
             points += self._head_search.search.frontier(total, "planned, loss by rows")
-        for search in self._used(choice):
-            label, smallest = f"planned, {search.offer.name if search.offer else ''}", search.smallest()
+        for use in _uses_of(choice):
+            smallest = next(search for search in self._storage_searches if search.offer is choice.offer).smallest()
             items = [choice] if smallest.trace.failures else [smallest, choice]
-            points += [Point(label, total + item.trace.peak_bytes, item.seconds) for item in items]
-        found: list[Point] = []
-        for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
-            if not found or point.seconds < found[-1].seconds:
-                found.append(point)
-        return tuple(found)
+            points += [Point(f"planned, {use.name}", total + item.trace.peak_bytes, item.seconds) for item in items]
+        points.sort(key=lambda point: (point.peak_bytes, point.seconds))
+        return tuple(ever_faster(points, attrgetter("seconds")))
 
     @functools.cached_property
     def _points(self) -> tuple[Point, ...]:
@@ -405,10 +397,45 @@ class Planner:
         return self.search.policies(self.step.model, self.fixed.total)
 
 
-def _use_of(offer: Offer, choice: ProvenStep) -> StorageUse:
-    out, back = (
-        (None, None) if offer.link is None else (offer.link.out_bytes_per_second, offer.link.back_bytes_per_second)
-    )
-    return StorageUse(
-        offer.name, repr(offer.storage), choice.flow.stored_bytes, out, back, storage_arguments(offer.storage)
-    )
+def _uses_of(choice: ProvenStep) -> tuple[StorageUse, ...]:
+    """Return the storage that a choice uses, if it uses one."""
+    offer = choice.offer
+    if offer is None or not any(candidate.storage for candidate in choice.candidates.values()):
+        return ()
+    link, kept = offer.link, choice.flow.stored_bytes
+    out, back = (None, None) if link is None else (link.out_bytes_per_second, link.back_bytes_per_second)
+    return (StorageUse(offer.name, repr(offer.storage), kept, out, back, storage_arguments(offer.storage)),)
+
+
+def holding_compiled(found: Plan, compiled: bool | str, plan: Callable[[Budget], Plan]) -> Plan:
+    """Return a plan whose compiled step was run and holds the budget.
+
+    Each plan that does not hold is tightened by what it takes too much. What stays when no smaller plan takes less is the
+    compiler's: then there is none.
+
+    Args:
+        found: the plan for the budget, simulated.
+        plan: from a smaller budget to its plan.
+
+    Raises:
+        PlanInfeasible: there is none; says what the smallest one takes.
+    """
+    asked, least_bytes, tried = found, 0, 0
+    while True:
+        measured = found.measure(compiled=compiled).measured_bytes
+        tried += 1
+        if measured <= asked.budget_bytes:
+            proof = replace(found.proof, method="compiled", peak_bytes=measured, rounds=tried)
+            return replace(found, budget=asked.budget, budget_bytes=asked.budget_bytes, proof=proof)
+        least_bytes = min(measured, least_bytes or measured)
+        over_bytes = measured - asked.budget_bytes
+        try:
+            found = plan(parse(min(found.budget_bytes, found.predicted.peak_bytes) - over_bytes))
+        except (PlanInfeasible, UsageError):
+            raise PlanInfeasible(
+                f"plan(budget={asked.budget!r}, compiled={compiled!r}): no compiled step keeps within {asked.budget_bytes} "
+                f"bytes; the smallest that was found takes {least_bytes}. The graph of its backward holds the gradients of "
+                "all parameters at once: compile block by block, or raise the budget.",
+                budget_bytes=asked.budget_bytes,
+                least_bytes=least_bytes,
+            ) from None

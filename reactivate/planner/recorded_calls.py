@@ -30,7 +30,7 @@ from reactivate._torch.modules import without_reducing
 from reactivate._torch.ops import flatten
 from reactivate._types import Action, Recompute, Save, Site
 from reactivate.planner.call_values import RecordedCall
-from reactivate.planner.candidates import CallName, is_torchs_leaf, join, name_of_function_call
+from reactivate.planner.candidates import Assignment, CallName, is_torchs_leaf, join, name_of_function_call
 from reactivate.planner.trace.records import Costs
 from reactivate.policies._base import Interest, ReadyMade
 
@@ -128,21 +128,11 @@ class _SaveAll(ReadyMade):
         return Interest(self._functions, modules=True, paths=True)
 
     def inside(self, path: str) -> ReadyMade:
-        return self if path in self._recorded else _SaveNothing()
+        return self if path in self._recorded else Assignment({})
 
     @property
     def may_match_nothing(self) -> bool:
         return True
-
-
-class _SaveNothing(ReadyMade):
-    """The policy inside of units that are not recorded."""
-
-    def __repr__(self) -> str:
-        return "nothing saved"
-
-    def __call__(self, site: Site) -> Action | None:
-        return None
 
 
 class _Recorder(TorchDispatchMode):

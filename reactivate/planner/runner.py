@@ -20,10 +20,11 @@ from reactivate._model.apply import apply, paused
 from reactivate._region.accounts import in_words
 from reactivate._region.due import uncounted
 from reactivate._text.words import described
-from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner.budget import Budget, parse
+from reactivate._types import Policy
+from reactivate.errors import UsageError
+from reactivate.planner.budget import Budget
+from reactivate.planner.contents import PlanContents
 from reactivate.planner.cost.measured import measured_peak, time_call
-from reactivate.planner.plan import Plan
 from reactivate.planner.progress import older_objects_left_out
 from reactivate.planner.step import TrainingStep
 from reactivate.planner.target import Target
@@ -49,15 +50,10 @@ class StepRunner:
     target: Target
     costs: Costs
     is_shared: bool
-    plan: Callable[[Budget | None], Plan]
+    plan: Callable[[Budget | None], Any]
     smallest_bytes: Callable[[], int]
 
-    @property
-    def device_bytes(self) -> int:
-        """The memory of the device; 0 if unknown."""
-        return self.target.memory_bytes
-
-    def replan(self, budget: Budget | None) -> Plan:
+    def replan(self, budget: Budget | None) -> Any:
         """Return the plan for another budget."""
         with paused(self.step.model), older_objects_left_out():
             return self.plan(budget)
@@ -68,8 +64,8 @@ class StepRunner:
             return self.smallest_bytes()
 
     @uncounted()
-    def measure(self, plan: Plan, *, compiled: bool | str = False) -> Measurement:
-        """Run the step with `plan`: once to warm up, once for its peak, then for its time; compiled if that is asked for."""
+    def measure(self, plan: PlanContents, policy: Policy, *, compiled: bool | str = False) -> Measurement:
+        """Run the step with the policy of `plan`, maybe compiled: to warm up, for its peak, then for its time."""
         if not self.target.is_here:
             raise UsageError(
                 f"measure: the plan is for {plan.made_for.device}, or a model without values; nothing can run."
@@ -78,7 +74,7 @@ class StepRunner:
         peaks: list[int] = []
         seconds: list[float] = []
         step = compiled_step(self.step, compiled) if compiled else self.step
-        with paused(self.step.model), apply(self.step.model, plan.assignment):
+        with paused(self.step.model), apply(self.step.model, policy):
             step.run_for_real()
             step.run_for_real(watch=lambda run: peaks.append(measured_peak(run, device)))
             step.run_for_real(_TIMED, watch=lambda run: seconds.append(time_call(run, device)))
@@ -94,7 +90,7 @@ class StepRunner:
             is_compiled=bool(compiled),
         )
 
-    def watch(self, model: Module, plan: Plan) -> Callable[[], None]:
+    def watch(self, model: Module, plan: PlanContents) -> Callable[[], None]:
         """Warn when `model` is called with other shapes than the plan was made for, or takes more than its budget."""
         if self.step.whole is not None:
             return lambda: None  # whose arguments are unknown
@@ -164,40 +160,6 @@ _WHY_NOT = {
     "maximize": "which tries many sizes, each to be compiled: maximize first, then plan with a batch of that size",
     "storages": "since what a compiled region keeps stays on the device",
 }
-
-
-def holding_compiled(found: Plan, compiled: bool | str, plan: Callable[[Budget], Plan]) -> Plan:
-    """Return a plan whose compiled step was run and holds the budget.
-
-    Each plan that does not hold is tightened by what it takes too much. What stays when no smaller plan takes less is the
-    compiler's: then there is none.
-
-    Args:
-        found: the plan for the budget, simulated.
-        plan: from a smaller budget to its plan.
-
-    Raises:
-        PlanInfeasible: there is none; says what the smallest one takes.
-    """
-    asked, least_bytes, tried = found, 0, 0
-    while True:
-        measured = found.measure(compiled=compiled).measured_bytes
-        tried += 1
-        if measured <= asked.budget_bytes:
-            proof = replace(found.proof, method="compiled", peak_bytes=measured, rounds=tried)
-            return replace(found, budget=asked.budget, budget_bytes=asked.budget_bytes, proof=proof)
-        least_bytes = min(measured, least_bytes or measured)
-        over_bytes = measured - asked.budget_bytes
-        try:
-            found = plan(parse(min(found.budget_bytes, found.predicted.peak_bytes) - over_bytes))
-        except (PlanInfeasible, UsageError):
-            raise PlanInfeasible(
-                f"plan(budget={asked.budget!r}, compiled={compiled!r}): no compiled step keeps within {asked.budget_bytes} "
-                f"bytes; the smallest that was found takes {least_bytes}. The graph of its backward holds the gradients of "
-                "all parameters at once: compile block by block, or raise the budget.",
-                budget_bytes=asked.budget_bytes,
-                least_bytes=least_bytes,
-            ) from None
 
 
 # -- a measurement ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch.nn import Module
 from reactivate._modules.blocks import blocks_of
 from reactivate._region.accounts import in_words
 from reactivate.errors import UsageError
-from reactivate.planner.candidates import FULL, KEEP, Candidate, moving
+from reactivate.planner.candidates import FULL, Candidate, moving
 from reactivate.planner.contents import Point
 from reactivate.planner.distributed import Ranks
 from reactivate.planner.offload import ASKED, Offer
@@ -101,7 +101,12 @@ class Search:
         self._seen: dict[tuple[Candidate, ...], tuple[Trace, TraceSummary]] = {}
 
     @property
-    def _chain(self) -> Chain:
+    def chain(self) -> Chain:
+        """The problem, before any choice was proved."""
+        return self._table.chain(self._menus, {})
+
+    @property
+    def _corrected_chain(self) -> Chain:
         """The problem, as it is known by now."""
         return self._table.chain(self._menus, self._corrections, self.offer)
 
@@ -128,7 +133,7 @@ class Search:
         """
         self._corrections = {}  # so that what comes out does not depend on what was looked for before
         try:
-            problem = Problem(self._chain, budget_bytes)
+            problem = Problem(self._corrected_chain, budget_bytes)
         except Infeasible:
             return None
         low, high = -1, budget_bytes - problem.least_bytes + 1
@@ -151,7 +156,7 @@ class Search:
         limit = budget_bytes
         for _ in range(MOST_ROUNDS):
             try:
-                found = self._prove(Problem(self._chain, limit).solve(limit))
+                found = self._prove(Problem(self._corrected_chain, limit).solve(limit))
             except Infeasible:
                 break
             if found.trace.fits(budget_bytes):
@@ -175,14 +180,14 @@ class Search:
         """
         best: ProvenStep | None = None
         self._corrections = {}
-        problem = Problem(self._chain)
+        problem = Problem(self._corrected_chain)
         for _ in range(MOST_ROUNDS):
             found = self._prove(problem.least())
             if best is None or _rank(found) < _rank(best):
                 best = found
             if not self._correct(found):
                 break
-            problem = Problem(self._chain)
+            problem = Problem(self._corrected_chain)
             if problem.least_bytes >= best.trace.needed_bytes:
                 break
         assert best is not None
@@ -192,16 +197,20 @@ class Search:
 
     def prove(self, names: Mapping[str, str]) -> ProvenStep:
         """Trace a choice that another rank has made: the names of candidates, by the paths of units."""
-        chain = self._chain
-        options = [
-            next((one for one in menu if one.name == names.get(path)), menu[0])
-            for path, menu in zip(self._table.plain.paths, chain.menus)
-        ]
+        chain = self._corrected_chain
+        options = self._options(chain, names)
         for span in chain.spans:
             first = span.options[0]
             if names.get(first.span) == first.name:
                 options[span.start : span.start + len(span.options)] = span.options
         return self._prove(chain.solution_of(options))
+
+    def _options(self, chain: Chain, names: Mapping[str, str]) -> list[Option]:
+        """Return an option for each call: that with the name of its unit's candidate, or else the first."""
+        return [
+            next((option for option in menu if option.name == names.get(path)), menu[0])
+            for path, menu in zip(self._table.plain.paths, chain.menus)
+        ]
 
     def _prove(self, solution: Solution) -> ProvenStep:
         candidates: dict[str, Candidate] = {}
@@ -221,7 +230,7 @@ class Search:
         if found.summary.paths != self._table.plain.paths:
             return False
         options = found.solution.options
-        promised = dict(_tops_of(options, self._chain.outside))
+        promised = dict(_tops_of(options, self._corrected_chain.outside))
         changed = False
         for position, top in _tops_of(found.summary.calls, found.summary.outside_bytes):
             # The options of a span promise what lies around its calls, too: that may be less.
@@ -235,20 +244,17 @@ class Search:
 
     def frontier(self, fixed_bytes: int, label: str = "planned") -> tuple[Point, ...]:
         """Return the solutions for other budgets, from the smallest peak to the fastest step, before any proof."""
-        solutions = Problem(self._table.chain(self._menus, {})).frontier(_MOST_POINTS)
+        solutions = Problem(self.chain).frontier(_MOST_POINTS)
         return tuple(self._point(label, fixed_bytes, solution) for solution in solutions)
 
     def policies(self, model: Module, fixed_bytes: int) -> tuple[Point, ...]:
         """Return the points of fixed policies for this model: every k-th block recomputed, all else kept; none for 0."""
-        chain = self._table.chain(self._menus, {})
+        chain = self.chain
         numbers = {path: number for number, path in enumerate(blocks_of(model))}
         points = []
         for label, k in _EVERY.items():
-            options: list[Option] = []
-            for path, menu in zip(self._table.plain.paths, chain.menus):
-                wanted = FULL if k and path in numbers and numbers[path] % k == 0 else KEEP
-                options.append(next((option for option in menu if option.name == wanted.name), menu[0]))
-            points.append(self._point(label, fixed_bytes, chain.solution_of(options)))
+            names = {path: FULL.name for path, number in numbers.items() if k and number % k == 0}
+            points.append(self._point(label, fixed_bytes, chain.solution_of(self._options(chain, names))))
         return tuple(points)
 
     def _point(self, label: str, fixed_bytes: int, solution: Solution) -> Point:

@@ -15,6 +15,11 @@ from reactivate._torch.ops import flatten
 STEPS = 16  # classes along a dimension, from nothing to the size that was profiled
 
 
+def call_inputs(args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """Return the tensors of a call by their names."""
+    return leaves_of("args", tuple(args)) | leaves_of("kwargs", dict(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class CallShapes:
     """The tensors of a call by name, dtype and shape, and what else makes it another one.
@@ -32,7 +37,7 @@ class CallShapes:
     @classmethod
     def of(cls, model: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallShapes:
         """The shapes of a call of `model`."""
-        leaves = leaves_of("args", tuple(args)) | leaves_of("kwargs", dict(kwargs))
+        leaves = call_inputs(args, kwargs)
         others = [leaf for leaf in flatten((args, dict(kwargs)))[0] if not isinstance(leaf, Tensor)]
         flags = [leaf for leaf in others if leaf is None or isinstance(leaf, (bool, str))]
         return cls(

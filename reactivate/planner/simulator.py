@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ SAVING_ALL = 2  # times as much memory as a plain step a step may take that save
 
 Mode = Literal["fake", "recorded", "real"]
 Watch = Callable[[int], None]
+Value = TypeVar("Value")
 
 
 class _StopStep(BaseException):
@@ -156,13 +157,8 @@ class Simulator:
             return _run_if_it_fits(run)
         if self._answers is None:
             return run()
-        try:
-            with unlogged():
-                return run(answers=self._answers)
-        except Exception as error:
-            if not lacks_values(error):
-                raise
-            return self._with_more_answers(candidates, costs, error)
+        found = _simulated(functools.partial(run, answers=self._answers))
+        return self._with_more_answers(candidates, costs, found) if isinstance(found, Exception) else found
 
     def record(
         self, functions: Mapping[str, Collection[str]], costs: Costs, plain_bytes: int
@@ -183,12 +179,11 @@ class Simulator:
         fits = SAVING_ALL * plain_bytes < available_bytes(device)
         if self.mode == "real" and fits:
             return record(is_real=True)
-        try:
-            with unlogged():
-                return record(is_real=False)
-        except Exception as error:
-            if not (self.needs_values and lacks_values(error)):
-                raise
+        found = _simulated(functools.partial(record, is_real=False))
+        if not isinstance(found, Exception):
+            return found
+        if not self.needs_values:
+            raise found
         if fits and self._may_run:
             return record(is_real=True)
         self._tell("the calls of blocks are not recorded: that takes values, and too little memory is free")
@@ -252,38 +247,27 @@ class Simulator:
                 raise _StopStep
 
         try:
-            return self._with(answers, costs, watch)
+            found = _simulated(functools.partial(self._with, answers, costs, watch))
         except _StopStep:
             return None
-        except Exception as error:
-            if not lacks_values(error):
-                raise
-            return None
+        return None if isinstance(found, Exception) else found
 
     def _first_fake(self, costs: Costs) -> Trace:
         """Simulate it; where it needs values, with those of a real step."""
         self._tell("the plain step, simulated")
-        found, reason = None, None
-        try:
-            with unlogged():
-                found = self._plain(costs)
-        except Exception as error:
-            if not lacks_values(error):
-                raise
-            reason = error
-        all_fail = all(self._ranks.gather(reason is not None))
-        if found is not None:
+        found = _simulated(functools.partial(self._plain, costs))
+        all_fail = all(self._ranks.gather(isinstance(found, Exception)))
+        if not isinstance(found, Exception):
             return found
-        assert reason is not None
         if not self._target.has_values:
             raise UsageError(
-                f"{_failed(reason)}: it needs values, as the counts of a router do, and this model has none. Plan it where "
+                f"{_failed(found)}: it needs values, as the counts of a router do, and this model has none. Plan it where "
                 "it has values (device='H100-SXM' plans it there for a device that is elsewhere), or plan the part of it in "
                 "front of that, or behind it."
-            ) from reason
+            ) from found
         if not (self._may_run or (all_fail and not self._ranks.is_alone)):
-            raise _among_ranks(reason) from reason
-        return self._first_with_values(costs, reason)
+            raise _among_ranks(found) from found
+        return self._first_with_values(costs, found)
 
     def _first_with_values(self, costs: Costs, reason: Exception) -> Trace:
         """Simulate it with the results of a real step: of the one that needs the least memory."""
@@ -292,15 +276,12 @@ class Simulator:
         watch = None if self._never_real else self._within_memory()
         try:
             self._run(dict.fromkeys(self._units, FULL), costs, answers, watch, is_real=True, count_functions=True)
-            try:
-                found = self._with(answers, costs)
+            found = _simulated(functools.partial(self._with, answers, costs))
+            if not isinstance(found, Exception):
                 self.mode = "fake" if self._answers is None else "recorded"
                 self._of_data = frozenset().union(*self._ranks.gather(self._of_data))
                 return found
-            except Exception as error:  # an op that no fake tensor and no real step can tell enough of
-                if not lacks_values(error):
-                    raise
-                reason = error
+            reason = found  # an op that no fake tensor and no real step can tell enough of
             if self._never_real:
                 raise _among_ranks(reason) from reason
             self._tell("the plain step, for real: it cannot be simulated")
@@ -312,8 +293,7 @@ class Simulator:
 
     def _with(self, answers: RealAnswers, costs: Costs, watch: Watch | None = None) -> Trace:
         """Simulate it with recorded results; if it needs them, other batches may come to others."""
-        with unlogged():
-            trace = self._plain(costs, answers, watch)
+        trace = self._plain(costs, answers, watch)
         self._answers = answers if answers.are_used else None
         self._of_data = frozenset(trace.of_data)
         return trace
@@ -375,13 +355,21 @@ def _run_if_it_fits(run: Callable[..., Trace]) -> Trace:
         if not is_shortage(error):
             raise
         shortage = error
+    found = _simulated(run)
+    if isinstance(found, Exception):
+        raise shortage from None
+    return found
+
+
+def _simulated(run: Callable[[], Value]) -> Value | Exception:
+    """Return what a simulation returns; or its error, if what it lacks are values."""
     try:
         with unlogged():
             return run()
     except Exception as error:
         if not lacks_values(error):
             raise
-        raise shortage from None
+        return error
 
 
 def _among_ranks(reason: Exception) -> UnsupportedError:

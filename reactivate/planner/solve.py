@@ -28,25 +28,33 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from functools import cached_property
+from itertools import count, groupby, pairwise, repeat
+from operator import attrgetter, itemgetter
+from typing import TypeVar
 
 MOST, MOST_MOVING = 500, 250  # ranges of bytes: of a chain, of one whose blocks may move tensors
 _MOST_SMALLEST = 400  # endings of which each stores less than all that need less
 _TICK_BITS = 60
 
+Item = TypeVar("Item")
+
 
 class Infeasible(Exception):
-    """No choice fits the budget.
+    """No choice of a chain fits the budget."""
 
-    Attributes:
-        least_bytes: the smallest budget that one fits.
-    """
+    def __init__(self, chain: Chain) -> None:
+        super().__init__(chain)
 
-    def __init__(self, least_bytes: int) -> None:
-        super().__init__(f"No choice fits the budget: the smallest that one fits is {least_bytes} bytes.")
-        self.least_bytes = least_bytes
+    @cached_property
+    def least_bytes(self) -> int:
+        """The smallest budget that one fits: found out when it is asked for, since that takes as long as a budget does."""
+        return Problem(self.args[0]).least_bytes
+
+    def __str__(self) -> str:
+        return f"No choice fits the budget: the smallest that one fits is {self.least_bytes} bytes."
 
 
 @dataclass(frozen=True)
@@ -189,6 +197,7 @@ def _ticks(seconds: float) -> int:
 
 # An ending: (need, time, stored, out slack, back slack, number of its first move, number of the ending after that).
 _Ending = tuple[int, int, int, int, int, int, int]
+_TIME, _TIME_AND_NEED, _ZEROS = itemgetter(1), itemgetter(1, 0), repeat(0)
 
 
 @dataclass(frozen=True)
@@ -269,19 +278,21 @@ class Problem:
         last: _Ending = (chain.outside[-1], 0, 0, self._most_out, self._most_back, -1, -1)
         self._endings: list[list[_Ending]] = [[last]]  # from the end on: those after the last block come first
         for moves, held in zip(reversed(self._moves), reversed(held_before)):
-            endings = [ending for number, move in enumerate(moves) for ending in self._before(move, number)]
+            endings: list[_Ending] = []
+            for number, move in enumerate(moves):
+                endings += self._before(move, number)
             if most_bytes < math.inf:
                 endings = [ending for ending in endings if held + ending[0] <= most_bytes]
             endings.sort()
-            # With copies to compare, the work grows with the square of what is compared.
-            self._endings.append(
-                _unbeaten(self._thinned(endings)) if self._is_moving else self._thinned(_unbeaten(endings))
-            )
+            if self._is_moving:  # with copies to compare, the work grows with the square of what is compared
+                self._endings.append(_unbeaten(self._thinned(endings)))
+            else:
+                self._endings.append(self._thinned(list(ever_faster(endings, _TIME))))
         self._whole = self._endings[-1]
         if not self._whole and math.isinf(most_bytes):
             raise ValueError(f"Whatever is chosen, the storage would keep more than {chain.limit_bytes} bytes.")
         if not self._whole:
-            raise Infeasible(Problem(chain).least_bytes)
+            raise Infeasible(chain)
         self.least_bytes: int = self._whole[0][0]
 
     def _moves_at(self, start: int) -> list[_Move]:
@@ -304,10 +315,10 @@ class Problem:
         endings = self._endings[-len(move.options)]
         if not self._is_moving:  # of those that need no more than the move itself, the fastest is the last
             first = max(0, bisect_right(endings, (least - held, math.inf)) - 1)
-            return [
-                (held + need if held + need > least else least, own + time, 0, 0, 0, number, index)
-                for index, (need, time, _, _, _, _, _) in enumerate(endings[first:], start=first)
-            ]
+            needs = [held + ending[0] for ending in endings[first:]]
+            times = [own + ending[1] for ending in endings[first:]]
+            needs[:1] = [max(least, need) for need in needs[:1]]  # only there is the move itself the most
+            return list(zip(needs, times, _ZEROS, _ZEROS, _ZEROS, repeat(number), count(first)))
         forward, backward, most_out, most_back = move.forward, move.backward, self._most_out, self._most_back
         after = enumerate(endings)
         if move.sent is None:
@@ -345,12 +356,12 @@ class Problem:
         most = MOST_MOVING if self._is_moving else MOST
         if len(endings) <= (4 * most if self._is_moving else most):
             return endings
-        least, last = endings[0][0], min(endings, key=lambda ending: (ending[1], ending[0]))
+        least, last = endings[0][0], min(endings, key=_TIME_AND_NEED)
         width = (endings[-1][0] - least) // most + 1
         kept, before = {last, *_smallest(endings)}, endings[0]
         for _, group in groupby(endings, key=lambda ending: (ending[0] - least) // width):
             members = list(group)
-            fastest = min(members, key=lambda ending: (ending[1], ending[0]))
+            fastest = min(members, key=_TIME_AND_NEED) if self._is_moving else members[-1]
             room, gain = fastest[0] - before[0], before[1] - fastest[1]
             kept.add(min(members, key=lambda ending: ending[1] * room + ending[0] * gain))
             if self._is_moving:
@@ -369,8 +380,8 @@ class Problem:
         """
         fitting = [ending for ending in self._whole if ending[0] <= budget_bytes]
         if not fitting:
-            raise Infeasible(self.least_bytes)
-        ending = min(fitting, key=lambda item: (item[1], item[0]))
+            raise Infeasible(self._chain)
+        ending = min(fitting, key=_TIME_AND_NEED)
         options: list[Option] = []
         while len(options) < len(self._moves):
             move = self._moves[len(options)][ending[5]]
@@ -401,7 +412,7 @@ class Problem:
             if solution.peak_bytes > low:
                 found[solution.peak_bytes] = solution
                 gaps.append((low, solution.peak_bytes))
-        return list(_faster_and_faster([found[peak] for peak in sorted(found)]))
+        return list(ever_faster([found[peak] for peak in sorted(found)], attrgetter("seconds")))
 
 
 def _least_held(moves: Sequence[Sequence[_Move]]) -> list[int]:
@@ -450,10 +461,10 @@ def _smallest(endings: Sequence[_Ending]) -> list[_Ending]:
     return [found[index * (len(found) - 1) // (_MOST_SMALLEST - 1)] for index in range(_MOST_SMALLEST)]
 
 
-def _faster_and_faster(solutions: Iterable[Solution]) -> Iterator[Solution]:
-    """Drop solutions that are no faster than a smaller one, as thinned endings may be."""
+def ever_faster(items: Iterable[Item], time: Callable[[Item], float]) -> Iterator[Item]:
+    """Drop what is no faster than something before it."""
     least = math.inf
-    for solution in solutions:
-        if solution.seconds < least:
-            least = solution.seconds
-            yield solution
+    for item in items:
+        if time(item) < least:
+            least = time(item)
+            yield item

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.nn import Module
 
@@ -55,7 +56,6 @@ class TraceSummary:
         paths: the units in the order in which they are called; one that is called twice is there twice.
         calls: what each call comes to.
         outside_bytes: for k = 0, 1, ...: the most that is alive between the calls, above what the first k hold.
-        peak_bytes: the most that is alive at any moment.
         treated: the unit of each call that has candidates; None for a call without gradients.
         starts_bytes: what is alive when each call begins, and after the last.
         between_seconds: for k = 0, 1, ...: of the ops between the calls, in their forward and backward.
@@ -64,7 +64,6 @@ class TraceSummary:
     paths: tuple[str, ...]
     calls: tuple[CallSummary, ...]
     outside_bytes: tuple[int, ...]
-    peak_bytes: int
     treated: tuple[str | None, ...] = ()
     starts_bytes: tuple[int, ...] = ()
     between_seconds: tuple[float, ...] = ()
@@ -78,39 +77,38 @@ def summarize(trace: Trace, scale: float, overhead: Overhead, seen_functions: Ma
         seen_functions: for units with a policy that looks at functions, how many these are.
     """
     passes = [list(_positions_of(trace, turn)) for turn in range(len(trace.calls))]
-    longest = max(range(len(passes)), key=lambda turn: len(trace.calls[turn]), default=None)
+    longest = max(trace.calls, key=len, default=None)
     if longest is None:
-        return TraceSummary((), (), (trace.peak_bytes,), trace.peak_bytes)
-    paths = tuple(call.path for call in trace.calls[longest])
-    same = [found for turn, found in enumerate(passes) if tuple(call.path for call in trace.calls[turn]) == paths]
-    columns = list(zip(*same))  # by position: one for each pass
-    calls = []
-    for call, rows in zip(trace.calls[longest], columns[1::2]):
-        engine = overhead.of(call, seen_functions.get(call.path, 0))
-        calls.append(
-            CallSummary(
-                max(row.held for row in rows),
-                max(row.need for row in rows),
-                scale * sum(row.seconds for row in rows) + engine,
-                scale * sum(row.forward for row in rows),
-                tuple(call.moved),
-                len(same),
-                call.regions,
-            )
+        return TraceSummary((), (), (trace.peak_bytes,))
+    paths = tuple(call.path for call in longest)
+    same = [found for found, turn in zip(passes, trace.calls) if tuple(call.path for call in turn) == paths]
+    positions = [
+        _AtPosition(
+            max(row.held for row in rows),
+            max(row.need for row in rows),
+            scale * sum(row.seconds for row in rows),
+            scale * sum(row.forward for row in rows),
+            max(row.start for row in rows),
         )
+        for rows in zip(*same)
+    ]
+    calls = []
+    for call, at in zip(longest, positions[1::2]):
+        seconds = at.seconds + overhead.of(call, seen_functions.get(call.path, 0))
+        moved = tuple(call.moved)
+        calls.append(CallSummary(at.held, at.need, seconds, at.forward, moved, len(same), call.regions))
+    between = positions[::2]
     return TraceSummary(
         paths,
         tuple(calls),
-        tuple(max(row.need for row in rows) for rows in columns[::2]),
-        trace.peak_bytes,
-        tuple(call.path if call.has_gradients else None for call in trace.calls[longest]),
-        tuple(max(row.start for row in rows) for rows in columns[::2]),
-        tuple(scale * sum(row.seconds for row in rows) for rows in columns[::2]),
+        tuple(at.need for at in between),
+        tuple(call.path if call.has_gradients else None for call in longest),
+        tuple(at.start for at in between),
+        tuple(at.seconds for at in between),
     )
 
 
-@dataclass(frozen=True)
-class _AtPosition:
+class _AtPosition(NamedTuple):
     """A call of a unit, or what runs between two: bytes held and needed, seconds, forward seconds, bytes at its start."""
 
     held: int
@@ -130,18 +128,16 @@ def _positions_of(trace: Trace, turn: int) -> Iterator[_AtPosition]:
     if after is None:  # nothing runs after the last unit
         after = next((op.start_bytes for op in ops if op.is_backward), starts[-1])
     starts.append(after)
-    tops = [0] * (last + 1)
-    seconds, forward = [0.0] * (last + 1), [0.0] * (last + 1)
+    tops, seconds, forward = [0] * (last + 1), [0.0] * (last + 1), [0.0] * (last + 1)
     for op in ops:
         tops[op.position] = max(tops[op.position], op.top_bytes)
         seconds[op.position] += op.seconds
         forward[op.position] += 0.0 if op.is_backward else op.seconds
     for position in range(last + 1):
-        index = position // 2
-        held = starts[index + 1] - starts[index] if position % 2 else 0
+        start = starts[position // 2]
+        held = starts[position // 2 + 1] - start if position % 2 else 0
         # What was alive before the first unit is no unit's, and is needed all the time.
-        need = tops[position] - starts[index] + starts[0]
-        yield _AtPosition(held, need, seconds[position], forward[position], starts[index])
+        yield _AtPosition(held, tops[position] - start + starts[0], seconds[position], forward[position], start)
 
 
 def block_class(unit: Module) -> object:

@@ -52,12 +52,13 @@ def verdict(plan: PlanContents) -> str:
     """Say what fits into what, and what it costs."""
     share = f" ({plan.budget} of the plain step's activation peak)" if plan.budget.endswith("%") else ""
     largest = "" if plan.largest is None else f", at a size of {plan.largest}, the largest that does"
+    slower = slowdown(plan, plan.predicted.seconds)
     while_ = " while the optimizer steps" if plan.optimizer_bytes > plan.predicted.peak_bytes else ""
     return (
         f"{plan.made_for.model} fits into {in_words(plan.budget_bytes)}{share}{largest}. "
         f"Peak: {in_words(plan.peak_bytes)}{while_}, plain {in_words(max(plan.plain.peak_bytes, plan.optimizer_bytes))}. "
         f"Step: {seconds_in_words(plan.predicted.seconds)}, plain {seconds_in_words(plan.plain.seconds)}"
-        f"{_in_brackets(slowdown(plan, plan.predicted.seconds))}.{_beyond(plan)}"
+        f"{f' ({slower})' if slower else ''}.{_beyond(plan)}"
     )
 
 
@@ -91,16 +92,12 @@ def proof(plan: PlanContents) -> str:
         if plan.proof.margin_bytes
         else ""
     )
-    predicted = " Nothing ran: times are predicted." if plan.made_for.is_predicted else _certainty(plan)
+    measured = f" Measured again, times were up to {100 * plan.uncertainty:.0f} % longer." if plan.uncertainty else ""
+    predicted = " Nothing ran: times are predicted." if plan.made_for.is_predicted else measured
     return (
         f"Proved by a {plan.proof.method} step, of {in_words(plan.proof.peak_bytes)}: {rounds}. Planned in "
         f"{seconds_in_words(plan.planning_seconds)}.{predicted}{depends}"
     )
-
-
-def _certainty(plan: PlanContents) -> str:
-    """Say by how much times were others when they were measured again."""
-    return f" Measured again, times were up to {100 * plan.uncertainty:.0f} % longer." if plan.uncertainty else ""
 
 
 def memory(plan: PlanContents) -> str:
@@ -164,10 +161,6 @@ def seconds_in_words(seconds: float) -> str:
     unit, size = next((item for item in (("s", 1.0), ("ms", 1e-3)) if seconds >= item[1]), ("µs", 1e-6))
     value = seconds / size
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}" if seconds else "0 s"
-
-
-def _in_brackets(words: str) -> str:
-    return f" ({words})" if words else ""
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
@@ -324,7 +317,10 @@ def alive_table(plan: PlanContents, most: int = MOST) -> Table:
     Args:
         most: how many rows are told apart.
     """
-    found = sorted([*_all_the_time(plan), *_of_step(plan)], key=lambda item: -item[0])
+    fixed = [(name, getattr(plan.fixed, name)) for name in ALL_THE_TIME]
+    found = [(size, _row(name, size, held_by="all the time")) for name, size in fixed if size]
+    found += [(item.nbytes, Row(_cells(item))) for item in plan.predicted.alive]
+    found.sort(key=lambda item: -item[0])
     shown, rest = (found, []) if len(found) <= most + 1 else (found[:most], found[most:])
     rows = [row for _, row in shown]
     if rest:
@@ -340,15 +336,6 @@ def has_tensors(plan: PlanContents) -> bool:
 
 def _row(name: str, size_bytes: int, *, held_by: str = "", is_total: bool = False) -> Row:
     return Row([name, "", "", "", in_words(size_bytes), "", held_by], is_total=is_total)
-
-
-def _all_the_time(plan: PlanContents) -> list[tuple[int, Row]]:
-    sizes = [(name, getattr(plan.fixed, name)) for name in ALL_THE_TIME]
-    return [(size, _row(name, size, held_by="all the time")) for name, size in sizes if size]
-
-
-def _of_step(plan: PlanContents) -> list[tuple[int, Row]]:
-    return [(item.nbytes, Row(_cells(item))) for item in plan.predicted.alive]
 
 
 def _cells(item: LiveTensors) -> Sequence[str]:

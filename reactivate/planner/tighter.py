@@ -113,9 +113,8 @@ class Ladder:
 
     def _adaptive_below(self, plan: AdaptivePlan, asked: int | None) -> AdaptivePlan:
         """Return the same for a plan of all shapes, which takes the least for a shape if none holds the budget."""
-        if (
-            self._tries == _TRIES or plan.recent_bytes > plan.budget_bytes
-        ):  # the shape that failed has the least already
+        has_least = plan.recent_bytes > plan.budget_bytes  # the shape that failed
+        if self._tries == _TRIES or has_least:
             raise NoTighterPlan(self._nothing_left())
         self._tries += 1
         return plan.within(self._budget_below(plan.recent_bytes, plan.profiled.fixed.total, asked))

@@ -9,12 +9,12 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import Module
 
-from reactivate._inspect.step import leaves_of
 from reactivate._model.handle import Handle
 from reactivate._passes.current import is_recomputing
 from reactivate._region.accounts import in_words
 from reactivate._text.warnings import warn
 from reactivate.planner.contents import Circumstances, PlanContents
+from reactivate.planner.shapes import call_inputs
 from reactivate.planner.target import device_spec
 from reactivate.planner.units import module_class_name
 
@@ -38,7 +38,7 @@ class CallWatch:
         self._known = {tuple(shape for _, shape, _ in plan.made_for.inputs)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self._plan,)
+        return _watch_of_file, (self._plan,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallWatch:
         return CallWatch(self._plan, None, is_from_file=self._is_from_file)
@@ -47,7 +47,7 @@ class CallWatch:
         """The model is called."""
         if is_compiling() or is_recomputing() or not torch.is_grad_enabled():
             return
-        shapes = _shapes_of(args, kwargs)
+        shapes = tuple(tuple(leaf.shape) for leaf in call_inputs(args, kwargs).values())
         if self._is_checked and shapes in self._known:
             return
         handle = Handle.of(model)
@@ -78,9 +78,8 @@ class CallWatch:
     def _about_shapes(self, shapes: Shapes, args: Any, kwargs: Any) -> str:
         plan = self._plan
         planned = tuple(shape for _, shape, _ in plan.made_for.inputs)
-        said = (
-            f"This plan was made for inputs of shape {_list(planned)}, and the model is called with {_list(shapes)}. "
-        )
+        made_for = f"This plan was made for inputs of shape {_list(planned)}"
+        said = f"{made_for}, and the model is called with {_list(shapes)}. "
         # How long a storage leaves tensors in memory is not simulated here.
         peak = None if self._peak_with is None or plan.storages else self._peak_with(args, dict(kwargs))
         if peak is None:
@@ -92,10 +91,10 @@ class CallWatch:
 
 def watching_loaded(model: Module, plan: PlanContents) -> Callable[[], None]:
     """Watch a model with a plan from a file. Returns what ends that."""
-    return model.register_forward_pre_hook(CallWatch(plan, None, is_from_file=True), with_kwargs=True).remove
+    return model.register_forward_pre_hook(_watch_of_file(plan), with_kwargs=True).remove
 
 
-def _again(plan: PlanContents) -> CallWatch:
+def _watch_of_file(plan: PlanContents) -> CallWatch:
     return CallWatch(plan, None, is_from_file=True)
 
 
@@ -105,11 +104,6 @@ def _is_on(device: torch.device, made_for: Circumstances) -> bool:
         return torch.device(made_for.device).type == device.type
     known = device_spec(device).name
     return known == made_for.device or (known == "cpu" != device.type)
-
-
-def _shapes_of(args: Any, kwargs: Any) -> Shapes:
-    leaves = leaves_of("args", tuple(args)) | leaves_of("kwargs", dict(kwargs))
-    return tuple(tuple(leaf.shape) for leaf in leaves.values())
 
 
 def _list(shapes: Shapes) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class RealAnswers:
 
     def __init__(self) -> None:
         self.are_used = False
-        self.tell: Callable[[], None] = _ignore
+        self.tell: Callable[[], None] | None = None
         self._numbers: dict[Hashable, int] = {}
         self._found: dict[int, Any] = {}
 
@@ -59,13 +59,13 @@ class RealAnswers:
             known: as for the step that was recorded, in the same order.
         """
         names = ValueNames(self._numbers, known)
-        has_arrays = any(isinstance(item, _ReadArray) for item in self._found.values())
+        has_arrays = any(isinstance(item, _Value) and isinstance(item.identity, bytes) for item in self._found.values())
         arrays = _ArrayMode(names, self._answer) if has_arrays else nullcontext()  # a mode costs each function
         with _AnswerMode(names, self._answer, self._as_real), arrays:
             try:
                 yield
             finally:
-                self.tell = _ignore
+                self.tell = None
 
     def _enter(self, call: int, result: Any) -> None:
         if self._found.setdefault(call, result) != result:  # random numbers have led to both
@@ -74,7 +74,7 @@ class RealAnswers:
     def _answer(self, call: int, *, is_of_data: bool = True) -> Any:
         found = self._found.get(call)
         self.are_used |= found is not None
-        if found is not None and is_of_data:
+        if found is not None and is_of_data and self.tell is not None:
             self.tell()
         return found
 
@@ -83,10 +83,6 @@ class RealAnswers:
         found = self._found.get(call)
         is_other = isinstance(found, _Result) and isinstance(result, Tensor) and found.differs_in_strides(result)
         return _made(found, result) if is_other else result
-
-
-def _ignore() -> None:
-    """Ignore that an answer was needed."""
 
 
 # -- modes ------------------------------------------------------------------------------------------------------------
@@ -148,7 +144,7 @@ class _ReadMode(TorchFunctionMode):
         if func is Tensor.tolist:
             _read_one_by_one(args[0])
         elif func in _ARRAYS:
-            self._enter(self._names.call(func, args, kwargs or {}), _ReadArray(result.copy()))
+            self._enter(self._names.call(func, args, kwargs or {}), _Value(result.copy(), result.tobytes()))
         return result
 
 
@@ -163,7 +159,7 @@ class _ArrayMode(TorchFunctionMode):
         if func in _ARRAYS and has_no_memory(args[0]):
             found = self._answer(self._names.call(func, args, kwargs or {}))
             if found is not None:
-                array = found.array.copy()
+                array = found.value.copy()
                 weakref.finalize(array, type, args[0])  # the array of a real tensor keeps its memory
                 return array
         return func(*args, **(kwargs or {}))
@@ -197,26 +193,15 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Value:
-    """A result that is no tensor."""
+    """A result that is no tensor, or an array that Python has read.
 
-    value: Any
+    Attributes:
+        value: the result.
+        identity: the text or the bytes that equal ones share: 1 and True are equal, and NaN is not equal to itself.
+    """
 
-    def __eq__(self, other: object) -> bool:  # 1 and True are equal, and NaN is not equal to itself
-        return isinstance(other, _Value) and repr(self.value) == repr(other.value)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _ReadArray:
-    """Values that Python has read."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ReadArray) and self.array.tobytes() == other.array.tobytes()
-
-    __hash__ = None  # type: ignore[assignment]
+    value: Any = field(compare=False)
+    identity: str | bytes
 
 
 def _described(result: Any) -> Any:
@@ -225,7 +210,7 @@ def _described(result: Any) -> Any:
         parts = [_described(item) for item in result]
         return None if None in parts else type(result)(parts)
     if not isinstance(result, Tensor):
-        return _Value(result)
+        return _Value(result, repr(result))
     if result.layout is not torch.strided or result.is_nested or hasattr(result, "__tensor_flatten__"):
         return None
     return _Result(tuple(result.shape), result.stride(), result.dtype, result.device)

@@ -10,7 +10,6 @@ Numbers that follow from arguments alone (a mask made of token ids) decide nothi
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -110,18 +109,20 @@ class DataMargin:
         if not changes:
             trace.margin_bytes = 0
             return trace
+
+        def part(size_bytes: int) -> int:  # of a step's thousands of sizes: fractions would take as long as the step
+            return -(-size_bytes * self.share.numerator // self.share.denominator)
+
         after, live = [0], 0  # `after[k]`: what of it is alive before op k
         ops = []
         for number, op in enumerate(trace.ops):
             top = live + changes[number]
             live = top - gone[number]
             after.append(live)
-            more = [math.ceil(self.share * size) for size in (after[number], top, live)]
-            sizes = op.start_bytes + more[0], op.top_bytes + more[1], op.live_bytes + more[2]
+            sizes = op.start_bytes + part(after[number]), op.top_bytes + part(top), op.live_bytes + part(live)
             ops.append(op._replace(start_bytes=sizes[0], top_bytes=sizes[1], live_bytes=sizes[2]))
         calls = [
-            [replace(call, live_bytes=call.live_bytes + math.ceil(self.share * after[call.op])) for call in turn]
-            for turn in trace.calls
+            [replace(call, live_bytes=call.live_bytes + part(after[call.op])) for call in turn] for turn in trace.calls
         ]
         larger = replace(trace, ops=ops, calls=calls)
         trace.margin_bytes = larger.peak_bytes - trace.peak_bytes

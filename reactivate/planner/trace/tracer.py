@@ -48,6 +48,7 @@ _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_o
 
 _AROUND_MODES = ("torch._dynamo.", "torch._compile")  # modules of functions that torch wraps a mode's in
 _INDEXING = frozenset({"index", "_unsafe_index"})
+_MASKS = (torch.bool, torch.uint8)  # the dtypes of masks
 
 
 class _Traits(NamedTuple):
@@ -72,10 +73,6 @@ class _Traits(NamedTuple):
 def _traits_of(op: Any) -> _Traits:
     name, is_of_data = name_of(op), not _OF_DATA.isdisjoint(op.tags)
     return _Traits(name, is_of_data, name in _INDEXING, bool(written_arguments(op)), tensor_positions(op))
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bool, torch.uint8)
 
 
 @contextmanager
@@ -242,19 +239,19 @@ class _Tracer(TorchDispatchMode):
         self._resized.look()
         self._look_at_sum()
         before = self._live_bytes
-        for leaf in leaves_at_op((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self.know(leaf)
+        given = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in given:
+            self.know(tensor)
         self._enter_numbers(traits, args)
         result = func(*args, **kwargs)
         if traits.writes:
             self._resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
+        made = [leaf for leaf in leaves_at_op(result) if isinstance(leaf, Tensor)]
         has_own_sizes = self.trace.is_real or traits.is_of_data  # no two calls need return as much
-        sizes = iter(() if has_own_sizes else cost.result_bytes)
-        for leaf in leaves_at_op(result):
-            if isinstance(leaf, Tensor):
-                self._enter(leaf, traits.name, next(sizes, 0))
+        sizes = () if has_own_sizes else cost.result_bytes
+        for number, tensor in enumerate(made):
+            self._enter(tensor, traits.name, sizes[number] if number < len(sizes) else 0)
         turn, position, is_backward = self._place.now()
         live = self._live_bytes
         top = max(live, before + cost.top_bytes)
@@ -264,13 +261,9 @@ class _Tracer(TorchDispatchMode):
         self.trace.ops.append(op)
         self.trace.costs.append(cost)
         if self._scope is not None:
-            given, made = (
-                [leaf for leaf in leaves_at_op(of) if isinstance(leaf, Tensor)] for of in ((args, kwargs), result)
-            )
-            has_numbers = (
-                self.trace.is_real and traits.is_of_data
-            )  # fake tensors have none, and say where these are missed
-            reads_numbers = has_numbers and (not traits.is_index or any(map(_is_mask, given[1:])))
+            # Fake tensors have no numbers, and say where these are missed.
+            has_numbers = self.trace.is_real and traits.is_of_data
+            reads_numbers = has_numbers and (not traits.is_index or any(tensor.dtype in _MASKS for tensor in given[1:]))
             self._scope.ran(given, made, self._module_now(), reads_numbers=reads_numbers)
         if self._watch is not None:
             self._watch(top)
