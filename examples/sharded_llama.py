@@ -1,0 +1,84 @@
+"""Plan the training of a Llama with 70 billion parameters on 8 and on 64 H100, in one process of a laptop.
+
+python examples/sharded_llama.py              three ways to shard it, in about two minutes
+python examples/sharded_llama.py --layers 4   fewer layers, in seconds
+
+Nothing is allocated and nothing is sent: the parameters are on the meta device, and the process group is torch's `fake` one,
+in which this process is rank 0 of as many as you like. Sharding is the code that you would run on the cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import reactivate
+
+
+class Block(nn.Module):
+    """Attention with shared keys and values, and a gated MLP."""
+
+    def __init__(self, width: int, heads: int, shared_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.query, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.key, self.value = (nn.Linear(width, shared_heads * self.head_width, bias=False) for _ in range(2))
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        query, key, value = (
+            part(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """A Llama without rotary embeddings, which add little time and no memory; returns the loss."""
+
+    def __init__(self, layers: int, width: int, heads: int, shared_heads: int, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(vocabulary, width), nn.RMSNorm(width)
+        self.blocks = nn.ModuleList(Block(width, heads, shared_heads, hidden) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+TENSOR_PARALLEL = {
+    **dict.fromkeys(("query", "key", "value", "gate", "up"), ColwiseParallel()),
+    **dict.fromkeys(("out", "down"), RowwiseParallel()),
+}
+
+
+def parallelize(model: Llama, mesh: DeviceMesh) -> Llama:
+    """Split each block over the ranks of a mesh."""
+    for block in model.blocks:
+        parallelize_module(block, mesh, TENSOR_PARALLEL)
+    return model
+
+
+def shard(model: Llama, mesh: DeviceMesh, **options: object) -> Llama:
+    """Shard each block, and what is left of the model, with FSDP2; over a mesh of two dimensions: HSDP."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
