@@ -82,3 +82,68 @@ def shard(model: Llama, mesh: DeviceMesh, **options: object) -> Llama:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
+
+
+@contextmanager
+def ranks(count: int) -> Iterator[None]:
+    """Be the first of so many ranks, the others of which are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fsdp(model: Llama) -> Llama:
+    """FSDP2 over all ranks."""
+    return shard(model, init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=MIXED)
+
+
+def fsdp_with_tensor_parallelism(model: Llama) -> Llama:
+    """Tensor parallelism inside of each node of 8, and FSDP2 between the nodes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 8, 8), mesh_dim_names=("dp", "tp"))
+    return shard(parallelize(model, mesh["tp"]), mesh["dp"], mp_policy=MIXED)
+
+
+def hsdp(model: Llama) -> Llama:
+    """Shards over half of the ranks each, and two replicas of these."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+    return shard(model, mesh, mp_policy=MIXED)
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WAYS: tuple[tuple[str, int, Callable[[Llama], Llama]], ...] = (
+    ("FSDP2", 8, fsdp),
+    ("FSDP2", 64, fsdp),
+    ("FSDP2 and tensor parallelism", 64, fsdp_with_tensor_parallelism),
+    ("HSDP", 64, hsdp),
+)
+
+
+def planned(way: Callable[[Llama], Llama], layers: int, tokens: int, device: str) -> str:
+    """Return what a plan says of one rank, or why there is none."""
+    with torch.device("meta"):
+        model = Llama(layers, width=8192, heads=64, shared_heads=8, hidden=28672, vocabulary=128256)
+        batch = torch.zeros(1, tokens, dtype=torch.long)
+    model = way(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        return str(reactivate.plan(model, (batch, batch), device=device, optimizer=optimizer))
+    except reactivate.errors.PlanInfeasible as error:
+        return f"No plan: {error}"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--tokens", type=int, default=8192, help="of the sequence that each rank has")
+    parser.add_argument("--device", default="H100-SXM", help="see `reactivate devices`")
+    given = parser.parse_args()
+    for name, count, way in WAYS:
+        with ranks(count):
+            print(f"{name} on {count} of {given.device}\n\n{planned(way, given.layers, given.tokens, given.device)}\n\n")
+
+
+if __name__ == "__main__":
+    main()

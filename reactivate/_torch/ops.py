@@ -191,6 +191,13 @@ def group_name_of(op: Any, args: Any, kwargs: Any) -> str | None:
     return None
 
 
+def ranks_of(group_name: str) -> list[int]:
+    """Return the ranks of a process group; those of all processes where this torch does not show its groups."""
+    groups = () if is_missing(_world) else _world.pg_map
+    found = next((group for group in groups if group.group_name == group_name), None)
+    return list(torch.distributed.get_process_group_ranks(found))
+
+
 def arrived(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tensors, when the functional collectives that fill them are done, where a thread of a backend does that.
 

@@ -36,6 +36,7 @@ from reactivate.planner.trace.data_scope import DataScope
 from reactivate.planner.trace.positions import ModuleStack, UnitPosition
 from reactivate.planner.trace.records import SUM_IN_PLACE, Allocation, CopyEvent, Costs, Op, Origin, Trace, UnitCall
 from reactivate.planner.trace.resized import ResizedStorages
+from reactivate.planner.trace.stream_clock import StreamClock
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
 
@@ -116,6 +117,8 @@ def traced(
             register_module_forward_hook(tracer.unit_ends, always_call=True),
         ):
             stack.callback(handle.remove)
+        if tracer.clock is not None:
+            stack.enter_context(tracer.clock.running())
         stack.enter_context(observed_by(tracer))
         stack.enter_context(tracer)
         if count_functions:
@@ -123,6 +126,7 @@ def traced(
         if rehearsal is not None:
             rehearsal.tell = tracer.moved
         yield tracer.trace
+    tracer.end()
     tracer.trace.of_data = set() if scope is None else scope.paths
     if rehearsal is not None:
         tracer.trace.stored_bytes, tracer.trace.failures = rehearsal.most_stored_bytes, rehearsal.failures
@@ -142,6 +146,7 @@ class _Tracer(TorchDispatchMode):
         self._modules = modules
         self._scope = scope
         self.trace = Trace()
+        self.clock = StreamClock() if costs.has_streams else None
         self._units = units
         self._costs = costs
         self._live_bytes = 0
@@ -258,7 +263,8 @@ class _Tracer(TorchDispatchMode):
         turn, position, is_backward = self._place.now()
         live = self._live_bytes
         top = max(live, before + cost.top_bytes)
-        op = Op(turn, position, is_backward, is_recomputing(), before, top, live, cost.seconds, traits.name)
+        seconds = cost.seconds if self.clock is None else self.clock.ran(cost.seconds, cost.group)
+        op = Op(turn, position, is_backward, is_recomputing(), before, top, live, seconds, traits.name)
         if is_backward:
             self._note_sum(func, args, kwargs, result)
         self.trace.ops.append(op)
@@ -275,6 +281,14 @@ class _Tracer(TorchDispatchMode):
         if self._watch is not None:
             self._watch(top)
         return result
+
+    def end(self) -> None:
+        """The step is over: compute waits for the collectives that still run."""
+        if self.clock is not None and self.trace.ops:
+            last, rest = self.trace.ops[-1], self.clock.rest()
+            self.trace.ops[-1] = last._replace(seconds=last.seconds + rest)
+            self.trace.collective_seconds = self.clock.collective_seconds
+            self.trace.waited_seconds = self.clock.waited_seconds + rest
 
     def _note_sum(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An op of a backward has run: note whether it adds a gradient to the sum of those that a tensor has so far."""
