@@ -289,6 +289,24 @@ def _writing() -> Iterator[tuple[Any, str]]:
             yield from ((getattr(packet, name), "_op") for name in packet.overloads())
 
 
+class StorageResizes(Replaced):
+    """Tells of storages that programs have resized: libraries that shard parameters let go of their memory so.
+
+    Args:
+        tell: called with a storage afterwards.
+    """
+
+    def __init__(self, tell: Callable[[torch.UntypedStorage], None]) -> None:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tell(storage)
+            return result
+
+        super().__init__(lambda: [(torch.UntypedStorage, "resize_", resized)])
+
+
 def is_view(func: Any) -> bool:
     """Return whether an op looks at no element."""
     return bool(func.is_view or func.overloadpacket.__name__ == "detach")

@@ -148,7 +148,7 @@ class Replaced:
             self._users += 1
             if self._users == 1:
                 for owner, name, value in self._places():
-                    self._replaced.append((owner, name, value, vars(owner)[name]))
+                    self._replaced.append((owner, name, value, vars(owner).get(name, _INHERITED)))
                     setattr(owner, name, value)
 
     def end(self) -> None:
@@ -157,5 +157,12 @@ class Replaced:
             self._users -= 1
             while self._replaced and not self._users:
                 owner, name, value, original = self._replaced.pop()
-                if vars(owner).get(name) is value:
+                if vars(owner).get(name) is not value:
+                    continue
+                if original is _INHERITED:
+                    delattr(owner, name)
+                else:
                     setattr(owner, name, original)
+
+
+_INHERITED = object()  # in the place of what a class has from another one

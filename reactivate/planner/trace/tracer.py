@@ -119,6 +119,7 @@ def traced(
             stack.callback(handle.remove)
         if tracer.clock is not None:
             stack.enter_context(tracer.clock.running())
+        stack.enter_context(tracer.resized.observed())
         stack.enter_context(observed_by(tracer))
         stack.enter_context(tracer)
         if count_functions:
@@ -152,7 +153,7 @@ class _Tracer(TorchDispatchMode):
         self._live_bytes = 0
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._own: dict[int, Allocation] = {}  # those that were not there before
-        self._resized = ResizedStorages(self._resize)
+        self.resized = ResizedStorages(self._resize)
         self._place = UnitPosition()
         self._call: UnitCall | None = None  # that runs
         self._last: UnitCall | None = None  # that runs, or ran last
@@ -225,7 +226,7 @@ class _Tracer(TorchDispatchMode):
         def leave(_: object) -> None:
             self._release(self._own.pop(key))
             self._storages.pop(key, None)
-            self._resized.forget(key)
+            self.resized.forget(key)
 
         return leave
 
@@ -244,7 +245,7 @@ class _Tracer(TorchDispatchMode):
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
         traits = _traits_of(func)
-        self._resized.look()
+        self.resized.look()
         self._look_at_sum()
         before = self._live_bytes
         for leaf in leaves_at_op((args, kwargs)):
@@ -253,7 +254,7 @@ class _Tracer(TorchDispatchMode):
         self._enter_numbers(traits, args)
         result = func(*args, **kwargs)
         if traits.writes:
-            self._resized.watch(func, args, kwargs, self._own)
+            self.resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
         has_own_sizes = self.trace.is_real or traits.is_of_data  # no two calls need return as much
         sizes = iter(() if has_own_sizes else cost.result_bytes)
@@ -339,7 +340,7 @@ class _Tracer(TorchDispatchMode):
         path = self._units.get(id(module))
         if path is None:
             return
-        self._resized.look()
+        self.resized.look()
         if self._place.unit_begins():
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
