@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,9 +152,25 @@ _number_in_flight: Callable[[], int] = resolve_private(
     probe=lambda count: type(count()) is int,
     public=is_distributed_run,
 )
+_FakeStore = resolve_private(
+    "a process group whose other ranks are not there",
+    "torch.testing._internal.distributed.fake_pg.FakeStore",
+    probe=lambda kind: kind() is not None,
+    lost="`reactivate plan --world`",
+)
 Work = find("torch._C._distributed_c10d.Work")
 _IN_STREAM_ORDER = frozenset({"nccl", "xccl", "hccl"})
 """Backends that the calling thread enqueues: no thread of theirs writes to a tensor."""
+
+
+@contextmanager
+def alone_among(count: int) -> Iterator[None]:
+    """Be the first rank of so many, the others of which are not there: collectives return at once."""
+    torch.distributed.init_process_group("fake", store=_FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def finished_work() -> Any:
