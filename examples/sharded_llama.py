@@ -128,7 +128,8 @@ def planned(way: Callable[[Llama], Llama], layers: int, tokens: int, device: str
     model = way(model)
     optimizer = torch.optim.AdamW(model.parameters())
     try:
-        return str(reactivate.plan(model, (batch, batch), device=device, optimizer=optimizer))
+        plan = reactivate.plan(model, (batch, batch), device=device, optimizer=optimizer)
+        return str(plan).partition("\n\n")[0]  # the rest are tables
     except reactivate.errors.PlanInfeasible as error:
         return f"No plan: {error}"
 
@@ -142,7 +143,8 @@ def main() -> None:
     given = parser.parse_args()
     for name, count, way in WAYS:
         with ranks(count):
-            print(f"{name} on {count} of {given.device}\n\n{planned(way, given.layers, given.tokens, given.device)}\n\n")
+            print(f"{name} on {count} of {given.device}:", flush=True)
+            print(planned(way, given.layers, given.tokens, given.device), flush=True, end="\n\n")
 
 
 if __name__ == "__main__":

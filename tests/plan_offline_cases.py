@@ -56,7 +56,7 @@ _NUMBERS = itertools.count()
 
 def small_llama(layers: int = 3) -> Any:
     torch.manual_seed(0)
-    return llama.Llama(layers, width=128, heads=4, shared_heads=2, hidden=256, vocabulary=512)
+    return llama.Llama(layers, width=128, heads=4, shared_heads=4, hidden=256, vocabulary=512)
 
 
 class Labelled(GPT):
