@@ -1,6 +1,7 @@
 """Plan the training of a Llama with 70 billion parameters on 8 and on 64 H100, in one process of a laptop.
 
-python examples/sharded_llama.py              three ways to shard it, in about two minutes
+python examples/sharded_llama.py              with FSDP2, in about a minute
+python examples/sharded_llama.py tp hsdp      in other ways, about as long for each: FSDP2 with tensor parallelism, HSDP
 python examples/sharded_llama.py --layers 4   fewer layers, in seconds
 
 Nothing is allocated and nothing is sent: the parameters are on the meta device, and the process group is torch's `fake` one,
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reactivate
@@ -42,10 +42,10 @@ class Block(nn.Module):
         query, key, value = (
             part(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.query, self.key, self.value)
         )
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
 class Llama(nn.Module):
@@ -61,7 +61,7 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
 TENSOR_PARALLEL = {
@@ -112,12 +112,7 @@ def hsdp(model: Llama) -> Llama:
 
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-WAYS: tuple[tuple[str, int, Callable[[Llama], Llama]], ...] = (
-    ("FSDP2", 8, fsdp),
-    ("FSDP2", 64, fsdp),
-    ("FSDP2 and tensor parallelism", 64, fsdp_with_tensor_parallelism),
-    ("HSDP", 64, hsdp),
-)
+WAYS: dict[str, Callable[[Llama], Llama]] = {"fsdp": fsdp, "tp": fsdp_with_tensor_parallelism, "hsdp": hsdp}
 
 
 def planned(way: Callable[[Llama], Llama], layers: int, tokens: int, device: str) -> str:
@@ -137,14 +132,19 @@ def planned(way: Callable[[Llama], Llama], layers: int, tokens: int, device: str
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ways", nargs="*", metavar="WAY", help=f"of {', '.join(WAYS)}; by default fsdp")
+    parser.add_argument("--world", type=int, nargs="+", default=[8, 64], help="how many devices there are")
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--tokens", type=int, default=8192, help="of the sequence that each rank has")
     parser.add_argument("--device", default="H100-SXM", help="see `reactivate devices`")
     given = parser.parse_args()
-    for name, count, way in WAYS:
-        with ranks(count):
-            print(f"{name} on {count} of {given.device}:", flush=True)
-            print(planned(way, given.layers, given.tokens, given.device), flush=True, end="\n\n")
+    if unknown := set(given.ways) - set(WAYS):
+        parser.error(f"{', '.join(sorted(unknown))}: it takes {', '.join(WAYS)}.")
+    for name in given.ways or ["fsdp"]:
+        for count in given.world:
+            with ranks(count):
+                print(f"{WAYS[name].__doc__} {count} of {given.device}.", flush=True)
+                print(planned(WAYS[name], given.layers, given.tokens, given.device), flush=True, end="\n\n")
 
 
 if __name__ == "__main__":

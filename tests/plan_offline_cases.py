@@ -91,10 +91,10 @@ def plans(make: Callable[[], nn.Module]) -> list[Plan]:
 def assert_equal_to_a_rank(directory: Path, make: Callable[[], nn.Module]) -> list[Plan]:
     """Plan this rank in one process, and run it among the others: its peak is that of the plan, to the byte.
 
-    Three things are no part of a plan for a GPU, and a real step on gloo has them. gloo copies what it reduces, and allocates in
-    its threads: `allocated_by_rank` tells these bytes apart. A thread of gloo may still hold a tensor of a collective that is
-    done when the step goes on, now and then: so the least of several steps counts. oneDNN takes memory for itself in products
-    of bfloat16: it is switched off.
+    Three things are no part of a plan for a GPU, and a real step on gloo has them. gloo copies what it reduces, and
+    allocates in its threads: `allocated_by_rank` tells these bytes apart. A thread of gloo may still hold a tensor of a
+    collective that is done when the step goes on, now and then: so the least of several steps counts. oneDNN takes memory
+    for itself in products of bfloat16: it is switched off.
     """
     with alone(directory):
         planned = plans(make)
@@ -118,7 +118,10 @@ def assert_equal_to_a_rank(directory: Path, make: Callable[[], nn.Module]) -> li
 
 
 def sharded(
-    make: Callable[[], Any], *dimensions: int, parts: Callable[[Any], list[nn.Module]] = lambda block: [], **options: Any
+    make: Callable[[], Any],
+    *dimensions: int,
+    parts: Callable[[Any], list[nn.Module]] = lambda block: [],
+    **options: Any,
 ) -> Callable[[], nn.Module]:
     def made() -> nn.Module:
         model = make()

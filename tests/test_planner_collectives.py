@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -194,3 +194,29 @@ def test_fake_parameters_are_planned_as_those_on_meta(ranks: int) -> None:
 def test_a_group_that_is_not_there_is_refused(ranks: int) -> None:
     with pytest.raises(UsageError, match=r"are not there .*Leave group= out"):
         reactivate.plan(*sharded(), budget="60%", device="H100-SXM", group=torch.distributed.group.WORLD)
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_a_stage_of_a_pipeline_holds_the_microbatches_that_are_under_way(ranks: int, reshard: bool) -> None:
+    """With parameters that the backward gathers for nothing, too: `fully_shard` waits for these in the end."""
+    stage, _ = sharded(reshard_after_forward=reshard)
+
+    def step(in_flight: int) -> Callable[[], None]:
+        def run() -> None:
+            waiting = []
+            for _ in range(6):
+                waiting.append(stage(torch.empty(2048, 256, requires_grad=True)))
+                if len(waiting) == in_flight:
+                    go_back(waiting.pop(0))
+            while waiting:
+                go_back(waiting.pop(0))
+
+        return run
+
+    def go_back(output: torch.Tensor) -> None:
+        output.backward(torch.empty_like(output))
+
+    plans = [reactivate.plan(stage, step=step(count), budget="100%", device="H100-SXM") for count in (1, 2, 4)]
+    first, second, fourth = (plan.plain.peak_bytes for plan in plans)
+    assert fourth - second == pytest.approx(2 * (second - first), rel=0.01)
+    assert smallest(plans[-1]).predicted.peak_bytes < fourth

@@ -22,7 +22,9 @@ def mesh_sizes(ctx: click.Context, param: click.Parameter, text: str | None) -> 
     for part in text.split(","):
         name, _, size = part.partition("=")
         if not name.isidentifier() or name in sizes or not size.isdecimal() or int(size) < 1:
-            raise click.BadParameter(f"{text!r} is not NAME=SIZE,NAME=SIZE with names of its own, as in dp=8,tp=8.", ctx, param)
+            raise click.BadParameter(
+                f"{text!r} is not NAME=SIZE,NAME=SIZE with names of its own, as in dp=8,tp=8.", ctx, param
+            )
         sizes[name] = int(size)
     return sizes
 
@@ -45,8 +47,8 @@ def among(world: int | None, sizes: Mapping[str, int] | None) -> Iterator[Any]:
     if sizes is not None and math.prod(sizes.values()) != count:
         found = " x ".join(map(str, sizes.values()))
         raise UsageError(
-            f"--world {count}: the mesh has {found} = {math.prod(sizes.values())} ranks. Make its sizes multiply to {count}, or "
-            "leave --world out."
+            f"--world {count}: the mesh has {found} = {math.prod(sizes.values())} ranks. Make its sizes multiply to {count}, "
+            "or leave --world out."
         )
     with alone_among(count):
         yield None if sizes is None else _mesh_of(sizes)

@@ -38,7 +38,9 @@ def html(plan: PlanContents) -> str:
 
 
 def _head(plan: PlanContents) -> list[str]:
-    return list(filter(None, [verdict(plan), circumstances(plan), proof(plan), memory(plan), copies(plan), collectives(plan)]))
+    return list(
+        filter(None, [verdict(plan), circumstances(plan), proof(plan), memory(plan), copies(plan), collectives(plan)])
+    )
 
 
 def _tables(plan: PlanContents) -> list[Table]:

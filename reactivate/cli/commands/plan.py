@@ -49,7 +49,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     ".json file that describes one. A device that is not here is simulated.",
 )
 @click.option("--meta", "on_meta", is_flag=True, help="Make the model without memory, and simulate all.")
-@click.option("--world", type=click.IntRange(1), help="Ranks of the job; this process is the first, the others are not needed.")
+@click.option(
+    "--world", type=click.IntRange(1), help="Ranks of the job; this process is the first, the others are not needed."
+)
 @click.option(
     "--mesh",
     metavar="NAME=SIZE,...",

@@ -1,9 +1,10 @@
 """The time of a collective, from what it sends and the links between the devices of its ranks.
 
-Each rank of a ring sends and receives the whole of what is gathered or scattered but its own part, and twice that to reduce it for
-all: the "bus bandwidth" of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Inside of a node a
-ring goes over the links between its devices. Between nodes it goes over the network, of which each device has its own card: ranks
-of one node share what their cards carry together. Rank r is device r % 8 of node r // 8 where a node has 8.
+Each rank of a ring sends and receives the whole of what is gathered or scattered but its own part, and twice that to reduce
+it for all: the "bus bandwidth" of nccl-tests (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Inside
+of a node a ring goes over the links between its devices. Between nodes it goes over the network, of which each device has
+its own card: ranks of one node share what their cards carry together. Rank r is device r % 8 of node r // 8 where a node
+has 8.
 
 It does not see algorithms that send less (those in switches), congestion, or ranks that come late.
 """

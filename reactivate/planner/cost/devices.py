@@ -44,8 +44,8 @@ class DeviceSpec:
         launch_seconds: what an op costs however small it is.
         compute_efficiency: the part of `flops_per_second` that matrix products reach.
         bandwidth_efficiency: the part of `bandwidth_bytes_per_second` that ops reach.
-        links: {name: the way there}: the storages "host" and "disk", the other devices of its node ("peer"), and those of other
-            nodes ("network").
+        links: {name: the way there}: the storages "host" and "disk", the other devices of its node ("peer"), and those of
+            other nodes ("network").
         node_devices: how many devices a node has.
         overhead: what the engine itself takes, on the host of the device.
 
@@ -101,7 +101,7 @@ class DeviceSpec:
 
     @property
     def link_to_peer(self) -> Link:
-        """The way to another device of its node: "peer"; else over PCI Express ("host"); else by its own memory, as on a CPU."""
+        """The way to another device of its node: "peer"; else over PCI Express, "host"; else by its memory, as on a CPU."""
         bandwidth = self.bandwidth_bytes_per_second * self.bandwidth_efficiency
         return self.links.get("peer") or self.links.get("host") or Link(bandwidth, bandwidth, self.launch_seconds)
 
@@ -166,9 +166,9 @@ def _device_of(
 
     Memory is what torch says that a device has: `mem_get_info`, and the "total capacity" of its errors; of TPUs, what XLA's
     errors call the capacity. It is less than the data sheet's number, by what the driver and error correction take. Drivers
-    differ by some tenths of a GiB: the table has the least of those that are common. Sheets print what PCI Express carries in
-    both directions together, and so for NVLink: each has half. Those of networks have what one card carries in each. Of devices
-    whose sheet has no such number nothing is said.
+    differ by some tenths of a GiB: the table has the least of those that are common. Sheets print what PCI Express carries
+    in both directions together, and so for NVLink: each has half. Those of networks have what one card carries in each. Of
+    devices whose sheet has no such number nothing is said.
     """
     rates = {format_: rate * 1e12 for format_, rate in teraflops_per_second.items()}
     links: dict[str, Link] = {}

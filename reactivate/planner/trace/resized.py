@@ -1,8 +1,8 @@
 """Storages whose memory goes and comes back while they live: sharded parameters are gathered into such.
 
-No mode sees `storage.resize_`, so that is observed, and the sizes of storages that it was used on are looked at before each op.
-What counts is those that ops write to outside of autograd: a parameter that is gathered, once for the forward and once for the
-backward.
+No mode sees `storage.resize_`, so that is observed, and the sizes of storages that it was used on are looked at before each
+op. What counts is those that ops write to outside of autograd: a parameter that is gathered, once for the forward and once
+for the backward.
 """
 
 from __future__ import annotations

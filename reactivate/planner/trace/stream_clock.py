@@ -1,8 +1,8 @@
 """The time of a simulated step whose collectives run beside its compute.
 
-Code that shards a model (`fully_shard`) gathers parameters in streams of their own, reduces gradients in others, and says which
-stream waits for what. Each stream has a clock here, and so has each process group, which runs one collective at a time. The step
-takes as long as the stream of its compute, which stands still while it waits for another one.
+Code that shards a model (`fully_shard`) gathers parameters in streams of their own, reduces gradients in others, and says
+which stream waits for what. Each stream has a clock here, and so has each process group, which runs one collective at a
+time. The step takes as long as the stream of its compute, which stands still while it waits for another one.
 
 The program itself is taken to be ahead of the device, as it is where ops are large.
 """
