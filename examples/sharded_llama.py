@@ -143,7 +143,7 @@ def main() -> None:
     for name in given.ways or ["fsdp"]:
         for count in given.world:
             with ranks(count):
-                print(f"{WAYS[name].__doc__} {count} of {given.device}.", flush=True)
+                print(f"{count} of {given.device}. {WAYS[name].__doc__}", flush=True)
                 print(planned(WAYS[name], given.layers, given.tokens, given.device), flush=True, end="\n\n")
 
 
