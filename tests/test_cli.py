@@ -57,6 +57,15 @@ def blocks(layers: int = 3, batch: int = 64, dim: int = 16) -> tuple[nn.Module, 
     return nn.Sequential(*made), torch.randn(batch, dim)
 
 
+def sharded(mesh: Any, layers: int = 3) -> tuple[nn.Module, Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    model, x = blocks(layers)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh), x
+
+
 class Classifier(nn.Sequential):
     """Most of its step is its loss."""
 
@@ -241,6 +250,18 @@ def test_plan_counts_the_optimizer() -> None:
     for name, states in (("sgd", 0), ("sgd-momentum", 1), ("AdamW", 2)):
         document = answer("plan", "test_cli:blocks", "--meta", "--budget", "1GiB", "--optimizer", name)
         assert states * parameters <= document["fixed"]["optimizer"] <= states * parameters * 1.1
+
+
+def test_plan_of_one_rank_of_many() -> None:
+    whole = sum(parameter.nbytes for parameter in blocks()[0].parameters())
+    more = ("--meta", "--device", "H100-SXM", "--budget", "1GiB")
+    for ranks in (("--mesh", "dp=16"), ("--world", "16", "--mesh", "replicas=4,shards=4")):
+        document = answer("plan", "test_cli:sharded", *ranks, *more)
+        shards = 16 if "dp=16" in ranks else 4
+        assert document["fixed"]["parameters"] == document["fixed"]["gradients"]
+        assert whole // shards <= document["fixed"]["parameters"] <= 1.5 * whole // shards  # multiples of 512 bytes
+        assert document["predicted"]["collective_seconds"] > document["predicted"]["hidden_seconds"] > 0
+        assert not torch.distributed.is_initialized()
 
 
 def test_plan_takes_sizes_and_a_dtype() -> None:
@@ -567,6 +588,10 @@ def test_what_is_not_a_config(tmp_path: Path) -> None:
         (["plan", "test_cli:model_alone"], "Return (model, args)"),
         (["plan", "test_cli:ready"], "Return (model, args)"),
         (["plan", "test_cli:function", "--budget", "1GiB"], "torch.nn.Module"),
+        (["plan", "test_cli:sharded", "--world", "12", "--mesh", "dp=2,tp=4"], "2 x 4 = 8 ranks"),
+        (["plan", "test_cli:sharded", "--mesh", "dp=2,dp=4"], "NAME=SIZE"),
+        (["plan", "test_cli:blocks", "--mesh", "dp=2"], "It takes layers, batch, dim"),
+        (["plan", "LlamaConfig", "--mesh", "dp=2"], "takes `mesh`"),
         (["plan", "not a target"], "package.module:factory"),
         (["verify", "test_cli:blocks", "--device", "H100-SXM"], "nothing can run there"),
     ],

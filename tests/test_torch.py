@@ -392,6 +392,50 @@ def no_collective_is_waited_for_where_there_is_none() -> None:
     assert issubclass(room.Work, object) and not isinstance(torch.ones(2), room.Work)
 
 
+@needs("alone_among", "ranks_of")
+def a_rank_is_alone_among_others_that_are_not_there() -> None:
+    """Behaviour: `test_planner_collectives`."""
+    with room.alone_among(4):
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert dist.get_world_size() == 4 and tensor.tolist() == [1, 1]
+        assert room.ranks_of(dist.group.WORLD.group_name) == [0, 1, 2, 3]
+        assert room.ranks_of(dist.new_group([0, 2]).group_name) == [0, 2]
+    assert not dist.is_initialized()
+
+
+@needs("StreamOrders", "current_stream")
+def streams_of_a_cpu_tell_their_orders() -> None:
+    """Behaviour: `test_planner_collectives`."""
+    told: list[Any] = []
+    orders = room.StreamOrders(lambda *given: told.append(given), lambda *given: told.append(given))
+    stream, other = torch.cpu.Stream(), room.current_stream()
+    orders.begin()
+    with torch.cpu.stream(stream):
+        event = room.current_stream().record_event()
+        event.record()
+    other.wait_event(event)
+    other.wait_stream(stream)
+    assert told == [(stream, event), (stream, event), (other, event), (other, stream)]
+    assert torch.accelerator.current_stream() is other
+    orders.end()
+    assert stream.record_event() is None and len(told) == 4
+
+
+@needs("StorageResizes")
+def a_storage_that_a_program_resizes_is_told() -> None:
+    """Behaviour: `test_plan_offline`."""
+    told: list[Any] = []
+    storage = torch.ones(4).untyped_storage()
+    resizes = room.StorageResizes(told.append)
+    resizes.begin()
+    storage.resize_(0)
+    resizes.end()
+    storage.resize_(16)
+    assert told == [storage] and told[0] is storage and storage.nbytes() == 16
+    assert "resize_" not in vars(torch.UntypedStorage)
+
+
 @needs("collective_writes")
 def a_collective_tells_what_it_writes_to_as_long_as_somebody_listens() -> None:
     """Behaviour: `test_collectives`."""
@@ -1134,6 +1178,7 @@ def private_names_of_torch(path: Path) -> list[str]:
 
 WITHOUT = """
 import sys, torch
+import torch.testing._internal.distributed.fake_pg
 from operator import attrgetter
 for path in sys.argv[1:]:
     parent, _, name = path.rpartition(".")

@@ -258,7 +258,7 @@ def _saved_inputs(region: Region) -> Iterator[Tensor]:
 
 def kept_of(region: Region, call: Any) -> list[Any]:
     """List what a saved call keeps: results, and what it saved for its backward."""
-    slots = (region.slots[number]() for number in range(call.start, call.stop))
+    slots = map(region.slot_of, range(call.start, call.stop))
     found = [*call.kept(), *(getattr(slot, "kept", None) for slot in slots)]
     return list({id(item): item for item in found if hasattr(item, "storage")}.values())
 

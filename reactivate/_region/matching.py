@@ -165,7 +165,7 @@ class Matching:
         if self.index != call.start or len(arguments) != call.count:
             raise self._refuse(errors_text.different_call(region, call))
         for index in range(call.start, call.stop):
-            slot = region.slots[index]()
+            slot = region.slot_of(index)
             if slot is not None and slot.derivation is not None:
                 self._derive(index, slot.derivation, arguments)
         self.index = call.stop

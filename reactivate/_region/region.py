@@ -270,13 +270,17 @@ class Region:
         self.slots.append(ref(slot))  # type: ignore[union-attr]
         return slot
 
+    def slot_of(self, number: int) -> Slot | None:
+        """Return the slot of a saved tensor, None if no graph has it any more; only where slots are noted."""
+        return None if self.slots is None else self.slots[number]()
+
     def is_needed(self, number: int) -> bool:
         """Return whether a graph still has a saved tensor, as far as that is known."""
         return self.slots is None or self.slots[number]() is not None
 
     def is_recomputed(self, number: int) -> bool:
         """Return whether only a recomputation can tell a saved tensor that a graph still has."""
-        slot = None if self.slots is None else self.slots[number]()
+        slot = self.slot_of(number)
         return self.slots is None or (slot is not None and slot.kept is None)
 
     def end(self, result: Any) -> Any:

@@ -260,7 +260,7 @@ class ForwardLog(Log):
     def _keep_nothing(self, call: SavedCall) -> None:
         call.outputs, call.streams = None, ()
         for number in range(call.start, call.stop):
-            slot = self.region.slots[number]()
+            slot = self.region.slot_of(number)
             if slot is not None:
                 slot.kept = slot.derivation = None
 
@@ -284,7 +284,7 @@ class ForwardLog(Log):
                 if isinstance(item, Kept):
                     item.settle(name)
             for index in range(call.start, call.stop):
-                slot = region.slots[index]()
+                slot = region.slot_of(index)
                 if slot is not None and slot.kept is not None:
                     slot.kept.settle(name)
         if self.choice.unmatched.parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -146,9 +147,25 @@ _number_in_flight: Callable[[], int] = resolve_private(
     probe=lambda count: type(count()) is int,
     public=is_distributed_run,
 )
+_FakeStore = resolve_private(
+    "a process group whose other ranks are not there",
+    "torch.testing._internal.distributed.fake_pg.FakeStore",
+    probe=lambda kind: kind() is not None,
+    lost="`reactivate plan --world`",
+)
 Work = find("torch._C._distributed_c10d.Work")
 _IN_STREAM_ORDER = frozenset({"nccl", "xccl", "hccl"})
 """Backends that the calling thread enqueues: no thread of theirs writes to a tensor."""
+
+
+@contextmanager
+def alone_among(count: int) -> Iterator[None]:
+    """Be the first rank of so many, the others of which are not there: collectives return at once."""
+    torch.distributed.init_process_group("fake", store=_FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def finished_work() -> Any:
@@ -184,6 +201,13 @@ def group_name_of(op: Any, args: Any, kwargs: Any) -> str | None:
                 return group
             return str((_ProcessGroup.unbox(group) if argument.name == "process_group" else group).group_name)
     return None
+
+
+def ranks_of(group_name: str) -> list[int]:
+    """Return the ranks of a process group; those of all processes where this torch does not show its groups."""
+    groups = () if is_missing(_world) else _world.pg_map
+    found = next((group for group in groups if group.group_name == group_name), None)
+    return list(torch.distributed.get_process_group_ranks(found))
 
 
 def arrived(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -271,6 +295,24 @@ def _writing() -> Iterator[tuple[Any, str]]:
         for packet in filter(None, (getattr(namespace, name, None) for name in names)):
             yield packet, "_op"
             yield from ((getattr(packet, name), "_op") for name in packet.overloads())
+
+
+class StorageResizes(Replaced):
+    """Tells of storages that programs have resized: libraries that shard parameters let go of their memory so.
+
+    Args:
+        tell: called with a storage afterwards.
+    """
+
+    def __init__(self, tell: Callable[[torch.UntypedStorage], None]) -> None:
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tell(storage)
+            return result
+
+        super().__init__(lambda: [(torch.UntypedStorage, "resize_", resized)])
 
 
 def is_view(func: Any) -> bool:

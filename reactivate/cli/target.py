@@ -35,6 +35,7 @@ class Request:
         on_meta: whether the model of a config is made without memory; its inputs have values all the same, of which
             masks are made.
         factory_on_meta: whether all that a factory makes is made without memory.
+        mesh: the device mesh that a factory shards its model over; None: it is given none.
     """
 
     target: str
@@ -45,6 +46,7 @@ class Request:
     device: torch.device | None = None
     on_meta: bool = False
     factory_on_meta: bool = False
+    mesh: Any = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ def subject_of(request: Request) -> Subject:
     """
     torch.manual_seed(0)
     config = huggingface.config_of(request.target, request.settings)
+    if config is not None and request.mesh is not None:
+        raise UsageError(
+            f"TARGET {request.target!r} is a config, and how its model is sharded is not in it. Write a function that takes "
+            "`mesh`, shards the model and returns it, and name that: `package.module:factory`."
+        )
     if config is not None:
         made, inputs = huggingface.made_of(
             config, request.dtype, batch=request.batch, length=request.length, on_meta=request.on_meta
@@ -95,7 +102,7 @@ def _from_factory(request: Request) -> Subject:
     factory = _found(request.target)
     if isinstance(factory, Module):
         factory = partial(_itself, factory)
-    sizes = {name: size for name in ("batch", "length") if (size := getattr(request, name)) is not None}
+    sizes = {name: size for name in ("batch", "length", "mesh") if (size := getattr(request, name)) is not None}
     keywords = {**request.settings, **sizes}
     _check_keywords(request.target, factory, keywords)
     with torch.device("meta") if request.factory_on_meta else nullcontext(), _without_exit(request.target):
@@ -155,8 +162,8 @@ def _check_keywords(target: str, factory: Callable[..., Any], keywords: Mapping[
     except TypeError as error:
         takes = ", ".join(parameters) or "no arguments"
         raise UsageError(
-            f"TARGET {target!r} cannot be called so: {error}. It takes {takes}; --set NAME=VALUE, --batch and --length are "
-            "given to it by name."
+            f"TARGET {target!r} cannot be called so: {error}. It takes {takes}; --set NAME=VALUE, --batch, --length and "
+            "--mesh are given to it by name."
         ) from None
 
 

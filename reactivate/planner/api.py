@@ -130,7 +130,8 @@ def plan(
         group: the ranks that run this step together and make this call, each with its own batch: they agree about one policy,
             that of the rank with the least room, and each has its own promise beside it. Needed where a recomputation may
             have collectives in it, so for models that are sharded by `fully_shard`. A budget is one of each rank, and they
-            may differ. Costs a few exchanges of kilobytes; every rank waits for the slowest one, as does `Plan.at`.
+            may differ. Costs a few exchanges of kilobytes; every rank waits for the slowest one, as does `Plan.at`. None
+            as well where torch's process group `fake` stands for other ranks: the plan is that of this rank.
         reserve: what the default budget of an accelerator leaves free for fragmentation and all that a simulation of its
             allocator does not see: bytes, "2GiB", or a share of the memory that is there, "5%" unless said.
         margin: what is left free for other batches, where sizes depend on the numbers in tensors, as the loads of experts do:

@@ -110,6 +110,8 @@ class Prediction:
         waited_seconds: how long the step waits for these; a part of `seconds`.
         alive: the tensors of which the peak is made beside `Fixed`, the largest first; none in older files.
         reserved_bytes: what an accelerator's allocator reserves for all that; None for a CPU, and in older files.
+        collective_seconds: what the collectives of a simulated step take on a device that is not here; else 0.
+        hidden_seconds: what of that runs beside compute, so that it is no part of `seconds`.
     """
 
     peak_bytes: int
@@ -120,6 +122,8 @@ class Prediction:
     waited_seconds: float = 0.0
     alive: tuple[LiveTensors, ...] = ()
     reserved_bytes: int | None = None
+    collective_seconds: float = 0.0
+    hidden_seconds: float = 0.0
 
     @property
     def peak(self) -> LiveBytes:

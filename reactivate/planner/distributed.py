@@ -157,6 +157,11 @@ def check_group(model: Module, group: Any, **others: Any) -> None:
         return
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise UsageError(f"plan: group= takes a process group that this process is in; got {described(group)}.")
+    if dist.get_backend(group) == _NOBODY:
+        raise UsageError(
+            "plan: group= takes ranks that make this call together; those of this group are not there (its backend is "
+            f"{_NOBODY!r}). Leave group= out: the plan is that of this rank."
+        )
     for name, value in others.items():
         if value is not None:
             raise UnsupportedError(

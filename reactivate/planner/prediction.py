@@ -225,6 +225,8 @@ def predict(trace: Trace, fixed_bytes: int, seconds: float, flow: Flow = NO_COPI
         flow.waited_seconds,
         alive_at_peak(trace),
         reserved_for(trace, fixed_bytes),
+        trace.collective_seconds,
+        max(0.0, trace.collective_seconds - trace.waited_seconds),
     )
 
 

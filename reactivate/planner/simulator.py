@@ -261,9 +261,10 @@ class Simulator:
             return found
         if not self._target.has_values:
             raise UsageError(
-                f"{_failed(found)}: it needs values, as the counts of a router do, and this model has none. Plan it where "
-                "it has values (device='H100-SXM' plans it there for a device that is elsewhere), or plan the part of it in "
-                "front of that, or behind it."
+                f"{_failed(found)}. If that is a mistake of the step's, as shapes that do not fit are, mend it. If the step "
+                "needs values, as the counts of a router do, this model has none: plan it where it has values "
+                "(device='H100-SXM' plans it there for a device that is elsewhere), or plan the part of it in front of that, "
+                "or behind it."
             ) from found
         if not (self._may_run or (all_fail and not self._ranks.is_alone)):
             raise _among_ranks(found) from found

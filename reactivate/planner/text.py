@@ -38,7 +38,9 @@ def html(plan: PlanContents) -> str:
 
 
 def _head(plan: PlanContents) -> list[str]:
-    return list(filter(None, [verdict(plan), circumstances(plan), proof(plan), memory(plan), copies(plan)]))
+    return list(
+        filter(None, [verdict(plan), circumstances(plan), proof(plan), memory(plan), copies(plan), collectives(plan)])
+    )
 
 
 def _tables(plan: PlanContents) -> list[Table]:
@@ -110,6 +112,14 @@ def memory(plan: PlanContents) -> str:
         has = f", and {plan.made_for.device} has {in_words(plan.device_bytes)}: give a smaller budget, or leave it out"
         reserves = f" For that the allocator reserves about {in_words(reserved)}{has if is_more else ''}."
     return f"At the peak of forward and backward: {parts}.{reserves}{optimizer}"
+
+
+def collectives(plan: PlanContents) -> str:
+    """Say what the collectives of a simulated step take, and how much of it compute hides."""
+    took, hidden = plan.predicted.collective_seconds, plan.predicted.hidden_seconds
+    if not took:
+        return ""
+    return f"Collectives: {seconds_in_words(took)}, of which {seconds_in_words(hidden)} run beside compute."
 
 
 def copies(plan: PlanContents) -> str:

@@ -14,6 +14,7 @@ import reactivate
 from reactivate.cli.options import REPORTING, TARGET
 from reactivate.cli.outcome import Code, print_json
 from reactivate.cli.output import OUT, files_of, write
+from reactivate.cli.ranks import among, mesh_sizes
 from reactivate.cli.target import Request, subject_of
 from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
@@ -49,6 +50,15 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 )
 @click.option("--meta", "on_meta", is_flag=True, help="Make the model without memory, and simulate all.")
 @click.option(
+    "--world", type=click.IntRange(1), help="Ranks of the job; this process is the first, the others are not needed."
+)
+@click.option(
+    "--mesh",
+    metavar="NAME=SIZE,...",
+    callback=mesh_sizes,
+    help="The device mesh of these ranks, dp=8,tp=8: given to the factory, which shards the model over it.",
+)
+@click.option(
     "--optimizer", type=click.Choice([*OPTIMIZERS], case_sensitive=False), help="Optimizer whose memory counts."
 )
 @click.option("--maximize", metavar="batch|NAME=DIM", help="Look for the largest batch that fits, or other dimension.")
@@ -72,6 +82,8 @@ def plan(
     budget: str | None,
     device: str | None,
     on_meta: bool,
+    world: int | None,
+    mesh: dict[str, int] | None,
     optimizer: str | None,
     maximize: str | None,
     storages: Sequence[str],
@@ -87,19 +99,20 @@ def plan(
     """
     files = files_of(outs)
     where = where_of(device, on_meta)
-    request = Request(target, settings, **sizes, device=where.device, on_meta=where.on_meta, factory_on_meta=on_meta)
-    subject = subject_of(request)
-    found = reactivate.plan(
-        subject.model,
-        subject.args,
-        subject.kwargs,
-        budget=_bytes_or_text(budget),
-        optimizer=_optimizer_of(optimizer, subject.model),
-        device=where.spec,
-        maximize=_dimension(maximize),
-        storages=[parse_storage(text, "--offload") for text in storages],
-        head=head,
-    )
+    with among(world, mesh) as ranks:
+        places = {"device": where.device, "on_meta": where.on_meta, "factory_on_meta": on_meta, "mesh": ranks}
+        subject = subject_of(Request(target, settings, **sizes, **places))
+        found = reactivate.plan(
+            subject.model,
+            subject.args,
+            subject.kwargs,
+            budget=_bytes_or_text(budget),
+            optimizer=_optimizer_of(optimizer, subject.model),
+            device=where.spec,
+            maximize=_dimension(maximize),
+            storages=[parse_storage(text, "--offload") for text in storages],
+            head=head,
+        )
     _answer(found, as_json)
     write(found, files)
     return Code.YES

@@ -7,7 +7,8 @@ Apple's chips are not in the table: there is no published rate of matrix product
 
 What a program reaches of the peaks, and what a launch costs, no data sheet says. The defaults are assumptions: the
 products of a training step reach 0.6 of the peak, other ops 0.8 of the bandwidth, copies to the host 0.8 of theirs, an
-op in eager mode costs 5 us, and the engine's own Python what one core at 3 GHz takes for it.
+op in eager mode costs 5 us, and the engine's own Python what one core at 3 GHz takes for it. Collectives reach 0.8 of what
+the links between devices carry, and cost 20 us however small they are.
 If you have the device, measure these, and describe it in a file (`load`).
 """
 
@@ -43,7 +44,9 @@ class DeviceSpec:
         launch_seconds: what an op costs however small it is.
         compute_efficiency: the part of `flops_per_second` that matrix products reach.
         bandwidth_efficiency: the part of `bandwidth_bytes_per_second` that ops reach.
-        links: {name of a storage: the way to it}: "host", "disk".
+        links: {name: the way there}: the storages "host" and "disk", the other devices of its node ("peer"), and those of
+            other nodes ("network").
+        node_devices: how many devices a node has.
         overhead: what the engine itself takes, on the host of the device.
 
     Raises:
@@ -59,6 +62,7 @@ class DeviceSpec:
     compute_efficiency: float = 0.6
     bandwidth_efficiency: float = 0.8
     links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    node_devices: int = 8
     overhead: Overhead = field(default_factory=Overhead)
 
     def __post_init__(self) -> None:
@@ -73,6 +77,7 @@ class DeviceSpec:
         self._check_rates()
         is_links = isinstance(self.links, Mapping) and all(isinstance(link, Link) for link in self.links.values())
         self._check("links", is_links, '{"host": Link(...), ...}')
+        self._check("node_devices", type(self.node_devices) is int and self.node_devices > 0, "an int above 0")
         self._check("overhead", isinstance(self.overhead, Overhead), "Overhead(...)")
 
     def _check_rates(self) -> None:
@@ -93,6 +98,12 @@ class DeviceSpec:
     def _check(self, key: str, is_allowed: bool, takes: str) -> None:
         if not is_allowed:
             raise UsageError(f"device {self.name!r}: {key}={getattr(self, key)!r} is not allowed. It takes {takes}.")
+
+    @property
+    def link_to_peer(self) -> Link:
+        """The way to another device of its node: "peer"; else over PCI Express, "host"; else by its memory, as on a CPU."""
+        bandwidth = self.bandwidth_bytes_per_second * self.bandwidth_efficiency
+        return self.links.get("peer") or self.links.get("host") or Link(bandwidth, bandwidth, self.launch_seconds)
 
     def rate(self, format_: str) -> float:
         """Peak FLOPs per second of matrix products in this format.
@@ -136,7 +147,8 @@ def _is_rate(value: Any) -> bool:
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
-_HOST_EFFICIENCY = 0.8  # assumed: what copies reach
+_LINK_EFFICIENCY = 0.8  # assumed: what copies and collectives reach
+_COLLECTIVE_SECONDS = 2e-5  # assumed: what a small one takes
 
 
 def _device_of(
@@ -146,19 +158,32 @@ def _device_of(
     teraflops_per_second: Mapping[str, float],
     source: str,
     host_gigabytes_per_second: float | None = None,
+    peer_gigabytes_per_second: float | None = None,
+    network_gigabits_per_second: float | None = None,
     note: str = "",
 ) -> DeviceSpec:
     """Return a device of `devices.json`.
 
     Memory is what torch says that a device has: `mem_get_info`, and the "total capacity" of its errors; of TPUs, what XLA's
     errors call the capacity. It is less than the data sheet's number, by what the driver and error correction take. Drivers
-    differ by some tenths of a GiB: the table has the least of those that are common. Sheets print what PCI Express carries in
-    both directions together: each has half. Of devices whose sheet has no such number nothing is said.
+    differ by some tenths of a GiB: the table has the least of those that are common. Sheets print what PCI Express carries
+    in both directions together, and so for NVLink: each has half. Those of networks have what one card carries in each. Of
+    devices whose sheet has no such number nothing is said.
     """
     rates = {format_: rate * 1e12 for format_, rate in teraflops_per_second.items()}
-    host = None if host_gigabytes_per_second is None else host_gigabytes_per_second / 2 * _HOST_EFFICIENCY * 1e9
-    links = {} if host is None else {"host": Link(host, host)}
+    links: dict[str, Link] = {}
+    if host_gigabytes_per_second is not None:
+        links["host"] = _link_of(host_gigabytes_per_second / 2)
+    if peer_gigabytes_per_second is not None:
+        links["peer"] = _link_of(peer_gigabytes_per_second / 2, _COLLECTIVE_SECONDS)
+    if network_gigabits_per_second is not None:
+        links["network"] = _link_of(network_gigabits_per_second / 8, _COLLECTIVE_SECONDS)
     return DeviceSpec(name, round(gibibytes * 2**30), gigabytes_per_second * 1e9, rates, source, links=links)
+
+
+def _link_of(gigabytes_per_second: float, *tensor_seconds: float) -> Link:
+    rate = gigabytes_per_second * _LINK_EFFICIENCY * 1e9
+    return Link(rate, rate, *tensor_seconds)
 
 
 # One core at 3 GHz with two 8-lane FMA units (AVX2): 3e9 * 2 * 8 * 2. A core alone reaches about ten outstanding cache lines

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from reactivate._inspect.collectives import is_collective
 from reactivate._region.accounts import storages_of
-from reactivate._torch.ops import leaves_at_op, opaque_arguments
-from reactivate.planner.cost import roofline
+from reactivate._torch.ops import group_name_of, leaves_at_op, opaque_arguments, ranks_of
+from reactivate.planner.cost import collectives, roofline
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.trace.records import SUM_IN_PLACE, Cost, Trace
 
@@ -31,19 +32,26 @@ class _TensorFacts(NamedTuple):
 
 
 class RooflineCosts:
-    """The costs of ops as a roofline tells."""
+    """The costs of ops as a roofline tells, and those of collectives as the links between devices do."""
 
     def __init__(self, spec: DeviceSpec, rounding: int) -> None:
         self.rounding = rounding
+        self.has_streams = rounding > 1  # a CPU's processes share its cores: nothing runs beside compute
         self._spec = spec
         self._known: dict[Key, Cost] = {}
 
     def of(self, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
-        key = op_key(op, args, kwargs)
+        group = group_name_of(op, args, kwargs) if is_collective(op) else None
+        key = op_key(op, args, kwargs) if group is None else (*op_key(op, args, kwargs), group)
         cost = self._known.get(key)
         if cost is None:
-            cost = self._known[key] = Cost(roofline.seconds_of(op, args, kwargs, result, self._spec))
+            cost = self._known[key] = self._costs_of(group, op, args, kwargs, result)
         return cost
+
+    def _costs_of(self, group: str | None, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
+        if group is None:
+            return Cost(roofline.seconds_of(op, args, kwargs, result, self._spec))
+        return Cost(collectives.seconds_of(op, args, result, ranks_of(group), self._spec), group=group)
 
     def keys(self) -> dict[int, Key]:
         """Return the key of each cost that was told so far, by its id."""
@@ -64,6 +72,7 @@ class MeasuredCosts(RooflineCosts):
         self, spec: DeviceSpec, rounding: int, known: dict[Key, Cost], modelled: Mapping[Key, float] | None = None
     ) -> None:
         super().__init__(spec, rounding)
+        self.has_streams = False  # each op was measured by itself
         self._known = dict(known)
         self._modelled = modelled or {}
         self._families: defaultdict[Key, list[Key]] = defaultdict(list)

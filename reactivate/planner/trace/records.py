@@ -21,11 +21,13 @@ class Cost(NamedTuple):
         seconds: how long it takes.
         top_bytes: the most that is allocated while it runs, its results among it; 0 if that is not known.
         result_bytes: the memory behind each tensor that it returns, where a kernel takes more than the tensor needs.
+        group: the name of the process group that it talks to; empty if it talks to none.
     """
 
     seconds: float
     top_bytes: int = 0
     result_bytes: tuple[int, ...] = ()
+    group: str = ""
 
 
 class Costs(Protocol):
@@ -33,9 +35,11 @@ class Costs(Protocol):
 
     Attributes:
         rounding: the allocator gives multiples of this many bytes.
+        has_streams: whether collectives run beside compute, where the step says so.
     """
 
     rounding: int
+    has_streams: bool
 
     def of(self, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
         """The cost of one call."""
@@ -52,7 +56,7 @@ class Op(NamedTuple):
         start_bytes: what was alive before.
         top_bytes: the most that was alive while it ran.
         live_bytes: what is alive afterwards.
-        seconds: how long it takes.
+        seconds: by how much the step is longer with it: nothing for what runs beside compute.
         name: the op.
     """
 
@@ -164,6 +168,8 @@ class Trace:
         is_real: whether it ran for real.
         standing: the bytes of each memory that was there before.
         rounding: the allocator gives multiples of this many bytes.
+        collective_seconds: what collectives take, where they run beside compute; 0 where they do not.
+        waited_seconds: what of that compute waits for.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -178,6 +184,8 @@ class Trace:
     failures: list[str] = field(default_factory=list)
     standing: list[int] = field(default_factory=list)
     rounding: int = 1
+    collective_seconds: float = 0.0
+    waited_seconds: float = 0.0
 
     def fits(self, budget_bytes: int) -> bool:
         """Return whether the step is as it should be, and within the budget."""

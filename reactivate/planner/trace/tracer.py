@@ -36,6 +36,7 @@ from reactivate.planner.trace.data_scope import DataScope
 from reactivate.planner.trace.positions import ModuleStack, UnitPosition
 from reactivate.planner.trace.records import SUM_IN_PLACE, Allocation, CopyEvent, Costs, Op, Origin, Trace, UnitCall
 from reactivate.planner.trace.resized import ResizedStorages
+from reactivate.planner.trace.stream_clock import StreamClock
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
 
@@ -113,6 +114,9 @@ def traced(
             register_module_forward_hook(tracer.unit_ends, always_call=True),
         ):
             stack.callback(handle.remove)
+        if tracer.clock is not None:
+            stack.enter_context(tracer.clock.running())
+        stack.enter_context(tracer.resized.observed())
         stack.enter_context(observed_by(tracer))
         stack.enter_context(tracer)
         if count_functions:
@@ -120,6 +124,7 @@ def traced(
         if rehearsal is not None:
             rehearsal.tell = tracer.moved
         yield tracer.trace
+    tracer.end()
     tracer.trace.of_data = set() if scope is None else scope.paths
     if rehearsal is not None:
         tracer.trace.stored_bytes, tracer.trace.failures = rehearsal.most_stored_bytes, rehearsal.failures
@@ -139,12 +144,13 @@ class _Tracer(TorchDispatchMode):
         self._modules = modules
         self._scope = scope
         self.trace = Trace()
+        self.clock = StreamClock() if costs.has_streams else None
         self._units = units
         self._costs = costs
         self._live_bytes = 0
         self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
         self._own: dict[int, Allocation] = {}  # those that were not there before
-        self._resized = ResizedStorages(self._resize)
+        self.resized = ResizedStorages(self._resize)
         self._place = UnitPosition()
         self._call: UnitCall | None = None  # that runs
         self._last: UnitCall | None = None  # that runs, or ran last
@@ -217,7 +223,7 @@ class _Tracer(TorchDispatchMode):
         def leave(_: object) -> None:
             self._release(self._own.pop(key))
             self._storages.pop(key, None)
-            self._resized.forget(key)
+            self.resized.forget(key)
 
         return leave
 
@@ -236,7 +242,7 @@ class _Tracer(TorchDispatchMode):
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
         traits = _traits_of(func)
-        self._resized.look()
+        self.resized.look()
         self._look_at_sum()
         before = self._live_bytes
         given = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -245,7 +251,7 @@ class _Tracer(TorchDispatchMode):
         self._enter_numbers(traits, args)
         result = func(*args, **kwargs)
         if traits.writes:
-            self._resized.watch(func, args, kwargs, self._own)
+            self.resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
         made = [leaf for leaf in leaves_at_op(result) if isinstance(leaf, Tensor)]
         has_own_sizes = self.trace.is_real or traits.is_of_data  # no two calls need return as much
@@ -255,7 +261,8 @@ class _Tracer(TorchDispatchMode):
         turn, position, is_backward = self._place.now()
         live = self._live_bytes
         top = max(live, before + cost.top_bytes)
-        op = Op(turn, position, is_backward, is_recomputing(), before, top, live, cost.seconds, traits.name)
+        seconds = cost.seconds if self.clock is None else self.clock.ran(cost.seconds, cost.group)
+        op = Op(turn, position, is_backward, is_recomputing(), before, top, live, seconds, traits.name)
         if is_backward:
             self._note_sum(func, args, kwargs, result)
         self.trace.ops.append(op)
@@ -268,6 +275,14 @@ class _Tracer(TorchDispatchMode):
         if self._watch is not None:
             self._watch(top)
         return result
+
+    def end(self) -> None:
+        """The step is over: compute waits for the collectives that still run."""
+        if self.clock is not None and self.trace.ops:
+            last, rest = self.trace.ops[-1], self.clock.rest()
+            self.trace.ops[-1] = last._replace(seconds=last.seconds + rest)
+            self.trace.collective_seconds = self.clock.collective_seconds
+            self.trace.waited_seconds = self.clock.waited_seconds + rest
 
     def _note_sum(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An op of a backward has run: note whether it adds a gradient to the sum of those that a tensor has so far."""
@@ -318,7 +333,7 @@ class _Tracer(TorchDispatchMode):
         path = self._units.get(id(module))
         if path is None:
             return
-        self._resized.look()
+        self.resized.look()
         if self._place.unit_begins():
             turn = self._place.turn
             while len(self.trace.calls) <= turn:
