@@ -61,6 +61,7 @@ def test_the_optimum_is_that_of_all_choices(seed: int) -> None:
 
 class _Ones:
     rounding = 1
+    has_streams = False
 
     def of(self, *call: object) -> Cost:
         return Cost(1.0)

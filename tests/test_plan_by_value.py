@@ -73,6 +73,7 @@ class _Ones:
     """The time of an op is one second if it computes much, and nothing if not."""
 
     rounding = 1
+    has_streams = False
     _counted = ("addmm", "mm", "gelu", "native_layer_norm", "_scaled_dot_product_flash_attention_for_cpu", "bernoulli_")
 
     def of(self, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from reactivate._passes.check import Check
 from reactivate._passes.current import enter_recomputation
 from reactivate._passes.observing import observers, tell
 from reactivate._passes.places import calls_regions
@@ -246,7 +247,7 @@ def _run_again(
         matching.finish()
         if matching.check is not None:
             matching.check.note_outputs(result)
-        _note_end(region, matching)
+            _note_end(region, matching.check)
         is_proved = is_proved or (proof is not None and proof.holds(result))
         if matching.check is not None:  # which sees more than the outputs; and what was kept proves nothing
             is_computed = all(call.reason is not None for call in region.saved_calls)
@@ -260,7 +261,8 @@ def _run_again(
                 raise matching.refused from None
             raise
         is_proved = may_stop
-        _note_end(region, matching)
+        if matching.check is not None:
+            _note_end(region, matching.check)
     finally:
         if log is not None:
             log.close()
@@ -273,10 +275,10 @@ def _run_again(
 calls_regions(_run_again.__code__)
 
 
-def _note_end(region: Region, matching: Matching) -> None:
-    """Let the checksums of a pass that came to its end be those that are compared."""
-    if region.check is not None and matching.check is not None:
-        region.check.recomputed = matching.check
+def _note_end(region: Region, check: Check) -> None:
+    """Let the checksums of a pass that came to its end be those that are compared with the forward's."""
+    if region.check is not None:
+        region.check.recomputed = check
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class SavedCall:
         reason: why it runs again in recomputations, None if it does not.
         location: the code and the instruction that made the call.
         is_inside: whether that is inside of the region, and so the same in a recomputation.
-        start, stop: which entries of the region's `saved` are its.
+        start, stop: which entries of the region's `saved` are its; `stop` is -1 until it ends.
         count: how many tensors are among its arguments.
         scalars: the numbers and texts among its arguments, for a comparison; None if there is none in this call.
         derived: the last of its entries that a recomputation derives from the arguments, -1 if there is none.
@@ -135,7 +135,7 @@ class SavedCall:
     start: int
     count: int
     scalars: list[Any] | None
-    stop: int = 0
+    stop: int = -1
     derived: int = -1
     outputs: list[Kept | int] | None = None
     requires: Sequence[bool] = ()

@@ -152,7 +152,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         call = self._call
-        if call is not None and not hasattr(call, "stop"):  # which it gets when it ends
+        if call is not None and call.stop < 0:
             self._seconds[id(call)] += self._costs.of(func, args, kwargs or {}, result).seconds
         return result
 
