@@ -464,7 +464,7 @@ class Region:
         group = current_group() if groups else None
         if group is not None:
             group.keep(self)
-        elif len(self.saved) == 1 and not (self.slots or self.read_again or self.fence or _NO_FRAME_TELLS):
+        elif len(self.saved) == 1 and not (self.read_again or self.fence or _NO_FRAME_TELLS):
             return  # it is handed out now, and once
         elif current_backward() == -1:
             self.forget()  # code looks at `grad_fn._saved_...`

@@ -71,8 +71,10 @@ class RunningCall:
         self.sources = Sources(arguments, next_node_number(), decision.is_quiet, leaves, log.casts)
         frame, is_inside = user_frame_inside(_getframe(2))  # the first frames are ours
         scalars = scalars_in(args, kwargs) if region.check is not None and not decision.is_users else None
-        what, where = (number, decision.label, decision.path, reason), ((frame.f_code, frame.f_lasti), is_inside)
-        self.saved_call = SavedCall(*what, *where, len(region.saved), len(arguments), scalars)
+        location, start = (frame.f_code, frame.f_lasti), len(region.saved)
+        self.saved_call = SavedCall(
+            number, decision.label, decision.path, reason, location, is_inside, start, len(arguments), scalars
+        )
 
     @not_a_users_hook
     def pack(self, tensor: Tensor) -> Slot:
