@@ -79,7 +79,7 @@ class Step:
             for source in self.sources:
                 stack.callback(source.write, source.read())
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(RewoundMoment(self._moment, takes_turns=False))
+            stack.enter_context(RewoundMoment(self._moment))
             yield
 
     def _roots_of(self, outputs: Iterable[Tensor]) -> list[Tensor]:

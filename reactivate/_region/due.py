@@ -99,8 +99,8 @@ def _calls_of(call: Any) -> Calls:
             if owner is None:
                 owner = next(item for item in (*call.args, *roots) if isinstance(item, Module))
     key = id(owner), id(code)
-    entry = _calls.get(key)
-    if entry is None or entry[0]() is not owner or entry[1]() is not code:
+    entry = _calls.get(key)  # of these two: the entry goes with them, before another object gets the id
+    if entry is None:
         forget = functools.partial(_calls.pop, key)
         entry = _calls[key] = ref(owner, forget), ref(code, forget), Calls()
     return entry[2]

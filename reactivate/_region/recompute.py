@@ -8,6 +8,7 @@ Afterwards everything is as if it had not run (Rules 12, 13).
 from __future__ import annotations
 
 import functools
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ from reactivate._saved_calls.life import RecomputationLog
 from reactivate._snapshot.held import WeakTensor
 from reactivate._snapshot.inputs import Memo, rebuild
 from reactivate._snapshot.rewound import RewoundMoment
+from reactivate._snapshot.state_lock import STATE_LOCK
 from reactivate._storing.requests import idle as idle_storages, refuse_silence
 from reactivate._torch.autograd import (
     is_profiling,
@@ -146,6 +148,7 @@ def _enter_state_of_forward(region: Region, args: list[Any], kwargs: dict[str, A
     """Enter the contexts in which everything is as the forward saw it, and add each to `entered`."""
     if is_profiling():
         _enter(torch.profiler.record_function(f"reactivate::recompute {naming.name_of(region)}"), entered)
+    entered.append(STATE_LOCK.join())
     unrestored = region.unrestored()
     stale = _stale(region, unrestored) if unrestored else None
     options, late = region.options, []
@@ -230,6 +233,8 @@ def _run_again(
     """Run the function, and match what autograd saves with what the forward saved."""
     matching = Matching(region)
     fn, pack = region.fn, matching.pack
+    if region.closed_code is not None and fn.__code__ is not region.closed_code:
+        fn = FunctionType(region.closed_code, fn.__globals__)
     if region.log is not None:
         fn = matching.compare_ops_of(fn, region.log)
     choice = region.options.choice

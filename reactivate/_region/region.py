@@ -89,6 +89,7 @@ class Region:
         options: of the checkpointed function.
         early_stop: as in the options, unless one of the ops must not be cut short.
         fn, args, kwargs: the function, and the specs of its arguments (see `_snapshot.inputs`).
+        closed_code: see `Call`.
         call: the call and what it reaches, as long as the forward runs.
         context: the context variables of the forward.
         identity: the identity of the call, for code inside of it.
@@ -119,6 +120,7 @@ class Region:
     fn: Any
     args: list[Any]
     kwargs: dict[str, Any]
+    closed_code: CodeType | None
     call: Call | None
     context: Context
     identity: RegionCall
@@ -174,7 +176,7 @@ class Region:
             return _call
         self.options, self.early_stop = options, options.early_stop
         self.fn, self.args, self.kwargs, self.context = fn, call.args, call.kwargs, call.context
-        self.inputs, self.cells = call.inputs, call.cells
+        self.closed_code, self.inputs, self.cells = call.closed_code, call.inputs, call.cells
         if call.is_hooked:
             self.users_hooks = users_hooks()
         self.saved, self.read_again = [], set()

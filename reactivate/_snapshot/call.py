@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from operator import itemgetter
-from types import CellType, FunctionType, GeneratorType, MethodType
+from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
 from reactivate._snapshot.contexts import ContextContainers
+from reactivate._snapshot.facts import facts_of_code
 from reactivate._snapshot.held import ATOMS, restored
 from reactivate._snapshot.holders import AttributesHolder, CellHolder, Contents, put_cell
 from reactivate._snapshot.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
@@ -75,6 +76,7 @@ class Call(Walk):
         cells: what holds the closed-over tensors among these.
         is_hooked: whether there are saved-tensor hooks around the region.
         context: the context variables, with nothing in the place of containers of which copies are made.
+        closed_code: the code of a function that reads nothing but its arguments: all that there is to note of it.
         is_large: whether there are so many modules that they are noted as they are reached.
         tree: the modules; None if there are none, or too many.
     """
@@ -83,6 +85,7 @@ class Call(Walk):
     tree: Tree | None = None
     cells: tuple[CellTensorHolder, ...] = ()
     is_large = False
+    closed_code: CodeType | None = None
 
     def __init__(
         self,
@@ -100,7 +103,18 @@ class Call(Walk):
         self.is_hooked = pack is not None
         self._store = None if store is None or is_of_checkpointing(pack) else store
         if type(fn) is FunctionType:  # as mostly, and modules
-            self.function(fn, "the function", DEPTH)
+            facts = facts_of_code.get(id(fn.__code__))
+            # A closed function without defaults and attributes: mostly a lambda, or one at module level.
+            if (
+                facts is not None
+                and facts.is_closed
+                and facts.namespace is fn.__globals__
+                and not (fn.__defaults__ or fn.__kwdefaults__ or fn.__dict__)
+            ):
+                self.code.functions = (facts,)
+                self.closed_code = facts.code
+            else:
+                self.function(fn, "the function", DEPTH)
         elif isinstance(fn, Module):
             self.roots = (fn,)
             self.seen[id(fn)] = fn

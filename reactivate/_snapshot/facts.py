@@ -44,6 +44,7 @@ class Facts(NamedTuple):
         scripts: the scripted functions that it names.
         attributes: the names that its code and that of the functions it names asks objects for.
         overwritten: the closed-over variables that it assigns and never reads.
+        is_closed: whether it reads nothing but its arguments.
     """
 
     code: CodeType
@@ -53,6 +54,7 @@ class Facts(NamedTuple):
     scripts: tuple[Any, ...]
     attributes: frozenset[str]
     overwritten: frozenset[str]
+    is_closed: bool
 
 
 facts_of_code: BoundedCache[int, Facts] = (
@@ -76,7 +78,8 @@ def find_facts(fn: FunctionType) -> Facts:
     attributes = frozenset[str]().union(*(_attribute_names(named.__code__) for named in functions))
     names, bindings = _find([fn])
     is_kept = is_importable(fn.__globals__) and _are_for_good(names, bindings)
-    facts = Facts(code, fn.__globals__, names, bindings, scripts, attributes, _overwritten(code))
+    is_closed = not (names or bindings or scripts or code.co_freevars)
+    facts = Facts(code, fn.__globals__, names, bindings, scripts, attributes, _overwritten(code), is_closed)
     if is_kept:
         _generation[0] += id(code) in facts_of_code
         facts_of_code[id(code)] = facts

@@ -207,6 +207,15 @@ class Moment:
                     unknown.append((before, version_before))
         self.accumulated, self.unknown = accumulated, unknown
 
+    def is_bare(self) -> bool:
+        """Return whether there is nothing to set back now: a function of its arguments alone."""
+        return (
+            self.states is NO_TENSORS
+            and self.parts is None
+            and not (self.holders or self.parameters or self._leaves or self.accumulated or self.hook_copies)
+            and not any(self.hooks)
+        )
+
     @property
     def is_open(self) -> bool:
         """Return whether the forward runs still, and may change gradients."""

@@ -68,11 +68,11 @@ class ReachedModules:
         return [item for moment in self.moments for item in moment.unrestored()]
 
     @contextmanager
-    def rewound(self, *, takes_turns: bool = True) -> Iterator[None]:
+    def rewound(self) -> Iterator[None]:
         """Return the context in which the modules are what they were."""
         with ExitStack() as stack:
             for moment in self.moments:
-                stack.enter_context(RewoundMoment(moment, takes_turns=takes_turns))
+                stack.enter_context(RewoundMoment(moment))
             for generator, state in self.generators:
                 stack.enter_context(rewound_generator(generator, state))
             yield

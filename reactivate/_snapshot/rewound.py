@@ -27,7 +27,6 @@ class RewoundMoment:
     Args:
         moment: what they were.
         arguments: tensors that the recomputation is called with: what it hooks on them is taken away again.
-        takes_turns: whether other threads have to wait where something is rewound.
     """
 
     _tensors: RewoundTensors | None = None
@@ -38,20 +37,23 @@ class RewoundMoment:
     _elsewhere: Sequence[Any] = ()
     _gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
     _contents: Sequence[Any] | None = None  # what the objects held, if anything else than at the moment
+    _is_bare = False
     _hook_copies: Any = _UNCHANGED
     _tensor_hooks: list[Any] | None = None
-    _entry: Any = None
-    _writes = False
 
-    def __init__(self, moment: Moment, arguments: Sequence[Tensor] = (), *, takes_turns: bool = True) -> None:
+    def __init__(self, moment: Moment, arguments: Sequence[Tensor] = ()) -> None:
         self._moment = moment
-        self._takes_turns = takes_turns
         if moment.states is not NO_TENSORS:
             self._tensors = RewoundTensors(moment.states)
         self._hooked: Sequence[Tensor] = [*arguments, *moment.parameters]
 
     def __enter__(self) -> None:
         moment = self._moment
+        if moment.is_bare():
+            self._is_bare = True
+            if self._hooked:
+                self._tensor_hooks = _hooks_on(self._hooked)
+            return
         if moment.protocols:
             self._protocols = [module.recompute_state() for module, _ in moment.protocols]
         if moment.parameters:
@@ -59,10 +61,8 @@ class RewoundMoment:
             self._elsewhere = run_unseen(kept_elsewhere, moment.parameters, moment.addresses)
         if self._hooked:
             self._tensor_hooks = _hooks_on(self._hooked)
-        if self._takes_turns:
-            self._entry, self._writes = STATE_LOCK.enter(self._differs)
-        else:
-            self._differs()
+        if self._differs():
+            STATE_LOCK.take_turn(self._differs)
         try:
             self._rewind()
         except BaseException:
@@ -129,6 +129,11 @@ class RewoundMoment:
 
     def __exit__(self, *error: object) -> None:
         moment = self._moment
+        if self._is_bare:
+            _put_hooks_on(self._hooked, self._tensor_hooks)
+            if any(moment.hooks):
+                moment.put_hooks(None)
+            return
         try:
             for (module, _), now in zip(moment.protocols, self._protocols):
                 module.load_recompute_state(now)
@@ -150,10 +155,7 @@ class RewoundMoment:
                 _set_all(moment, self._kinds, self._differentiable)
             if self._elsewhere:
                 run_unseen(give_memory_back, self._elsewhere)
-            entry, writes = self._entry, self._writes
             vars(self).clear()  # a traceback may hold this context
-            if entry is not None:
-                STATE_LOCK.leave(entry, writes)
 
     def _put_back_contents(self) -> None:
         moment, present = self._moment, self._contents

@@ -25,14 +25,17 @@ Never of None, which `memory_of` returns where it cannot be told."""
 class RewoundTensors:
     """Tensors with the bytes and versions that they had when a region began, for as long as the context lasts."""
 
-    __slots__ = (
-        *("_is_rewound", "_is_small_same", "_memory", "_present", "_previous", "_small", "_state", "_tensors"),
-        *("_versions", "_writes"),
-    )
+    _small: Bytes | None = None
+    _is_small_same = True
+    _is_rewound = False
+    _memory: Sequence[tuple[int | None, int | None]] = ()
+    # Of tensors that are not small:
+    _present: Sequence[Group] = ()
+    _previous: Sequence[tuple[Tensor, Shadow | None]] = ()
+    _writes: Sequence[tuple[Tensor, Tensor, Any, Any]] = ()
 
     def __init__(self, state: TensorStates) -> None:
         self._state = state
-        self._small: Bytes | None = None
 
     def differs(self) -> bool:
         """Return whether the tensors are not known to hold what they held; what was seen holds if `__enter__` is next."""
@@ -50,11 +53,28 @@ class RewoundTensors:
         state = self._state
         self._tensors = [*state.tensors, *(item.tensor for item in state.written)] if state.written else state.tensors
         self._versions = versions_of(self._tensors)
-        self._previous: list[tuple[Tensor, Shadow | None]] = []
-        self._memory: list[tuple[int | None, int | None]] = []
-        self._present = [run_unseen(Group, group.tensors) for group in state.groups]
         if self._small is None:
             self.differs()
+        try:
+            if state.shadows or state.groups or state.written:
+                self._rewind_large()
+            if self._small is not None and state.small is not None and not self._is_small_same:
+                self._small.keep_memory(state.small)
+                state.small.put(Bytes(state.small.tensors, state.small.places) if self._is_rewound else self._small)
+            versions = state.noted_versions() if state.written else state.versions
+            is_small_same = self._small is None or self._is_small_same
+            # Otherwise what autograd saves of this memory is what it would save outside.
+            if self._is_rewound or not is_small_same or self._versions != versions:
+                self._mark_memory()
+                self._set_versions(versions)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _rewind_large(self) -> None:
+        """Write to the tensors that are not small, and may hold something else by now."""
+        state = self._state
+        self._present = [run_unseen(Group, group.tensors) for group in state.groups]
         changed = [
             (tensor, shadow)
             for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions)
@@ -64,27 +84,15 @@ class RewoundTensors:
         # (tensor, what it holds outside and where, its memory), all of them first: they may share memory
         self._writes = list(map(_set_aside, written))
         self._is_rewound = bool(written or state.groups)
-        try:
-            if self._is_rewound:
-                run_unseen(self._write, changed)
-            if self._small is not None and state.small is not None and not self._is_small_same:
-                self._small.keep_memory(state.small)
-                state.small.put(Bytes(state.small.tensors, state.small.places) if self._is_rewound else self._small)
-            versions = state.noted_versions() if state.written else state.versions
-            is_small_same = self._small is None or self._is_small_same
-            # Otherwise what autograd saves of this memory is what it would save outside.
-            if self._is_rewound or not is_small_same or self._versions != versions:
-                self._mark_memory(set(map(id, written)))
-                self._set_versions(versions)
-        except BaseException:
-            self.__exit__()
-            raise
+        if self._is_rewound:
+            run_unseen(self._write, changed)
 
-    def _mark_memory(self, written: set[int]) -> None:
+    def _mark_memory(self) -> None:
         """Note that saved tensors in this memory are in what is rewound."""
         state, tensors, versions = self._state, self._tensors, self._versions
         count = len(state.shadows)
         if count:
+            written = {id(item) for item, *_ in self._writes}
             rewound = [index for index, item in enumerate(tensors) if index >= count or id(item) in written]
             tensors, versions = [tensors[index] for index in rewound], [versions[index] for index in rewound]
         are_small = state.small is not None and state.small.tensors is tensors
@@ -96,12 +104,13 @@ class RewoundTensors:
     @torch.no_grad()
     def _write(self, changed: Sequence[tuple[Tensor, Shadow]]) -> None:
         state = self._state
+        self._previous = previous = []
         for written in state.written:
-            self._previous.append((written.tensor, current_shadows.pop(id(written.tensor), None)))
+            previous.append((written.tensor, current_shadows.pop(id(written.tensor), None)))
             if written.left is not None and not written.is_left():
                 written.left.put(written.tensor)
         for tensor, shadow in changed:
-            self._previous.append((tensor, current_shadows.get(id(tensor))))
+            previous.append((tensor, current_shadows.get(id(tensor))))
             shadow.put(tensor)
             current_shadows[id(tensor)] = shadow
         for group, present in zip(state.groups, self._present):
@@ -129,8 +138,7 @@ class RewoundTensors:
         if self._small is not None:
             self._small.put(Bytes(self._small.tensors, self._small.places))
         self._set_versions(self._versions)
-        self._writes, self._previous, self._memory, self._present = [], [], [], []  # a traceback may hold this context
-        self._small, self._tensors = None, []
+        vars(self).clear()  # a traceback may hold this context
 
     @torch.no_grad()
     def _put_back(self) -> None:

@@ -6,11 +6,9 @@ There is one lock for all of it: two recomputations that nest cannot take two lo
 from __future__ import annotations
 
 from _thread import allocate_lock, get_ident
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from threading import Condition
-from typing import Any
 
 
 class LockEntry:
@@ -19,12 +17,16 @@ class LockEntry:
     Attributes:
         thread: its thread.
         around: the entries that it is inside of.
+        turns: how many of its contexts have set state back.
     """
 
-    __slots__ = ("around", "thread")
+    __slots__ = ("around", "thread", "turns")
 
-    def __init__(self, thread: int, around: tuple[LockEntry, ...]) -> None:
-        self.thread, self.around = thread, around
+    def __init__(self, around: tuple[LockEntry, ...]) -> None:
+        self.thread, self.around, self.turns = get_ident(), around, 0
+
+    def __exit__(self, *error: object) -> None:
+        STATE_LOCK.leave(self)
 
 
 _entered: ContextVar[tuple[LockEntry, ...]] = ContextVar("reactivate.entered_state_locks", default=())
@@ -51,9 +53,9 @@ class StateLock:
         self._changed = Condition(self._mutex)
 
     def join(self) -> LockEntry:
-        """Wait until no other thread has state set back, and keep it so until `leave`."""
+        """Wait until no other thread has state set back, and keep it so until `leave`, in this context."""
         around = _entered.get()
-        entry = LockEntry(get_ident(), around)
+        entry = LockEntry(around)
         _entered.set((*around, entry))
         self.inside.append(entry)
         writer = self._writer
@@ -66,21 +68,21 @@ class StateLock:
                 raise
         return entry
 
-    def enter(self, differs: Callable[[], bool]) -> tuple[LockEntry, bool]:
-        """Wait until the state is as it should be, or may be set back; return what `leave` takes.
+    def take_turn(self, differs: Callable[[], bool]) -> bool:
+        """Wait until the recomputation that runs here, and has found a difference, may set state back.
+
+        Nobody waits where none runs: a tool goes back to the state of a step.
 
         Args:
             differs: () -> whether anything is to be set back. What it has looked at last holds for what comes next.
-        """
-        entry = self.join()
-        try:
-            return entry, differs() and self.take_turn(entry, differs)
-        except BaseException:
-            self.leave(entry)
-            raise
 
-    def take_turn(self, entry: LockEntry, differs: Callable[[], bool]) -> bool:
-        """Wait until a reader that has found a difference may set state back; return whether there still is one."""
+        Returns:
+            Whether there still is a difference.
+        """
+        entered = _entered.get()
+        return not entered or self._take_turn(entered[-1], differs)
+
+    def _take_turn(self, entry: LockEntry, differs: Callable[[], bool]) -> bool:
         with self._mutex:
             writes = self._may_take_turn(entry)
             if not writes:  # another thread may set state back meanwhile
@@ -91,19 +93,20 @@ class StateLock:
                     if not (writes or self._depth):
                         self._writer = None
             self._depth += writes
+            entry.turns += writes
             return writes
 
-    def leave(self, entry: LockEntry, writes: bool = False) -> None:
-        """End what `join` and, if it returned True, `take_turn` began."""
+    def leave(self, entry: LockEntry) -> None:
+        """End what `join` began: all that was set back is as it was."""
         self.inside.remove(entry)
-        if writes or self.waiting:
-            self._wake(writes)
+        if entry.turns or self.waiting:
+            self._wake(entry.turns)
 
-    def _wake(self, writes: bool) -> None:
+    def _wake(self, turns: int) -> None:
         """Let others look again whether they may; an entry has just left `inside`."""
         with self._mutex:
-            self._depth -= writes
-            if writes and not self._depth:
+            self._depth -= turns
+            if turns and not self._depth:
                 self._writer = None
             if self.waiting:
                 self._changed.notify_all()
@@ -136,19 +139,3 @@ def _is_around(other: LockEntry, entry: LockEntry) -> bool:
 
 
 STATE_LOCK = StateLock()
-
-
-@contextmanager
-def undisturbed(rewound: AbstractContextManager[Any], differs: Callable[[], bool]) -> Iterator[None]:
-    """Set back state that all threads share, for one recomputation at a time.
-
-    Args:
-        rewound: the context in which the state is as it was.
-        differs: () -> whether that writes anything, asked while no other thread has the state set back, right before.
-    """
-    turn = STATE_LOCK.enter(differs)
-    try:
-        with rewound:
-            yield
-    finally:
-        STATE_LOCK.leave(*turn)

@@ -8,7 +8,7 @@ region are right by themselves.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from reactivate._snapshot.generators import Stream, numpy_stream, python_stream, torch_stream
@@ -18,8 +18,12 @@ join = b"".join
 """Copies the bytes of many views in one call."""
 
 
+_nothing_else: Callable[[], Any] = [].clear
+"""What to ask of a stream of which memory says all: a call of C that returns None."""
+
+
 class StreamMoment(NamedTuple):
-    """One stream at one moment: what was seen of it, and the state that `write` takes."""
+    """One stream at one moment: what was seen of it, its memory and the rest, and the state that `write` takes."""
 
     seen: tuple[bytes, Any]
     state: Any
@@ -32,7 +36,7 @@ class RngSnapshot(NamedTuple):
     """All streams at one moment.
 
     Attributes:
-        seen: what `(join(memory), *map(ask, asks))` of the streams was.
+        seen: what `(*map(join, memory), *map(ask, asks))` of the streams was.
         moments: of each stream.
     """
 
@@ -43,15 +47,15 @@ class RngSnapshot(NamedTuple):
 class RandomStreams:
     """Torch's generator of the CPU, Python's `random`, and NumPy's global generator once NumPy is imported.
 
-    `(join(memory), *map(ask, asks))` differs after a draw. What looks for each region does so in place, without a call of
-    Python's.
+    `(*map(join, memory), *map(ask, asks))` differs after a draw. What looks for each region does so in place, without a
+    call of Python's.
 
     Attributes:
         last: the current snapshot, if nothing was drawn since.
         lacks_numpy: whether NumPy's generator is not among them yet.
     """
 
-    memory: list[memoryview]
+    memory: list[Sequence[memoryview]]
     asks: list[Callable[[], Any]]
     last: RngSnapshot
 
@@ -61,9 +65,8 @@ class RandomStreams:
 
     def _use(self, streams: list[Stream]) -> None:
         self._streams = streams
-        self.memory = [view for stream in streams for view in stream.memory]
-        self._sizes = [sum(view.nbytes for view in stream.memory) for stream in streams]
-        self.asks = [stream.ask for stream in streams if stream.ask is not None]
+        self.memory = [stream.memory for stream in streams]
+        self.asks = [stream.ask or _nothing_else for stream in streams]
         self.last = RngSnapshot((), [])  # what no look returns
 
     def now(self) -> RngSnapshot:
@@ -73,44 +76,26 @@ class RandomStreams:
             if stream is not None:
                 self.lacks_numpy = False
                 self._use([*self._streams, stream])
-        last = self.last
-        seen: tuple[Any, ...] = (join(self.memory), *map(ask, self.asks))
+        last, count = self.last, len(self._streams)
+        seen = (*map(join, self.memory), *map(ask, self.asks))
         while last.seen != seen:
-            parts = self._parts(seen)
-            known = last.moments if len(last.moments) == len(parts) else [_NONE] * len(parts)
+            known = last.moments if len(last.moments) == count else [_NONE] * count
             moments = [
                 moment if moment.seen == part else StreamMoment(part, stream.read())
-                for stream, moment, part in zip(self._streams, known, parts)
+                for stream, moment, part in zip(self._streams, known, zip(seen, seen[count:]))
             ]
-            before, seen = seen, (join(self.memory), *map(ask, self.asks))
+            before, seen = seen, (*map(join, self.memory), *map(ask, self.asks))
             if before == seen:  # otherwise another thread has drawn meanwhile
                 last = self.last = RngSnapshot(seen, moments)
         return last
 
-    def rewind(self, snapshot: RngSnapshot, present: RngSnapshot | None = None) -> None:
-        """Set the streams to a snapshot, which is the current one from here on.
-
-        Args:
-            snapshot: the snapshot.
-            present: the current one, if it is known.
-        """
-        if present is None:
-            parts = self._parts((join(self.memory), *map(ask, self.asks)))
-        else:
-            parts = [moment.seen for moment in present.moments]
-        for stream, moment, part in zip(self._streams, snapshot.moments, parts):
+    def rewind(self, snapshot: RngSnapshot) -> None:
+        """Set the streams to a snapshot, which is the current one from here on."""
+        seen = (*map(join, self.memory), *map(ask, self.asks))
+        for stream, moment, part in zip(self._streams, snapshot.moments, zip(seen, seen[len(self._streams) :])):
             if moment.seen != part:
                 stream.write(moment.state)
         self.last = snapshot
-
-    def _parts(self, seen: tuple[Any, ...]) -> list[tuple[bytes, Any]]:
-        """Return what was seen of each stream."""
-        memory, *rests = seen
-        start, rest, parts = 0, iter(rests), []
-        for stream, size in zip(self._streams, self._sizes):
-            parts.append((memory[start : start + size], None if stream.ask is None else next(rest, None)))
-            start += size
-        return parts
 
 
 STREAMS = RandomStreams()

@@ -51,7 +51,6 @@ class RewoundRng:
 
     _others: Sequence[Any] = ()
     _rewound: Sequence[Any] = ()
-    _writes = False
 
     def __init__(self, snapshot: RngSnapshot | RngState) -> None:
         if type(snapshot) is RngState:
@@ -61,14 +60,14 @@ class RewoundRng:
         self._present: Any = snapshot
 
     def __enter__(self) -> None:
-        self._entry = STATE_LOCK.join()
-        if self._others or (join(STREAMS.memory), *map(ask, STREAMS.asks)) != self._snapshot.seen:
+        if self._others or (*map(join, STREAMS.memory), *map(ask, STREAMS.asks)) != self._snapshot.seen:
             self._rewind()
 
     def _rewind(self) -> None:
         try:
-            self._writes = self._differs() and STATE_LOCK.take_turn(self._entry, self._differs)
-            STREAMS.rewind(self._snapshot, self._present)
+            if self._differs():
+                STATE_LOCK.take_turn(self._differs)
+            STREAMS.rewind(self._snapshot)
             for other in self._others:
                 other.__enter__()
                 self._rewound = [*self._rewound, other]
@@ -90,10 +89,9 @@ class RewoundRng:
             for other in reversed(self._rewound):
                 other.__exit__(kind, error, traceback)
         finally:
-            if (join(STREAMS.memory), *map(ask, STREAMS.asks)) != self._present.seen:
+            if (*map(join, STREAMS.memory), *map(ask, STREAMS.asks)) != self._present.seen:
                 STREAMS.rewind(self._present)
             STREAMS.last = self._present
-            STATE_LOCK.leave(self._entry, self._writes)
 
 
 class Rng(Guard):
@@ -115,7 +113,7 @@ class Rng(Guard):
 
     def before(self, call: Call) -> RngSnapshot | RngState:
         snapshot = STREAMS.last
-        if (join(STREAMS.memory), *map(ask, STREAMS.asks)) != snapshot.seen or (
+        if (*map(join, STREAMS.memory), *map(ask, STREAMS.asks)) != snapshot.seen or (
             STREAMS.lacks_numpy and "numpy.random" in sys.modules
         ):
             snapshot = STREAMS.now()

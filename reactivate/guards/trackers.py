@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from reactivate._snapshot.state_lock import undisturbed
+from reactivate._snapshot.state_lock import STATE_LOCK
 from reactivate._torch.modes import is_same_state
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound
@@ -89,11 +89,20 @@ class TrackerGuard(Guard):
 
     def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
         rewound = Rewound(self._read, self._write, snapshot, lambda now, snapshot: now.is_same(snapshot))
-        return undisturbed(rewound, rewound.differs)
+        return _in_turn(rewound)
 
     def position(self, call: Call) -> Callable[[], None]:
         """Return what brings the streams to where they are now."""
         return functools.partial(self._write, self._read())
+
+
+@contextmanager
+def _in_turn(rewound: Rewound) -> Iterator[None]:
+    """Set back streams that all threads share, for one recomputation at a time."""
+    if rewound.differs():
+        STATE_LOCK.take_turn(rewound.differs)
+    with rewound:
+        yield
 
 
 class _TrackerStates(NamedTuple):
