@@ -144,7 +144,7 @@ def _ways(device_type: str, path: str) -> dict[str, Way]:
 
 def _applied(policy: Any) -> Callable[[nn.Module], nn.Module]:
     def change(model: nn.Module) -> nn.Module:
-        reactivate.apply(model, policy, determinism="metadata")
+        reactivate.apply(model, policy, check="metadata")
         return model
 
     return change

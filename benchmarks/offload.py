@@ -101,7 +101,7 @@ def hidden(layers: int) -> list[dict[str, float]]:
 
         with simulated.accelerator("eager", 0, duration) as device:
             model = Residual(16, layers).to(device)
-            reactivate.apply(model, policy, determinism="metadata")
+            reactivate.apply(model, policy, check="metadata")
             batch = torch.randn(8, 16).to(device)
             start, before = simulated.elapsed(), len(simulated.log())
             model(batch).sum().backward()
@@ -161,7 +161,7 @@ def on_disk(path: str, rounds: int, layers: int) -> dict[str, Any]:
         torch.manual_seed(0)
         models[name] = Residual(width, layers)
         if policy is not None:
-            reactivate.apply(models[name], policy, determinism="metadata")
+            reactivate.apply(models[name], policy, check="metadata")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     rates: dict[str, list[float]] = {"written": [], "read": []}
     gradients: dict[str, list[Tensor]] = {}

@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (options.out / "results.json").write_text(as_json + "\n", encoding="utf-8")
     plot(plain, planned, results, options.out / "byte_gpt.png")
     planned.plan.save(options.out / "plan.json")
-    reactivate.report.write(planned.plan, options.out / "plan.html")
+    planned.plan.save(options.out / "plan.html")
     if options.json:
         print(as_json)
     else:

@@ -96,7 +96,7 @@ def _between(random: Random, blocks: tuple[Block, ...], steps: int) -> tuple[Bet
 def _options(random: Random) -> Options:
     return Options(
         early_stop=random.random() < 0.75,
-        determinism=random.choice(("", "", "", "", "metadata", "values", "none")),
+        check=random.choice(("", "", "", "", "metadata", "every", "none")),
         policy=random.choice((*POLICIES[:1] * 10, *POLICIES)),
         applied=random.random() < 0.2,
         inputs=random.choice((*STORAGES[:1] * 6, *STORAGES)),

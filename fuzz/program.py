@@ -128,7 +128,7 @@ class Options:
     """Options of the program's regions."""
 
     early_stop: bool = True
-    determinism: str = ""
+    check: str = ""
     policy: str = ""
     applied: bool = False
     inputs: str = ""

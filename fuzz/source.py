@@ -127,7 +127,7 @@ def _given(program: Program) -> list[str]:
     options = program.options
     given = [] if options.early_stop else ["early_stop=False"]
     given += [f"inputs={options.inputs}"] if options.inputs else []
-    return given + ([f'determinism="{options.determinism}"'] if options.determinism else [])
+    return given + ([f'check="{options.check}"'] if options.check else [])
 
 
 def is_applied(program: Program, call: Call) -> bool:

@@ -7,51 +7,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reactivate import dropin, errors, guards, integrations, policies, recipe, report, storage
+    from reactivate import dropin, errors, guards, integrations, loss, policies, storage
     from reactivate._checkpoint import checkpoint
-    from reactivate._inspect.comparison import Comparison
-    from reactivate._inspect.explain import explain
-    from reactivate._inspect.explanation import Explanation
-    from reactivate._inspect.verify import Verdict, verify
-    from reactivate._loss.chunked import chunked_cross_entropy
+    from reactivate._inspect.explain import compare, explain
+    from reactivate._inspect.verify import verify
     from reactivate._model.apply import apply
     from reactivate._model.handle import Handle
     from reactivate._passes.current import current_region, is_recomputing
     from reactivate._region.sharing import shared_recompute
     from reactivate._site import site
     from reactivate._types import Recompute, Save, Site
-    from reactivate.errors import ReactivateError
-    from reactivate.planner.adaptive import AdaptivePlan
     from reactivate.planner.api import plan
-    from reactivate.planner.memory_guard import guard_memory
+    from reactivate.planner.memory_guard import retry_on_oom
     from reactivate.planner.plan import Plan
 
 __all__ = [
-    "AdaptivePlan",
-    "Comparison",
-    "Explanation",
     "Handle",
     "Plan",
-    "ReactivateError",
     "Recompute",
     "Save",
     "Site",
-    "Verdict",
     "apply",
     "checkpoint",
-    "chunked_cross_entropy",
+    "compare",
     "current_region",
     "dropin",
     "errors",
     "explain",
-    "guard_memory",
     "guards",
     "integrations",
     "is_recomputing",
+    "loss",
     "plan",
     "policies",
-    "recipe",
-    "report",
+    "retry_on_oom",
     "shared_recompute",
     "site",
     "storage",
@@ -63,24 +52,19 @@ __version__ = "0.1.0"
 # A name is imported when it is first used (PEP 562), so that a program only waits for what it uses. Names that are not in
 # this table are modules of the package.
 _MODULES = {
-    "AdaptivePlan": "planner.adaptive",
-    "Comparison": "_inspect.comparison",
-    "Explanation": "_inspect.explanation",
     "Handle": "_model.handle",
     "Plan": "planner.plan",
-    "ReactivateError": "errors",
     "Recompute": "_types",
     "Save": "_types",
     "Site": "_types",
-    "Verdict": "_inspect.verify",
     "apply": "_model.apply",
     "checkpoint": "_checkpoint",
-    "chunked_cross_entropy": "_loss.chunked",
+    "compare": "_inspect.explain",
     "current_region": "_passes.current",
     "explain": "_inspect.explain",
-    "guard_memory": "planner.memory_guard",
     "is_recomputing": "_passes.current",
     "plan": "planner.api",
+    "retry_on_oom": "planner.memory_guard",
     "shared_recompute": "_region.sharing",
     "site": "_site",
     "verify": "_inspect.verify",

@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._modules.view import view_of
-from reactivate._options import DEFAULT_OPTIONS, Determinism, make_options, with_policy
+from reactivate._options import DEFAULT_OPTIONS, CheckMode, make_options, with_policy
 from reactivate._region.options import Options
 from reactivate._region.run import module_called_by, run, run_module
 from reactivate._run import run_region
@@ -37,7 +37,7 @@ def checkpoint(
     inputs: Storage = DEVICE,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism = "first",
+    check: CheckMode = "first",
     name: str | None = None,
 ) -> M: ...
 
@@ -50,7 +50,7 @@ def checkpoint(
     inputs: Storage = DEVICE,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism = "first",
+    check: CheckMode = "first",
     name: str | None = None,
 ) -> Callable[P, R]: ...
 
@@ -62,7 +62,7 @@ def checkpoint(
     inputs: Storage = DEVICE,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism = "first",
+    check: CheckMode = "first",
     name: str | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
@@ -74,7 +74,7 @@ def checkpoint(
     inputs: Storage = DEVICE,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism = "first",
+    check: CheckMode = "first",
     name: str | None = None,
     **unknown: Any,
 ) -> Any:
@@ -98,10 +98,10 @@ def checkpoint(
         guards: the state that a recomputation sees as the forward saw it. Leave some out with
             `guards.DEFAULT.without("rng")`, add your own with `guards.DEFAULT.adding(...)`.
         early_stop: stop a recomputation as soon as the last saved tensor that is needed exists.
-        determinism: how a recomputation is compared with its forward. "metadata": number, shape, dtype and device of the
+        check: how recomputations are compared with their forwards. "metadata": number, shape, dtype and device of the
             saved tensors. "first": that, and in the 1st, 2nd, 4th, 8th, ... call of a region checksums of these, and of
-            outputs where the recomputation comes to its end. "values": a checksum of the result of every op; slow, it
-            names the first op that differs. "none": only the number of saved tensors.
+            outputs where the recomputation comes to its end. "every": in every call, a checksum of the result of every op;
+            slow, it names the first op that differs. "none": only the number of saved tensors.
         name: the name of the region in error messages and profiler traces; by default the name of `fn`.
 
     Returns:
@@ -136,13 +136,13 @@ def checkpoint(
             inputs=inputs,
             guards=guards,
             early_stop=early_stop,
-            determinism=determinism,
+            check=check,
             name=name,
         )
-    options = make_options(guards, early_stop, determinism, name, inputs)
+    options = make_options(guards, early_stop, check, name, inputs)
     if options is DEFAULT_OPTIONS and policy is None:
         return wrap(fn, options, _DEFAULT_SETTINGS)
-    given: dict[str, Any] = {"policy": policy, "early_stop": early_stop, "determinism": determinism, "name": name}
+    given: dict[str, Any] = {"policy": policy, "early_stop": early_stop, "check": check, "name": name}
     if inputs is not DEVICE:
         given["inputs"] = inputs
     if guards is not DEFAULT:
@@ -159,14 +159,15 @@ _TORCHS = {
         if value
         else 'write guards=reactivate.guards.DEFAULT.without("rng")'
     ),
-    "determinism_check": lambda value: f'write determinism="{"none" if value == "none" else "metadata"}"',
-    "debug": lambda value: 'write determinism="values"' if value else "leave out debug",
+    "determinism": lambda value: f'write check="{"every" if value == "values" else value}"',
+    "determinism_check": lambda value: f'write check="{"none" if value == "none" else "metadata"}"',
+    "debug": lambda value: 'write check="every"' if value else "leave out debug",
     "context_fn": lambda value: (
         "write guards=reactivate.guards.DEFAULT.adding(reactivate.guards.ContextPair(context_fn)), or for selective "
         'checkpointing policy=reactivate.policies.save_ops("linear", ...)'
     ),
 }
-"""What to write in the place of torch's options."""
+"""What to write in the place of torch's options, and of older ones of ours."""
 
 
 def _refusal(fn: Any, args: tuple[Any, ...], unknown: dict[str, Any]) -> UsageError:

@@ -20,7 +20,7 @@ from reactivate.guards import DEFAULT, ContextPair
 from reactivate.policies._base import check_policy, check_storage
 from reactivate.policies._unmatched import Unmatched
 
-Determinism = Literal["first", "metadata", "values", "none"]
+CheckMode = Literal["first", "every", "metadata", "none"]
 
 DEFAULT_OPTIONS = Options(tuple(DEFAULT))
 
@@ -28,7 +28,7 @@ DEFAULT_OPTIONS = Options(tuple(DEFAULT))
 def make_options(
     guards: Iterable[Guard],
     early_stop: bool,
-    determinism: Determinism,
+    check: CheckMode,
     name: str | None,
     inputs: Storage = DEVICE,
 ) -> Options:
@@ -37,13 +37,13 @@ def make_options(
     Raises:
         UsageError: an option has a value that it cannot have.
     """
-    if guards is DEFAULT and early_stop is True and determinism == "first" and name is None and inputs is DEVICE:
+    if guards is DEFAULT and early_stop is True and check == "first" and name is None and inputs is DEVICE:
         return DEFAULT_OPTIONS
-    if determinism not in get_args(Determinism):
-        allowed = ", ".join(map(repr, get_args(Determinism)))
-        raise UsageError(f"determinism={determinism!r} is not a check. There are: {allowed}.")
+    if check not in get_args(CheckMode):
+        allowed = ", ".join(map(repr, get_args(CheckMode)))
+        raise UsageError(f"check={check!r} is not a check. There are: {allowed}.")
     check_storage(inputs, "checkpoint(inputs=...)")
-    return Options(checked(guards), bool(early_stop), determinism, name, inputs=inputs)
+    return Options(checked(guards), bool(early_stop), check, name, inputs=inputs)
 
 
 def checked(guards: Iterable[Guard]) -> tuple[Guard, ...]:
@@ -105,8 +105,8 @@ def contexts_in_graph(options: Options) -> Any:
         _refuse_inputs()
     if options.in_graph is not None:
         return options.in_graph
-    if options.determinism == "values":
-        raise UnsupportedError('determinism="values" cannot be used under torch.compile: run the function without it.')
+    if options.check == "every":
+        raise UnsupportedError('check="every" cannot be used under torch.compile: run the function without it.')
     pairs = [guard for guard in options.guards if isinstance(guard, ContextPair)]
     others = [guard for guard in options.guards if guard not in DEFAULT.members and guard not in pairs]
     if others or len(pairs) > 1:

@@ -188,6 +188,9 @@ class Guard:
     is_innermost: bool = False
     """Whether `recompute` is entered when all other state is as it was: what a context of the user's sets then holds."""
 
+    def __repr__(self) -> str:
+        return f"<guard {type(self).__name__}>"
+
     def before(self, call: Call) -> Any:
         """Read the state as the forward pass is about to see it.
 

@@ -407,7 +407,7 @@ def check_saving(model: nn.Module, policy: Any, after: Callable[..., Any] | None
     """Hold regions that save calls against the plain model, where nothing but metadata is compared."""
     seed_everything()
     expected = [gradients(model, fn or model, step, after) for step in range(3)]
-    region, ran = reactivate.checkpoint(fn or model, policy=policy, determinism="metadata"), Ran()
+    region, ran = reactivate.checkpoint(fn or model, policy=policy, check="metadata"), Ran()
     with observed_by(ran):
         found = [gradients(model, region, step, after) for step in range(3)]
     assert ran.regions == ran.recomputations == 3

@@ -49,7 +49,7 @@ class Case:
     recomputations: int
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     early_stop: bool = True
-    determinism: str = "first"
+    check: str = "first"
     collectives_of_a_recomputation: list[str] | None = None  # that the case itself calls
 
 
@@ -443,9 +443,7 @@ CASES: dict[str, Case] = {
     "all-to-all, no early stop": Case(
         experts, 6, 6, early_stop=False, collectives_of_a_recomputation=["all_to_all"] * 2
     ),
-    "collective at the end": Case(
-        collective_at_the_end, 3, 3, determinism="metadata", collectives_of_a_recomputation=[]
-    ),
+    "collective at the end": Case(collective_at_the_end, 3, 3, check="metadata", collectives_of_a_recomputation=[]),
     "collective at the end, no early stop": Case(
         collective_at_the_end, 3, 3, early_stop=False, collectives_of_a_recomputation=["all_reduce"]
     ),

@@ -89,9 +89,7 @@ def compare(case: Case) -> Report:
         report.kept_bytes_plain = plain_ran.kept_bytes
         collectives.clear()
         with case.around():
-            ran, found = train(
-                case, partial(reactivate.checkpoint, early_stop=case.early_stop, determinism=case.determinism)
-            )
+            ran, found = train(case, partial(reactivate.checkpoint, early_stop=case.early_stop, check=case.check))
         report.regions, report.recomputations, report.kept_bytes = ran.regions, ran.recomputations, ran.kept_bytes
         report.collectives = [*collectives]
         found = unwrapped(found)

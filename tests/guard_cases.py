@@ -134,7 +134,7 @@ def assert_guarded(
     fails: Failing,
     *,
     parts: int = 1,
-    guard: Callable[[Any], Any] = reactivate.guard_memory,
+    guard: Callable[[Any], Any] = reactivate.retry_on_oom,
     **options: Any,
 ) -> None:
     """Every bit is that of the plain model with enough memory, on every rank."""
@@ -187,7 +187,7 @@ def a_torch_that_has_no_name_for_sharding_between_steps() -> None:
 def a_rank_is_short_in_a_micro_batch_and_all_optimizers_are_undone() -> None:
     """Of four, of which all but the first are reduced."""
     places = {1: ("backward", (1,), 1), 2: ("after the optimizer", (0,), 1)}
-    guard = functools.partial(reactivate.guard_memory, undo_optimizer=True)
+    guard = functools.partial(reactivate.retry_on_oom, undo_optimizer=True)
     assert_guarded(functools.partial(wrapped, gradient_as_bucket_view=True), Failing(places), parts=4, guard=guard)
 
 
@@ -198,7 +198,7 @@ def where_no_plan_is_tighter_every_rank_says_so() -> None:
     own = dist.get_rank()
     with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError if own else ReactivateError) as caught:
         warnings.simplefilter("ignore")
-        trained(model, reactivate.guard_memory, Failing({0: ("forward", (1,), 99)}))
+        trained(model, reactivate.retry_on_oom, Failing({0: ("forward", (1,), 99)}))
     assert own or "rank 1 of 2 has run out of memory" in str(caught.value)
     said = "".join([*getattr(caught.value, "__notes__", ()), *map(str, caught.value.args)])
     assert "it has run" in said and "under the least plan" in said
@@ -229,7 +229,7 @@ def a_recomputation_with_collectives_is_not_run_again() -> None:
     plan = reactivate.plan(model, batch(), budget="80%", loss=loss_of)
     reactivate.apply(model, plan)
     with pytest.raises(torch.OutOfMemoryError if dist.get_rank() else RuntimeError) as caught:
-        trained(model, reactivate.guard_memory, Failing({0: ("forward", (1,), 1)}))
+        trained(model, reactivate.retry_on_oom, Failing({0: ("forward", (1,), 1)}))
     said = "".join([*getattr(caught.value, "__notes__", ()), *map(str, caught.value.args)])
     if dist.get_rank():
         assert "a recomputation has a collective (allreduce_)" in said and "The other ranks wait for this one" in said
@@ -241,7 +241,7 @@ def gradients_that_no_rank_has_reduced_are_not_lost_silently() -> None:
     reactivate.apply(model, reactivate.plan(model, batch(), budget="80%", loss=loss_of, group=dist.group.WORLD))
     model.fails = Failing({1: ("forward", (0, 1), 1)})
     model.fails.model = model
-    step = reactivate.guard_memory(lambda: loss_of(model(batch())).backward())
+    step = reactivate.retry_on_oom(lambda: loss_of(model(batch())).backward())
     model.set_requires_gradient_sync(False)
     step()
     model.set_requires_gradient_sync(True)
@@ -261,7 +261,7 @@ def the_only_rank_is_short() -> None:
 
 
 def on_one_rank(step: Any) -> Any:
-    return reactivate.guard_memory(step, group=[dist.new_group([rank]) for rank in range(2)][dist.get_rank()])
+    return reactivate.retry_on_oom(step, group=[dist.new_group([rank]) for rank in range(2)][dist.get_rank()])
 
 
 @case(CASES, 2)

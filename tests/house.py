@@ -38,7 +38,7 @@ FLOORS = [
     ["reactivate._inspect"],
     ["reactivate.planner"],
     ["reactivate.report"],
-    ["reactivate.recipe"],
+    ["reactivate.integrations.recipe"],
     ["reactivate.dropin", "reactivate.integrations"],
     ["reactivate"],
     ["reactivate.cli", "reactivate._doctor", "reactivate._byte_gpt"],

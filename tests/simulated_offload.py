@@ -52,7 +52,7 @@ def expected() -> list[Tensor]:
 def on_device(schedule: str, seed: int, policy: Callable[[], Any], **options: Any) -> list[Tensor]:
     with simulated.accelerator(schedule, seed) as device:
         model = a_model().to(device)
-        reactivate.apply(model, policy(), determinism="metadata")  # without checksums, whose ops are slow here
+        reactivate.apply(model, policy(), check="metadata")  # without checksums, whose ops are slow here
         return trained(model, device, **options)
 
 
@@ -114,7 +114,7 @@ def two_trained(device: Any, wheres: list[Any], policy: Any, steps: int = 2) -> 
                 found.append(run(index))
         return found
 
-    each(lambda i: reactivate.apply(models[i].to(device), policy(wheres[i]), determinism="metadata"))
+    each(lambda i: reactivate.apply(models[i].to(device), policy(wheres[i]), check="metadata"))
     optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
     for _ in range(steps):
         values = each(lambda i: models[i].first(torch.randn(BATCH, WIDTH, generator=numbers[i]).to(device)))
@@ -153,7 +153,7 @@ def test_what_is_asked_for_on_another_stream_comes_in_the_order_of_its_own(
     host = Host(least_bytes=0, last=0, ahead=3)
     with simulated.accelerator(schedule, seed) as device:
         model, twin = a_model().to(device), a_model()
-        reactivate.apply(model, inputs_to(host), determinism="metadata")
+        reactivate.apply(model, inputs_to(host), check="metadata")
         batch, lane = torch.randn(BATCH, WIDTH), simulated.Stream()
         lane.wait_stream(simulated.current_stream())
         for _ in range(3):
@@ -228,7 +228,7 @@ def test_a_disk_and_a_host_hold_no_inputs_on_the_device(storage: str, count: int
     where: Any = Host(least_bytes=0) if storage == "host" else Disk(tmp_path, least_bytes=0)
     with simulated.accelerator("late") as device:
         model = a_model().to(device)
-        reactivate.apply(model, inputs_to(where), determinism="metadata")
+        reactivate.apply(model, inputs_to(where), check="metadata")
         batches = [torch.randn(BATCH, WIDTH).to(device) for _ in range(count)]
         before, losses = simulated.memory_allocated(), []
         for number, batch in enumerate(batches):
@@ -252,7 +252,7 @@ def pieces(disk: Disk) -> list[Any]:
 def test_nobody_waits_on_the_host() -> None:
     with simulated.accelerator("late") as device:
         model = a_model().to(device)
-        reactivate.apply(model, inputs_to(Host(least_bytes=0)), determinism="metadata")
+        reactivate.apply(model, inputs_to(Host(least_bytes=0)), check="metadata")
         x = torch.randn(BATCH, WIDTH).to(device)
         before = simulated.synchronisations
         for _ in range(3):
@@ -373,7 +373,7 @@ def test_the_device_holds_one_input_more_than_the_region_that_runs() -> None:
         sizes = []
         for policy in (policies.full(), policies.full(inputs=Host(least_bytes=0, last=1))):
             model = a_model().to(device)
-            reactivate.apply(model, policy, determinism="metadata")
+            reactivate.apply(model, policy, check="metadata")
             x = torch.randn(BATCH, WIDTH).to(device)
             before = simulated.memory_allocated()
             loss = model(x).sum()
@@ -390,7 +390,7 @@ def test_many_steps_lock_no_more(sizes: tuple[int, ...]) -> None:
     host = Host(least_bytes=0)
     with simulated.accelerator("late") as device:
         model = a_model().to(device)
-        reactivate.apply(model, inputs_to(host), determinism="metadata")
+        reactivate.apply(model, inputs_to(host), check="metadata")
         locked, held = [], []
         for size in sizes:
             model(torch.randn(size, WIDTH).to(device)).sum().backward()
@@ -415,7 +415,7 @@ def test_500_steps_hold_as_much_as_the_first(storage: str, tmp_path: Path) -> No
     where = make[storage]()
     with simulated.accelerator("late") as device:
         model = Residual(WIDTH, 2).to(device)
-        reactivate.apply(model, both_to(where), determinism="metadata")
+        reactivate.apply(model, both_to(where), check="metadata")
         held = []
         for step in range(500):
             model(torch.randn(sizes[step % len(sizes)], WIDTH).to(device)).sum().backward()
@@ -447,7 +447,7 @@ def steps_with(host: Host, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     """Yield for each step the bytes that came back, and those that are locked; compare gradients with the CPU's."""
     with simulated.accelerator("random", 2) as device:
         model, twin = a_model().to(device), a_model()
-        reactivate.apply(model, inputs_to(host), determinism="metadata")
+        reactivate.apply(model, inputs_to(host), check="metadata")
         for rows in sizes:
             before, batch = host.traffic.loaded_bytes, torch.randn(rows, WIDTH)
             for one, here in ((model, batch.to(device)), (twin, batch)):
@@ -469,7 +469,7 @@ def test_forwards_without_a_backward_leave_nothing() -> None:
     host = Host(least_bytes=0)
     with simulated.accelerator("late") as device:
         model = a_model().to(device)
-        reactivate.apply(model, inputs_to(host), determinism="metadata")
+        reactivate.apply(model, inputs_to(host), check="metadata")
         x = torch.randn(BATCH, WIDTH).to(device)
         before = simulated.memory_allocated()
         for _ in range(3):
@@ -486,7 +486,7 @@ def test_groups_are_brought_back_in_the_order_of_a_pipeline() -> None:
     with simulated.accelerator("random", 3) as device:
         model = a_model().to(device)
         twin = a_model()
-        reactivate.apply(model, inputs_to(host), determinism="metadata")
+        reactivate.apply(model, inputs_to(host), check="metadata")
         batches = [torch.randn(BATCH, WIDTH) for _ in range(3)]
         losses = []
         for number, batch in enumerate(batches):
@@ -535,7 +535,7 @@ def test_how_much_of_the_copies_is_hidden() -> None:
     def elapsed(policy: Any) -> float:
         with simulated.accelerator("eager", 0, duration) as device:
             model = a_model().to(device)
-            reactivate.apply(model, policy, determinism="metadata")
+            reactivate.apply(model, policy, check="metadata")
             x = torch.randn(BATCH, WIDTH).to(device)
             start = simulated.elapsed()
             model(x).sum().backward()

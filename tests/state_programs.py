@@ -108,7 +108,7 @@ def check_program(program: Program) -> None:
     try:
         with observed_by(watched):
             ours = results_of(program, reactivate.checkpoint)
-    except reactivate.ReactivateError:
+    except reactivate.errors.ReactivateError:
         if not program.may_refuse:
             raise
         return

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import reactivate
-from reactivate import AdaptivePlan, policies
+from reactivate import policies
 from reactivate._model import per_call
 from reactivate._passes.observing import observed_by
 from reactivate._region.region import Region
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner import adaptive
+from reactivate.planner.adaptive import AdaptivePlan
 from reactivate.planner.candidates import FULL, Assignment, Candidate
 from reactivate.planner.shapes import CallShapes
 from reactivate.policies._base import PerCall

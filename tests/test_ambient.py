@@ -148,7 +148,7 @@ def test_the_guard_is_what_makes_it_right(fn_setting: Any) -> None:
         expected = torch.autograd.grad(fn(x).double().sum(), x)[0] if "doubles" not in name else None
     try:
         (grad,) = torch.autograd.grad(out.double().sum(), x)
-    except reactivate.ReactivateError:
+    except reactivate.errors.ReactivateError:
         return
     assert expected is None or not torch.equal(grad, expected)
 
@@ -321,7 +321,7 @@ def _sets_and_puts_back(setting: Any, determinism: Any) -> Callable[[Tensor], Te
         restore()
         return hidden + out.float()
 
-    return reactivate.checkpoint(block, determinism=determinism)
+    return reactivate.checkpoint(block, check=determinism)
 
 
 @pytest.mark.parametrize("setting", BY_HAND)

@@ -219,7 +219,7 @@ def test_early_stop_ends_the_recomputation_and_not_inside_a_custom_forward() -> 
         return out + 1
 
     x = leaf(4)
-    reactivate.checkpoint(fn, determinism="metadata")(x).sum().backward()
+    reactivate.checkpoint(fn, check="metadata")(x).sum().backward()
     assert reached[:2] == ["end of the custom forward", "tail"]
     assert "end of the custom forward" in reached[2:], "the custom forward was not cut short"
     expected = torch.autograd.grad(x.sin().exp().sum(), x)[0]
@@ -235,7 +235,7 @@ def test_early_stop_leaves_the_tail_out(early_stop: bool, calls: int) -> None:
         tail.append(reactivate.is_recomputing())
         return h.clone()
 
-    reactivate.checkpoint(fn, early_stop=early_stop, determinism="metadata")(leaf(4)).sum().backward()
+    reactivate.checkpoint(fn, early_stop=early_stop, check="metadata")(leaf(4)).sum().backward()
     assert tail == [False, True][:calls]
 
 
@@ -537,7 +537,7 @@ def test_shared_recompute_frees_at_its_end_and_refuses_itself() -> None:
     y, _ = reactivate.checkpoint(lambda x: (x.sin().cos(), x.exp().sin()))(x)
     with reactivate.shared_recompute():
         y.sum().backward(retain_graph=True)
-        with pytest.raises(reactivate.ReactivateError, match="inside of itself"), reactivate.shared_recompute():
+        with pytest.raises(reactivate.errors.ReactivateError, match="inside of itself"), reactivate.shared_recompute():
             pass
     y.sum().backward()
 

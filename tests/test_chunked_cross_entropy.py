@@ -84,19 +84,19 @@ def test_it_has_the_loss_and_the_gradients_of_the_plain_head(name: str, has_bias
 
 
 def chunked(chunks: int) -> Any:
-    return lambda *args, **kwargs: reactivate.chunked_cross_entropy(*args, chunks=chunks, **kwargs)
+    return lambda *args, **kwargs: reactivate.loss.chunked_cross_entropy(*args, chunks=chunks, **kwargs)
 
 
 def test_a_mean_over_no_token_is_not_a_number_as_in_torch() -> None:
     hidden, weight, _, targets = made()
-    assert reactivate.chunked_cross_entropy(hidden, weight, torch.full_like(targets, -100)).isnan()
-    assert reactivate.chunked_cross_entropy(hidden[:0], weight, targets[:0], reduction="sum") == 0
+    assert reactivate.loss.chunked_cross_entropy(hidden, weight, torch.full_like(targets, -100)).isnan()
+    assert reactivate.loss.chunked_cross_entropy(hidden[:0], weight, targets[:0], reduction="sum") == 0
 
 
 def test_batches_of_sequences_are_tokens() -> None:
     hidden, weight, _, targets = made()
-    flat = reactivate.chunked_cross_entropy(hidden, weight, targets, chunks=3, reduction="none")
-    rows = reactivate.chunked_cross_entropy(
+    flat = reactivate.loss.chunked_cross_entropy(hidden, weight, targets, chunks=3, reduction="none")
+    rows = reactivate.loss.chunked_cross_entropy(
         hidden.view(4, 25, -1), weight, targets.view(4, 25), chunks=3, reduction="none"
     )
     assert rows.shape == (4, 25)
@@ -127,7 +127,7 @@ def test_no_more_than_one_slice_of_the_logits_is_there() -> None:
 
 def test_a_frozen_weight_gets_no_gradient_and_takes_no_memory_for_it() -> None:
     hidden, weight, _, targets = made()
-    loss = reactivate.chunked_cross_entropy(hidden, weight.detach(), targets, chunks=4)
+    loss = reactivate.loss.chunked_cross_entropy(hidden, weight.detach(), targets, chunks=4)
     (found,) = torch.autograd.grad(loss, hidden)
     torch.testing.assert_close(found, torch.autograd.grad(plain(hidden, weight, targets), hidden)[0])
 
@@ -138,7 +138,7 @@ def test_under_autocast_the_product_has_its_dtype_and_the_softmax_float32() -> N
     assert seen == {torch.bfloat16}
     with torch.autocast("cpu", torch.bfloat16):
         whole = F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)
-        loss = reactivate.chunked_cross_entropy(hidden, weight, targets, bias=bias, chunks=3)
+        loss = reactivate.loss.chunked_cross_entropy(hidden, weight, targets, bias=bias, chunks=3)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, whole)  # the same losses of tokens, added up in another order
     for one, other in zip(*(torch.autograd.grad(item, (hidden, weight, bias)) for item in (whole, loss))):
@@ -159,7 +159,7 @@ def dtypes_of_products(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Te
             return result
 
     with Watch(), torch.autocast("cpu", torch.bfloat16):
-        reactivate.chunked_cross_entropy(hidden, weight, targets, bias=bias)
+        reactivate.loss.chunked_cross_entropy(hidden, weight, targets, bias=bias)
     yield from found
 
 
@@ -202,4 +202,4 @@ def test_a_wrong_argument_is_refused_in_words(name: str) -> None:
     make, words = REFUSED[name]
     args, kwargs = make(hidden, weight, targets)
     with pytest.raises(UsageError, match=words):
-        reactivate.chunked_cross_entropy(*args, **kwargs)
+        reactivate.loss.chunked_cross_entropy(*args, **kwargs)

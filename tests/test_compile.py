@@ -263,8 +263,8 @@ def test_a_graph_break_inside_leaves_the_region_to_this_engine(backend: str) -> 
 
 
 def test_what_cannot_be_compiled_is_refused_by_name() -> None:
-    with pytest.raises(Exception, match=r'determinism="values" cannot be used under torch.compile') as caught:
-        torch.compile(reactivate.checkpoint(torch.sin, determinism="values"), backend="eager", fullgraph=True)(
+    with pytest.raises(Exception, match=r'check="every" cannot be used under torch.compile') as caught:
+        torch.compile(reactivate.checkpoint(torch.sin, check="every"), backend="eager", fullgraph=True)(
             torch.randn(2, requires_grad=True)
         )
     assert "UnsupportedError" in str(caught.value) or isinstance(caught.value, UnsupportedError)

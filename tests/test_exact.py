@@ -232,12 +232,12 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("determinism", ["metadata", "values", "none"])
+@pytest.mark.parametrize("determinism", ["metadata", "every", "none"])
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early_stop", "whole"])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
 def test_bitwise(problem: Any, early_stop: bool, determinism: Any) -> None:
     saves_memory = problem is not method_of_a_tensor  # autograd keeps its one result, the region its one input
-    check(problem, early_stop=early_stop, determinism=determinism, saves_memory=saves_memory)
+    check(problem, early_stop=early_stop, check=determinism, saves_memory=saves_memory)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)

@@ -47,7 +47,7 @@ ERRORS: list[type[BaseException]] = [Failure, KeyboardInterrupt, SystemExit, Int
 # -- in the forward pass ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("determinism", ["metadata", "values"])
+@pytest.mark.parametrize("determinism", ["metadata", "every"])
 @pytest.mark.parametrize("error", ERRORS)
 def test_in_the_forward(error: type[BaseException], determinism: Any) -> None:
     """Nothing else stays behind than the same code leaves without a checkpoint; the next call is right."""
@@ -74,7 +74,7 @@ def test_in_the_forward(error: type[BaseException], determinism: Any) -> None:
     plain = once(lambda fn: fn)
     outside = surroundings()
     with observed_by(ran):
-        ours = once(lambda fn: reactivate.checkpoint(fn, determinism=determinism))
+        ours = once(lambda fn: reactivate.checkpoint(fn, check=determinism))
     after = surroundings()
     assert (ran.regions, ran.recomputations) == (1, 1), "only a forward pass that came to its end makes a region"
     for one, other in zip(plain[:2], ours[:2]):
@@ -107,7 +107,7 @@ def test_a_failed_forward_leaves_nothing_alive() -> None:
 
 
 @pytest.mark.parametrize("settings", [nullcontext, around_the_forward])
-@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"determinism": "values"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"check": "every"}], ids=str)
 @pytest.mark.parametrize("error", ERRORS)
 def test_in_the_recomputation(
     error: type[BaseException], options: dict[str, Any], settings: Callable[[], AbstractContextManager[None]]

@@ -80,7 +80,7 @@ def drops_a_tail(x: Tensor) -> Tensor:
 CATCHING = [falls_back, suppresses, catches_everything, catches_in_a_loop, drops_a_tail]
 
 
-@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"determinism": "values"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"check": "every"}], ids=str)
 @pytest.mark.parametrize("fn", CATCHING, ids=lambda fn: fn.__name__)
 def test_a_function_that_catches_what_ends_a_recomputation(
     fn: Callable[[Tensor], Tensor], options: dict[str, Any]
@@ -159,7 +159,7 @@ def test_finally_runs_in_the_recomputation_and_may_fail() -> None:
     x = torch.linspace(0, 1, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(fn(x).sum(), x)
     seen.clear()
-    out = reactivate.checkpoint(fn, determinism="metadata")(x)
+    out = reactivate.checkpoint(fn, check="metadata")(x)
     before = surroundings()
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert_bitwise(expected, grad, "gradient")

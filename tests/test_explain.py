@@ -526,7 +526,7 @@ def test_a_notebook_and_a_debugger_show_it() -> None:
     assert re.fullmatch(
         r"Explanation\(2.17 KiB kept, 2.03 KiB recomputed: 4 regions and \d+ sites? outside\)", repr(explanation)
     )
-    compared = explain(*prepared("plain"), policy=full())
+    compared = reactivate.compare(*prepared("plain"), policy=full())
     assert repr(compared).startswith("Comparison(before=Explanation(") and len(repr(compared)) < 200
     for shown, rows in ((explanation, str(explanation).splitlines()), (compared, compared.table().rows)):
         page = ElementTree.fromstring(f"<div>{shown._repr_html_()}</div>")

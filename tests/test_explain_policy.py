@@ -1,4 +1,4 @@
-"""`explain(policy=...)`: the plain model beside the model under a policy, to the byte, as text, page and JSON."""
+"""`compare`: the plain model beside the model under a policy, to the byte, as text, page and JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import reactivate
-from reactivate import Comparison, report
+from reactivate import report
 from reactivate.errors import UsageError
 from reactivate.policies import first_match, full, none, recompute_every, recompute_modules, save_ops
+from reactivate.report import Comparison
 from reactivate.report.comparison_page import page
 
 
@@ -36,7 +37,7 @@ X = torch.randn(32, 16)
 
 
 def compared(policy: object, net: nn.Module | None = None) -> Comparison:
-    return reactivate.explain(net or model(), X, policy=policy)  # type: ignore[call-overload, no-any-return]
+    return reactivate.compare(net or model(), X, policy=policy)
 
 
 @pytest.mark.parametrize("fake", [None, True])
@@ -47,7 +48,7 @@ def compared(policy: object, net: nn.Module | None = None) -> Comparison:
 )
 def test_both_sides_are_those_of_explain_and_add_up(policy: object, fake: bool | None) -> None:
     net = model()
-    found = reactivate.explain(net, X, policy=policy, fake=fake)  # type: ignore[call-overload]
+    found = reactivate.compare(net, X, policy=policy, fake=fake)
     plain = reactivate.explain(net, X, fake=fake)
     with reactivate.apply(net, policy):  # type: ignore[arg-type]
         under = reactivate.explain(net, X, fake=fake)
@@ -83,13 +84,13 @@ def test_the_model_keeps_the_policy_that_it_has() -> None:
 
 def test_a_function_is_one_region_with_the_policy() -> None:
     net = model()
-    found = reactivate.explain(lambda x: net(x), X, policy=save_ops("linear"))
+    found = reactivate.compare(lambda x: net(x), X, policy=save_ops("linear"))
     assert not found.before.regions and len(found.after.regions) == 1
     assert "but 10 saved calls" in str(found)
 
 
 def test_what_is_no_policy_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"explain\(policy=\.\.\.\)"):
+    with pytest.raises(UsageError, match=r"compare\(policy=\.\.\.\)"):
         compared("full")
     with pytest.raises(UsageError, match="nothing"):
         compared(recompute_modules("nowhere.*"))
@@ -104,7 +105,7 @@ def test_the_text_says_what_the_values_say() -> None:
     assert "recompute" in row
     assert lines[-1].split()[:3] == ["all", *plain.split()]
     assert "ms" in lines[0]
-    assert "ms" not in reactivate.explain(model(), X, policy=full(), fake=True).title
+    assert "ms" not in reactivate.compare(model(), X, policy=full(), fake=True).title
 
 
 def test_json_takes_it_back() -> None:
@@ -127,7 +128,7 @@ def test_the_page_has_the_table_and_bars_of_the_same_lengths(tmp_path: Path) -> 
     assert len(root.all("script")) == 1 and not root.all("link")
     report.write(found, tmp_path / "compared.txt")
     assert (tmp_path / "compared.txt").read_text("utf-8").startswith("Kept for the backward")
-    with pytest.raises(UsageError, match=r"takes \.html, \.txt of a comparison; .*'\.png'"):
+    with pytest.raises(UsageError, match=r"takes \.html, \.json, \.txt; .*'\.png'"):
         report.write(found, tmp_path / "compared.png")
 
 

@@ -30,8 +30,8 @@ from fuzz.vocabulary.interludes import INTERLUDES
 
 SEEDS = range(1, 41)
 judged = functools.cache(judge_seed)
-WITHOUT_RNG = checked(guards=reactivate.guards.DEFAULT.without("rng"), determinism="metadata")
-WITHOUT_MODULES = checked(guards=reactivate.guards.DEFAULT.without("modules"), determinism="metadata")
+WITHOUT_RNG = checked(guards=reactivate.guards.DEFAULT.without("rng"), check="metadata")
+WITHOUT_MODULES = checked(guards=reactivate.guards.DEFAULT.without("modules"), check="metadata")
 
 
 def program_of(*names: str, **training: object) -> Program:

@@ -70,7 +70,7 @@ def test_the_inputs_are_not_on_the_device() -> None:
     kept = []
     for policy in (policies.full(), policies.full(inputs=Host(least_bytes=0))):
         model = a_model()
-        reactivate.apply(model, policy, determinism="metadata")
+        reactivate.apply(model, policy, check="metadata")
         model(torch.randn(BATCH, LENGTH, WIDTH, device=DEVICE)).sum().backward()
         gc.collect()
         torch.cuda.synchronize()

@@ -362,7 +362,7 @@ def test_a_graph_of_a_whole_step() -> None:
         return [x.grad.clone(), *(parameter.grad.clone() for parameter in mine.parameters())]
 
     without = reactivate.guards.DEFAULT.without("rng")
-    ours = captured(lambda fn: reactivate.checkpoint(fn, guards=without, determinism="metadata"))
+    ours = captured(lambda fn: reactivate.checkpoint(fn, guards=without, check="metadata"))
     for one, other in zip(captured(plainly), ours, strict=True):
         assert_bitwise(one, other, "gradient")
     with pytest.raises(UnsupportedError, match="CUDA graph"):

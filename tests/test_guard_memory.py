@@ -106,7 +106,7 @@ def trained(model: Model, wrap: Callable[[Any], Any], fails: Any = _never, fused
 
 
 def guarded(**options: Any) -> Callable[[Any], Any]:
-    return lambda step: reactivate.guard_memory(step, **options)
+    return lambda step: reactivate.retry_on_oom(step, **options)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_plans_go_down_to_the_least_and_then_the_error_is_raised_with_all_put_ba
     with pytest.raises(PlanInfeasible) as infeasible:
         planned[1].at(1)
 
-    @reactivate.guard_memory
+    @reactivate.retry_on_oom
     def step() -> None:
         loss_of(model(tokens(4, 64))).backward()
 
@@ -241,7 +241,7 @@ def test_a_step_that_draws_which_layers_run() -> None:
     plan = reactivate.plan(model, tokens(4, 64), budget="1GiB", loss=loss_of)
     plain = copy.deepcopy(model)
     assert 0 < len(plan.decisions) < 6
-    for each, limit, wrap in ((plain, 6, lambda step: step), (model, 1, reactivate.guard_memory)):
+    for each, limit, wrap in ((plain, 6, lambda step: step), (model, 1, reactivate.retry_on_oom)):
         each.least_kept = limit
         torch.manual_seed(0)
         if each is model:
@@ -274,7 +274,7 @@ def test_parameters_that_the_step_itself_writes_to_without_a_trace(model: Model,
 
     model.fails = Failing("after the optimizer" if undo_optimizer else "backward")
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        reactivate.guard_memory(step, undo_optimizer=undo_optimizer)()
+        reactivate.retry_on_oom(step, undo_optimizer=undo_optimizer)()
     assert "the step had changed parameters itself" in said_in(caught.value)
 
 
@@ -285,7 +285,7 @@ def test_the_tensors_of_a_failed_step_are_gone_before_it_is_planned_again() -> N
     def look(module: nn.Module, args: Any) -> None:
         alive.append([reference() is not None for reference in references])
 
-    @reactivate.guard_memory
+    @reactivate.retry_on_oom
     def step() -> None:
         logits = model(tokens(4, 64))
         references.append(weakref.ref(logits))
@@ -300,7 +300,7 @@ def test_the_tensors_of_a_failed_step_are_gone_before_it_is_planned_again() -> N
 
 
 def test_other_errors_are_the_steps_own(model: Model) -> None:
-    @reactivate.guard_memory
+    @reactivate.retry_on_oom
     def step() -> None:
         model(tokens(4, 64))
         raise RuntimeError("of the step")
@@ -335,7 +335,7 @@ def test_memory_that_runs_out_while_a_shape_is_planned() -> None:
             fails(place)
 
     model.fails = fails_on_fakes
-    for each, wrap in ((plain, lambda step: step), (model, reactivate.guard_memory)):
+    for each, wrap in ((plain, lambda step: step), (model, reactivate.retry_on_oom)):
         torch.manual_seed(0)
         step = wrap(lambda each=each: loss_of(each(tokens(4, 48))).backward())
         with warnings.catch_warnings():
@@ -356,14 +356,14 @@ def test_memory_that_runs_out_while_a_tighter_plan_is_made(model: Model, monkeyp
     before, states = copy.deepcopy(model.state_dict()), random_states()
     model.fails = Failing("backward", asked="16.00 KiB")
     with pytest.raises(torch.OutOfMemoryError, match=r"16\.00 KiB") as caught:
-        reactivate.guard_memory(lambda: loss_of(model(tokens(4, 64))).backward())()
+        reactivate.retry_on_oom(lambda: loss_of(model(tokens(4, 64))).backward())()
     assert "memory ran out while a tighter plan was made, too" in said_in(caught.value)
     assert_same(dict(model.state_dict()) | random_states(), dict(before) | states)
 
 
 def test_what_is_refused(planned: tuple[Model, Plan], tmp_path: Path) -> None:
     plain, batch = copy.deepcopy(planned[0]), tokens(4, 64)
-    step = reactivate.guard_memory(lambda: plain(batch))
+    step = reactivate.retry_on_oom(lambda: plain(batch))
     with pytest.raises(UsageError, match="policies found are: none"):
         step()
     with reactivate.apply(plain, policies.full()), pytest.raises(UsageError, match=r"full\(\)"):
@@ -372,7 +372,7 @@ def test_what_is_refused(planned: tuple[Model, Plan], tmp_path: Path) -> None:
     with reactivate.apply(plain, Plan.load(tmp_path / "plan.json")), pytest.raises(UsageError, match="from a file"):
         step()
     with pytest.raises(UsageError, match="takes a function"):
-        reactivate.guard_memory(plain)
+        reactivate.retry_on_oom(plain)
 
 
 @pytest.mark.slow

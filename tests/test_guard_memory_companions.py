@@ -60,7 +60,7 @@ def trained(
             reactivate.apply(model, planned[1])
         step, state = make(model, Target(place) if is_guarded else lambda place: None)
         if is_guarded:
-            step = reactivate.guard_memory(step, undo_optimizer=True)
+            step = reactivate.retry_on_oom(step, undo_optimizer=True)
         losses = [step() for _ in range(3)]
         found.append([losses, dict(model.named_parameters()), state()])
     return found

@@ -111,7 +111,7 @@ def test_import_brings_in_little_and_a_first_region_what_it_runs_on() -> None:
 def test_everything_brings_in_torch_and_nothing_else() -> None:
     """Imports make an import slow: of these there is the standard library and this package."""
     found = brought_in(EVERYTHING)
-    assert {"reactivate.planner.api", "reactivate.recipe"} <= set(found)
+    assert {"reactivate.planner.api", "reactivate.integrations.recipe"} <= set(found)
     assert {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) <= {"reactivate", "torch"}
     assert not [name for name in found if name.startswith(("torch._dynamo", "torch._inductor", "torch.distributed"))]
 

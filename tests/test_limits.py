@@ -137,10 +137,10 @@ def long_statistics() -> tuple[Any, ...]:
 @shows("Writes that no version counter sees")
 def test_writes_that_no_version_counter_sees() -> None:
     assert is_right(torchs, written_unseen) == NEVER
-    assert is_right(ours(determinism="metadata"), written_unseen) == NEVER
+    assert is_right(ours(check="metadata"), written_unseen) == NEVER
     assert is_right(ours(), written_unseen) == [RecomputeMismatchError, RecomputeMismatchError, False]
-    assert is_right(ours(determinism="values"), written_unseen) == [RecomputeMismatchError] * 3
-    assert is_right(ours(determinism="metadata"), written_through_data) == NEVER
+    assert is_right(ours(check="every"), written_unseen) == [RecomputeMismatchError] * 3
+    assert is_right(ours(check="metadata"), written_through_data) == NEVER
     assert is_right(ours(), written_through_data) == [MutationError, True, True]
     assert is_right(torchs, long_statistics) == NEVER
     assert is_right(ours(), long_statistics)[0] is RecomputeMismatchError
@@ -258,15 +258,15 @@ HIDDEN: dict[str, Callable[[], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", HIDDEN)
 def test_what_objects_are_not_looked_into(name: str) -> None:
     make = HIDDEN[name]
-    assert is_right(torchs, make) == is_right(ours(determinism="metadata"), make) == NEVER
-    assert is_right(ours(determinism="values"), make) == [RecomputeMismatchError] * 3
+    assert is_right(torchs, make) == is_right(ours(check="metadata"), make) == NEVER
+    assert is_right(ours(check="every"), make) == [RecomputeMismatchError] * 3
 
 
 @shows("The depth of the search for state")
 def test_how_far_objects_are_looked_into() -> None:
     for make in FAR.values():
         assert is_right(torchs, make) == NEVER
-        assert is_right(ours(determinism="metadata"), make) == NEVER
+        assert is_right(ours(check="metadata"), make) == NEVER
         assert RecomputeMismatchError in is_right(ours(), make)
     assert is_right(ours(), lambda: counts(Link(2), lambda link: link.last)) == [True] * 3
 
@@ -363,7 +363,7 @@ CHANGES_OF_CODE = [
 
 @shows("Code that changes between forward and backward")
 @pytest.mark.parametrize("change", CHANGES_OF_CODE)
-@pytest.mark.parametrize("wrap", [torchs, reactivate.checkpoint(determinism="metadata")], ids=["torch", "ours"])
+@pytest.mark.parametrize("wrap", [torchs, reactivate.checkpoint(check="metadata")], ids=["torch", "ours"])
 def test_code_that_changes_between_forward_and_backward(
     change: Callable[[pytest.MonkeyPatch], None], wrap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +421,7 @@ class LargeTree(nn.Module):
 @shows("Trees of more than 64 modules")
 def test_trees_of_more_than_64_modules() -> None:
     assert is_right(torchs, lambda: (LargeTree(),)) == NEVER
-    assert is_right(ours(determinism="metadata"), lambda: (LargeTree(),)) == [
+    assert is_right(ours(check="metadata"), lambda: (LargeTree(),)) == [
         True,
         False,
         False,
@@ -500,7 +500,7 @@ def test_one_iterator_in_two_places() -> None:
         return (fn,)
 
     assert is_right(torchs, make) == NEVER
-    assert is_right(ours(determinism="metadata"), make) == NEVER
+    assert is_right(ours(check="metadata"), make) == NEVER
     assert RecomputeMismatchError in is_right(ours(), make)
     assert is_right(ours(), make_in_a_tuple) == [True] * 3
 
@@ -545,10 +545,10 @@ def test_more_tensors_than_before() -> None:
         return y.cos() if reactivate.is_recomputing() else y
 
     x = leaf()
-    reactivate.checkpoint(fn, determinism="metadata")(x).sum().backward()
+    reactivate.checkpoint(fn, check="metadata")(x).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
     with pytest.raises(RecomputeMismatchError, match="more"):
-        reactivate.checkpoint(fn, determinism="metadata", early_stop=False)(leaf()).sum().backward()
+        reactivate.checkpoint(fn, check="metadata", early_stop=False)(leaf()).sum().backward()
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -785,7 +785,7 @@ def test_inference_mode_inside_the_forward_of_a_custom_function() -> None:
     for early_stop, count in ((True, 1), (False, 2)):
         DifferentiatesInside.ended = Journal()
         x = leaf()
-        wrap = reactivate.checkpoint(determinism="metadata", early_stop=early_stop)
+        wrap = reactivate.checkpoint(check="metadata", early_stop=early_stop)
         wrap(lambda x: DifferentiatesInside.apply(x))(x).sum().backward()
         assert torch.equal(x.grad, x.detach().cos())
         assert len(DifferentiatesInside.ended) == count
@@ -927,12 +927,12 @@ def test_parameters_that_the_forward_gives_other_memory() -> None:
         return (fn,)
 
     expected = gradients(plain, lambda: (Swaps(),))
-    for determinism in ("first", "metadata", "none", "values"):
-        first, *others = gradients(ours(determinism=determinism), lambda: (Swaps(),))
+    for determinism in ("first", "metadata", "none", "every"):
+        first, *others = gradients(ours(check=determinism), lambda: (Swaps(),))
         assert first is MutationError and all(map(torch.equal, others, expected[1:]))
     assert gradients(torchs, lambda: (Swaps(),))[0] is not MutationError
     assert gradients(ours(), in_closure)[0] is RecomputeMismatchError
-    wrong = gradients(ours(determinism="metadata"), in_closure)
+    wrong = gradients(ours(check="metadata"), in_closure)
     assert not torch.equal(wrong[0], gradients(plain, in_closure)[0])
     assert torch.equal(wrong[0], gradients(torchs, in_closure)[0])
 
@@ -983,7 +983,7 @@ def test_state_on_tensor_subclasses_and_function_modes() -> None:
 
     with pytest.raises(RecomputeMismatchError):
         under_mode(ours())
-    assert under_mode(ours(determinism="metadata"))[1] == 2 and under_mode(plain)[1] == 1
+    assert under_mode(ours(check="metadata"))[1] == 2 and under_mode(plain)[1] == 1
     right = of_class(plain)
     assert not torch.equal(of_class(torchs)[1], right[1])
     with pytest.raises(RecomputeMismatchError):
@@ -1024,14 +1024,14 @@ def test_state_that_python_code_cannot_read(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(os.environ["REACTIVATE_TEST"]) == length + 1
 
 
-@shows('Caches and `determinism="values"`')
-@pytest.mark.parametrize("determinism", ["first", "values"])
+@shows('Caches and `check="every"`')
+@pytest.mark.parametrize("determinism", ["first", "every"])
 def test_caches_and_values(determinism: Any) -> None:
     table = functools.cache(lambda length: torch.arange(length).float().cos())
-    out = reactivate.checkpoint(lambda x: (x * table(len(x))).sin(), determinism=determinism)(leaf(4))
-    with pytest.raises(RecomputeMismatchError, match="Op 1") if determinism == "values" else nullcontext():
+    out = reactivate.checkpoint(lambda x: (x * table(len(x))).sin(), check=determinism)(leaf(4))
+    with pytest.raises(RecomputeMismatchError, match="Op 1") if determinism == "every" else nullcontext():
         out.sum().backward()
-    reactivate.checkpoint(lambda x: (x * table(len(x))).sin(), determinism=determinism)(leaf(4)).sum().backward()
+    reactivate.checkpoint(lambda x: (x * table(len(x))).sin(), check=determinism)(leaf(4)).sum().backward()
 
 
 class Sine(nn.Module):

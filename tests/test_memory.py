@@ -68,7 +68,7 @@ def same(tensor: Tensor) -> Tensor:
 def test_kept_after_the_forward_are_the_inputs_and_the_snapshots() -> None:
     """The input is kept. The call before it drew random numbers; the snapshot of a generator is bytes, and no tensor."""
     module, x = block(), torch.randn(64, 32, requires_grad=True)
-    fn = reactivate.checkpoint(module, determinism="metadata")
+    fn = reactivate.checkpoint(module, check="metadata")
     fn(x)  # the guards' first look at the module
     seen: list[int] = []
     with saved_tensors_hooks(lambda tensor: (seen.append(size(tensor)), tensor)[1], lambda tensor: tensor):
@@ -83,7 +83,7 @@ def test_kept_after_the_forward_are_the_inputs_and_the_snapshots() -> None:
 @pytest.mark.fast_ways("a state of the generator is a tensor there")
 def test_regions_between_two_draws_share_one_snapshot() -> None:
     module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
-    fn = reactivate.checkpoint(module, determinism="metadata")
+    fn = reactivate.checkpoint(module, check="metadata")
     first = fn(x)
     kept = allocated_by(lambda: [fn(x) for _ in range(10)])
     assert kept.left_bytes == 10 * size(first), "the results"
@@ -99,7 +99,7 @@ def test_regions_between_two_draws_share_one_snapshot() -> None:
 def test_statistics_of_batch_norm_are_kept_and_named_in_the_docs() -> None:
     """In training two running statistics, one counter: `num_batches_tracked` was written to."""
     module, x = nn.BatchNorm1d(32), torch.randn(64, 32, requires_grad=True)
-    fn = reactivate.checkpoint(module, determinism="metadata")
+    fn = reactivate.checkpoint(module, check="metadata")
     fn(x)
     kept = allocated_by(lambda: fn(x))
     statistics = sum(size(buffer) for buffer in module.buffers())
@@ -112,7 +112,7 @@ def test_a_buffer_that_nobody_writes_to_is_copied_once() -> None:
     module = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
     module.register_buffer("table", torch.randn(512, 512))
     x = torch.randn(64, 32, requires_grad=True)
-    fn = reactivate.checkpoint(module, determinism="metadata")
+    fn = reactivate.checkpoint(module, check="metadata")
     first = allocated_by(lambda: fn(x))
     assert first.left_bytes >= size(module.table)
     kept = allocated_by(lambda: [fn(x) for _ in range(10)])
@@ -142,7 +142,7 @@ def test_recomputed_tensors_go_as_the_backward_takes_them() -> None:
     assert abs(ours.left_bytes) < 64, "nothing is left"
 
 
-@pytest.mark.parametrize("determinism", ["metadata", "values"])
+@pytest.mark.parametrize("determinism", ["metadata", "every"])
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_nothing_outlives_the_backward(retain_graph: bool, determinism: Any, no_collector: None) -> None:
     module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
@@ -152,7 +152,7 @@ def test_nothing_outlives_the_backward(retain_graph: bool, determinism: Any, no_
 
     def step() -> None:
         with observed_by(watch):
-            out = reactivate.checkpoint(module, determinism=determinism)(x)
+            out = reactivate.checkpoint(module, check=determinism)(x)
             out.sum().backward(retain_graph=retain_graph)
 
     step()
@@ -165,7 +165,7 @@ def test_nothing_outlives_the_backward(retain_graph: bool, determinism: Any, no_
 
 def test_retain_graph_keeps_no_recomputed_tensor(no_collector: None) -> None:
     module, x = block().eval(), torch.randn(64, 32, requires_grad=True)
-    fn = reactivate.checkpoint(module, determinism="metadata")
+    fn = reactivate.checkpoint(module, check="metadata")
     fn(x)
     out = fn(x)
     for parameter in [x, *module.parameters()]:
@@ -191,7 +191,7 @@ class Exponential(torch.autograd.Function):
     ("fn", "policy"), [(Exponential.apply, None), (torch.exp, None), (lambda x: x.exp().sum(), save_ops("sum"))]
 )
 def test_retain_graph_keeps_the_one_tensor_of_a_region_no_longer(fn: Any, policy: Any, no_collector: None) -> None:
-    checkpointed = reactivate.checkpoint(fn, determinism="metadata", policy=policy)
+    checkpointed = reactivate.checkpoint(fn, check="metadata", policy=policy)
     x = torch.randn(64, 32, requires_grad=True)
     checkpointed(x)
     out = checkpointed(x)
@@ -211,7 +211,7 @@ def test_a_forward_without_a_backward_leaves_nothing(no_collector: None) -> None
 
 @pytest.mark.unfenced(reason="the alias of an argument is left, a copy on this device")
 @pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(same, same)])
-@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"determinism": "values"}, {"policy": save_ops("cos")}])
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"check": "every"}, {"policy": save_ops("cos")}])
 def test_hooks_inside_of_a_region_hold_no_region(options: Any, hooks: Any, no_collector: None) -> None:
     """Hooks that give back an op's own output tie the recomputation's graph, which no backward goes through, into a cycle."""
     x = torch.randn(64, 32, requires_grad=True)
@@ -252,7 +252,7 @@ def test_a_failed_recomputation_holds_no_region_after_another_one_did(no_collect
 
     with observed_by(watch):
         out = reactivate.checkpoint(fn)(x.cos()).sum()
-    with pytest.raises(reactivate.ReactivateError):
+    with pytest.raises(reactivate.errors.ReactivateError):
         out.backward(retain_graph=True)
     out.backward()
     del out

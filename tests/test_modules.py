@@ -310,7 +310,7 @@ def test_without_the_guard_it_is_wrong(make: Callable[[], nn.Module]) -> None:
         module = make()
         try:
             found = two_microbatches_interleaved(module, wrap(module))
-        except reactivate.ReactivateError:
+        except reactivate.errors.ReactivateError:
             return
         results.append([*found, *module.buffers(), torch.tensor(getattr(module, "calls", 0))])
     assert not all(torch.equal(one, other) for one, other in zip(*results))

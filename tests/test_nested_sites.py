@@ -209,7 +209,7 @@ def test_a_call_runs_once_more_for_each_region_around_it_that_does_not_save_it(
     for saved in choices:
         ours = run(
             partial(made, kinds),
-            applied(policy_of(kinds, saved), early_stop=early_stop, determinism="metadata"),
+            applied(policy_of(kinds, saved), early_stop=early_stop, check="metadata"),
             backward,
         )
         assert_same(plain, ours)
@@ -280,7 +280,7 @@ OWN = [
 def own_regions(outer: Any, inner: Any, early_stop: bool) -> tuple[Any, Any]:
     def case() -> Case:
         calls.clear()
-        return Case(outer_and_inner(outer, inner, early_stop=early_stop, determinism="metadata"), (leaf(),))
+        return Case(outer_and_inner(outer, inner, early_stop=early_stop, check="metadata"), (leaf(),))
 
     with without_regions():
         plain = run(case)

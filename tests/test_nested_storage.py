@@ -378,7 +378,7 @@ class Odd(Doubles):
 @pytest.mark.parametrize("storage", [*STORAGES, Odd])
 def test_values_are_compared_as_well(storage: type[Shelf], kind: str, saved: Any, folders: list[pathlib.Path]) -> None:
     used = [storage(folder) if is_used else None for folder, is_used in zip(folders, saved)]
-    assert_same(plainly(kind, twice), run(partial(nested, kind, *used, determinism="values"), None, twice))
+    assert_same(plainly(kind, twice), run(partial(nested, kind, *used, check="every"), None, twice))
 
 
 # -- inputs of regions, by hooks around them --------------------------------------------------------------------------

@@ -466,6 +466,6 @@ def test_jagged_tensors(determinism: str, policy: str | None, tmp_path: Path) ->
 
     storage = disk(tmp_path, last=0)
     saved = None if policy is None else policies.save_ops(policy, storage=storage)
-    options = {"policy": saved, "inputs": storage, "determinism": determinism}
+    options = {"policy": saved, "inputs": storage, "check": determinism}
     assert same(run(lambda fn: reactivate.checkpoint(fn, **options)), run(lambda fn: fn))
     assert storage.traffic.loaded_bytes > 0

@@ -434,7 +434,7 @@ def test_the_class_of_a_tensor_that_comes_back(determinism: Any, is_saved: bool)
     shelf = Shelf()
     policy = policies.save_ops("exp", storage=shelf) if is_saved else None
     assert same(
-        run(lambda fn: reactivate.checkpoint(fn, inputs=shelf, policy=policy, determinism=determinism)),
+        run(lambda fn: reactivate.checkpoint(fn, inputs=shelf, policy=policy, check=determinism)),
         run(lambda fn: fn),
     )
     assert shelf.given > 0
@@ -465,7 +465,7 @@ def test_strides_that_a_storage_loses_come_back(view: Any) -> None:
         return [x.grad]
 
     shelf = InCOrder()
-    assert same(run(lambda fn: reactivate.checkpoint(fn, inputs=shelf, determinism="metadata")), run(lambda fn: fn))
+    assert same(run(lambda fn: reactivate.checkpoint(fn, inputs=shelf, check="metadata")), run(lambda fn: fn))
     assert shelf.given > 0
 
 

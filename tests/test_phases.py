@@ -94,7 +94,7 @@ def nested(seen: Journal, wrap: Callable[..., Any]) -> Callable[[Tensor], Tensor
 def test_nested_regions_have_identities_of_their_own_that_outlast_the_outer_recomputation() -> None:
     seen = Journal()
     outer = nested(seen, reactivate.checkpoint)
-    reactivate.checkpoint(outer, determinism="metadata", early_stop=False)(leaf(4)).sum().backward()
+    reactivate.checkpoint(outer, check="metadata", early_stop=False)(leaf(4)).sum().backward()
     names = {entry[1]: index for index, entry in reversed([*enumerate(seen[:4])])}
     assert [name for name, *_ in seen[:4]] == ["outer", "inner", "inner", "outer"]
     assert [names[region] for _, region, _ in seen[:4]] == [0, 1, 2, 0]
@@ -122,7 +122,7 @@ def test_a_saved_call_with_a_region_inside_does_not_shift_the_identities_after_i
             return self.body(x).cos()  # type: ignore[no-any-return]
 
     model = nn.Sequential(Around(), Around(), nn.Tanh())
-    case = Case(reactivate.checkpoint(model, policy=policies.save_modules("0"), determinism="metadata"), (leaf(4),))
+    case = Case(reactivate.checkpoint(model, policy=policies.save_modules("0"), check="metadata"), (leaf(4),))
     case.fn(*case.args).sum().backward()
     first, second = (region for region, _ in seen[:2])
     again = [region for region, is_recomputation in seen[2:] if is_recomputation]

@@ -125,7 +125,7 @@ def test_a_plan_with_a_head_says_so_and_goes_through_a_file(tmp_path: Path) -> N
     with reactivate.apply(case.model, loaded) as handle:
         assert handle.heads == ("head",)
         assert isinstance(case.model(*case.args), Logits)
-    reactivate.report.write(plan, tmp_path / "plan.html")
+    plan.save(tmp_path / "plan.html")
     old = json.loads((tmp_path / "plan.json").read_text())
     for decision in old["decisions"]:
         del decision["treatment"]["by_rows"]  # as older files are
@@ -150,7 +150,7 @@ def test_an_impossible_budget_names_the_logits_and_what_takes_less() -> None:
     with pytest.raises(PlanInfeasible) as error:
         planned(case, "5%")
     assert "the logits that head returns take 1.46 MiB" in str(error.value)
-    assert "reactivate.chunked_cross_entropy(hidden, weight, targets, chunks=8)" in str(error.value)
+    assert "reactivate.loss.chunked_cross_entropy(hidden, weight, targets, chunks=8)" in str(error.value)
     assert planned(case, f"{error.value.least_bytes}B").predicted.peak_bytes <= error.value.least_bytes
     with pytest.raises(PlanInfeasible) as other:
         planned(unet(), "1%")

@@ -92,9 +92,9 @@ def test_nothing_waits_for_the_memory_of_an_inner_region_s_input() -> None:
     def outer(x: Tensor) -> Tensor:
         hidden = x.sin()
         gone.append(weakref.ref(hidden.untyped_storage()))
-        return reactivate.checkpoint(lambda h: h.exp().cos(), determinism="metadata")(hidden)
+        return reactivate.checkpoint(lambda h: h.exp().cos(), check="metadata")(hidden)
 
-    out = reactivate.checkpoint(outer, determinism="metadata")(torch.randn(8, requires_grad=True))
+    out = reactivate.checkpoint(outer, check="metadata")(torch.randn(8, requires_grad=True))
     assert gone[0]() is None
     out.sum().backward()
 

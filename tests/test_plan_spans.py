@@ -238,7 +238,7 @@ def test_a_plan_in_words(planned: tuple[Case, Plan]) -> None:
     plan = least_of(planned[1])
     rows = [line.split()[0] for line in str(plan).splitlines() if line.strip().startswith("layers")]
     assert any("…layers[" in row for row in rows)
-    explained = reactivate.explain(planned[0].model, planned[0].args, policy=plan)
+    explained = reactivate.compare(planned[0].model, planned[0].args, policy=plan)
     around = {change.path: change.action for change in explained.changes}
     spans = [path for path in around if "[" in path]
     assert spans and all(around[path] == "recompute" for path in spans)

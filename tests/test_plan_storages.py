@@ -174,7 +174,7 @@ def test_the_timeline_and_the_page_show_the_copies(made: PlanContents, tmp_path:
     assert "to disk" in timeline.described(made.tight) and "to disk" not in timeline.described(made.roomy)
     page = html.page(made.tight)
     assert "keeps" in page and "moved" in page
-    reactivate.report.write(made.tight, tmp_path / "plan.png")
+    made.tight.save(tmp_path / "plan.png")
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from reactivate.errors import UsageError
-from reactivate.recipe._text import parse_storage
+from reactivate.integrations.recipe._text import parse_storage
 from reactivate.storage import Disk, Host
 
 

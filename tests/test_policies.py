@@ -258,6 +258,17 @@ def test_collectives_are_a_kind() -> None:
         policies.save()
 
 
+def test_full_but_for_some_results() -> None:
+    saving = policies.full(save=["linear", "attention"])
+    assert saving == policies.first_match(policies.save_ops("linear"), policies.save("attention"), policies.full())
+    assert policies.full(save=[]) == policies.full()
+    for wrong in ("linear", [3]):
+        with pytest.raises(UsageError, match=r"full\(save=\.\.\.\) takes a list"):
+            policies.full(save=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Did you mean 'linear'"):
+        policies.full(save=["linaer"])
+
+
 @pytest.mark.parametrize(
     "policy", [policies.recompute_every(100), policies.first_match(LINEAR, policies.recompute_every(5))]
 )

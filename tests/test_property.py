@@ -9,7 +9,7 @@ and each backward are events, compared in order:
 - where plain raises, ours raises, or is bitwise what the run with copies computes. Never anything else.
 
 Of a program that raises nowhere, the number of regions and of recomputations is compared with what the run with copies saw
-being read, and no byte is kept but the inputs'. With `determinism="first"` every region is compared with its forward.
+being read, and no byte is kept but the inputs'. With `check="first"` every region is compared with its forward.
 
 `REACTIVATE_EXAMPLES=20000 pytest tests/test_property.py` runs as many as that, other ones each time (or those of
 `--hypothesis-seed`).
@@ -331,7 +331,7 @@ def _found(*rest: Step, modules: tuple[str, ...] = ()) -> Program:
 
 
 @example(_found(Op("dropout", -1, -1)), False, "metadata")
-@example(_found(Op("sin", -2, -2), Op("exp", -1, -1), Op("gradient", -1, -2)), True, "values")
+@example(_found(Op("sin", -2, -2), Op("exp", -1, -1), Op("gradient", -1, -2)), True, "every")
 @example(_found(Region((-2,), ("positional",), (Use(0, -1),)), modules=("BatchNorm",)), False, "metadata")
 @settings(
     max_examples=int(EXAMPLES or 300),
@@ -339,8 +339,8 @@ def _found(*rest: Step, modules: tuple[str, ...] = ()) -> Program:
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
-@given(programs(), st.booleans(), st.sampled_from(["metadata", "first", "first", "values", "none"]))
+@given(programs(), st.booleans(), st.sampled_from(["metadata", "first", "first", "every", "none"]))
 def test_random_programs(program: Program, early_stop: bool, determinism: str) -> None:
     note(str(program))
     with patch("reactivate._region.region.is_due", lambda fn, determinism, choice: True):
-        check(program, early_stop=early_stop, determinism=determinism)
+        check(program, early_stop=early_stop, check=determinism)

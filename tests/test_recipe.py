@@ -31,10 +31,11 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import activations, set_activation_checkpointing
 
 import reactivate
-from reactivate import policies, recipe, storage
+from reactivate import policies, storage
 from reactivate._types import Policy, Save, Site
 from reactivate.errors import RecomputeMismatchError, UsageError
 from reactivate.guards import DEFAULT
+from reactivate.integrations import recipe
 from reactivate.policies._base import Interest, ReadyMade, interest_of
 
 if importlib.util.find_spec("triton") is None:
@@ -436,8 +437,8 @@ def test_the_options_of_torchtitan_reach_the_engine() -> None:
     assert settings() == recipe.Settings(DEFAULT, False, "first")
     assert settings(preserve_rng_state=False).guards == DEFAULT.without("rng")
     assert settings(early_stop=True).early_stop is True
-    assert settings(determinism_check="none").determinism == "none"
-    assert settings(debug=True).determinism == "values"
+    assert settings(determinism_check="none").check == "none"
+    assert settings(debug=True).check == "every"
 
 
 def test_apply_hands_the_options_on() -> None:
@@ -446,7 +447,7 @@ def test_apply_hands_the_options_on() -> None:
     handle = recipe.apply(model, source)
     options = model.layers[0].forward.applied.options
     assert options.guards == DEFAULT.without("rng").members
-    assert options.early_stop is False and options.determinism == "values"
+    assert options.early_stop is False and options.check == "every"
     handle.remove()
     assert "forward" not in vars(model.layers[0])
 
@@ -536,12 +537,12 @@ def test_longer_spellings_are_shortened() -> None:
 def test_policies_of_ours_train_every_model(make: Callable[[], Case]) -> None:
     source = {
         "policy": {"first_match": [{"every_nth": {"n": 2, "policy": {"save_ops": ["linear"]}}}, "full"]},
-        "determinism": "values",
+        "check": "every",
         "early_stop": False,
     }
     loaded = check(make, source, ALL)
     assert loaded.to_dict() == source
-    assert loaded.settings() == recipe.Settings(DEFAULT, False, "values")
+    assert loaded.settings() == recipe.Settings(DEFAULT, False, "every")
 
 
 def test_guards_can_be_left_out_by_name() -> None:
@@ -618,7 +619,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ({"policy": "Full"}, ["no policy 'Full'", "Did you mean 'full'?", "'recompute_every'"]),
     ({"policy": None}, ["a policy is a name", "None"]),
     ({"policy": {"full": {}, "none": {}}}, ["a policy is a name"]),
-    ({"policy": {"full": 2}}, ["full does not take 2", "It takes 'inputs'"]),
+    ({"policy": {"full": 2}}, ["full does not take 2", "It takes 'save', 'inputs'"]),
     ({"policy": {"recompute_every": 0}}, ["at least 1", "0"]),
     ({"policy": {"recompute_every": 2.7}}, ["whole number", "2.7"]),
     ({"policy": {"recompute_every": True}}, ["whole number", "True"]),
@@ -639,7 +640,7 @@ REFUSED: list[tuple[Any, list[str]]] = [
     ({"policy": {"first_match": ["full", "ful"]}}, ["Did you mean 'full'?"]),
     ({"policy": "full", "without_guards": ["rgn"]}, ["'rgn'", "rng, ambient, modules"]),
     ({"policy": "full", "without_guards": "rng"}, ["without_guards='rng'", "a list"]),
-    ({"policy": "full", "determinism": "value"}, ["Did you mean 'values'?", "'metadata', 'values' or 'none'"]),
+    ({"policy": "full", "check": "value"}, ["'first', 'every', 'metadata' or 'none'"]),
 ]
 
 

@@ -21,9 +21,10 @@ import yaml
 from oracle import Case, assert_same, run
 from torch import Tensor, nn
 
-from reactivate import policies, recipe
+from reactivate import policies
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.guards import DEFAULT
+from reactivate.integrations import recipe
 from reactivate.planner.candidates import KEEP
 from reactivate.planner.plan import Plan
 
@@ -189,7 +190,7 @@ def test_early_stop_is_off_as_it_has_it() -> None:
         assert recipe.load(kind.Config()).settings() == recipe.Settings(DEFAULT, False, "first")
         options = {"preserve_rng_state": False, "determinism_check": "none"}
         assert recipe.load(kind.Config(**options)).settings() == recipe.Settings(DEFAULT.without("rng"), False, "none")
-        assert recipe.load(kind.Config(debug=True)).settings().determinism == "values"
+        assert recipe.load(kind.Config(debug=True)).settings().check == "values"
     assert recipe.load({"mode": "full"}).settings().early_stop is False
     model = Model()
     recipe.apply(model, FullAC.Config())

@@ -105,12 +105,12 @@ def test_the_first_difference(
     assert raised.value.kind == kind
     assert f"{__file__}:{line_of(fn, mark)} in {fn.__name__}" in message, message
     assert all(fact in message for fact in ("block 7", *facts)), message
-    assert "determinism=" in message, "what to do"
+    assert "check=" in message, "what to do"
 
 
 def test_more_saves_than_in_the_forward_pass_do_no_harm_with_early_stop() -> None:
     x = leaf(4, 3)
-    reactivate.checkpoint(saves_more, determinism="metadata")(x).sum().backward()
+    reactivate.checkpoint(saves_more, check="metadata")(x).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().sum(), x)[0])
 
 
@@ -204,9 +204,9 @@ def test_a_difference_in_a_module_of_torchs_is_named_by_path() -> None:
 
 
 def test_none_compares_no_metadata_and_still_counts() -> None:
-    out = reactivate.checkpoint(has_another_dtype, determinism="none")(leaf(4, 3))
+    out = reactivate.checkpoint(has_another_dtype, check="none")(leaf(4, 3))
     out.sum().backward()
-    out = reactivate.checkpoint(saves_fewer, determinism="none")(leaf(4, 3))
+    out = reactivate.checkpoint(saves_fewer, check="none")(leaf(4, 3))
     with pytest.raises(RecomputeMismatchError, match="1 in the recomputation"):
         out.sum().backward()
 
@@ -231,7 +231,7 @@ def test_values_name_the_first_op_that_differs_with_both_traces(contexts: bool) 
     notes: list[str] = []
     pair = ContextPair(lambda: (noted(notes, "forward"), noted(notes, "recomputation")))
     guards = DEFAULT.adding(pair) if contexts else DEFAULT
-    out = reactivate.checkpoint(has_other_values, determinism="values", guards=guards)(leaf(4, 3)).sum()
+    out = reactivate.checkpoint(has_other_values, check="every", guards=guards)(leaf(4, 3)).sum()
     with pytest.raises(RecomputeMismatchError, match="Op 2 is the first that differs") as raised:
         out.backward()
     assert raised.value.kind == "values"
@@ -255,7 +255,7 @@ def test_values_name_the_users_line_of_ops_in_torchs_own_layers() -> None:
 
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, activation=activation)
     model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    reactivate.apply(model, policies.full(), determinism="values")
+    reactivate.apply(model, policies.full(), check="every")
 
     def forward() -> Tensor:
         return model(leaf(2, 3, 4)).sum()  # the call of the model
@@ -276,7 +276,7 @@ def test_values_and_every_guard_agree_where_nothing_differs() -> None:
         block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.GELU())
         return Case(lambda x: block(block(x)), (leaf(4, 8),), modules=[block])
 
-    check(make, determinism="values", guards=DEFAULT.adding(ContextPair(lambda: (nullcontext(), nullcontext()))))
+    check(make, check="every", guards=DEFAULT.adding(ContextPair(lambda: (nullcontext(), nullcontext()))))
 
 
 def test_memory_that_is_not_written_to_yet_is_not_compared_by_values() -> None:
@@ -292,7 +292,7 @@ def test_memory_that_is_not_written_to_yet_is_not_compared_by_values() -> None:
 
         return Case(fn, (leaf(4),))
 
-    check(make, determinism="values")
+    check(make, check="every")
 
 
 def test_a_write_past_the_version_counter_is_found_by_values() -> None:
@@ -306,7 +306,7 @@ def test_a_write_past_the_version_counter_is_found_by_values() -> None:
 
     for write in (through_data, through_numpy):
         x, w = leaf(200, 200), torch.randn(200, 200)  # of which there is no copy
-        out = reactivate.checkpoint(lambda x, w: (x.sin() * w.cos()).exp(), determinism="values")(x, w).sum()
+        out = reactivate.checkpoint(lambda x, w: (x.sin() * w.cos()).exp(), check="every")(x, w).sum()
         version = w._version
         write(w)
         assert w._version == version
@@ -320,7 +320,7 @@ def test_a_write_past_the_version_counter_is_found_by_values() -> None:
 @pytest.mark.parametrize(
     ("request_it", "allowed"),
     [
-        (lambda: reactivate.checkpoint(torch.sin, determinism="value"), "'metadata', 'values', 'none'"),
+        (lambda: reactivate.checkpoint(torch.sin, check="value"), "'every', 'metadata', 'none'"),
         (lambda: reactivate.checkpoint(torch.sin, guards=[3]), "reactivate.guards.Guard"),
         (
             lambda: reactivate.checkpoint(torch.sin, guards="rng"),
@@ -330,7 +330,7 @@ def test_a_write_past_the_version_counter_is_found_by_values() -> None:
         (lambda: reactivate.checkpoint(3), "a function or a module"),
         (lambda: DEFAULT.without("random"), "rng, ambient, modules"),
     ],
-    ids=["determinism", "guards", "a name", "no guards", "fn", "without"],
+    ids=["check", "guards", "a name", "no guards", "fn", "without"],
 )
 def test_a_wrong_request_lists_what_is_allowed(request_it: Callable[[], Any], allowed: str) -> None:
     with pytest.raises(UsageError, match=allowed):
@@ -422,7 +422,7 @@ def test_a_misspelled_keyword_is_refused_with_the_one_that_is_meant(name: str) -
 def test_signatures_stay() -> None:
     """Of functions that refuse unknown keywords: what editors show."""
     parameters = inspect.signature(reactivate.apply).parameters
-    assert list(parameters) == ["model", "policy", "guards", "early_stop", "determinism", "replace"]
+    assert list(parameters) == ["model", "policy", "guards", "early_stop", "check", "replace"]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'policy'"):
         reactivate.apply(nn.Linear(2, 2))  # type: ignore[call-arg]
 
@@ -522,11 +522,11 @@ def test_values_of_nested_regions_are_each_written_down_once() -> None:
         return x.sin().exp()
 
     def outer(x: Tensor) -> Tensor:
-        y: Tensor = reactivate.checkpoint(inner, determinism="values")(x.cos())
+        y: Tensor = reactivate.checkpoint(inner, check="every")(x.cos())
         return y + (1.0 if recomputing() else 2.0)
 
     with pytest.raises(RecomputeMismatchError, match="Op 4 is the first that differs") as raised:
-        reactivate.checkpoint(outer, determinism="values", early_stop=False)(leaf(4)).sum().backward()
+        reactivate.checkpoint(outer, check="every", early_stop=False)(leaf(4)).sum().backward()
     forward = str(raised.value).split("forward:\n")[1].split("recomputation:\n")[0]
     assert [line.split("aten.")[1].split(".")[0] for line in forward.splitlines()] == ["cos", "sin", "exp", "add"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import UserDict
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import reactivate
 from reactivate import policies
+from reactivate._text.words import RENAMED
 from reactivate.errors import UsageError
 
 
@@ -87,8 +90,8 @@ EXAMPLES = ["plan", "explain", "verify"]
             ['guards=reactivate.guards.DEFAULT.without("rng")'],
         ),
         (lambda: reactivate.checkpoint(squashed, preserve_rng_state=True), ["Leave out preserve_rng_state"]),
-        (lambda: reactivate.checkpoint(squashed, debug=True), ['determinism="values"']),
-        (lambda: reactivate.checkpoint(squashed, determinism_check="none"), ['determinism="none"']),
+        (lambda: reactivate.checkpoint(squashed, debug=True), ['check="every"']),
+        (lambda: reactivate.checkpoint(squashed, determinism_check="none"), ['check="none"']),
         (lambda: reactivate.checkpoint(squashed, context_fn=lambda: None), ["guards.ContextPair", "policy="]),
         (lambda: reactivate.checkpoint(squashed, polcy=policies.full()), ["polcy", "Did you mean 'policy'?"]),
         (lambda: reactivate.checkpoint(squashed, scale=2.0), ["scale", "checkpoint(squashed)(...)"]),
@@ -148,6 +151,31 @@ def test_a_name_that_is_nearly_right() -> None:
     with pytest.raises(AttributeError, match=r"reactivate\.policies\.full"):
         reactivate.full
     assert not hasattr(policies, "__wrapped__")
+
+
+def test_an_older_name_says_the_newer() -> None:
+    with pytest.raises(AttributeError, match=r"no 'guard_memory'\. It is called 'retry_on_oom' now"):
+        reactivate.guard_memory
+    for name, now in RENAMED.items():
+        if name not in ("determinism", "report"):  # an option; a room that may have been imported
+            with pytest.raises(AttributeError, match=f"It is called '{now}' now"):
+                getattr(reactivate, name)
+            assert resolve_name(f"reactivate.{now}") is not None
+    with pytest.raises(UsageError, match=r'Write check="every"'):
+        reactivate.checkpoint(squashed, determinism="values")
+    with pytest.raises(UsageError, match=r"determinism=\. It is called 'check' now"):
+        reactivate.apply(Model(), policies.full(), determinism="values")
+
+
+def test_the_names_on_one_screen() -> None:
+    """Few enough to be read at once, and `help` shows no address."""
+    spaces = [name for name in reactivate.__all__ if inspect.ismodule(getattr(reactivate, name))]
+    assert spaces == ["dropin", "errors", "guards", "integrations", "loss", "policies", "storage"]
+    assert len(reactivate.__all__) - len(spaces) <= 17
+    assert " at 0x" not in "".join(
+        map(str, (inspect.signature(reactivate.apply), inspect.signature(reactivate.checkpoint)))
+    )
+    assert repr(reactivate.guards.DEFAULT) == "Guards(rng, ambient, modules)"
 
 
 # -- example arguments ------------------------------------------------------------------------------------------------

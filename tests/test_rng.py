@@ -149,7 +149,7 @@ def test_streams(make: Callable[[], Case], early_stop: bool) -> None:
 def test_without_the_guard_it_is_wrong_and_the_self_check_says_so() -> None:
     """The test above can fail: it does without the guard."""
     with pytest.raises(AssertionError, match="gradient"):
-        check(torch_default, guards=DEFAULT.without("rng"), determinism="metadata")
+        check(torch_default, guards=DEFAULT.without("rng"), check="metadata")
     x, guards = leaf(8, 16), DEFAULT.without("rng")
     with pytest.raises(RecomputeMismatchError) as raised:
         reactivate.checkpoint(lambda x: F.dropout(x.sin(), 0.5).exp(), guards=guards)(x).sum().backward()
@@ -263,7 +263,7 @@ def test_replaced_numpy_generator() -> None:
 
 def unchecked(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `fn` without the self-check, which would find what a guard is missing for."""
-    return reactivate.checkpoint(fn, determinism="metadata")
+    return reactivate.checkpoint(fn, check="metadata")
 
 
 class FakeDevices:
@@ -390,7 +390,7 @@ def once(wrap):
     out.sum().backward()
     return [out.detach(), x.grad, first, draw()]
 
-plain, ours = once(lambda fn: fn), once(lambda fn: reactivate.checkpoint(fn, determinism="metadata"))
+plain, ours = once(lambda fn: fn), once(lambda fn: reactivate.checkpoint(fn, check="metadata"))
 assert all(torch.equal(*pair) for pair in zip(plain, ours, strict=True))
 """
 

@@ -212,7 +212,7 @@ def test_a_tracker_that_regions_do_not_know_is_wrong(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("reactivate.guards.rng.trackers", ())
 
     def unguarded(fn: Any) -> Any:
-        return reactivate.checkpoint(fn, determinism="none")
+        return reactivate.checkpoint(fn, check="none")
 
     assert not torch.equal(plain[0], trained(outside_and_inside, RngTracker(), unguarded, None)[0])
 

@@ -317,11 +317,11 @@ def test_nested_regions() -> None:
 
 
 def test_it_is_compared_as_any_other() -> None:
-    for determinism in ("metadata", "values", "none"):
+    for determinism in ("metadata", "every", "none"):
         oracle.check(
             lambda: oracle.Case(Block(), (torch.randn(4, 8, requires_grad=True),)),
             policy=policies.save_ops("dropout"),
-            determinism=determinism,
+            check=determinism,
         )
 
 

@@ -149,7 +149,7 @@ def test_bitwise(saved: tuple[Any, ...], in_recomputation: list[str], early_stop
         backward=twice if backwards == 2 else oracle.backward_once,
         policy=policy,
         early_stop=early_stop,
-        determinism="metadata",
+        check="metadata",
         recomputations=backwards,
     )
     assert calls == ["Old", "Random", "New", "New", *(in_recomputation * backwards)]
@@ -346,7 +346,7 @@ class Computes(torch.autograd.Function):
         return gradient * cosine * weight, gradient * cosine * x
 
 
-@pytest.mark.parametrize("determinism", ["metadata", "values"])
+@pytest.mark.parametrize("determinism", ["metadata", "every"])
 @pytest.mark.parametrize("kind", [Old, New, Differentiates, Computes])
 @pytest.mark.parametrize("runs_again", [False, True])
 def test_what_a_saved_function_computes_is_all_its_own(kind: Any, runs_again: bool, determinism: str) -> None:
@@ -364,9 +364,7 @@ def test_what_a_saved_function_computes_is_all_its_own(kind: Any, runs_again: bo
         return (found * weight).exp()
 
     policy = policies.save_ops(kind, "mul")
-    oracle.check(
-        make(writes if runs_again else fn), policy=policy, determinism=determinism, backward=twice, recomputations=2
-    )
+    oracle.check(make(writes if runs_again else fn), policy=policy, check=determinism, backward=twice, recomputations=2)
     assert calls == [kind.__name__] * (3 if runs_again else 1)
 
 
@@ -433,7 +431,7 @@ def test_a_saved_function_inside_of_another_ones_forward() -> None:
             return torch.autograd.grad(ctx.output, ctx.inputs, gradient)
 
     case = make(lambda x, weight: Outer.apply(x, weight) * 1)
-    oracle.check(case, policy=policies.save_ops(New), determinism="metadata", saves_memory=False)
+    oracle.check(case, policy=policies.save_ops(New), check="metadata", saves_memory=False)
     assert reached == ["end of the outer forward"] * 3
 
 

@@ -190,7 +190,7 @@ POLICIES: dict[str, Any] = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_is_that_of_the_plain_function(name: str, policy: str, backward: Any) -> None:
     plain = run(CASES[name], None, backward)
-    others = ({"early_stop": False}, {"determinism": "values"}, {"determinism": "none"}) if backward is once else ()
+    others = ({"early_stop": False}, {"check": "every"}, {"check": "none"}) if backward is once else ()
     for options in ({}, *others):
         ours = run(CASES[name], lambda fn: reactivate.checkpoint(fn, policy=POLICIES[policy], **options), backward)
         assert_same(plain, ours)
@@ -334,7 +334,7 @@ def test_a_saved_call_runs_once_and_a_recomputed_one_twice() -> None:
         return site(unneeded, name="saved")(recomputed(y))
 
     x = leaf(4, 4)
-    out = reactivate.checkpoint(fn, policy=policies.save_names("saved"), determinism="metadata")(x)
+    out = reactivate.checkpoint(fn, policy=policies.save_names("saved"), check="metadata")(x)
     out.sum().backward()
     assert (saved.count(), recomputed.count(), unneeded.count()) == (1, 4, 1)
     (expected,) = torch.autograd.grad(fn(x).sum(), x)
@@ -464,7 +464,7 @@ def test_calls_inside_of_transforms_and_in_inference_mode_run_again(fn: Any, rea
         return case(fn, w=(4, 4))
 
     plain = run(make)
-    for options in ({}, {"early_stop": False}, {"determinism": "metadata"}, {"determinism": "values"}):
+    for options in ({}, {"early_stop": False}, {"check": "metadata"}, {"check": "every"}):
         ours = run(make, lambda fn: reactivate.checkpoint(fn, policy=SAVERS[policy], **options))
         assert_same(plain, ours)
         assert ours.regions >= 1 and ours.recomputations >= 1

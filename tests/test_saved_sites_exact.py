@@ -196,7 +196,7 @@ def test_nothing_is_compared_by_contents(monkeypatch: pytest.MonkeyPatch) -> Non
 
     constant = torch.randn(4, 4, dtype=torch.float64)
     fn = reactivate.checkpoint(
-        lambda x: (x.sin() * constant.float()).exp(), policy=policies.save_ops("mul"), determinism="metadata"
+        lambda x: (x.sin() * constant.float()).exp(), policy=policies.save_ops("mul"), check="metadata"
     )
     monkeypatch.setattr(torch, "equal", fail)
     fn(leaf()).sum().backward()
@@ -233,7 +233,7 @@ def test_a_parameter_whose_cast_was_derived_and_that_changed_is_refused() -> Non
     out = reactivate.checkpoint(fn, policy=policies.save_ops("linear"))(x)
     with torch.no_grad():
         w.mul_(2)
-    with pytest.raises(reactivate.ReactivateError, match="inplace"):
+    with pytest.raises(reactivate.errors.ReactivateError, match="inplace"):
         out.sum().backward()
 
 
@@ -476,7 +476,7 @@ def test_a_write_to_an_argument_that_moves_no_version_is_made_again(name: str) -
         return (call(y, w) * y.cos()).exp()
 
     compare(fn, unseen_writer(name), runs=2, policy=SAVED)
-    compare(fn, unseen_writer(name), runs=2, policy=SAVED, determinism="metadata")
+    compare(fn, unseen_writer(name), runs=2, policy=SAVED, check="metadata")
 
 
 def test_a_write_to_a_closed_over_tensor_that_moves_no_version_is_made_again() -> None:
@@ -486,7 +486,7 @@ def test_a_write_to_a_closed_over_tensor_that_moves_no_version_is_made_again() -
 
     plain, ours = (
         run(lambda: Case(partial(fn, unseen_writer("data"), w=(w := leaf())), (leaf(),), leaves={"w": w}), wrap)
-        for wrap in (None, partial(reactivate.checkpoint, policy=SAVED, determinism="metadata"))
+        for wrap in (None, partial(reactivate.checkpoint, policy=SAVED, check="metadata"))
     )
     assert_same(plain, ours)
 
@@ -499,7 +499,7 @@ def test_a_custom_function_whose_write_moves_no_version_is_made_again() -> None:
     policy = policies.save_ops(WriterFunction)
     plain, ours = (
         run(lambda: Case(partial(fn, w=(w := leaf())), (leaf(),), leaves={"w": w}), wrap)
-        for wrap in (None, partial(reactivate.checkpoint, policy=policy, determinism="metadata"))
+        for wrap in (None, partial(reactivate.checkpoint, policy=policy, check="metadata"))
     )
     assert_same(plain, ours)
 
@@ -514,7 +514,7 @@ def test_a_write_to_a_result_that_moves_no_version_lets_the_call_run_again(name:
         write(found)
         return found.sin() * found
 
-    compare(fn, lambda x, w: (x * w).exp(), runs=2, determinism=determinism)
+    compare(fn, lambda x, w: (x * w).exp(), runs=2, check=determinism)
 
 
 def test_a_region_that_only_reads_a_result_past_versions_skips_the_call() -> None:
@@ -746,7 +746,7 @@ def test_a_call_with_an_effect_runs_again_and_says_which(make: Any, reason: str,
 
     global count_of_calls
     found = []
-    for wrap in (None, partial(reactivate.checkpoint, policy=SAVED, determinism=determinism)):
+    for wrap in (None, partial(reactivate.checkpoint, policy=SAVED, check=determinism)):
         count_of_calls = Counter.kinds = 0
         calls = Journal()
         found.append(run(partial(made, calls), wrap))
@@ -755,7 +755,7 @@ def test_a_call_with_an_effect_runs_again_and_says_which(make: Any, reason: str,
     calls.clear()
     with observed_by(Reasons()):
         case = made(calls)
-        reactivate.checkpoint(case.fn, policy=SAVED, determinism=determinism)(*case.args).sum().backward()
+        reactivate.checkpoint(case.fn, policy=SAVED, check=determinism)(*case.args).sum().backward()
     assert len(reasons) == 2 and all(reason in str(item) for item in reasons), reasons
     assert len(calls) == 4
 
@@ -906,7 +906,7 @@ def test_a_policy_of_modules_for_a_checkpointed_module(early_stop: bool) -> None
     policy = policies.save_modules("0")
     ours = run(
         partial(make, models),
-        partial(reactivate.checkpoint, policy=policy, early_stop=early_stop, determinism="metadata"),
+        partial(reactivate.checkpoint, policy=policy, early_stop=early_stop, check="metadata"),
     )
     assert_same(plain, ours)
     counts = [[len(model[index].calls) for index in (0, 2)] for model in models]  # type: ignore[union-attr,arg-type]

@@ -86,14 +86,14 @@ def check(program: Program, policy: Some, **options: Any) -> None:
     programs(),
     st.builds(Some, st.integers(1, 4), st.integers(0, 99)),
     st.booleans(),
-    st.sampled_from(["metadata", "metadata", "metadata", "values", "none"]),
+    st.sampled_from(["metadata", "metadata", "metadata", "every", "none"]),
 )
 def test_random_programs_with_policies(
     monkeypatch: pytest.MonkeyPatch, program: Program, policy: Some, early_stop: bool, determinism: str
 ) -> None:
     monkeypatch.setattr(interpreter, "MODULES", {name: named(make) for name, make in MODULES.items()})
     note(f"{program}\n{policy}")
-    check(program, policy, early_stop=early_stop, determinism=determinism)
+    check(program, policy, early_stop=early_stop, check=determinism)
 
 
 MODULES = dict(interpreter.MODULES)

@@ -402,7 +402,7 @@ def test_a_write_that_only_gradients_see_is_refused_in_every_call() -> None:
 
     for _ in range(STEPS):
         h = torch.rand(4, requires_grad=True).abs()
-        with pytest.raises(reactivate.ReactivateError):
+        with pytest.raises(reactivate.errors.ReactivateError):
             reactivate.checkpoint(partial(fn, factor=2.0))(h, torch.zeros(4, requires_grad=True)).sum().backward()
 
 
@@ -425,7 +425,7 @@ def test_what_a_tool_runs_is_no_step(tool: str, monkeypatch: pytest.MonkeyPatch)
         policy = reactivate.plan(model, x, budget="80%")
     elif tool == "verify of a policy":
         assert reactivate.verify(model, x, policy=policy)
-    reactivate.apply(model, policy, determinism="first")
+    reactivate.apply(model, policy, check="first")
     if tool in ("explain", "verify"):
         getattr(reactivate, tool)(model, x)
     out = model(x).sum()

@@ -35,7 +35,7 @@ def test_a_layer_frozen_before_backward_is_named_as_such() -> None:
     message = ""
     try:
         backward(out)
-    except reactivate.ReactivateError as error:
+    except reactivate.errors.ReactivateError as error:
         message = str(error)
     assert not message or "requires_grad" in message
 

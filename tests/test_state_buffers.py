@@ -546,7 +546,7 @@ def buffer_is_written_by_foreach_where_values_are_compared(wrap: Wrap) -> Any:
             torch._foreach_add_([module.amax], 0.5)
         return out
 
-    return [train(wrap(fn, determinism="values"), inputs()), module.amax]
+    return [train(wrap(fn, check="every"), inputs()), module.amax]
 
 
 @right
@@ -817,7 +817,7 @@ def test_writes_without_a_new_version(make: Callable[[], nn.Module], determinism
     """Code that names `.data` or NumPy may write so, in every call: with "metadata" none of them is compared."""
 
     def program(wrap: Wrap) -> Any:
-        return steps_with(wrap, make(), determinism=determinism)
+        return steps_with(wrap, make(), check=determinism)
 
     check_program(Program(program, recomputations=7))
 

@@ -1063,7 +1063,7 @@ def test_code_that_is_run_in_two_namespaces_has_names_in_each(name: str) -> None
     def program(wrap: Wrap) -> Any:
         namespaces = [made_by_exec(None) for _ in range(2)]
         namespaces[1]["factors"][0] = 5.0
-        regions = [wrap(namespace[name], determinism="metadata") for namespace in namespaces]
+        regions = [wrap(namespace[name], check="metadata") for namespace in namespaces]
         xs = [leaf(6, 4) for _ in range(6)]
         for number, x in enumerate(xs):
             backward(regions[number % 2](x))

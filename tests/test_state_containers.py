@@ -497,7 +497,7 @@ TWO_OBJECTS_DEEP: list[Callable[[], Any]] = [
 @pytest.mark.parametrize("make", TWO_OBJECTS_DEEP)
 def test_state_two_objects_deep(make: Callable[[], Any]) -> None:
     def program(wrap: Wrap) -> Any:
-        checkpointed = wrap(make(), determinism="metadata")
+        checkpointed = wrap(make(), check="metadata")
         xs = inputs(5)
         for calls in (xs[:1], xs[1:3], xs[3:]):
             backward(*map(checkpointed, calls))
@@ -519,7 +519,7 @@ def test_near_objects_are_not_left_out_for_far_ones() -> None:
             self.near[-1].count += 1
             return curve(x, self.near[-1].count)
 
-    check_program(Program(lambda wrap: train(wrap(Model(), determinism="metadata"), inputs(3))))
+    check_program(Program(lambda wrap: train(wrap(Model(), check="metadata"), inputs(3))))
 
 
 class Far:

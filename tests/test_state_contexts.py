@@ -383,7 +383,7 @@ def calls_of(fn: Any, x: Tensor) -> int:
 
 
 def test_variables_without_containers_cost_nothing() -> None:
-    region, x = reactivate.checkpoint(lambda x: x.sin().cos(), determinism="metadata"), leaf(4)
+    region, x = reactivate.checkpoint(lambda x: x.sin().cos(), check="metadata"), leaf(4)
     with collecting("a text"):
         for _ in range(5):
             region(x)

@@ -242,9 +242,9 @@ class Swapping(nn.Module):
 
 SWAPS: dict[str, dict[str, Any]] = {
     "default": {},
-    "metadata": {"determinism": "metadata"},
-    "none": {"determinism": "none"},
-    "kept on the host": {"determinism": "metadata", "policy": policies.save_ops("linear", storage=Host())},
+    "metadata": {"check": "metadata"},
+    "none": {"check": "none"},
+    "kept on the host": {"check": "metadata", "policy": policies.save_ops("linear", storage=Host())},
 }
 
 
@@ -282,7 +282,7 @@ def test_a_swapped_parameter_is_refused_once_and_then_right(
 
 def test_a_parameter_that_a_later_forward_swaps_is_refused() -> None:
     model = Swapping(2, 4, is_frozen=False)
-    fn = reactivate.checkpoint(model, determinism="none")
+    fn = reactivate.checkpoint(model, check="none")
     outputs = [fn(torch.ones(2, 4)).sum() for _ in range(2)]
     with pytest.raises(MutationError, match="linear"):
         outputs[0].backward()

@@ -18,7 +18,7 @@ from reactivate._passes.observing import observed_by
 Make = Callable[[], Any]
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "metadata": {"determinism": "metadata"},
+    "metadata": {"check": "metadata"},
     "policy": {"policy": policies.save_ops("linear")},
     "site": {"policy": lambda at: reactivate.Save() if at.name == "part" else None},
 }
@@ -236,4 +236,4 @@ def test_a_nested_buffer_that_the_forward_writes_to(make_held: Callable[[], Tens
         return model, lambda: [model.linear.weight.grad, *model.held.unbind()]
 
     assert_right(make)
-    assert_right(make, determinism="metadata")
+    assert_right(make, check="metadata")

@@ -117,7 +117,7 @@ def test_other_memory_before_the_backward(change: str) -> None:
 @pytest.mark.parametrize("size", [8, 4_096])
 def test_a_narrower_type_before_the_backward_breaks_no_memory(size: int) -> None:
     program = (lambda: torch.arange(float(size)), lambda x, buffer: x + buffer[:8], give(Tensor.half))
-    with suppress(reactivate.ReactivateError):
+    with suppress(reactivate.errors.ReactivateError):
         assert_right(*program)
 
 
@@ -129,7 +129,7 @@ def test_memory_that_was_given_back(size: int) -> None:
     )
     out = reactivate.checkpoint(module)(torch.randn(4, 8, requires_grad=True))
     module.buffer.untyped_storage().resize_(0)
-    with pytest.raises(reactivate.ReactivateError):
+    with pytest.raises(reactivate.errors.ReactivateError):
         out.sum().backward()
     found, x = [], torch.randn(4, 8)
     for wrap in (lambda module: module, reactivate.checkpoint):

@@ -322,7 +322,7 @@ def rows_are_renormalised_and_stepped_by_a_fused_optimizer(wrap: Wrap) -> Any:
 @right
 def rows_are_renormalised_where_values_are_compared(wrap: Wrap) -> Any:
     module = Renormed()
-    return [train(wrap(module, determinism="values"), inputs()), state_of(module)]
+    return [train(wrap(module, check="every"), inputs()), state_of(module)]
 
 
 @right
@@ -333,7 +333,7 @@ def weight_is_clamped_through_data_where_values_are_compared(wrap: Wrap) -> Any:
         layer.weight.data = layer.weight.data.clamp(-0.2, 0.2)
         return curve(layer(x), 2)
 
-    return [train(wrap(fn, determinism="values"), inputs()), state_of(layer)]
+    return [train(wrap(fn, check="every"), inputs()), state_of(layer)]
 
 
 def of_a_halved_argument(wrap: Wrap, finish: Callable[[Tensor], Tensor], **options: Any) -> Any:
@@ -357,7 +357,7 @@ def halved_argument_is_only_added_to_the_output(wrap: Wrap) -> Any:
 
 @right
 def halved_argument_is_only_added_to_the_output_where_values_are_compared(wrap: Wrap) -> Any:
-    return of_a_halved_argument(wrap, lambda h: h, determinism="values")
+    return of_a_halved_argument(wrap, lambda h: h, check="every")
 
 
 @loud
@@ -648,7 +648,7 @@ def memory_grows_with_each_of_several_calls(wrap: Wrap) -> Any:
             return out
 
     module = Memory()
-    checkpointed, xs = wrap(module, determinism="metadata"), inputs(6)
+    checkpointed, xs = wrap(module, check="metadata"), inputs(6)
     for calls in (xs[:3], xs[3:]):
         backward(*map(checkpointed, calls))
         module.memory = module.memory.detach()

@@ -368,7 +368,7 @@ def points_of_a_sobol_engine(wrap: Wrap) -> Any:
     for scramble in (False, True):
         engine = torch.quasirandom.SobolEngine(4, scramble=scramble, seed=3)
         fn = wrap(lambda x, engine=engine: curve(x, engine.draw(2).sum()))
-        for call in (wrap(Sampled(engine), determinism="metadata"), fn):
+        for call in (wrap(Sampled(engine), check="metadata"), fn):
             xs = [leaf(4) for _ in range(3)]
             backward(call(xs[0]))
             backward(*map(call, xs[1:]))

@@ -93,12 +93,12 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("determinism", ["metadata", "values"])
+@pytest.mark.parametrize("determinism", ["metadata", "every"])
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_no_log_sees_it(policy: str, early_stop: bool, determinism: str) -> None:
     storage = Busy()
-    options = {"policy": POLICIES[policy](storage), "early_stop": early_stop, "determinism": determinism}
+    options = {"policy": POLICIES[policy](storage), "early_stop": early_stop, "check": determinism}
     oracle.check(make, backward=twice, recomputations=2, **options)
     assert storage.uses > 4
 
@@ -118,7 +118,7 @@ def test_no_log_of_a_region_around_sees_it(inside: str, around: str) -> None:
     with reactivate._passes.observing.without_regions():
         plain = oracle.run(nested, None, twice)
     policy = POLICIES[around](storages[1])
-    ours = oracle.run(nested, lambda fn: reactivate.checkpoint(fn, policy=policy, determinism="values"), twice)
+    ours = oracle.run(nested, lambda fn: reactivate.checkpoint(fn, policy=policy, check="every"), twice)
     oracle.assert_same(plain, ours)
     assert (ours.regions, ours.recomputations) == (4, 4) and all(storage.uses > 4 for storage in storages)
 

@@ -105,7 +105,7 @@ def test_the_second_region_reads_what_was_written(make: Any, write: Any, determi
     expected = trained(make, write, lambda fn: fn)
     ran = oracle.Watched()
     with oracle.observed_by(ran):
-        found = trained(make, write, lambda fn: reactivate.checkpoint(fn, inputs=storage, determinism=determinism))
+        found = trained(make, write, lambda fn: reactivate.checkpoint(fn, inputs=storage, check=determinism))
     assert ran.regions == 4 and ran.recomputations > 0 and storage.traffic.moved == 4
     for one, other in zip(expected, found, strict=True):
         assert_bitwise(one, other, "the result or the gradient")

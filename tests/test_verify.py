@@ -24,11 +24,12 @@ from reactivate._inspect.step import leaves_of
 from reactivate._inspect.verify import compare
 from reactivate._text.words import counted
 from reactivate.errors import UsageError
+from reactivate.report import Verdict
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def verify_changed(model: Callable[..., Any], args: Any, *, change: Change | None) -> reactivate.Verdict:
+def verify_changed(model: Callable[..., Any], args: Any, *, change: Change | None) -> Verdict:
     """The verdict about what `change` makes of the model."""
     return compare(model, args, None, None if change is None else lambda model: nullcontext(change(model)))
 
@@ -44,7 +45,7 @@ def network() -> nn.Module:
 # -- good models ------------------------------------------------------------------------------------------------------
 
 
-def assert_good(verdict: reactivate.Verdict, regions: int = 1) -> None:
+def assert_good(verdict: Verdict, regions: int = 1) -> None:
     assert verdict and verdict.is_same and verdict.is_deterministic and verdict.difference is None, verdict
     assert verdict.regions == verdict.recomputations == regions
     assert verdict.kept_bytes < verdict.plain_bytes
@@ -237,7 +238,7 @@ def test_the_sign_of_zero_is_a_difference() -> None:
 
 def test_without_a_guard_the_verdict_is_no() -> None:
     guards = reactivate.guards.DEFAULT.without("rng")
-    wrap = functools.partial(reactivate.checkpoint, guards=guards, determinism="metadata")
+    wrap = functools.partial(reactivate.checkpoint, guards=guards, check="metadata")
     verdict = verify_changed(network(), leaf(4, 8), change=wrap)
     assert not verdict and "gradient of" in str(verdict.difference)
 

@@ -61,7 +61,7 @@ def test_nested_regions_are_recomputing_in_each_of_their_recomputations() -> Non
         seen.append(("outer, later", reactivate.is_recomputing()))
         return out
 
-    reactivate.checkpoint(outer, determinism="metadata")(leaf(4)).sum().backward()
+    reactivate.checkpoint(outer, check="metadata")(leaf(4)).sum().backward()
     assert seen[:3] == [("outer", False), ("inner", False), ("outer, later", False)]
     # The outer recomputation ends at `tanh`; what it recomputes is what the inner recomputation starts from.
     assert [name for name, _ in seen[3:]] == ["outer", "inner", "inner"]

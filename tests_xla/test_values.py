@@ -1,4 +1,4 @@
-"""`determinism="values"` on XLA, the one way to have recomputations compared there; and numbers that follow no seed."""
+"""`check="every"` on XLA, the one way to have recomputations compared there; and numbers that follow no seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reactivate.errors import RecomputeMismatchError, UnsupportedError
 
 
 def values(fn: Any, **options: Any) -> Any:
-    return reactivate.checkpoint(fn, determinism="values", **options)
+    return reactivate.checkpoint(fn, check="every", **options)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,6 +11,7 @@ from reactivate._inspect.entries import Entry
 from reactivate._inspect.explanation import Explanation
 from reactivate._modules.paths import THE_MODEL, is_below
 from reactivate._region.accounts import in_words
+from reactivate._text.saving import Saved
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 from reactivate.errors import UsageError
@@ -51,7 +52,7 @@ class LayerChange:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Saved):
     """The explanations of a model without and with a policy. Printed, it is a table.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`explain`: what is kept for the backward, by whom, and what is recomputed; and how a policy changes that."""
+"""`explain`: what a step keeps for its backward, where, and what it recomputes; `compare`: how a policy changes that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from sys import _getframe
 from types import CodeType
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -26,28 +26,6 @@ from reactivate._types import Policy
 from reactivate.policies._base import check_policy
 
 
-@overload
-def explain(
-    model: Callable[..., Any],
-    args: Any = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    policy: None = None,
-    fake: bool | None = None,
-) -> Explanation: ...
-
-
-@overload
-def explain(
-    model: Callable[..., Any],
-    args: Any = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    policy: Policy,
-    fake: bool | None = None,
-) -> Comparison: ...
-
-
 @refuse_unknown
 @uncounted()
 def explain(
@@ -55,9 +33,8 @@ def explain(
     args: Any = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: Policy | None = None,
     fake: bool | None = None,
-) -> Explanation | Comparison:
+) -> Explanation:
     """List what a step of `model` keeps for its backward, by site and source line, and what it recomputes.
 
     A forward and a backward run, on real tensors (twice, for the times) or on fake ones, which have sizes and no memory.
@@ -68,15 +45,13 @@ def explain(
         args: the arguments of one call, as a tuple or a list; a dict holds keyword arguments, a lone tensor is one
             argument.
         kwargs: keyword arguments.
-        policy: compare the plain model, without regions, with `model` under this policy or plan, which is in the place of one
-            that is applied meanwhile; of a function it says what is kept inside.
         fake: run on fake tensors; by default where arguments or parameters are fake or on the meta device.
 
     Returns:
-        A tree of sites. `print` shows a table of it. With a policy a `Comparison`: two of them, side by side.
+        A tree of sites. `print` shows a table of it, `save("explanation.html")` writes a page.
 
     Raises:
-        UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
+        UsageError: nothing that comes out requires a gradient.
 
     Examples:
         >>> import torch, reactivate
@@ -90,9 +65,47 @@ def explain(
     args, kwargs = example_of("explain", model, args, kwargs)
     around = codes_around(_getframe(1))
     with called(Caller("explain")):
-        if policy is None:
-            return _explained(model, args, kwargs, around, fake)
-        check_policy(policy, "explain(policy=...)")
+        return _explained(model, args, kwargs, around, fake)
+
+
+@refuse_unknown
+@uncounted()
+def compare(
+    model: Callable[..., Any],
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    policy: Policy,
+    fake: bool | None = None,
+) -> Comparison:
+    """List, layer by layer, what a step of `model` keeps without regions and under a policy.
+
+    The policy takes the place of one that is applied, for the time of the call. Otherwise as `explain`.
+
+    Args:
+        model: a module, or a function: of that the policy says what is kept inside.
+        args: the arguments of one call, as for `explain`.
+        kwargs: keyword arguments.
+        policy: a policy or a plan.
+        fake: run on fake tensors; by default where arguments or parameters are fake or on the meta device.
+
+    Returns:
+        Two explanations, side by side. `print` shows a table of them, `save("comparison.html")` writes a page.
+
+    Raises:
+        UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
+
+    Examples:
+        >>> import torch, reactivate
+        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(2)))
+        >>> compared = reactivate.compare(model, torch.randn(4, 8), policy=reactivate.policies.full(), fake=True)
+        >>> compared.before.kept_bytes > compared.after.kept_bytes
+        True
+    """
+    args, kwargs = example_of("compare", model, args, kwargs)
+    around = codes_around(_getframe(1))
+    with called(Caller("compare")):
+        check_policy(policy, "compare(policy=...)")
         with without_regions():
             before = _explained(model, args, kwargs, around, fake)
         with under(policy, model) as changed:

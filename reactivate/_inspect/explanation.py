@@ -11,6 +11,7 @@ from typing import Any
 from reactivate._inspect.entries import Entry, merged
 from reactivate._inspect.explanation_table import table_of
 from reactivate._region.accounts import in_words
+from reactivate._text.saving import Saved
 from reactivate._text.table import Table
 from reactivate._text.words import counted
 from reactivate.errors import UsageError
@@ -19,7 +20,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Saved):
     """The sites of a step and their bytes. Printed, it is a table.
 
     Attributes:

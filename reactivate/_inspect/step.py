@@ -19,7 +19,7 @@ from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound import RewoundMoment
 from reactivate._torch.ops import flatten, leaves_with_paths
 from reactivate.errors import UsageError
-from reactivate.guards import all_sources
+from reactivate.guards.rng import all_sources
 
 Change = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any]]]
 

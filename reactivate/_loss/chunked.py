@@ -105,7 +105,7 @@ def chunked_cross_entropy(
         >>> import torch, reactivate
         >>> head = torch.nn.Linear(16, 1000)
         >>> hidden, targets = torch.randn(2, 64, 16, requires_grad=True), torch.randint(1000, (2, 64))
-        >>> loss = reactivate.chunked_cross_entropy(hidden, head.weight, targets, bias=head.bias, chunks=4)
+        >>> loss = reactivate.loss.chunked_cross_entropy(hidden, head.weight, targets, bias=head.bias, chunks=4)
         >>> loss.backward()
     """
     _check(hidden, weight, bias, targets)

@@ -13,7 +13,7 @@ from reactivate._model.applied import Applied, kinds_in
 from reactivate._model.handle import FORWARD, AppliedForward, Handle, Owner, forward_of, forwards_of
 from reactivate._model.per_call import AppliedPerCall, CalledForward
 from reactivate._model.selection import Selection
-from reactivate._options import Determinism, make_options
+from reactivate._options import CheckMode, make_options
 from reactivate._region.options import Options
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
@@ -31,7 +31,7 @@ def apply(
     *,
     guards: Iterable[Guard] = DEFAULT,
     early_stop: bool = True,
-    determinism: Determinism | None = None,
+    check: CheckMode | None = None,
     replace: bool = False,
 ) -> Handle:
     """Let the modules of `model` save or recompute their activations as `policy` says.
@@ -47,7 +47,7 @@ def apply(
         policy: see `reactivate.policies`. It says which modules are regions, and which calls inside of these are kept.
         guards: as for `checkpoint`.
         early_stop: as for `checkpoint`.
-        determinism: as for `checkpoint`. By default the regions of a plan are not compared with their forwards
+        check: as for `checkpoint`. By default the regions of a plan are not compared with their forwards
             ("metadata"): checksums are not in its promise.
         replace: replace a policy that is applied to the model already. If the new one is refused, the old one stays.
 
@@ -75,8 +75,8 @@ def apply(
           layers.1, layers.3: the policy does not select them
     """
     _check(model, policy)
-    default = policy.determinism() if isinstance(policy, ReadyMade) else "first"
-    options = make_options(guards, early_stop, determinism or default, None)
+    default = policy.default_check() if isinstance(policy, ReadyMade) else "first"
+    options = make_options(guards, early_stop, check or default, None)
     if not replace:
         found = forward_of(model)
         return _applied(model, policy, options) if found is None else _repeated(model, found, policy, options)

@@ -23,7 +23,7 @@ from reactivate._model.companions import KINDS as COMPANIONS, Companions
 from reactivate._model.handle import FORWARD, AppliedForward
 from reactivate._snapshot.call import Call
 from reactivate._torch.ops import flatten
-from reactivate.guards import all_sources
+from reactivate.guards.rng import all_sources
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 

@@ -1,4 +1,4 @@
-"""`determinism="values"`: the ops of both passes, with a checksum of every result.
+"""`check="every"`: the ops of both passes, with a checksum of every result.
 
 A dispatch mode writes them down in the forward pass and compares in the recomputation, so the first op that differs is named
 as it runs. It costs a checksum an op and, on an accelerator, a synchronisation an op: a tool for finding a fault.

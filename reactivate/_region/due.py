@@ -33,7 +33,7 @@ _calls: dict[tuple[int, int], tuple[ref[Any], ref[Any], Calls]] = {}
 """By the ids of an owner, mostly a module, and of code, with references to both: an entry goes with the first of them."""
 
 
-def is_due(call: Any, determinism: str, choice: Any) -> bool:
+def is_due(call: Any, check: str, choice: Any) -> bool:
     """Return whether checksums are taken in this call of a region: for a comparison, or for a proof if one is needed.
 
     With "first" they are in the 1st, 2nd, 4th, 8th, ... call, and but for "none" in every call if an earlier one needed a
@@ -41,13 +41,13 @@ def is_due(call: Any, determinism: str, choice: Any) -> bool:
 
     Args:
         call: its function and the modules that this reaches.
-        determinism: as given to `checkpoint`.
+        check: as given to `checkpoint`.
         choice: of the policy, if there is one.
     """
-    if determinism in ("values", "none"):
-        return determinism == "values"
+    if check in ("every", "none"):
+        return check == "every"
     calls = _calls_of(call)
-    if determinism == "first":
+    if check == "first":
         number = 0 if choice is None else choice.number
         count = calls.counts.get(number)
         if count is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SAME = (
     "The function must do the same in both passes. Look for what decides otherwise between them: a global, a counter "
-    'or a file that it changes, a random number from a source that no guard knows. `determinism="values"` names the '
+    'or a file that it changes, a random number from a source that no guard knows. `check="every"` names the '
     "first op that differs."
 )
 
@@ -151,7 +151,7 @@ _MOST_NAMED = 5
 
 
 def different_values(region: Region, details: str) -> RecomputeMismatchError:
-    """An op of the recomputation has another name or other results (`determinism="values"`)."""
+    """An op of the recomputation has another name or other results (`check="every"`)."""
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(region)}` computes other values than its forward pass. {details}\n"
         f"{_unseen(region)}",
@@ -170,7 +170,7 @@ def missed_state(region: Region, number: int) -> RecomputeMismatchError:
     hooks = "" if region.users_hooks is None else _CHANGED_BY_HOOKS
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(region)}` computes other values than its forward, first in "
-        f'{_numbered(region, number)}. {_unseen(region)} `determinism="values"` names the first op that differs.{hooks}',
+        f'{_numbered(region, number)}. {_unseen(region)} `check="every"` names the first op that differs.{hooks}',
         kind="values",
     )
 
@@ -180,7 +180,7 @@ def left_behind(region: Region, what: str) -> RecomputeMismatchError:
     return RecomputeMismatchError(
         f"The recomputation of the region `{name_of(region)}` has changed {what} for good, and should have put it back. "
         "Please report this as a bug of reactivate, with the shortest program that shows it. "
-        '`determinism="metadata"` turns this check off.',
+        '`check="metadata"` turns this check off.',
         kind="values",
     )
 
@@ -205,7 +205,7 @@ def differs(region: Region, number: int, is_deterministic: bool | None) -> str:
     )
     return (
         f"The recomputation of the region `{name_of(region)}` computes other values than its forward, first in "
-        f'{_numbered(region, number)}, {reason}. `determinism="values"` names the op; `determinism="metadata"` turns '
+        f'{_numbered(region, number)}, {reason}. `check="every"` names the op; `check="metadata"` turns '
         "this check off."
     )
 

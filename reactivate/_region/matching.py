@@ -231,7 +231,7 @@ class Matching:
         vars(self).clear()
 
     def compare_ops_of(self, fn: Callable[..., Any], forward: OpLog) -> Callable[..., Any]:
-        """Return `fn`, with each op compared with that of the forward (`determinism="values"`)."""
+        """Return `fn`, with each op compared with that of the forward (`check="every"`)."""
 
         def check(ops: list[LoggedOp]) -> None:
             if self.is_complete:  # the function has caught `RecomputationComplete`, and does something else
@@ -261,7 +261,7 @@ class Matching:
         if tensor._version > saved[3] and region.options.checks_versions:
             # A copy that stands in for the original counts from 0, so that only the original can be ahead.
             raise self._refuse(errors_text.written_before_saved(region, index, tensor))
-        if region.options.determinism != "none" and (tensor.shape, tensor.dtype, tensor.device) != saved[:3]:
+        if region.options.check != "none" and (tensor.shape, tensor.dtype, tensor.device) != saved[:3]:
             raise self._refuse(errors_text.different_tensor(region, index, tensor, _getframe(1)))
 
     def _save_more(self, tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class Options:
 
     Attributes:
         guards: the state that recomputations restore.
-        early_stop, determinism, name, inputs: as given to `checkpoint`.
+        early_stop, check, name, inputs: as given to `checkpoint`.
         choice: which calls inside to save, if a policy says.
         in_graph: the same for torch.compile: a function for the contexts around the traced region.
         befores, recomputations: `before` and `recompute` of the guards that the engine asks.
@@ -37,7 +37,7 @@ class Options:
 
     guards: tuple[Guard, ...] = ()
     early_stop: bool = True
-    determinism: str = "first"
+    check: str = "first"
     name: str | None = None
     choice: Choice | None = None
     in_graph: Any = None

@@ -107,7 +107,7 @@ class Region:
         read_again: the numbers of the tensors that are read several times in one backward: those of custom functions.
         check: checksums of the forward, if the next recomputation is to be compared with it.
         proof: of a forward that wrote to what there is no copy of; otherwise None.
-        log: the ops of the forward, with `determinism="values"`.
+        log: the ops of the forward, with `check="every"`.
         users_hooks: (pack, unpack), saved-tensor hooks of the user's around the region; None without any.
         forward_log: of the calls that the policy saves, as long as the forward runs.
         saved_calls, seen_modules: these calls, in order, and the modules whose calls the policy sees.
@@ -181,7 +181,7 @@ class Region:
             self.users_hooks = users_hooks()
         self.saved, self.read_again = [], set()
         self.lock = RLock()
-        if options.determinism == "values":
+        if options.check == "every":
             self.log = OpLog()
         self.script_graph = last_script_graph()
         tree = call.tree if options.restores_modules else None
@@ -211,12 +211,12 @@ class Region:
         """Return the hook for what autograd saves: the plain one, unless somebody asks more of this call."""
         options = self.options
         pack: Any = self.pack
-        if is_due(call, options.determinism, options.choice):
+        if is_due(call, options.check, options.choice):
             self.check, self.places, self.slots = Check(), {}, []
             pack = self.pack_noted
             if call.may_write_unseen():
                 self.bits = BitsBefore(naming.tensors_without_a_copy(call))
-        elif observers or (options.determinism != "first" and not are_known(owner_of(self.fn))):
+        elif observers or (options.check != "first" and not are_known(owner_of(self.fn))):
             self.places, self.slots = {}, []
             pack = self.pack_noted
         if options.choice is not None:
@@ -313,7 +313,7 @@ class Region:
         written += [self._replace(*item) for item in call.saved if item[0]._version != item[2]]
         if written:
             self._need_proof(written, call, result)
-        elif self.options.determinism == "metadata":
+        elif self.options.check == "metadata":
             self.check = None
         graph = last_script_graph()
         if graph is not self.script_graph:

@@ -46,7 +46,7 @@ class Log:
 
     Attributes:
         path: of the module in which calls are made now.
-        ops: the log of the ops of this pass, with `determinism="values"`.
+        ops: the log of the ops of this pass, with `check="every"`.
         modules: those whose calls it sees, with their paths and the decisions on them.
     """
 

@@ -34,6 +34,21 @@ def nearest(name: str, known: Iterable[str], plainly: Callable[[str], str] = str
     return [names[item] for item in beginning[:MOST] or difflib.get_close_matches(asked, names, n=MOST, cutoff=0.7)]
 
 
+RENAMED = {
+    "AdaptivePlan": "planner.adaptive.AdaptivePlan",
+    "Comparison": "report.Comparison",
+    "Explanation": "report.Explanation",
+    "ReactivateError": "errors.ReactivateError",
+    "Verdict": "report.Verdict",
+    "chunked_cross_entropy": "loss.chunked_cross_entropy",
+    "determinism": "check",
+    "guard_memory": "retry_on_oom",
+    "recipe": "integrations.recipe",
+    "report": "Plan.save",
+}
+"""Names before the first release, and those of today: errors say them."""
+
+
 def did_you_mean(name: str, known: Iterable[str], plainly: Callable[[str], str] = str.lower) -> str:
     """Return the nearest of the known names, as a question behind a space; empty if none is near.
 
@@ -42,6 +57,9 @@ def did_you_mean(name: str, known: Iterable[str], plainly: Callable[[str], str] 
         >>> did_you_mean("LamaConfig", ["LlamaConfig", "ResNet"])
         " Did you mean 'LlamaConfig'?"
     """
+    known = list(known)
+    if (now := RENAMED.get(name)) is not None and (now in known or "." in now):
+        return f" It is called {now!r} now."
     close = nearest(name, known, plainly)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 

@@ -181,7 +181,7 @@ _reset_state, _rebuild_buckets = resolve_private(
     "a reducer of gradients, ready for another step",
     "torch._C._distributed_c10d.Reducer._reset_state",
     "torch._C._distributed_c10d.Reducer._rebuild_buckets",
-    lost="`guard_memory` for models in `DistributedDataParallel`",
+    lost="`retry_on_oom` for models in `DistributedDataParallel`",
 )
 
 

@@ -139,7 +139,7 @@ _ProcessGroup, _world, _work_of = resolve_private(
     "torch._C._distributed_c10d.ProcessGroup",
     "torch.distributed.distributed_c10d._world",
     "torch._C._distributed_c10d._create_work_from_future",
-    lost="`guard_memory` on several ranks",
+    lost="`retry_on_oom` on several ranks",
 )
 _number_in_flight: Callable[[], int] = resolve_private(
     "the number of functional collectives that nobody has waited for",

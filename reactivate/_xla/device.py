@@ -49,8 +49,8 @@ class Barrier:
             RUNTIME._xla_wait_device_ops(_devices())
         if not RUNTIME._get_allow_execution() or any(map(RUNTIME._is_placecholder, plain)):
             raise UnsupportedError(
-                'determinism="values" cannot be used in torch_xla.compile(full_graph=True) or around torch_xla\'s scan: '
-                "it runs op by op, and these record ops that must not run. Leave determinism out."
+                'check="every" cannot be used in torch_xla.compile(full_graph=True) or around torch_xla\'s scan: '
+                "it runs op by op, and these record ops that must not run. Leave check out."
             )
         RUNTIME._xla_sync_multi(plain, [], wait=False, sync_xla_data=False)
 

@@ -12,8 +12,8 @@ import torch
 
 from reactivate._types import Policy
 from reactivate.errors import UsageError
+from reactivate.integrations.recipe._text import parse_policy
 from reactivate.planner.plan import Plan
-from reactivate.recipe._text import parse_policy
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from reactivate import report
 from reactivate.errors import UsageError
 from reactivate.planner.plan import Plan
 
@@ -42,10 +41,7 @@ def write(plan: Plan, files: Sequence[Path]) -> None:
     for file in files:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            if file.suffix == ".json":
-                plan.save(file)
-            else:
-                report.write(plan, file)
+            plan.save(file)
         except OSError as error:
             raise UsageError(f"--out {file}: {error.strerror or error}.") from None
         click.echo(f"wrote {file}", err=True)

@@ -34,10 +34,10 @@ class _TorchOptions(Options):
         if not isinstance(error, RecomputeMismatchError):
             return error
         lines = [
-            str(error).replace('`determinism="values"`', "`debug=True`"),
+            str(error).replace('`check="every"`', "`debug=True`"),
             f"(In torch.utils.checkpoint: {_WORDS_OF_TORCH[error.kind]}.)",
         ]
-        if self.determinism == "values":
+        if self.check == "every":
             lines.append("You are seeing this error because you passed `debug=True` to checkpoint.")
         return RecomputeMismatchError("\n".join(lines), kind=error.kind)
 
@@ -70,16 +70,16 @@ class Asked(NamedTuple):
         is_debugging = self.debug if is_debugging is None else is_debugging
         if is_debugging and self.context_fn is not noop_context_fn:
             raise UsageError("debug=True is incompatible with non-default context_fn.")
-        check = self.determinism_check
-        if check not in ("default", "none"):
-            raise UsageError(f"determinism_check should be one of ['default', 'none'], but got {check!r}.")
-        determinism = "values" if is_debugging else "first" if check == "default" else "none"
+        asked = self.determinism_check
+        if asked not in ("default", "none"):
+            raise UsageError(f"determinism_check should be one of ['default', 'none'], but got {asked!r}.")
+        check = "every" if is_debugging else "first" if asked == "default" else "none"
         keeps = self.preserve_rng_state
-        options = _options(guards, keeps, self.early_stop if stops is None else stops, determinism)
+        options = _options(guards, keeps, self.early_stop if stops is None else stops, check)
         if self.context_fn is noop_context_fn:
             return options
         pair = OffloadingPair(functools.partial(_contexts, self), offload, keeps_random_numbers=keeps)
-        return _TorchOptions((*options.guards, pair), options.early_stop, options.determinism)
+        return _TorchOptions((*options.guards, pair), options.early_stop, options.check)
 
 
 def warn_reentrant(name: str, stacklevel: int) -> None:
@@ -105,12 +105,12 @@ def _options(guards: Guards, *asked: Any) -> Options:
     return made[asked]
 
 
-def _new_options(guards: Guards, preserve_rng_state: bool, early_stop: bool, determinism: str) -> Options:
-    if not preserve_rng_state and determinism == "first":  # other random numbers are no mistake there
-        determinism = "metadata"
+def _new_options(guards: Guards, preserve_rng_state: bool, early_stop: bool, check: str) -> Options:
+    if not preserve_rng_state and check == "first":  # other random numbers are no mistake there
+        check = "metadata"
     if not preserve_rng_state and "rng" in guards.names():
         guards = guards.without("rng")
-    return _TorchOptions(tuple(guards), early_stop, determinism)
+    return _TorchOptions(tuple(guards), early_stop, check)
 
 
 def _is_of_phases(context_fn: Any) -> bool:

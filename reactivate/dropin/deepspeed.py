@@ -29,7 +29,7 @@ from reactivate.dropin._calls import SYNCHRONIZED, Chosen, call_region, timed, w
 from reactivate.dropin._deepspeed_settings import DeepSpeedOptions, configured
 from reactivate.dropin._installation import Installation, Tally, again, library
 from reactivate.errors import UsageError
-from reactivate.guards import RngTracker, tensor_parallel_seeds
+from reactivate.guards.named_streams import RngTracker, tensor_parallel_seeds
 from reactivate.storage import Host
 
 __all__ = [

@@ -4,31 +4,15 @@
 adds one of your own.
 """
 
-from reactivate._types import Call, Guard
-from reactivate.guards._base import Guards, Rewound
+from reactivate._types import Guard
+from reactivate.guards._base import Guards
 from reactivate.guards.ambient import Ambient
 from reactivate.guards.contexts import ContextPair
-from reactivate.guards.modules import Modules, Stateful
+from reactivate.guards.modules import Modules
 from reactivate.guards.named_streams import RngTracker, tensor_parallel_seeds
-from reactivate.guards.rng import Rng, all_sources
-from reactivate.guards.trackers import Tracker, TrackerGuard
+from reactivate.guards.rng import Rng
+from reactivate.guards.trackers import TrackerGuard
 
-__all__ = [
-    "DEFAULT",
-    "Ambient",
-    "Call",
-    "ContextPair",
-    "Guard",
-    "Guards",
-    "Modules",
-    "Rewound",
-    "Rng",
-    "RngTracker",
-    "Stateful",
-    "Tracker",
-    "TrackerGuard",
-    "all_sources",
-    "tensor_parallel_seeds",
-]
+__all__ = ["DEFAULT", "ContextPair", "Guard", "Guards", "RngTracker", "TrackerGuard", "tensor_parallel_seeds"]
 
 DEFAULT = Guards((Rng(), Ambient(), Modules()))

@@ -12,7 +12,7 @@ from reactivate._types import Guard
 from reactivate.errors import UsageError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Guards:
     """Guards in the order in which they enter a recomputation.
 
@@ -27,6 +27,9 @@ class Guards:
     """
 
     members: tuple[Guard, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Guards({', '.join(self.names())})"
 
     def __iter__(self) -> Iterator[Guard]:
         return iter(self.members)

@@ -15,9 +15,9 @@ from reactivate._model.handle import Handle
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.integrations._first_call import PlanAtFirstCall
+from reactivate.integrations.recipe._text import parse_policy
 from reactivate.planner.budget import parse
 from reactivate.planner.plan import Plan
-from reactivate.recipe._text import parse_policy
 
 
 class Training:

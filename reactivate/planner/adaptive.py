@@ -107,7 +107,7 @@ class AdaptivePlan(PerCall):
         """The plans so far, in the order in which they were made."""
         return tuple({id(found): found for found in self._known.values()}.values())
 
-    def determinism(self) -> Literal["metadata"]:
+    def default_check(self) -> Literal["metadata"]:
         return "metadata"
 
     def __repr__(self) -> str:

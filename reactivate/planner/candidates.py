@@ -189,7 +189,7 @@ class Assignment(ReadyMade):
     def __hash__(self) -> int:
         return hash(tuple(self.candidates.items()))
 
-    def determinism(self) -> Literal["metadata"]:
+    def default_check(self) -> Literal["metadata"]:
         return "metadata"  # as a plan: in its trials and measurements no checksums take memory and time
 
     def __repr__(self) -> str:

@@ -63,7 +63,7 @@ class GuardedRanks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
             raise UsageError(
-                f"guard_memory: group= takes a process group that this process is in; got {described(group)}."
+                f"retry_on_oom: group= takes a process group that this process is in; got {described(group)}."
             )
         self._group = group
         self._on_host: tuple[Any, dist.ProcessGroup] | None = None

@@ -42,8 +42,9 @@ class HeadSearch:
             return ""
         return (
             f" Its peak is in the loss: the logits that {self.logits.place or 'the model'} returns take "
-            f"{in_words(self.logits.nbytes)}, and their gradient as much. reactivate.chunked_cross_entropy(hidden, weight, "
-            f"targets, chunks={CHUNKS}) in the place of head and loss has {in_words(-(-self.logits.nbytes // CHUNKS))} of "
+            f"{in_words(self.logits.nbytes)}, and their gradient as much. reactivate.loss.chunked_cross_entropy(hidden, "
+            f"weight, targets, chunks={CHUNKS}) in the place of head and loss has "
+            f"{in_words(-(-self.logits.nbytes // CHUNKS))} of "
             "each at a time; its gradients are the plain ones up to rounding."
         )
 

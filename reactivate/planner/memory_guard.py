@@ -1,4 +1,4 @@
-"""`guard_memory`: a training step that runs out of memory all the same runs again, under a tighter plan."""
+"""`retry_on_oom`: a training step that runs out of memory all the same runs again, under a tighter plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 @refuse_unknown
-def guard_memory(
+def retry_on_oom(
     step: Callable[P, R], *, undo_optimizer: bool = False, group: ProcessGroup | None = None
 ) -> Callable[P, R]:
     """Wrap a training step so that it runs again, under a tighter plan, if it runs out of memory.
@@ -64,13 +64,13 @@ def guard_memory(
         >>> layer = torch.nn.TransformerEncoderLayer(32, 2, 128, dropout=0.0, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
         >>> handle = reactivate.apply(model, reactivate.plan(model, torch.randn(8, 64, 32), budget="80%"))
-        >>> @reactivate.guard_memory
+        >>> @reactivate.retry_on_oom
         ... def step(model, batch):
         ...     model(batch).sum().backward()
         >>> step(model, torch.randn(8, 64, 32))
     """
     if not callable(step) or isinstance(step, (type, Module)):
-        raise UsageError(f"guard_memory takes a function that runs a training step; got {described(step)}.")
+        raise UsageError(f"retry_on_oom takes a function that runs a training step; got {described(step)}.")
     ranks = GuardedRanks(group)
 
     @functools.wraps(step)
@@ -199,7 +199,7 @@ class _Run:
             raise _noted(shortage, reason)
         if reason:
             raise ReactivateError(
-                f"guard_memory: rank {short} of {len(told)} has run out of memory, and the step does not run again: {reason}."
+                f"retry_on_oom: rank {short} of {len(told)} has run out of memory, and the step does not run again: {reason}."
             )
         if tighter is not None:
             replace_plan(self.applied, tighter)
@@ -214,8 +214,8 @@ class _Run:
 
 
 def _noted(shortage: Exception, reason: str) -> Exception:
-    remedy = "; guard_memory(step, undo_optimizer=True) keeps copies of those" if "an optimizer had" in reason else ""
-    add_note(shortage, f"guard_memory does not run the step again: {reason}{remedy}.")
+    remedy = "; retry_on_oom(step, undo_optimizer=True) keeps copies of those" if "an optimizer had" in reason else ""
+    add_note(shortage, f"retry_on_oom does not run the step again: {reason}{remedy}.")
     return shortage
 
 
@@ -240,12 +240,12 @@ def _applied_in(modules: Iterable[Module]) -> Owner:
     if len(found) != 1 or not isinstance(found[0].policy, (Plan, AdaptivePlan)):
         policies = ", ".join(repr(applied.policy) for applied in found) or "none"
         raise UsageError(
-            f"guard_memory takes a step that uses one model to which a plan is applied; the policies found are: {policies}. "
+            f"retry_on_oom takes a step that uses one model to which a plan is applied; the policies found are: {policies}. "
             "Write reactivate.apply(model, reactivate.plan(...)) before the step runs."
         )
     if found[0].root is None or found[0].root() is None or not found[0].policy.can_plan:
         raise UsageError(
-            "guard_memory: this plan has no step to plan for, since it was loaded from a file or copied with its model. Plan "
+            "retry_on_oom: this plan has no step to plan for, since it was loaded from a file or copied with its model. Plan "
             "again, and apply the plan to the model."
         )
     return found[0]

@@ -20,6 +20,7 @@ from reactivate import storage as storages
 from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.spans import span_at
 from reactivate._region.accounts import in_words
+from reactivate._text.saving import Saved
 from reactivate._types import Action, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
@@ -36,7 +37,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(PlanContents, ReadyMade):
+class Plan(PlanContents, ReadyMade, Saved):
     """A policy that fits a step into a budget: give it to `apply`. Printed, it is a table; its figures are attributes.
 
     It has all attributes of `PlanContents`, and two more that a file has not.
@@ -60,7 +61,7 @@ class Plan(PlanContents, ReadyMade):
         """The policy itself."""
         return Assignment({decision.path: decision.candidate for decision in self.decisions}, self.live)
 
-    def determinism(self) -> Literal["metadata"]:
+    def default_check(self) -> Literal["metadata"]:
         return "metadata"
 
     def __call__(self, site: Site) -> Action | None:
@@ -192,10 +193,6 @@ class Plan(PlanContents, ReadyMade):
             return cls(**contents, live=_live(contents.get("storages", ()), given))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(f"This is no plan as `Plan.save` writes it: {error!r}.") from None
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], storages: Storage | Iterable[Storage] | None = None) -> Plan:

@@ -121,7 +121,7 @@ class _SaveAll(ReadyMade):
         self.asked = name_of_function_call(site, unit)
         return Save()
 
-    def determinism(self) -> Literal["metadata"]:
+    def default_check(self) -> Literal["metadata"]:
         return "metadata"
 
     def interest(self) -> Interest:

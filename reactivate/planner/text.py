@@ -69,7 +69,7 @@ def circumstances(plan: PlanContents) -> str:
     made_for = plan.made_for
     idle = (
         f" {made_for.idle_units} of {made_for.units} blocks did not run in it: a step in which they do takes more memory. If "
-        "it draws which ones run, use reactivate.guard_memory, or a smaller budget."
+        "it draws which ones run, use reactivate.retry_on_oom, or a smaller budget."
         if made_for.idle_units
         else ""
     )

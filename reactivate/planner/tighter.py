@@ -183,7 +183,7 @@ def replace_plan(applied: Owner, plan: Plan | AdaptivePlan) -> None:
         plan,
         guards=options.guards,
         early_stop=options.early_stop,
-        determinism=options.determinism,  # type: ignore[arg-type]
+        check=options.check,  # type: ignore[arg-type]
         replace=True,
     )
 

@@ -72,7 +72,7 @@ class ReadyMade:
         """As it is written."""
         raise NotImplementedError
 
-    def determinism(self) -> Literal["first", "metadata"]:
+    def default_check(self) -> Literal["first", "metadata"]:
         """Return how far recomputations are compared with their forwards, if nobody says."""
         return "first"
 

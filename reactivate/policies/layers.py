@@ -11,6 +11,8 @@ from reactivate._types import DEVICE, Action, Recompute, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, check_every, check_storage, shortened, written
 from reactivate.policies._select import Selector, check, selects
+from reactivate.policies.combine import first_match
+from reactivate.policies.ops import KINDS, save as save_kinds, save_ops
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,25 +27,37 @@ class _Full(ReadyMade):
 
 
 @refuse_unknown
-def full(*, inputs: Storage = DEVICE) -> ReadyMade:
-    """Recompute every block.
+def full(*, save: Sequence[str] = (), inputs: Storage = DEVICE) -> ReadyMade:
+    """Recompute every block, but for the results of some calls inside.
 
     Blocks are the layers in the lists of a model, under whatever name: the children of its `ModuleList`s, and those of a
     `ModuleDict` or `Sequential` in which two share a class; the outermost ones. A child that is not made of modules itself
     (an embedding, a norm) is no block; `print(handle)` says which these are.
 
     Args:
+        save: the calls whose results are kept: names of ops ("linear"), as for `save_ops`, and kinds of calls ("attention",
+            "routing", "collectives"), as for `save`.
         inputs: where to keep what the blocks are called with: `storage.Host()` for the memory of the host.
+
+    Raises:
+        UsageError: there is no such op or kind.
 
     Examples:
         >>> import torch, reactivate
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 4)
-        >>> reactivate.apply(model, reactivate.policies.full()).regions
+        >>> with reactivate.apply(model, reactivate.policies.full()) as handle:
+        ...     handle.regions
         ('layers.0', 'layers.1', 'layers.2', 'layers.3')
+        >>> reactivate.policies.full(save=["linear", "attention"])
+        first_match(save_ops('linear'), save('attention'), full())
     """
     check_storage(inputs, "full(inputs=...)")
-    return _Full(inputs)
+    if isinstance(save, str) or not all(isinstance(name, str) for name in save):
+        raise UsageError(f"full(save=...) takes a list of names of ops and kinds of calls; got {save!r}.")
+    kinds, ops = [name for name in save if name in KINDS], [name for name in save if name not in KINDS]
+    kept = [*([save_ops(*ops)] if ops else []), *([save_kinds(*kinds)] if kinds else [])]
+    return first_match(*kept, _Full(inputs)) if kept else _Full(inputs)
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,7 +1,11 @@
-"""Reports, to be read. What draws them is an extra: rich, matplotlib, jinja2."""
+"""Files of plans, explanations and comparisons: JSON, text, pages, pictures.
+
+What draws them is an extra: rich, matplotlib, jinja2.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reactivate._inspect.comparison import Comparison
 from reactivate._inspect.explanation import Explanation
+from reactivate._inspect.verify import Verdict
 from reactivate._text.table import WIDTH
 from reactivate._text.words import described
 from reactivate.errors import UsageError
@@ -19,17 +24,16 @@ from reactivate.report import comparison_page, figure, html, pareto, timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["write"]
+__all__ = ["Comparison", "Explanation", "Verdict", "write"]
 
 
 def write(subject: PlanContents | Explanation | Comparison, path: str | os.PathLike[str]) -> None:
-    """Write the report of a plan, of an explanation or of a comparison to a file, in the form that its suffix says.
+    """Write a plan, an explanation or a comparison to a file, in the form that its suffix says: what their `save` does.
 
     Args:
-        subject: what `reactivate.plan` or `Plan.load` returned, or `reactivate.explain`.
-        path: `.html`, one page with all of it, which needs nothing else; `.txt`, the tables; of a plan also `.png` or
-            `.svg`, the pictures: memory over time, and the choice between memory and time. JSON, to be loaded again, is
-            `plan.save`.
+        subject: what `reactivate.plan`, `Plan.load`, `reactivate.explain` or `reactivate.compare` returned.
+        path: `.json`, all of it, to be loaded again; `.txt`, the tables; `.html`, one page, which needs nothing else; of a
+            plan also `.png` or `.svg`, the pictures: memory over time, and the choice between memory and time.
 
     Raises:
         UsageError: `subject` is none of these, the suffix neither, or what draws it is not installed.
@@ -38,20 +42,20 @@ def write(subject: PlanContents | Explanation | Comparison, path: str | os.PathL
         >>> import torch, reactivate
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
         >>> plan = reactivate.plan(model, torch.randn(4, 8), budget="100%")
-        >>> reactivate.report.write(plan, "plan.pdf")
+        >>> plan.save("plan.pdf")
         Traceback (most recent call last):
             ...
-        reactivate.errors.UsageError: report.write takes .html, .png, .svg, .txt; 'plan.pdf' ends in '.pdf'.
+        reactivate.errors.UsageError: Plan.save takes .html, .json, .png, .svg, .txt; 'plan.pdf' ends in '.pdf'.
     """
     suffix = Path(path).suffix
-    known = next(((of, forms) for kind, of, forms in _FORMS if isinstance(subject, kind)), None)
-    if known is None:
+    forms = next((forms for kind, forms in _FORMS if isinstance(subject, kind)), None)
+    if forms is None:
         raise UsageError(
-            f"report.write takes what reactivate.plan or reactivate.explain returned, and a path; got {described(subject)}."
+            f"report.write takes what plan, explain or compare returned, and a path; got {described(subject)}."
         )
-    of, forms = known
     if suffix.lower() not in forms:
-        raise UsageError(f"report.write takes {', '.join(forms)}{of}; {os.fspath(path)!r} ends in {suffix!r}.")
+        asked = f"{type(subject).__name__}.save"
+        raise UsageError(f"{asked} takes {', '.join(forms)}; {os.fspath(path)!r} ends in {suffix!r}.")
     forms[suffix.lower()](subject, path)
 
 
@@ -78,13 +82,22 @@ def _write_explanation(explanation: Explanation, path: str | os.PathLike[str]) -
     Path(path).write_text(f"{head}{explanation._repr_html_()}\n</html>\n", encoding="utf-8")
 
 
-# (class, in words, {suffix: what writes it})
-_FORMS: tuple[tuple[type, str, Mapping[str, Callable[[Any, str | os.PathLike[str]], None]]], ...] = (
-    (Comparison, " of a comparison", {".html": comparison_page.write, ".txt": _write_text}),
-    (Explanation, " of an explanation", {".html": _write_explanation, ".txt": _write_text}),
+def _write_json(subject: Any, path: str | os.PathLike[str]) -> None:
+    Path(path).write_text(json.dumps(subject.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+# (class, {suffix: what writes it})
+_FORMS: tuple[tuple[type, Mapping[str, Callable[[Any, str | os.PathLike[str]], None]]], ...] = (
+    (Comparison, {".html": comparison_page.write, ".json": _write_json, ".txt": _write_text}),
+    (Explanation, {".html": _write_explanation, ".json": _write_json, ".txt": _write_text}),
     (
         PlanContents,
-        "",
-        {".html": html.write, ".png": _write_pictures, ".svg": _write_pictures, ".txt": _write_tables},
+        {
+            ".html": html.write,
+            ".json": _write_json,
+            ".png": _write_pictures,
+            ".svg": _write_pictures,
+            ".txt": _write_tables,
+        },
     ),
 )

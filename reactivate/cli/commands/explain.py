@@ -16,6 +16,7 @@ from reactivate.cli.outcome import Code, print_json
 from reactivate.cli.target import Request, Subject, subject_of
 from reactivate.cli.where import device_here
 from reactivate.errors import UsageError
+from reactivate.report import Comparison, Explanation
 
 
 @click.command()
@@ -45,7 +46,7 @@ def explain(
     if compare and policy is None:
         raise UsageError("--compare needs the policy to compare the plain model with: --plan or --policy.")
     explained = _compared if compare else _explained
-    found: reactivate.Explanation | reactivate.Comparison = explained(subject, policy, is_fake)
+    found: Explanation | Comparison = explained(subject, policy, is_fake)
     if as_json:
         print_json(found.to_json())
     else:
@@ -53,12 +54,12 @@ def explain(
     return Code.YES
 
 
-def _compared(subject: Subject, policy: Policy | None, is_fake: bool) -> reactivate.Comparison:
+def _compared(subject: Subject, policy: Policy | None, is_fake: bool) -> Comparison:
     assert policy is not None
-    return reactivate.explain(subject.model, subject.args, subject.kwargs, policy=policy, fake=is_fake or None)
+    return reactivate.compare(subject.model, subject.args, subject.kwargs, policy=policy, fake=is_fake or None)
 
 
-def _explained(subject: Subject, policy: Policy | None, is_fake: bool) -> reactivate.Explanation:
+def _explained(subject: Subject, policy: Policy | None, is_fake: bool) -> Explanation:
     with ExitStack() as stack:
         if policy is not None:
             if not isinstance(subject.model, Module):

@@ -18,9 +18,9 @@ from reactivate.cli.ranks import among, mesh_sizes
 from reactivate.cli.target import Request, subject_of
 from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
+from reactivate.integrations.recipe._text import parse_storage
 from reactivate.planner.head import HEADS, Head
 from reactivate.planner.plan import Plan
-from reactivate.recipe._text import parse_storage
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adafactor": torch.optim.Adafactor,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from reactivate.errors import UsageError
-from reactivate.recipe._base import needed
+from reactivate.integrations.recipe._base import needed
 
 
 def read_yaml(path: Path) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
-from reactivate.recipe._base import Recipe, needed
+from reactivate.integrations.recipe._base import Recipe, needed
 
 R = TypeVar("R", bound=Recipe)
 

@@ -12,9 +12,9 @@ from torch.nn import Linear, Module
 
 from reactivate._types import Policy
 from reactivate.errors import UsageError
+from reactivate.integrations.recipe._layers import Layers, recompute
 from reactivate.policies import compute_intensive, every_nth, exclude, first_match, save_ops, union
 from reactivate.policies._select import matches
-from reactivate.recipe._layers import Layers, recompute
 
 UNLESS_TOLD = ("moe.router.gate",)  # of torchtitan's mixture-of-experts models; others have none
 

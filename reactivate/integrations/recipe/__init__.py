@@ -4,7 +4,7 @@ A recipe is a mapping or a YAML file with torchtune's fields, with torchtitan's,
 cannot be done as it says is refused, with what can be.
 """
 
-from reactivate.recipe._base import Example, Recipe, Settings
-from reactivate.recipe._load import apply, load
+from reactivate.integrations.recipe._base import Example, Recipe, Settings
+from reactivate.integrations.recipe._load import apply, load
 
 __all__ = ["Example", "Recipe", "Settings", "apply", "load"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from reactivate._types import Policy, Storage
 from reactivate.errors import UsageError
-from reactivate.recipe._grammar import POLICIES, STORAGES, Functions, Spelled, check_name, signature_of
+from reactivate.integrations.recipe._grammar import POLICIES, STORAGES, Functions, Spelled, check_name, signature_of
 
 LONGEST = 10_000  # characters
 
@@ -27,7 +27,7 @@ def parse_policy(text: str, asked_by: str = "--policy") -> Policy:
         UsageError: it is anything else; or a function does not take what it is given.
 
     Examples:
-        >>> from reactivate.recipe._text import parse_policy
+        >>> from reactivate.integrations.recipe._text import parse_policy
         >>> parse_policy("first_match(save_ops('linear'), full())")
         first_match(save_ops('linear'), full())
     """
@@ -49,7 +49,7 @@ def parse_storage(text: str, asked_by: str) -> Storage:
         UsageError: it is anything else.
 
     Examples:
-        >>> from reactivate.recipe._text import parse_storage
+        >>> from reactivate.integrations.recipe._text import parse_storage
         >>> parse_storage("Host(limit=1000)", "--offload").limit, parse_storage("host", "--offload").limit
         (1000, None)
     """

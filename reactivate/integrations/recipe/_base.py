@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch.nn import Module
 
-from reactivate._options import Determinism
+from reactivate._options import CheckMode
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards
@@ -36,12 +36,12 @@ class Settings:
     """The options of `reactivate.apply` beside the policy.
 
     Attributes:
-        guards, early_stop, determinism: as there.
+        guards, early_stop, check: as there.
     """
 
     guards: Guards = DEFAULT
     early_stop: bool = True
-    determinism: Determinism = "first"
+    check: CheckMode = "first"
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,10 +51,10 @@ class Recipe:
 
     Examples:
         >>> import reactivate
-        >>> recipe = reactivate.recipe.load({"ac_mode": "selective", "ac_option": 2})
+        >>> recipe = reactivate.integrations.recipe.load({"ac_mode": "selective", "ac_option": 2})
         >>> recipe.to_dict()
         {'ac_mode': 'selective', 'ac_option': 2}
-        >>> recipe == reactivate.recipe.load(recipe.to_dict())
+        >>> recipe == reactivate.integrations.recipe.load(recipe.to_dict())
         True
     """
 

@@ -14,8 +14,16 @@ from typing import Any
 from reactivate._text.words import did_you_mean
 from reactivate._types import Policy, Storage
 from reactivate.errors import UsageError
-from reactivate.recipe._grammar import POLICIES, STORAGES, Spelled, check_name, kinds_of, listed, signature_of
-from reactivate.recipe._text import read_text
+from reactivate.integrations.recipe._grammar import (
+    POLICIES,
+    STORAGES,
+    Spelled,
+    check_name,
+    kinds_of,
+    listed,
+    signature_of,
+)
+from reactivate.integrations.recipe._text import read_text
 
 _STORAGES = {name.lower(): name for name in STORAGES}
 

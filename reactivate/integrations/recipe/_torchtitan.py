@@ -11,12 +11,12 @@ from torch.nn import Module
 
 from reactivate._types import Policy
 from reactivate.errors import UsageError
+from reactivate.integrations.recipe._base import OP_OR_NUMBER, Example, Settings
+from reactivate.integrations.recipe._layers import every, layers_of, recompute
+from reactivate.integrations.recipe._selective_op import selective_op
+from reactivate.integrations.recipe._torchtitan_classes import CLASSES, TorchtitanClasses
+from reactivate.integrations.recipe._torchtitan_options import FORCED, NAMES, TorchtitanOptions, without
 from reactivate.policies import none
-from reactivate.recipe._base import OP_OR_NUMBER, Example, Settings
-from reactivate.recipe._layers import every, layers_of, recompute
-from reactivate.recipe._selective_op import selective_op
-from reactivate.recipe._torchtitan_classes import CLASSES, TorchtitanClasses
-from reactivate.recipe._torchtitan_options import FORCED, NAMES, TorchtitanOptions, without
 
 _MODES = "'none', 'full', 'selective' or 'memory_budget'; since 0.3 'FullAC', 'SelectiveAC' or 'MemoryBudgetAC'"
 _FORCED = "per_op_sac_" + FORCED

@@ -10,9 +10,9 @@ from torch.nn import Module
 
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
+from reactivate.integrations.recipe._base import Example, Recipe, Settings
+from reactivate.integrations.recipe._memory_budget import planned
 from reactivate.planner.plan import Plan
-from reactivate.recipe._base import Example, Recipe, Settings
-from reactivate.recipe._memory_budget import planned
 
 FORCED = "force_recompute_mm_shapes_by_fqns"
 NAMES = "a list of parts of the paths of Linear modules, such as ['moe.router.gate']"
@@ -49,7 +49,7 @@ class TorchtitanOptions(Recipe):
         elif self.visualize_memory_budget_pareto:
             raise UsageError(
                 "recipe: visualize_memory_budget_pareto=True is not supported because a recipe writes no files; it takes "
-                "False. Plan.frontier of what Recipe.policy_for returns has the points, and reactivate.report draws them."
+                "False. Plan.frontier of what Recipe.policy_for returns has the points, and Plan.save draws them."
             )
         elif not 0 <= self.share <= 1:
             raise UsageError(
@@ -83,13 +83,13 @@ class TorchtitanOptions(Recipe):
         return Settings(
             DEFAULT if self.preserve_rng_state else DEFAULT.without("rng"),
             early_stop,
-            "values" if self.debug else "first" if self.determinism_check == "default" else "none",
+            "every" if self.debug else "first" if self.determinism_check == "default" else "none",
         )
 
     def settings_of_plan(self) -> Settings:
         """Return the settings under which a plan holds what it promises: those that it was simulated with."""
         settings = self.settings_with(early_stop=True)
-        return settings if settings.determinism != "first" else Settings(settings.guards, True, "metadata")
+        return settings if settings.check != "first" else Settings(settings.guards, True, "metadata")
 
 
 def without(given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from torch.nn import Module
 
 from reactivate.errors import PlanInfeasible, UsageError
+from reactivate.integrations.recipe._base import Example
 from reactivate.planner.api import plan
 from reactivate.planner.plan import Plan
-from reactivate.recipe._base import Example
 
 
 def planned(model: Module, share: float, example: Example | None) -> Plan:

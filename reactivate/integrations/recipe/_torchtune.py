@@ -10,10 +10,10 @@ from torch.nn import Module
 
 from reactivate._types import DEVICE, Policy, Storage
 from reactivate.errors import UsageError
+from reactivate.integrations.recipe._base import OP_OR_NUMBER, Example, Recipe, Settings
+from reactivate.integrations.recipe._layers import every, layers_of, recompute
+from reactivate.integrations.recipe._selective_op import selective_op
 from reactivate.policies import full, none
-from reactivate.recipe._base import OP_OR_NUMBER, Example, Recipe, Settings
-from reactivate.recipe._layers import every, layers_of, recompute
-from reactivate.recipe._selective_op import selective_op
 from reactivate.storage import Host
 
 _LAYER = "TransformerSelfAttentionLayer"  # what the switch recomputes, wherever in a model of torchtune's

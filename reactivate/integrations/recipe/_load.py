@@ -14,15 +14,15 @@ from reactivate._model.apply import apply as apply_policy
 from reactivate._model.handle import Handle
 from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
+from reactivate.integrations.recipe._base import Example, Recipe
+from reactivate.integrations.recipe._native import Native
+from reactivate.integrations.recipe._objects import fields_of, is_object, sections_of
+from reactivate.integrations.recipe._torchtitan import Torchtitan
+from reactivate.integrations.recipe._torchtitan_classes import TorchtitanClasses
+from reactivate.integrations.recipe._torchtune import Torchtune
+from reactivate.integrations.recipe._validate import validated
+from reactivate.integrations.recipe._yaml import read_yaml
 from reactivate.planner.step import Loss
-from reactivate.recipe._base import Example, Recipe
-from reactivate.recipe._native import Native
-from reactivate.recipe._objects import fields_of, is_object, sections_of
-from reactivate.recipe._torchtitan import Torchtitan
-from reactivate.recipe._torchtitan_classes import TorchtitanClasses
-from reactivate.recipe._torchtune import Torchtune
-from reactivate.recipe._validate import validated
-from reactivate.recipe._yaml import read_yaml
 
 Source = Mapping[str, Any] | str | os.PathLike[str] | Any  # the last: an object of a dataclass
 
@@ -48,7 +48,7 @@ def load(source: Source, *, section: str | None = None) -> Recipe:
 
     Examples:
         >>> import reactivate
-        >>> reactivate.recipe.load({"mode": "selective", "selective_ac_option": "2"})
+        >>> reactivate.integrations.recipe.load({"mode": "selective", "selective_ac_option": "2"})
         Torchtitan(mode='selective', selective_ac_option='2')
     """
     given = _mapping(source, section)
@@ -87,7 +87,7 @@ def apply(
         >>> import torch, reactivate
         >>> layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
         >>> model = torch.nn.TransformerEncoder(layer, 4)
-        >>> reactivate.recipe.apply(model, {"ac_mode": "selective", "ac_option": 2}).regions
+        >>> reactivate.integrations.recipe.apply(model, {"ac_mode": "selective", "ac_option": 2}).regions
         ('layers.1', 'layers.3')
     """
     if not isinstance(model, Module):
@@ -100,7 +100,7 @@ def apply(
         recipe.policy_for(model, example),
         guards=settings.guards,
         early_stop=settings.early_stop,
-        determinism=settings.determinism,
+        check=settings.check,
     )
 
 

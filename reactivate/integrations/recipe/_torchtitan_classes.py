@@ -14,11 +14,11 @@ from torch.nn import Module
 
 from reactivate._types import Policy
 from reactivate.errors import UsageError
+from reactivate.integrations.recipe._base import Example, Settings
+from reactivate.integrations.recipe._layers import layers_of, recompute
+from reactivate.integrations.recipe._selective_op import selective_op
+from reactivate.integrations.recipe._torchtitan_options import FORCED, NAMES, TorchtitanOptions
 from reactivate.policies import none
-from reactivate.recipe._base import Example, Settings
-from reactivate.recipe._layers import layers_of, recompute
-from reactivate.recipe._selective_op import selective_op
-from reactivate.recipe._torchtitan_options import FORCED, NAMES, TorchtitanOptions
 
 _COMMON = frozenset({"preserve_rng_state", "determinism_check", "debug"})
 # The class that a dump is of.

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 from torch.nn import Module
 
-from reactivate._options import Determinism
+from reactivate._options import CheckMode
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
-from reactivate.recipe._base import Example, Recipe, Settings
-from reactivate.recipe._grammar import Spelled
-from reactivate.recipe._mapping import plain, read_mapping
+from reactivate.integrations.recipe._base import Example, Recipe, Settings
+from reactivate.integrations.recipe._grammar import Spelled
+from reactivate.integrations.recipe._mapping import plain, read_mapping
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,7 +26,7 @@ class Native(Recipe):
     policy: Annotated[Any, "a policy, such as 'full' or {'first_match': [{'save_ops': ['linear']}, 'full']}"]
     without_guards: Annotated[Sequence[str], "a list of names of guards"] = ()
     early_stop: Annotated[bool, "True or False"] = True
-    determinism: Annotated[Determinism, "'first', 'metadata', 'values' or 'none'"] = "first"
+    check: Annotated[CheckMode, "'first', 'every', 'metadata' or 'none'"] = "first"
 
     def __post_init__(self) -> None:
         try:
@@ -41,7 +41,7 @@ class Native(Recipe):
         return self.policy.built()  # type: ignore[no-any-return]
 
     def settings(self) -> Settings:
-        return Settings(DEFAULT.without(*self.without_guards), self.early_stop, self.determinism)
+        return Settings(DEFAULT.without(*self.without_guards), self.early_stop, self.check)
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"policy": plain(self.policy)}

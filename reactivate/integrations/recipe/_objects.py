@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from reactivate.errors import UsageError
-from reactivate.recipe._torchtitan_classes import CLASSES
+from reactivate.integrations.recipe._torchtitan_classes import CLASSES
 
 
 def is_object(source: Any) -> bool:

@@ -1,0 +1,5 @@
+"""Losses of large vocabularies, computed in parts."""
+
+from reactivate._loss.chunked import chunked_cross_entropy
+
+__all__ = ["chunked_cross_entropy"]
