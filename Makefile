@@ -18,7 +18,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU TPU_PYTHON=$(TPU)/bin/python $(XL
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types docs campaign fuzz bench bench-distributed bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
+.PHONY: gpu demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types package docs campaign fuzz bench bench-distributed bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -112,6 +112,14 @@ lint: $(VENV)/.lint
 types: $(VENV)/.lint
 	$(BIN)/mypy
 
+package: $(VENV)/.package $(VENV)/.demo  ## the wheel: built, checked, and used outside of this directory
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/wheel dist/*.whl
+	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python -m reactivate doctor
+	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python $(CURDIR)/examples/byte_gpt.py --help > /dev/null
+
 docs: $(VENV)/.docs  ## the site; fails with any warning, which --quiet would hide from --strict
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -130,6 +138,9 @@ bench-distributed: $(VENV)/.test  ## the tables in docs/distributed.md, on proce
 	$(TEST) $(BIN)/python benchmarks/sharded.py --out benchmarks/results
 
 ON_GPU := --device cuda --clock wall --out benchmarks/results
+
+gpu: $(VENV)/.bench $(VENV)/.test  ## what waits for a GPU, in nine minutes: tests, random programs, figures; again to go on
+	$(BIN)/python benchmarks/gpu.py
 
 bench-gpu: $(VENV)/.bench $(VENV)/.models  ## the figures in docs/gpu.md, on a GPU
 	$(BIN)/python benchmarks/overhead.py $(ON_GPU)
