@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._snapshot import parts
+from reactivate._snapshot import parts, reached
 from reactivate._snapshot.module_walk import ModuleWalk
 from reactivate._snapshot.trees import single_modules, whole_trees
 
@@ -375,3 +375,64 @@ def test_a_forward_below_a_policy_may_hold_state(walks: list[Any]) -> None:
     for one, other in zip(run(lambda module: module), run(with_policy), strict=True):
         assert_bitwise(one, other, "a forward of the user's")
     assert len(walks) == 3
+
+
+class Counter(nn.Module):
+    """Counts its calls, and computes with the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("total", torch.zeros(40, 40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.total += 0.1
+        return (x * self.calls + self.total[0, 0]).sin()
+
+
+class Large(nn.Module):
+    """More modules than are noted for every region, and a counter inside of two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        counter = Counter()
+        self.first, self.second = nn.Sequential(nn.Linear(4, 4), counter), nn.Sequential(counter, nn.Linear(4, 4))
+        self.others = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GELU()) for _ in range(40))
+
+    def step(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.second(x)
+        for other in self.others[:3]:
+            x = other(x)
+        return x
+
+
+def test_the_modules_of_a_large_tree_are_noted_by_small_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that was reached before is not noted again: at that time it held something else."""
+    noted: list[int] = []
+
+    class Watched(reached.Moment):
+        def __init__(self, holders: Any, tensors: Any, arguments: Any, tree: Any, *more: Any) -> None:
+            noted.append(len(tree.modules))
+            super().__init__(holders, tensors, arguments, tree, *more)
+
+    def trained(wrap: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, found = Large(), []
+        for _ in range(3):
+            x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+            wrap(model.step)(x).sum().backward()
+            found += [
+                x.grad,
+                torch.tensor(float(model.first[1].calls)),
+                *(p.grad for p in model.parameters() if p.grad is not None),
+            ]
+        return [*found, *model.buffers()]
+
+    expected = trained(lambda fn: fn)
+    monkeypatch.setattr(reached, "Moment", Watched)
+    for one, other in zip(expected, trained(reactivate.checkpoint), strict=True):
+        assert_bitwise(one, other, "a tensor")
+    # The model; its first part, whole; of the second what was not reached; the list and a part of it; three blocks, whole.
+    assert noted[-9:] == [1, 3, 1, 1, 1, 1, 4, 4, 4]

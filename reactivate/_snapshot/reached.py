@@ -13,7 +13,7 @@ from reactivate._snapshot.generators import rewound_generator, state_of_generato
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.reaching import close_reaching, open_reaching, tree_of
 from reactivate._snapshot.rewound import RewoundMoment
-from reactivate._snapshot.trees import tree_at
+from reactivate._snapshot.trees import LARGE_TREE, Tree, is_large, tree_at, tree_under
 from reactivate._types import Unrestored
 
 
@@ -45,14 +45,32 @@ class ReachedModules:
         todo = [module]
         while todo:
             inner = todo.pop()
-            if id(inner) not in self._reached:
+            if id(inner) not in self._reached and not self._is_noted_whole(inner):
                 self._reached[id(inner)] = inner
                 tree, roots = tree_at(inner)
                 todo += roots
-                self.moments.append(Moment((), (), (), tree, self._may_write_unseen))
-                self.generators += [(item, state_of_generator(item)) for item in tree.generators]
+                self._note(tree)
                 if getattr(inner, "_compiled_call_impl", None) is not None or "_orig_mod" in inner._modules:
                     todo += tree_of(inner)  # compiled code reads what is inside past all functions
+
+    def _is_noted_whole(self, module: Module) -> bool:
+        """Note a module with all that is inside of it, if that is little, and return whether it is noted.
+
+        Not if a part was reached before: what it held at that time counts.
+        """
+        if is_large(module) or not module._modules:
+            return False
+        tree = tree_under((module,))
+        inside = dict(zip(map(id, tree.modules), tree.modules))
+        if len(inside) > LARGE_TREE or not self._reached.keys().isdisjoint(inside):
+            return False
+        self._reached.update(inside)
+        self._note(tree)
+        return True
+
+    def _note(self, tree: Tree) -> None:
+        self.moments.append(Moment((), (), (), tree, self._may_write_unseen))
+        self.generators += [(item, state_of_generator(item)) for item in tree.generators]
 
     def finish(self) -> None:
         """The forward is over."""
