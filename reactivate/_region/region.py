@@ -395,12 +395,15 @@ class Region:
     def unpack(self, number: int) -> Tensor:
         """Autograd asks for a tensor that it saved, by its number: mostly it is there, and is handed out once."""
         values = self.values
-        if number < len(values) and not (groups or number in self.read_again):
-            found = values[number]
-            if found is not None and found[0]._version == found[1]:
-                values[number] = None
-                return found[0]
-        return self.unpack_slot(number)
+        found: Any = values[number] if number < len(values) else None
+        if found is None:
+            found = self._recomputed(number, number)
+            values = self.values
+        value: Tensor = found[0]
+        if values and value._version == found[1] and not (groups or number in self.read_again):
+            values[number] = None
+            return value
+        return self._handed_out(number, *found)
 
     def unpack_slot(self, handle: Any) -> Tensor:
         """Autograd asks for a tensor that it saved: by its slot, or by its number."""
@@ -410,7 +413,9 @@ class Region:
             found = self._recomputed(number, handle)
             if found is None:
                 return self._load(handle)
-        value, version = found
+        return self._handed_out(number, *found)
+
+    def _handed_out(self, number: int, value: Tensor, version: int) -> Tensor:
         if value._version != version:
             raise self.options.exception(errors_text.written_after_saved(self, number))
         if self.values and not self._is_kept(number):
