@@ -7,32 +7,37 @@ import doctest
 import importlib
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from house import MODULES, PACKAGE, PLANNER_FLOORS, floor_of, imports_of, page
+from several import check_each
 
 import reactivate
 from reactivate.dropin import deepspeed
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_point_down(name: str) -> None:
-    for other in imports_of(name):
-        assert floor_of(other) <= floor_of(name), f"{name} imports {other}, which stands above it"
+def test_imports_point_down() -> None:
+    above = [
+        f"{name} imports {other}, which stands above it"
+        for name in MODULES
+        for other in imports_of(name)
+        if floor_of(other) > floor_of(name)
+    ]
+    assert not above, "\n".join(above)
 
 
 BELOW_GUARDS = ("_snapshot", "_passes", "_storing", "_saved_calls", "_region", "_xla")
 
 
-@pytest.mark.parametrize("room", BELOW_GUARDS)
-def test_regions_are_given_their_guards(room: str) -> None:
+def test_regions_are_given_their_guards() -> None:
     """The options of a region bring the guards, since a user can leave some out: no room below knows which there are."""
-    names = [name for name in MODULES if name.startswith(f"reactivate.{room}.")]
-    assert len(names) > 3
-    for name in names:
-        assert not [other for other in imports_of(name) if other.startswith("reactivate.guards")], name
+    for room in BELOW_GUARDS:
+        names = [name for name in MODULES if name.startswith(f"reactivate.{room}.")]
+        assert len(names) > 3
+        for name in names:
+            assert not [other for other in imports_of(name) if other.startswith("reactivate.guards")], name
 
 
 def test_imports_inside_the_planner_point_down() -> None:
@@ -68,18 +73,24 @@ def test_no_two_classes_share_a_name() -> None:
     assert shared.keys() <= {"ActivationCheckpointing", "CheckpointFunction"}, shared
 
 
-@pytest.mark.parametrize("name", ["reactivate", *MODULES])
-def test_all_is_the_truth(name: str) -> None:
-    module = importlib.import_module(name)
-    for public in getattr(module, "__all__", ()):
-        assert hasattr(module, public)
+def test_all_is_the_truth() -> None:
+    modules = [importlib.import_module(name) for name in ("reactivate", *MODULES)]
+    missing = [
+        f"{module.__name__}.{public}"
+        for module in modules
+        for public in getattr(module, "__all__", ())
+        if not hasattr(module, public)
+    ]
+    assert not missing
 
 
-@pytest.mark.parametrize("name", ["reactivate", *MODULES])
-def test_examples_run(name: str, whole_heap: None) -> None:
-    results = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch, "reactivate": reactivate})
-    assert results.failed == 0
-    deepspeed.get_cuda_rng_tracker.cache_clear()  # each tracker there is makes the notes of all regions larger
+def test_examples_run(whole_heap: None) -> None:
+    def run(name: str) -> None:
+        results = doctest.testmod(importlib.import_module(name), extraglobs={"torch": torch, "reactivate": reactivate})
+        deepspeed.get_cuda_rng_tracker.cache_clear()  # each tracker there is makes the notes of all regions larger
+        assert results.failed == 0, f"{results.failed} of {results.attempted} examples: see the output"
+
+    check_each({name: partial(run, name) for name in ("reactivate", *MODULES)})
 
 
 def test_the_public_functions_have_examples() -> None:

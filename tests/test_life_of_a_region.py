@@ -6,13 +6,14 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import pytest
 import torch
+from several import check_each
 from torch import nn
 
 import reactivate
@@ -32,9 +33,8 @@ def found(file: str, name: str) -> Any:
     return attrgetter(name)(importlib.import_module("reactivate." + file.removesuffix(".py").replace("/", ".")))
 
 
-@pytest.mark.parametrize(("file", "name"), dict.fromkeys(named_in(PAGE)))
-def test_what_the_page_names_is_there(file: str, name: str) -> None:
-    assert found(file, name) is not None
+def test_what_the_page_names_is_there() -> None:
+    check_each({" ".join(named): partial(found, *named) for named in named_in(PAGE)})
 
 
 def test_the_page_has_ten_steps_with_code() -> None:

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import aot_function, make_boxed_func
+from several import check_each
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -1132,9 +1133,8 @@ def states_of_generators_are_compared_unseen() -> None:
     assert room.is_same_state(1, 2) is False
 
 
-@pytest.mark.parametrize("check", dict.fromkeys(CHECKS.values()), ids=lambda check: check.__name__)
-def test_what_is_needed(check: Callable[[], None]) -> None:
-    check()
+def test_what_is_needed() -> None:
+    check_each({check.__name__: check for check in CHECKS.values()})
 
 
 def names_of(part: ModuleType) -> set[str]:
