@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import contextlib
 import hashlib
 import importlib
 import json
@@ -46,7 +47,7 @@ class Test:
 
     @property
     def tier(self) -> int:
-        return 2 if self.item.get_closest_marker("slow") else 1
+        return 2 if self.item.get_closest_marker("second") else 1
 
 
 @dataclass
@@ -73,11 +74,8 @@ class Child:
         return bool(piece)
 
     def end(self) -> None:
-        with_children = getattr(os, "killpg")
-        try:
-            with_children(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self.pipe)
         self.finish(self.lines)

@@ -17,10 +17,9 @@ from types import CodeType, FunctionType
 import reactivate
 
 ROOT = Path(str(reactivate.__file__)).parent.parent
-ROOMS = ("_region", "_snapshot", "_saved_calls", "guards")
-CORE = sorted(
-    path for room in ROOMS for path in (ROOT / "reactivate" / room).glob("*.py") if path.name != "__init__.py"
-) + [ROOT / "reactivate" / "planner" / "solve.py"]
+ROOMS = ("_region", "_saved_calls", "_snapshot", "guards")
+CORE = [path for room in ROOMS for path in sorted((ROOT / "reactivate" / room).glob("*.py")) if path.stem != "__init__"]
+CORE.append(ROOT / "reactivate" / "planner" / "solve.py")
 
 Change = Callable[[ast.AST], "ast.AST | None"]
 """Changes a node where it is, or returns another one for its place."""

@@ -15,6 +15,7 @@ import torch
 from memory import allocated_by
 from oracle import assert_bitwise, random_states
 from plan_models import GPT, loss_of, tokens
+from several import each
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -297,7 +298,7 @@ def test_compiled_models_are_refused() -> None:
         torch.compile(model, backend="eager")(tokens(3, 8))
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"shapes": "dynamic"}, r'takes "adaptive"'),

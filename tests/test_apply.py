@@ -14,6 +14,7 @@ import oracle
 import pytest
 import torch
 from journal import Journal
+from several import each
 from torch import Tensor, nn
 
 import reactivate
@@ -237,7 +238,7 @@ def test_layers_do_not_depend_on_other_models() -> None:
         assert reactivate.apply(Model(6), policy).regions == ("layers.1", "layers.4")
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "says"),
     [
         (policies.recompute_modules("blocks.*"), "layers.0, layers.1"),

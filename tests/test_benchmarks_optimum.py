@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from several import each
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -53,7 +54,7 @@ def by_brute_force(graph: Graph) -> list[Choice]:
     return undominated(found)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_the_optimum_is_that_of_all_choices(seed: int) -> None:
     graph = some_graph(seed)
     assert frontier(graph) == by_brute_force(graph)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from memory import allocated_by
 from oracle import assert_bitwise
+from several import each
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -196,7 +197,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_a_wrong_argument_is_refused_in_words(name: str) -> None:
     hidden, weight, _, targets = made()
     make, words = REFUSED[name]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from several import each
 from torch import Tensor, nn
 
 pytest.importorskip("click", reason="the extra `cli`")
@@ -363,7 +364,7 @@ def test_explain(saved: Path) -> None:
 # -- policies ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "policy"),
     [
         (" full() ", policies.full()),
@@ -418,7 +419,7 @@ def test_any_other_text_is_refused(text: str, tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "said"),
     [
         ("full", "write the call: full(...)"),
@@ -490,7 +491,7 @@ def test_where() -> None:
 # -- configs of transformers ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "fields", "more"),
     [
         ("LlamaConfig", LLAMA, ("--length", 8)),
@@ -563,7 +564,7 @@ def test_what_is_not_a_config(tmp_path: Path) -> None:
 # -- exit codes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         (["plan"], "Missing argument 'TARGET'"),

@@ -12,6 +12,7 @@ import torch._dynamo.testing
 import torch._inductor.config
 import torch.nn.functional as F
 from oracle import assert_bitwise
+from several import each
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.library import custom_op
@@ -125,7 +126,7 @@ def test_scaled_products_are_kept() -> None:
     assert saved_by(lambda value: Scaled.apply(value.sin()).exp(), x(16, WIDTH)) == {"_scaled_mm": None}
 
 
-@pytest.mark.parametrize("op", ["linear", "mm", "topk", "_scaled_mm", "flex_attention", "convolution"])
+@each("op", ["linear", "mm", "topk", "_scaled_mm", "flex_attention", "convolution"])
 def test_what_it_names_exists(op: str) -> None:
     policies.save_ops(op)
     assert op in COMPUTE_INTENSIVE
@@ -260,9 +261,9 @@ def test_copies_to_the_host_are_kept_and_no_others() -> None:
             asked.append(site.is_copy_to_host)
         return policies.compute_intensive()(site)
 
-    for each in (policies.compute_intensive(), policy):
+    for used in (policies.compute_intensive(), policy):
         with FakeTensorMode(), observed_by(saved):
-            region = reactivate.checkpoint(split, policy=each)
+            region = reactivate.checkpoint(split, policy=used)
             # Of a device that is not here there is neither autograd nor a backward.
             region(torch.randn(4, 4, requires_grad=True), torch.zeros(4, device="cuda"))
         assert saved.calls.pop() == {"to": None}
@@ -282,7 +283,7 @@ def test_a_kept_copy_is_bitwise(monkeypatch: pytest.MonkeyPatch, storage: Any) -
     assert calls == {"to": None}
 
 
-@pytest.mark.parametrize(
+@each(
     ("op", "arguments", "options", "is_copy"),
     [
         ("to", ("cpu",), {}, True),

@@ -14,6 +14,7 @@ from framework_cases import CASES
 from journal import Journal
 from oracle import Watched, assert_bitwise
 from ranks import errors_of, listed
+from several import each
 from torch import Tensor, nn
 from tracker_of_megatron import CpuRngStatesTracker
 
@@ -160,7 +161,7 @@ REGIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "regions"), REGIONS, ids=[str(index) for index in range(len(REGIONS))])
+@each(("fields", "regions"), REGIONS, ids=[str(index) for index in range(len(REGIONS))])
 def test_fields_of_the_configuration(fields: dict[str, Any], regions: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model, x = Decoder(), torch.randn(2, 4)
@@ -178,7 +179,7 @@ def test_fields_of_the_configuration(fields: dict[str, Any], regions: tuple[str,
         assert_bitwise(one, other, "gradient")
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"recompute_method": "block"}, "recompute_method='block' without recompute_granularity"),

@@ -17,6 +17,7 @@ import torch.utils.checkpoint as upstream
 from journal import Journal
 from memory import allocated_by
 from oracle import Case, Ran, assert_bitwise, assert_same, run
+from several import each
 from torch import Tensor, nn
 
 from reactivate._passes.observing import observed_by
@@ -77,7 +78,7 @@ GROUPS = ["GraphExecGroup"] if hasattr(upstream, "GraphExecGroup") else []  # to
 ADDED = {"preserve_rng_state", "respect_saved_tensors_hooks"}
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *GROUPS, "DefaultDeviceType", "SelectiveCheckpointContext"])
+@each("name", [*FUNCTIONS, *GROUPS, "DefaultDeviceType", "SelectiveCheckpointContext"])
 def test_signature(name: str) -> None:
     """Names, kinds and defaults of the parameters; those of `checkpoint` are the newest torch's, on every torch."""
     new, theirs = parameters(getattr(ours, name)), parameters(getattr(upstream, name))
@@ -92,7 +93,7 @@ def test_signature_of_checkpoint_function() -> None:
     assert parameters(ours.CheckpointFunction.apply) == parameters(upstream.CheckpointFunction.forward)[1:]
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         *("CheckpointError", "CheckpointPolicy", "SelectiveCheckpointContext", "DefaultDeviceType", "SAC_IGNORED_OPS"),
@@ -132,7 +133,7 @@ def test_without_use_reentrant_there_is_torchs_warning(name: str) -> None:
         check(chain, call(ours))
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"use_reentrant": True, "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())},
@@ -142,7 +143,7 @@ def test_without_use_reentrant_there_is_torchs_warning(name: str) -> None:
     ],
     ids=lambda options: "-".join(options),
 )
-@pytest.mark.parametrize("grad", [True, False])
+@each("grad", [True, False])
 def test_options_that_torch_refuses(options: dict[str, Any], grad: bool) -> None:
     """In the same words, and also where nothing is differentiated; since torch 2.14 there is one option more."""
     messages = []
@@ -422,7 +423,7 @@ def test_one_segment_is_the_plain_call() -> None:
     assert (one.regions, one.kept_bytes) == (0, plain.kept_bytes)
 
 
-@pytest.mark.parametrize("segments", [0, -1, 6, 2.5, True, "2"])
+@each("segments", [0, -1, 6, 2.5, True, "2"])
 def test_segments_are_validated(segments: Any) -> None:
     with pytest.raises(ValueError, match=r"segments=.* from 1 to 5"):
         ours.checkpoint_sequential(block(), segments, leaf(8, 16), use_reentrant=False)

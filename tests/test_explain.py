@@ -17,6 +17,7 @@ from weakref import ref
 import pytest
 import torch
 from oracle import assert_bitwise, random_states, seed_everything
+from several import each
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -110,7 +111,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "nested, saved": recomputed(first_match(save_ops("gelu"), NESTED), lambda: Model(Outer)),
 }
 REGIONS = {"plain": 0, "every second": 2, "nested": 8, "nested, saved": 8}
-every_model = pytest.mark.parametrize("name", MODELS)
+every_model = each("name", MODELS)
 
 
 def made(name: str) -> Model:

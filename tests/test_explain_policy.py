@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from several import each
 from test_report import HOSTILE, read, texts_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,8 +40,8 @@ def compared(policy: object, net: nn.Module | None = None) -> Comparison:
     return reactivate.explain(net or model(), X, policy=policy)  # type: ignore[call-overload, no-any-return]
 
 
-@pytest.mark.parametrize("fake", [None, True])
-@pytest.mark.parametrize(
+@each("fake", [None, True])
+@each(
     "policy",
     [full(), none(), recompute_every(2), recompute_modules("*.mlp"), first_match(save_ops("linear"), full())],
     ids=str,

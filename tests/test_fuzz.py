@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from several import each
 from torch import nn, ones
 
 import reactivate
@@ -20,7 +21,7 @@ from fuzz.generate import generate
 from fuzz.judge import AS_HOOKED, BY_CHANCE, DISCARDED, REFUSED, RIGHT, SILENT, Verdict, judge, torchs_verdict, words_of
 from fuzz.page import page
 from fuzz.program import Between, Block, Call, Group, Program, Training, Use
-from fuzz.report import Summary
+from fuzz.report import Summary, failure_text
 from fuzz.run import PLAIN, TORCH, checked, compiled, run
 from fuzz.shrink import shrink, smaller_than
 from fuzz.snapshot import Freezer
@@ -45,7 +46,7 @@ def program_of(*names: str, **training: object) -> Program:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fixed_seeds(seed: int) -> None:
     verdict = judged(seed)
-    assert not verdict.fails, f"{verdict}\n{source_of(generate(seed))}"
+    assert not verdict.fails, failure_text(seed, verdict, generate(seed))
 
 
 def test_fixed_seeds_test_something() -> None:
@@ -137,7 +138,7 @@ def variants(name: str) -> Iterator[Program]:
 DISCARDS = "modified by an inplace", "through the graph a second time"
 
 
-@pytest.mark.parametrize("name", CONSTRUCTS)
+@each("name", CONSTRUCTS)
 def test_every_construct_runs_plain_with_every_option(name: str) -> None:
     for program in variants(name):
         source = source_of(program)
@@ -145,7 +146,7 @@ def test_every_construct_runs_plain_with_every_option(name: str) -> None:
         assert error is None or any(words in str(error) for words in DISCARDS), f"{error!r}\n{source}"
 
 
-@pytest.mark.parametrize("index", range(len(INTERLUDES)))
+@each("index", range(len(INTERLUDES)))
 def test_every_interlude_runs_plain(index: int) -> None:
     program = replace(program_of("calculate"), between=(Between(0, -1, index, 0),))
     error = run(compiled(source_of(program)), PLAIN, 0).error

@@ -8,6 +8,7 @@ from typing import Any
 import plan_models
 import pytest
 import torch
+from several import each
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -122,12 +123,12 @@ def run(name: str, cases: dict[str, Callable[[], tuple[Any, ...]]]) -> list[bool
     return runs
 
 
-@pytest.mark.parametrize("name", REPRODUCED)
+@each("name", REPRODUCED)
 def test_a_call_runs_once(name: str) -> None:
     assert run(name, REPRODUCED) == [True, False, False]
 
 
-@pytest.mark.parametrize("name", RUN_AGAIN)
+@each("name", RUN_AGAIN)
 def test_a_call_runs_each_time(name: str) -> None:
     assert run(name, RUN_AGAIN) == [True] * 3
 

@@ -12,6 +12,7 @@ import torch
 from memory import allocated_by
 from oracle import assert_bitwise
 from plan_models import GPT, llama
+from several import each
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -200,8 +201,8 @@ ASKED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each("name", ASKED)
+@each("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_they_answer_as_the_tensor_does(name: str, dtype: torch.dtype) -> None:
     (_, logits), (plain, _) = logits_of(dtype), logits_of(dtype)
     assert isinstance(logits, Logits)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_bitwise
+from several import each
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -469,7 +470,7 @@ def test_strides_that_a_storage_loses_come_back(view: Any) -> None:
     assert shelf.given > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("load", "said"),
     [
         (lambda copy: None, "None, which is no tensor"),

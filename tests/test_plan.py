@@ -18,6 +18,7 @@ from journal import Journal
 from memory import allocated_by
 from oracle import assert_bitwise, random_states
 from plan_models import GPT, Block, Case, gpt, resnet
+from several import each
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -393,7 +394,7 @@ def test_the_largest_batch_is_found() -> None:
     assert longer.largest is not None and longer.made_for.inputs[0][1] == (2, longer.largest)
 
 
-@pytest.mark.parametrize("maximize", ["length", {"a": 0, "b": 1}, 3, {"length": True}])
+@each("maximize", ["length", {"a": 0, "b": 1}, 3, {"length": True}])
 def test_what_cannot_be_maximized_is_refused(maximize: Any) -> None:
     with pytest.raises(UsageError, match="takes 'batch'"):
         reactivate.plan(GPT(layers=2), torch.zeros(2, 8, dtype=torch.long), budget="1GiB", maximize=maximize)
@@ -876,7 +877,7 @@ def test_a_step_that_depends_on_its_arguments_is_planned() -> None:
     assert_holds(case, planned(case))
 
 
-@pytest.mark.parametrize(
+@each(
     ("loss", "message"),
     [
         (lambda out: out, "whose result is a scalar to go back from; got a Tensor of shape"),

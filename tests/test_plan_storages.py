@@ -18,6 +18,7 @@ import pytest
 import torch
 from oracle import assert_bitwise
 from plan_models import Block, Case, peak_with
+from several import each
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
@@ -249,7 +250,7 @@ def test_a_storage_of_ones_own(made: PlanContents) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("storages", "message"),
     [
         (Host, "takes a storage"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from several import each
 from torch import Tensor, nn
 
 from reactivate.errors import UsageError
@@ -32,7 +33,7 @@ def made() -> tuple[nn.Module, Tensor]:
     return Blocks(), torch.randn(512, 16)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "storage"),
     [
         ("host", Host()),
@@ -45,7 +46,7 @@ def test_a_storage_is_read(text: str, storage: Any) -> None:
     assert parse_storage(text, "--offload") == storage
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("disk", "Disk does not take this: missing a required argument: 'path'"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from several import each
 
 from reactivate.errors import UsageError
 from reactivate.planner.cost import links
@@ -99,7 +100,7 @@ def test_the_way_to_a_disk_is_measured_once_in_both_directions(tmp_path: Path, m
     assert not [entry for entry in tmp_path.iterdir() if entry.is_dir() and any(entry.iterdir())]
 
 
-@pytest.mark.parametrize("values", [(0, 1), (1, -1), (1, math.nan), (math.inf, 1), ("1", 1), (1, 1, -1.0), (True, 1)])
+@each("values", [(0, 1), (1, -1), (1, math.nan), (math.inf, 1), ("1", 1), (1, 1, -1.0), (True, 1)])
 def test_a_link_that_cannot_be_is_refused(values: Any) -> None:
     with pytest.raises(UsageError, match="is not allowed"):
         Link(*values)

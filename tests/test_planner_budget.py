@@ -6,12 +6,13 @@ from fractions import Fraction
 
 import pytest
 from hypothesis import given, strategies as st
+from several import each
 
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget, parse
 
 
-@pytest.mark.parametrize(
+@each(
     ("budget", "total_bytes"),
     [
         (1, 1),
@@ -39,7 +40,7 @@ def test_bytes(budget: int | str, total_bytes: int) -> None:
     assert parse(parsed.text) == parsed
 
 
-@pytest.mark.parametrize(
+@each(
     ("budget", "share"),
     [("50%", Fraction(1, 2)), ("100 %", Fraction(1)), ("33.3%", Fraction(333, 1000)), ("0.01%", Fraction(1, 10_000))],
 )
@@ -55,7 +56,7 @@ def test_a_share_of_bytes_is_rounded_down() -> None:
     assert parse("29%").total(fixed_bytes=0, plain_activation_bytes=100) == 29, "exactly: 0.29 * 100 is less than 29"
 
 
-@pytest.mark.parametrize(
+@each(
     ("budget", "found"),
     [
         (True, "is a bool"),

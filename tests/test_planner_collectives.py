@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from several import each
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,7 +40,7 @@ C10D = torch.ops.c10d
 # -- links ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("ranks", "rate"),
     [
         (range(8), 100),  # of one node

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from several import each
 
 from reactivate.errors import UsageError
 from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec, find, load
@@ -24,7 +25,7 @@ MINE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("device", GPUS, ids=lambda device: device.name)
+@each("device", GPUS, ids=lambda device: device.name)
 def test_a_row_is_from_a_vendor_and_is_sane(device: DeviceSpec) -> None:
     assert all(part.startswith("https://") for part in device.source.split())
     assert any(vendor in device.source for vendor in ("nvidia.com", "amd.com"))
@@ -39,7 +40,7 @@ def test_a_row_is_from_a_vendor_and_is_sane(device: DeviceSpec) -> None:
     assert 0.015 < device.memory_bytes / device.bandwidth_bytes_per_second < 0.1, "seconds to read its memory"
 
 
-@pytest.mark.parametrize("device", TPUS, ids=lambda device: device.name)
+@each("device", TPUS, ids=lambda device: device.name)
 def test_a_row_of_another_accelerator_is_sane(device: DeviceSpec) -> None:
     assert all(part.startswith("https://") for part in device.source.split())
     assert any(vendor in device.source for vendor in ("cloud.google.com", "awsdocs-neuron"))
@@ -58,9 +59,7 @@ def test_a_part_of_a_package_has_its_part_of_the_published_numbers() -> None:
     assert 2 * gb200.bandwidth_bytes_per_second == 16e12
 
 
-@pytest.mark.parametrize(
-    ("name", "gibibytes"), [("H100-SXM", 79.11), ("A100-80GB", 79.25), ("H200", 139.72), ("T4", 14.56)]
-)
+@each(("name", "gibibytes"), [("H100-SXM", 79.11), ("A100-80GB", 79.25), ("H200", 139.72), ("T4", 14.56)])
 def test_memory_is_what_torch_reports(name: str, gibibytes: float) -> None:
     assert DEVICES[name].memory_bytes == round(gibibytes * 2**30)
 
@@ -84,7 +83,7 @@ def test_the_table_has_its_names_and_says_what_is_assumed() -> None:
     assert len(set(DEVICES.values())) == len(DEVICES) >= 17
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "found"),
     [
         ("h100-sxm", "H100-SXM"),

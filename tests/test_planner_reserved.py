@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plan_models import GPT
+from several import each
 from torch import Tensor
 
 import reactivate
@@ -34,7 +35,7 @@ def reserved(*sizes: int) -> int:
 # -- the allocator ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("sizes", "expected"),
     [
         ((1,), 2 * MIB),

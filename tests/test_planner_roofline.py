@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from several import each
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -172,7 +173,7 @@ MATRIX = torch.ones(4, 6)  # 96 bytes
 ROW = torch.ones(6)
 
 
-@pytest.mark.parametrize(
+@each(
     ("made", "moved_bytes"),
     [
         (lambda: call(aten.add.Tensor, MATRIX, MATRIX.clone()), 3 * 96),
@@ -238,7 +239,7 @@ def product(dtype: torch.dtype, size: int = 4096) -> tuple[Any, tuple[Any, ...],
     return call(aten.mm.default, matrix, matrix)
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "teraflops_per_second"),
     [(torch.float32, 67), (torch.float64, 67), (torch.bfloat16, 989.5), (torch.float16, 989.5)],
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import pytest
 import torch
 from plan_models import GPT, Block, UNet
+from several import each
 from torch import nn
 
 import reactivate
@@ -63,8 +63,8 @@ PLACES: dict[str, tuple[Callable[[Callable[[], nn.Module]], nn.Module], list[str
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
+@each("place", PLACES)
+@each(
     "make",
     [lambda: nn.LSTM(8, 8), lambda: nn.GRU(8, 8), lambda: nn.RNN(8, 8), lambda: nn.LSTMCell(8, 8), Cubic],
     ids=["LSTM", "GRU", "RNN", "LSTMCell", "a class of the user's"],
@@ -74,7 +74,7 @@ def test_layers_without_modules_inside_are_units(place: str, make: Callable[[], 
     assert list(find_units(build(make))) == expected
 
 
-@pytest.mark.parametrize("place", PLACES)
+@each("place", PLACES)
 def test_siblings_that_are_made_of_modules_are_units(place: str) -> None:
     build, expected = PLACES[place]
     assert list(find_units(build(lambda: Block(8)))) == expected
@@ -189,8 +189,8 @@ def test_a_unit_that_is_called_twice_shares_no_figures_with_one_that_is_called_o
     assert table.change("one", FULL) is None
 
 
-@pytest.mark.parametrize(("last_bytes", "last_seconds"), [(5, 2.0), (6, 2.0), (5, 3.0)])
-@pytest.mark.parametrize("count", [1, 3, 4, 9, 20])
+@each(("last_bytes", "last_seconds"), [(5, 2.0), (6, 2.0), (5, 3.0)])
+@each("count", [1, 3, 4, 9, 20])
 def test_every_candidate_is_tried_on_every_unit_or_on_an_equal_one(
     count: int, last_bytes: int, last_seconds: float
 ) -> None:

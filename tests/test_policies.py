@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_bitwise
+from several import each
 from torch import Tensor, nn
 
 import reactivate
@@ -125,7 +126,7 @@ def at(path: str = "", **options: Any) -> Site:
 # -- selectors --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "path", "is_matched"),
     [
         ("layers.0", "layers.0", True),
@@ -175,7 +176,7 @@ def test_within_limits_ops_to_modules() -> None:
     assert saved_in(Model(2), policies.first_match(within, policies.full())) == [["linear"], ["linear", "tanh"]]
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "name"),
     [
         (torch.matmul, "matmul"),
@@ -197,9 +198,7 @@ def test_an_op_has_one_name(function: Any, name: str) -> None:
     canonical.check(name, "a test")
 
 
-@pytest.mark.parametrize(
-    "call", [lambda x, w: x @ w, torch.matmul, Tensor.matmul, lambda x, w: torch.ops.aten.matmul(x, w)]
-)
+@each("call", [lambda x, w: x @ w, torch.matmul, Tensor.matmul, lambda x, w: torch.ops.aten.matmul(x, w)])
 def test_an_op_is_saved_however_it_is_called(call: Callable[[Tensor, Tensor], Tensor]) -> None:
     sites = Sites()
     x, w = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
@@ -230,8 +229,8 @@ class Routed(nn.Module):
         return (best.exp() * h.cos().gather(-1, indices)).tanh()
 
 
-@pytest.mark.parametrize("attends", ["module", "op", "kernel"])
-@pytest.mark.parametrize("kinds", [("attention",), ("routing",), ("attention", "routing")], ids="+".join)
+@each("attends", ["module", "op", "kernel"])
+@each("kinds", [("attention",), ("routing",), ("attention", "routing")], ids="+".join)
 def test_calls_of_a_kind_are_saved_by_whatever_op(kinds: tuple[str, ...], attends: str) -> None:
     policy = policies.save(*kinds)
     assert repr(policy) == f"save({', '.join(map(repr, kinds))})"
@@ -289,7 +288,7 @@ def mixture() -> nn.Module:
     return nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "expected"),
     [
         (Model, ["layers.0", "layers.1", "layers.2", "layers.3"]),
@@ -317,7 +316,7 @@ def test_blocks_are_the_outermost_repeated_layers(make: Callable[[], nn.Module],
     assert list(blocks_of(make())) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "expected"),
     [
         (policies.full(), [0, 1, 2, 3]),
@@ -357,9 +356,7 @@ def test_except_leaves_out_what_an_exception_names() -> None:
     assert saved_in(Model(1 + 1), policies.first_match(policy, policies.full())) == [["tanh", "linear"]] * 2
 
 
-@pytest.mark.parametrize(
-    ("n", "offset", "expected"), [(1, 0, 4), (2, 0, 2), (2, 1, 2), (3, 0, 2), (3, 2, 1), (4, 3, 1)]
-)
+@each(("n", "offset", "expected"), [(1, 0, 4), (2, 0, 2), (2, 1, 2), (3, 0, 2), (3, 2, 1), (4, 3, 1)])
 def test_every_nth_counts_in_each_call_of_a_region(n: int, offset: int, expected: int) -> None:
     def fn(x: Tensor) -> Tensor:
         for _ in range(4):
@@ -431,7 +428,7 @@ def test_policies_are_values() -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "message"),
     [
         (lambda: policies.save_ops(), "at least one op"),
@@ -482,7 +479,7 @@ def test_wrong_arguments_are_refused_at_once(make: Callable[[], Any], message: s
         make()
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "messages"),
     [
         (policies.recompute_modules("*.mpl"), ["recompute_modules('*.mpl')", "layers.0, layers.1", "head"]),
@@ -519,7 +516,7 @@ def test_what_matches_no_module_is_refused_by_apply(policy: Any, messages: list[
     reactivate.apply(model, policies.full())  # nothing is left of the refused one
 
 
-@pytest.mark.parametrize(
+@each(
     ("policy", "message"),
     [
         (policies.save_ops("einsum"), "save_ops('einsum') matches nothing. What there was to match: "),

@@ -337,10 +337,11 @@ def _found(*rest: Step, modules: tuple[str, ...] = ()) -> Program:
     max_examples=int(EXAMPLES or 300),
     derandomize=EXAMPLES is None,
     deadline=None,
+    print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
 @given(programs(), st.booleans(), st.sampled_from(["metadata", "first", "first", "values", "none"]))
 def test_random_programs(program: Program, early_stop: bool, determinism: str) -> None:
-    note(str(program))
+    note(f"{program}\nagain: python -m pytest tests/test_property.py, or with the line that is printed below")
     with patch("reactivate._region.region.is_due", lambda fn, determinism, choice: True):
         check(program, early_stop=early_stop, determinism=determinism)

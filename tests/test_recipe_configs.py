@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import torchtune
 import yaml
 from oracle import Case, assert_same, run
+from several import each
 from torch import Tensor, nn
 
 from reactivate import policies, recipe
@@ -262,7 +263,7 @@ DUMP = {
 }
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "expected"),
     [
         ({}, {"mode": "selective", "selective_ac_option": "2"}),
@@ -299,7 +300,7 @@ class OwnAC(SelectiveAC):
         pass
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "parts"),
     [
         ({"mode": "fullac"}, ["mode='fullac'", "'FullAC'"]),

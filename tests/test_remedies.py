@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from several import each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,7 +69,7 @@ EXAMPLES = ["plan", "explain", "verify"]
 # -- torch's style ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrong", "remedies"),
     [
         (
@@ -107,7 +108,7 @@ def test_checkpoint_names_the_remedy(wrong: Any, remedies: list[str]) -> None:
 # -- policies ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "use",
     [
         lambda policy: reactivate.apply(Model(), policy),
@@ -119,7 +120,7 @@ def test_checkpoint_names_the_remedy(wrong: Any, remedies: list[str]) -> None:
         lambda policy: policies.every_nth(2, policy),
     ],
 )
-@pytest.mark.parametrize(
+@each(
     ("policy", "remedies"),
     [
         (policies.full, ["policies.full()"]),
@@ -153,8 +154,8 @@ def test_a_name_that_is_nearly_right() -> None:
 # -- example arguments ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize(
+@each("name", EXAMPLES)
+@each(
     "args",
     [X, (X,), [X], {"x": X}, (X, X), [X, X], {"x": X, "scale": X}, UserDict(x=X), next(iter(LOADER))],
     ids=["tensor", "tuple", "list", "dict", "two", "list of two", "dict of two", "mapping", "batch"],
@@ -163,16 +164,16 @@ def test_a_batch_is_taken_as_it_comes(name: str, args: Any) -> None:
     assert call(name)(Model(), args)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("batch", [{"x": X}, [X[0], X[1]]])
+@each("name", EXAMPLES)
+@each("batch", [{"x": X}, [X[0], X[1]]])
 def test_a_batch_that_is_one_argument(name: str, batch: Any) -> None:
     assert call(name)(OfADict(), (batch,))
     with pytest.raises(UsageError, match=rf"{name}\(model, \(batch,\)\)"):
         call(name)(OfADict(), batch)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize(
+@each("name", EXAMPLES)
+@each(
     ("given", "remedies"),
     [
         ((Model(), LOADER), ["DataLoader", "next(iter("]),
@@ -195,7 +196,7 @@ def test_what_is_no_batch(name: str, given: Any, remedies: list[str]) -> None:
         assert remedy.format(name) in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "remedies"),
     [
         ((Model(), X), ["apply(model, policies.full())", "explain(model, "]),
@@ -214,7 +215,7 @@ def test_apply_takes_a_model_and_a_policy(given: Any, remedies: list[str]) -> No
         assert remedy in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "remedies"),
     [
         ({"optimizer": torch.optim.AdamW}, ["optimizer=torch.optim.AdamW(model.parameters())"]),

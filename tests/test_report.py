@@ -31,6 +31,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
+from several import each
 
 import reactivate
 from reactivate import Plan, report
@@ -148,7 +149,7 @@ PLANS = {
     "hostile": EVIL,
 }
 page = functools.cache(written)  # a second each
-every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+every_plan = each("plan", PLANS.values(), ids=PLANS)
 
 
 # -- tables of text ---------------------------------------------------------------------------------------------------
@@ -313,9 +314,9 @@ def boxes(drawn: Figure) -> dict[str, Bbox]:
     return {f"{number}: {text.get_text()}": text.get_window_extent() for number, text in enumerate(texts)}
 
 
-@pytest.mark.parametrize("picture", [timeline, pareto])
-@pytest.mark.parametrize("size", [figure.SIZE, report.html.SIZE], ids=["file", "page"])
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "hostile"])
+@each("picture", [timeline, pareto])
+@each("size", [figure.SIZE, report.html.SIZE], ids=["file", "page"])
+@each("name", [name for name in PLANS if name != "hostile"])
 def test_no_words_overlap_or_are_cut(picture: Any, size: tuple[float, float], name: str) -> None:
     drawn = picture.figure_of(PLANS[name], size)
     found = boxes(drawn)

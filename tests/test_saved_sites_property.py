@@ -80,6 +80,7 @@ def check(program: Program, policy: Some, **options: Any) -> None:
     max_examples=int(EXAMPLES or 150),
     derandomize=EXAMPLES is None,
     deadline=None,
+    print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
 )
 @given(
@@ -92,7 +93,7 @@ def test_random_programs_with_policies(
     monkeypatch: pytest.MonkeyPatch, program: Program, policy: Some, early_stop: bool, determinism: str
 ) -> None:
     monkeypatch.setattr(interpreter, "MODULES", {name: named(make) for name, make in MODULES.items()})
-    note(f"{program}\n{policy}")
+    note(f"{program}\n{policy}\nagain: python -m pytest --all tests/test_saved_sites_property.py")
     check(program, policy, early_stop=early_stop, determinism=determinism)
 
 

@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from count_ops import Seen
+from several import each
 from surroundings import Failure
 from torch import Tensor, nn
 
@@ -103,8 +104,8 @@ def test_no_log_sees_it(policy: str, early_stop: bool, determinism: str) -> None
     assert storage.uses > 4
 
 
-@pytest.mark.parametrize("around", POLICIES)
-@pytest.mark.parametrize("inside", POLICIES)
+@each("around", POLICIES)
+@each("inside", POLICIES)
 def test_no_log_of_a_region_around_sees_it(inside: str, around: str) -> None:
     storages = Busy(), Busy()
     region = reactivate.checkpoint(program, policy=POLICIES[inside](storages[0]))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from several import each
 from torch import Tensor
 
 import reactivate
@@ -245,7 +246,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
+@each("kind", WRONG, ids=lambda kind: kind.__name__)
 def test_a_wrong_storage_fails_one_check(kind: Any) -> None:
     name, message = WRONG[kind]
     assert list(failures(kind)) == [name]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+from several import each
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -30,7 +31,7 @@ def test_fails(): {body}
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+@each("python", ["3.10", "3.11", "3.12", "3.13"])
 def test_each_python_has_one_pin_of_each_package(python: str) -> None:
     """Not all of them have the same last release for all Pythons."""
     lines = [line.split(" #")[0] for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()]
