@@ -102,8 +102,8 @@ torches: $(VENV)/.test $(VENV)/.models $(XLA)/.installed $(NEWEST)/.installed  #
 campaign: $(VENV)/.test mutants  ## what runs for hours: 100,000 random programs in as many sittings as it takes: make campaign SECONDS=3600
 	$(TEST) $(BIN)/python -m fuzz --record benchmarks/results/fuzzing.json --page docs/fuzzing.md --count 100000 $(if $(SECONDS),--seconds $(SECONDS)) --workers $(JOBS)
 
-mutants: $(VENV)/.test $(VENV)/.models  ## which tests kill which mutants of the core, and the page that says so: hours, goes on where it was stopped
-	$(TEST) $(BIN)/python tests/kill_mutants.py --jobs $(JOBS) --page docs/mutants.md
+mutants: $(VENV)/.test $(VENV)/.models  ## which tests kill which mutants of the core, and the table: hours, and goes on where it was stopped
+	$(TEST) $(BIN)/python tests/kill_mutants.py --jobs $(JOBS)
 
 fuzz: $(VENV)/.test  ## random training programs, plain and checkpointed: make fuzz SECONDS=600, COUNT=2000, SEED=7
 	$(TEST) $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) --workers $(JOBS)

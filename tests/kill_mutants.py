@@ -2,7 +2,7 @@
 
 python tests/kill_mutants.py                      the sample of mutants, each until a test kills it: hours
 python tests/kill_mutants.py --only matching      those whose name has a word
-python tests/kill_mutants.py --page               the table of what has run so far, written to docs/mutants.md
+python tests/kill_mutants.py --record             only which test runs what, and the table of what the tests cost
 
 Everything happens in forks of one process, which has collected all tests. First each test runs once with code that notes
 which blocks of the core it runs. Then each mutant runs the tests that run its block, the shortest first: those of the first
@@ -29,9 +29,12 @@ from typing import Any
 
 import mutants
 import pytest
+from mutant_tables import costs_page, mutants_page
 from mutants import CORE, ROOT, Loaded, Mutant
 
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
+MUTANTS, COSTS = RESULTS.with_suffix(".md"), RESULTS.with_name("tests.md")
+TESTS = str(ROOT / "tests")
 PATIENCE = 20.0
 """Seconds after which a test that takes none is seen as one that does not end."""
 
@@ -152,7 +155,11 @@ class Killing:
         self.pool = Pool(self.options.jobs)
         self.pool.run(self._recordings())
         self._read_recordings()
-        self.pool.run(() if self.options.record else self._killings())
+        if self.options.record and self.options.tests == [TESTS]:
+            COSTS.write_text(costs_page(self._costs()), encoding="utf-8")
+        if not self.options.record:
+            self.pool.run(self._killings())
+            MUTANTS.write_text(mutants_page(_rows(), len(mutants.sample(10**9))), encoding="utf-8")
         return True
 
     # -- which tests run what -----------------------------------------------------------------------------------------
@@ -204,12 +211,19 @@ class Killing:
                 test.blocks = frozenset((str(ROOT / path), number) for path, number in blocks)
         self.order = sorted(self.tests.values(), key=lambda test: test.seconds)
 
+    def _costs(self) -> dict[Path, list[tuple[int, float]]]:
+        costs: dict[Path, list[tuple[int, float]]] = {}
+        for test in self.tests.values():
+            costs.setdefault(test.item.path, []).append((test.tier, test.seconds))
+        return costs
+
     # -- which tests kill what ----------------------------------------------------------------------------------------
 
     def _killings(self) -> Iterator[Any]:
-        done = {json.loads(line)["name"] for line in RESULTS.read_text().splitlines()} if RESULTS.exists() else set()
+        done = {row["name"] for row in _rows()}
+        again = {row["name"] for row in _rows() if row["outcome"] == "survived"} if self.options.again else set()
         for mutant in mutants.sample(self.options.count):
-            if mutant.name not in done and self.options.only in mutant.name:
+            if mutant.name not in done - again and self.options.only in mutant.name:
                 yield self._kill(mutant)
 
     def _tests_for(self, mutant: Mutant) -> list[Test]:
@@ -260,6 +274,12 @@ class Killing:
         return work, lambda name: PATIENCE + 10 * self.tests[name].seconds, finish
 
 
+def _rows() -> list[dict[str, Any]]:
+    """Read what became of mutants; of one that ran more than once, the last time counts."""
+    rows = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines()) if RESULTS.exists() else ()
+    return list({row["name"]: row for row in rows}.values())
+
+
 def _run(test: Test, after: Test | None) -> None:
     test.item.ihook.pytest_runtest_protocol(item=test.item, nextitem=after and after.item)
 
@@ -279,12 +299,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=400, help="how many mutants")
     parser.add_argument("--jobs", type=int, default=1, help="forks at a time")
+    parser.add_argument("--again", action="store_true", help="those that have survived once more")
     parser.add_argument("--only", default="", help="a word of the names of mutants")
     parser.add_argument("--tiers", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time for one mutant")
     parser.add_argument("--record", action="store_true", help="no mutants: only which test runs what, and its seconds")
     parser.add_argument("--work", type=Path, default=ROOT / ".mutants", help="where recordings are kept")
-    parser.add_argument("tests", nargs="*", default=[str(ROOT / "tests")])
+    parser.add_argument("tests", nargs="*", default=[TESTS])
     options = parser.parse_args()
     options.work.mkdir(exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -11,21 +11,25 @@ from typing import Any
 import oracle
 import pytest
 
-FAILED = pytest.fail.Exception  # `pytest.raises` where nothing is raised: no Exception of Python
+FAILED = pytest.fail.Exception  # of `pytest.raises` where nothing is raised: no `Exception`
 
 
 def check_each(checks: Mapping[str, Callable[[], Any]]) -> None:
     """Run each check from the same random state; fail with the names, lines and errors of those that raise."""
-    wrong = []
+    wrong, skipped = [], []
     for name, check in checks.items():
         oracle.seed_everything()
         try:
             check()
+        except pytest.skip.Exception as reason:
+            skipped.append(reason)
         except (Exception, FAILED) as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             wrong.append(f"{name}: {place.filename}:{place.lineno}: {type(error).__name__}: {error}\n    {place.line}")
     assert not wrong, f"{len(wrong)} of {len(checks)} are wrong:\n" + "\n".join(wrong)
     assert checks, "there is something to check"
+    if len(skipped) == len(checks):
+        raise skipped[0]
 
 
 def each(names: str | Iterable[str], rows: Iterable[Any], ids: Any = None) -> Callable[[Any], Any]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from journal import Journal
 from oracle import Watched, assert_bitwise
+from several import each
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -324,8 +325,8 @@ def _sets_and_puts_back(setting: Any, determinism: Any) -> Callable[[Tensor], Te
     return reactivate.checkpoint(block, determinism=determinism)
 
 
-@pytest.mark.parametrize("setting", BY_HAND)
-@pytest.mark.parametrize("determinism", ["first", "metadata"])
+@each("setting", BY_HAND)
+@each("determinism", ["first", "metadata"])
 def test_flags_are_put_back_when_a_recomputation_stops_before_the_function_does(setting: Any, determinism: Any) -> None:
     before, ran, region = _settings(), Watched(), _sets_and_puts_back(setting, determinism)
     with observed_by(ran):

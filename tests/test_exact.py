@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Case, check
+from several import each
 from torch import Tensor, nn
 
 import reactivate
@@ -240,7 +241,7 @@ def test_bitwise(problem: Any, early_stop: bool, determinism: Any) -> None:
     check(problem, early_stop=early_stop, determinism=determinism, saves_memory=saves_memory)
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
+@each("problem", PROBLEMS, ids=lambda problem: problem.__name__)
 def test_verify_agrees(problem: Any) -> None:
     case = problem()
     verdict = reactivate.verify(case.fn, case.args, case.kwargs)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from memory import allocated_by
 from oracle import assert_bitwise
+from several import each
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -49,8 +50,8 @@ def assert_same(logits: Tensor, *args: Any) -> None:
     assert_bitwise(*(torch.autograd.grad(loss, logits, factor)[0] for loss in losses), "gradient")
 
 
-@pytest.mark.parametrize(("rows", "classes", "kind", "dtype"), CASES, ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@each(("rows", "classes", "kind", "dtype"), CASES, ids=str)
+@each("reduction", ["mean", "sum", "none"])
 def test_every_bit_is_that_of_torch(
     rows: int, classes: int, kind: torch.dtype, dtype: torch.dtype, reduction: str
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from oracle import Case, Watched, assert_same, check, run, tensors_in
+from several import each
 from torch import Tensor, nn
 
 import reactivate
@@ -206,12 +207,12 @@ def test_a_write_between_forward_and_backward_to_what_has_no_copy(made: Made) ->
     assert "Do not" in message or "Write to it outside" in message, "what to do"
 
 
-@pytest.mark.parametrize("made", COPIED + NOT_COPIED, ids=name_of)
+@each("made", COPIED + NOT_COPIED, ids=name_of)
 def test_without_a_write_there_is_no_refusal(made: Made) -> None:
     forward_of(made[0](made[1])).backward()
 
 
-@pytest.mark.parametrize("made", COPIED + NOT_COPIED, ids=name_of)
+@each("made", COPIED + NOT_COPIED, ids=name_of)
 def test_a_write_after_the_backward_is_none_of_ours(made: Made) -> None:
     mutation = made[0](made[1])
     forward_of(mutation).backward()

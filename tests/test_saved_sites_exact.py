@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from journal import Journal
 from oracle import Case, Watched, assert_same, run
+from several import each
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -504,8 +505,8 @@ def test_a_custom_function_whose_write_moves_no_version_is_made_again() -> None:
     assert_same(plain, ours)
 
 
-@pytest.mark.parametrize("name", UNSEEN)
-@pytest.mark.parametrize("determinism", ["first", "metadata"])
+@each("name", UNSEEN)
+@each("determinism", ["first", "metadata"])
 def test_a_write_to_a_result_that_moves_no_version_lets_the_call_run_again(name: str, determinism: str) -> None:
     write = UNSEEN[name]
 
@@ -1007,10 +1008,8 @@ RRELUS: dict[str, Fn] = {
 noisy_relu = torch.rrelu
 
 
-@pytest.mark.parametrize(
-    "policy", [None, policies.save_ops("sin"), policies.save_ops("rrelu"), policies.save_ops("exp")]
-)
-@pytest.mark.parametrize("name", RRELUS)
+@each("policy", [None, policies.save_ops("sin"), policies.save_ops("rrelu"), policies.save_ops("exp")])
+@each("name", RRELUS)
 def test_rrelu_by_any_name(name: str, policy: Any) -> None:
     """The noise is the last tensor that is saved, and it is filled afterwards."""
     rrelu = RRELUS[name]

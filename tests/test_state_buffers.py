@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_bitwise
+from several import each
 from state_programs import (
     Program,
     Programs,
@@ -811,8 +812,8 @@ def steps_with(wrap: Wrap, module: nn.Module, **options: Any) -> Any:
 WRITERS = [Table, Averaged, Copied, Moved, InNumpy, OfAChild, OfAnObject, ByAHook, Autoencoder, InALargeTree]
 
 
-@pytest.mark.parametrize("determinism", ["first", "metadata"])
-@pytest.mark.parametrize("make", WRITERS)
+@each("determinism", ["first", "metadata"])
+@each("make", WRITERS)
 def test_writes_without_a_new_version(make: Callable[[], nn.Module], determinism: str) -> None:
     """Code that names `.data` or NumPy may write so, in every call: with "metadata" none of them is compared."""
 
@@ -955,9 +956,7 @@ BETWEEN = [transposed, of_other_shape, negated, conjugated, elsewhere, of_anothe
 BEFORE = [*BETWEEN, negated_and_doubled, conjugated_and_doubled, elsewhere_and_back]
 
 
-@pytest.mark.parametrize(
-    ("change", "is_between"), [*((item, True) for item in BETWEEN), *((item, False) for item in BEFORE)]
-)
+@each(("change", "is_between"), [*((item, True) for item in BETWEEN), *((item, False) for item in BEFORE)])
 def test_a_small_buffer_that_changes_its_form(change: Callable[[Small], None], is_between: bool) -> None:
     def run(wrap: Callable[[nn.Module], Any]) -> list[Any]:
         torch.manual_seed(0)

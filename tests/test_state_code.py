@@ -17,6 +17,7 @@ import code_read_from_afar
 import pytest
 import torch
 from code_read_by_programs import helper as helper_elsewhere
+from several import each
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf, state_of
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -1043,8 +1044,8 @@ WAYS_TO_A_REGION: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [None, __name__, "gone"])
-@pytest.mark.parametrize("way", WAYS_TO_A_REGION)
+@each("name", [None, __name__, "gone"])
+@each("way", WAYS_TO_A_REGION)
 def test_what_is_made_by_exec_dies(way: str, name: str | None) -> None:
     namespace = made_by_exec(name)
     references = [weakref.ref(namespace[item]) for item in ("model", "Model", "fn", "Counter", "scaled")]

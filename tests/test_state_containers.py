@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy
 import pytest
 import torch
+from several import each
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -796,7 +797,7 @@ COPIED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 }
 
 
-@pytest.mark.parametrize("name", COPIED)
+@each("name", COPIED)
 def test_advanced_iterator_is_copied(name: str) -> None:
     def run(wrap: Wrap) -> Any:
         return advanced(wrap, *COPIED[name])
@@ -817,8 +818,8 @@ WITHOUT_A_COPY: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("where", ["attribute", "argument", "list", "closure"])
-@pytest.mark.parametrize("name", WITHOUT_A_COPY)
+@each("where", ["attribute", "argument", "list", "closure"])
+@each("name", WITHOUT_A_COPY)
 def test_iterator_without_a_copy(name: str, where: str) -> None:
     """Nobody is disturbed as long as the forward does not advance it; if it does, the recomputation raises."""
 
@@ -1068,8 +1069,8 @@ RAISING: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", [None, "mul"])
-@pytest.mark.parametrize("name", RAISING)
+@each("policy", [None, "mul"])
+@each("name", RAISING)
 def test_objects_that_raise_are_held(name: str, policy: str | None) -> None:
     options = {} if policy is None else {"policy": reactivate.policies.save_ops(policy)}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Watched, assert_bitwise
+from several import each
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -104,8 +105,8 @@ TEACHERS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", TEACHERS)
+@each("options", OPTIONS)
+@each("name", TEACHERS)
 def test_parameters_that_were_made_in_inference_mode(name: str, options: str) -> None:
     assert_right(TEACHERS[name], **OPTIONS[options])
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from journal import Journal
 from oracle import Case, check
+from several import each
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -253,7 +254,7 @@ class Sine(torch.autograd.Function):
         return out
 
 
-@pytest.mark.parametrize("name", callables())
+@each("name", callables())
 def test_everything_that_can_be_called(name: str) -> None:
     # Of one op autograd keeps one tensor; for `sin` that is the input.
     check(callables()[name], saves_memory=name != "operator")

@@ -24,9 +24,11 @@ SECOND = {
     "random programs": "fuzz property saved_sites_property",
     "plans of whole models": "adaptive plan_answers plan_by_value plan_containers plan_head plan_leaves_alone plan_life "
     "plan_looks plan_recurrent plan_shared plan_spans plan_storages plan_storages_cli plan_values",
-    "prose, reports, scripts and benchmarks": "benchmarks benchmarks_architectures benchmarks_collectives benchmarks_frontier "
-    "benchmarks_offload benchmarks_optimum benchmarks_planning benchmarks_selective benchmarks_sharded demo pages report "
-    "report_alive torches words",
+    "drop-ins for frameworks": "dropin_deepspeed dropin_transformer_engine fp8_state",
+    "long runs": "offload_long",
+    "prose, reports, commands and benchmarks": "benchmarks benchmarks_architectures benchmarks_collectives "
+    "benchmarks_frontier benchmarks_offload benchmarks_optimum benchmarks_planning benchmarks_selective benchmarks_sharded "
+    "cli demo pages report report_alive torches words",
 }
 """Files of the second tier, by what they need or are about."""
 
