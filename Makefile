@@ -95,9 +95,9 @@ test-newest-engine: TESTS = $(ENGINE)
 test-newest-engine: test-newest  ## those of the engine only
 
 torches: $(VENV)/.test $(VENV)/.models $(XLA)/.installed $(NEWEST)/.installed  ## the table in docs/torches.md
-	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(XLA)/bin/python -- --wide $(WITHOUT_TITAN)
-	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(BIN)/python $(NEWEST)/bin/python -- --wide
-	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md --public $(BIN)/python $(NEWEST)/bin/python -- --wide $(ENGINE)
+	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(XLA)/bin/python -- $(WITHOUT_TITAN)
+	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(BIN)/python $(NEWEST)/bin/python
+	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md --public $(BIN)/python $(NEWEST)/bin/python -- $(ENGINE)
 
 campaign: $(VENV)/.test mutants  ## what runs for hours: 100,000 random programs in as many sittings as it takes: make campaign SECONDS=3600
 	$(TEST) $(BIN)/python -m fuzz --record benchmarks/results/fuzzing.json --page docs/fuzzing.md --count 100000 $(if $(SECONDS),--seconds $(SECONDS)) --workers $(JOBS)
