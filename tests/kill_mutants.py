@@ -186,7 +186,7 @@ class Killing:
                 begun = sum(os.times()[:4])  # of the processor: the machine may be busy
                 say("begin", test.item.nodeid)
                 _run(test, after)
-                blocks = sorted([str(Path(path).relative_to(ROOT)), number] for path, number in hit)
+                blocks = sorted([str(Path(path).relative_to(ROOT)), number] for path, number in hit.copy())
                 seconds = sum(os.times()[:4]) - begun
                 say("end", _inside(test.item), round(seconds, 3), self.ran and not self.failed, blocks)
 

@@ -118,7 +118,7 @@ def test_a_limit_that_only_some_steps_reach(tmp_path: Path) -> None:
 
 TRAINING = """
 import os, signal, sys, torch
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2])]
 from test_offload_inputs import Stack, trained
 import reactivate
 from reactivate import policies
@@ -197,13 +197,13 @@ def test_optimizers_that_step_in_the_backward(attach: Any, name: str, tmp_path: 
 
 
 ZERO = """
-import copy, sys, torch
+import copy, os, sys, torch
 import torch.distributed as dist
 from datetime import timedelta
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 rank, path, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-sys.path.insert(0, tests)
+sys.path[:0] = [tests, os.path.dirname(tests)]
 from test_offload_inputs import Stack
 import reactivate
 from reactivate import policies

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from journal import Journal
-from test_plan_values import MODELS, Mixture, made, peak_of
+from plan_models import Mixture
+from test_plan_values import MODELS, made, peak_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F

@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from memory import allocated_by
 from oracle import assert_bitwise, random_states
-from plan_models import Attention, Block
+from plan_models import DIM, Block, Mixture
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,51 +22,6 @@ from reactivate.planner.budget import MARGIN, parse_margin
 from reactivate.planner.plan import Plan
 from reactivate.planner.watches import PeakWatch
 from reactivate.storage import Disk
-
-DIM = 32
-
-
-class Experts(nn.Module):
-    """Each token goes to two of four experts: their loads are known once the router has run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(DIM, 4)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        weights, chosen = self.router(tokens).softmax(-1).topk(2)
-        out = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            rows, columns = torch.where(chosen == number)
-            if len(rows):
-                out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, columns, None])
-        return out.view_as(x)
-
-
-class MixtureBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
-        self.attn, self.experts, self.dropout = Attention(DIM), Experts(), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norms[0](x))
-        return x + self.dropout(self.experts(self.norms[1](x)))
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MixtureBlock() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class Deciding(nn.Module):
