@@ -5,7 +5,7 @@ python tests/kill_mutants.py --only matching      those whose name has a word
 python tests/kill_mutants.py --record             only which test runs what, and the table of what the tests cost
 
 Everything happens in forks of one process, which has collected all tests. First each test runs once with code that notes
-which blocks of the core it runs. Then each mutant runs the tests that run its block, the shortest first: those of the first
+which blocks of the core it runs. Then each mutant runs the tests that run its block, those of the first
 tier, and if it survives, the others. What has been done is kept in `--work`, and is not done again.
 """
 
@@ -22,6 +22,7 @@ import selectors
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ PATIENCE = 20.0
 """Seconds after which a test that takes none is seen as one that does not end."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Test:
     """One test, with the blocks of the core that it runs and the time that it takes."""
 
@@ -227,15 +228,22 @@ class Killing:
                 yield self._kill(mutant)
 
     def _tests_for(self, mutant: Mutant) -> list[Test]:
-        """List the tests that run a mutant: of each function one case before the others, the shortest first."""
-        key, seen = (str(mutant.path), mutant.block), {}
-        order = []
-        for test in self.order:
-            if test.passes and key in test.blocks and test.tier in self.options.tiers:
+        """List the tests that run a mutant: of each function one case before the others.
+
+        Those come first that are about its file, by a guess: a test that runs what few others run there, and is short.
+        """
+        key, path = (str(mutant.path), mutant.block), str(mutant.path)
+        here = {test: [block for block in test.blocks if block[0] == path] for test in self.order if test.passes}
+        how_many = Counter(block for blocks in here.values() for block in blocks)
+        seen: Counter[str] = Counter()
+        rows = []
+        for test in here:
+            if key in test.blocks and test.tier in self.options.tiers:
                 function = test.item.nodeid.partition("[")[0]
-                seen[function] = seen.get(function, 0) + 1
-                order.append((test.tier, seen[function], test.seconds, test.item.nodeid, test))
-        return [row[-1] for row in sorted(order, key=lambda row: row[:4])]
+                seen[function] += 1
+                weight = sum(1 / how_many[block] for block in here[test]) / (0.1 + test.seconds)
+                rows.append((test.tier, seen[function], -weight, test.item.nodeid, test))
+        return [row[-1] for row in sorted(rows, key=lambda row: row[:4])]
 
     def _kill(self, mutant: Mutant) -> Any:
         chosen = self._tests_for(mutant)

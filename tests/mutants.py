@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import gc
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,6 +248,10 @@ class Loaded:
             if type(item) is FunctionType and item.__code__.co_filename in names:
                 self.functions.setdefault(_key(item.__code__), []).append(item)
         gc.freeze()
+        rooms = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("reactivate")]
+        every = [(room, name, value) for room in rooms for name, value in room.items()]
+        self.names = [(room, name) for room, name, value in every if type(value) is CodeType]
+        self.sets = [value for _, _, value in every if type(value) is set]
 
     def replace(self, module: CodeType) -> int:
         """Give all functions of a module their code in another version of it; return how many have changed."""
@@ -254,9 +259,21 @@ class Loaded:
         for code in _inside(module):
             for function in self.functions.get(_key(code), ()):
                 if function.__code__ != code:
+                    self._replace_noted(function.__code__, code)
                     function.__code__ = code
                     changed += 1
         return changed
+
+    def _replace_noted(self, before: CodeType, code: CodeType) -> None:
+        """Replace a code that modules know their own frames by."""
+        for room, name in self.names:
+            if room[name] is before:
+                room[name] = code
+        for codes in self.sets:
+            if before in codes:
+                codes.add(code)
+            elif id(before) in codes:
+                codes.add(id(code))
 
 
 def _key(code: CodeType) -> tuple[str, int, str]:
