@@ -38,15 +38,19 @@ test: $(VENV)/.test  ## the first tier: what a change is checked with, in four m
 test-all: $(VENV)/.test $(VENV)/.models  ## the second tier: all else that a CPU can run
 	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --all -m second
 
-ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng mutation exceptions ambient memory visibility \
-	saved_sites saved_functions nested_sites architectures dropin_torch property))
+ENGINE := $(addprefix tests/region/test_,$(addsuffix .py,exact autograd exceptions memory visibility)) \
+	$(addprefix tests/snapshot/test_,$(addsuffix .py,modules mutation)) \
+	$(addprefix tests/guards/test_,$(addsuffix .py,rng ambient)) \
+	$(addprefix tests/saved_calls/test_,$(addsuffix .py,saved_sites saved_functions nested_sites)) \
+	$(addprefix tests/dropin/test_,$(addsuffix .py,architectures dropin_torch)) \
+	$(addprefix tests/random_programs/test_,$(addsuffix .py,property))
 
 test-fenced: $(VENV)/.test $(VENV)/.models  ## the engine's tests, as if the CPU were a device whose compiler needs a fence
 	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --wide --fenced $(ENGINE)
 
 test-gpu: $(VENV)/.test  ## what names CUDA, torch's tables and random programs, on a GPU
 	$(BIN)/python -m pytest --wide -m gpu
-	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --wide --device cuda tests/test_ops.py tests/test_module_table.py
+	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --wide --device cuda tests/region/test_ops.py tests/region/test_module_table.py
 	$(TEST) $(BIN)/python -m fuzz --device cuda --count 2000 --seed 1 --workers $(JOBS)
 
 test-public: $(VENV)/.test $(VENV)/.models  ## the engine's tests without what has a public way beside it: the same bits, slower
@@ -68,7 +72,7 @@ $(TPU)/.installed:
 test-xla: $(XLA)/.installed $(TPU)/.installed  ## regions on XLA's CPU device, and compiled for a TPU
 	$(TEST) $(IN_XLA) -m pytest tests_xla
 
-WITHOUT_TITAN := --ignore tests/test_recipe.py --ignore tests/test_recipe_configs.py  # torchtitan needs a newer torch
+WITHOUT_TITAN := --ignore tests/recipe/test_recipe.py --ignore tests/recipe/test_recipe_configs.py  # torchtitan needs a newer torch
 
 test-oldest: $(XLA)/.installed  ## both tiers, but for slow tests, on the oldest torch that is supported
 	$(TEST) $(IN_XLA) -m pytest -n $(JOBS) --wide $(or $(TESTS),$(WITHOUT_TITAN))

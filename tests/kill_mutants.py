@@ -30,11 +30,9 @@ from typing import Any
 
 import mutants
 import pytest
-from mutant_tables import costs_page, mutants_page
+from mutant_tables import COSTS, MUTANTS, RESULTS, costs_page, mutants_page, results
 from mutants import CORE, ROOT, Loaded, Mutant
 
-RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
-MUTANTS, COSTS = RESULTS.with_suffix(".md"), RESULTS.with_name("tests.md")
 TESTS = str(ROOT / "tests")
 PATIENCE = 20.0
 """Seconds after which a test that takes none is seen as one that does not end."""
@@ -140,6 +138,7 @@ class Killing:
         self.options = options
         self.failed: list[str] = []
         self.ran = False
+        self.suspects: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -159,8 +158,10 @@ class Killing:
         if self.options.record and self.options.tests == [TESTS]:
             COSTS.write_text(costs_page(self._costs()), encoding="utf-8")
         if not self.options.record:
+            if self.options.together:
+                self._together()
             self.pool.run(self._killings())
-            MUTANTS.write_text(mutants_page(_rows(), len(mutants.sample(10**9))), encoding="utf-8")
+            MUTANTS.write_text(mutants_page(results(), len(mutants.sample(10**9))), encoding="utf-8")
         return True
 
     # -- which tests run what -----------------------------------------------------------------------------------------
@@ -221,11 +222,55 @@ class Killing:
     # -- which tests kill what ----------------------------------------------------------------------------------------
 
     def _killings(self) -> Iterator[Any]:
-        done = {row["name"] for row in _rows()}
-        again = {row["name"] for row in _rows() if row["outcome"] == "survived"} if self.options.again else set()
+        rows = {row["name"]: row for row in results()}
         for mutant in mutants.sample(self.options.count):
-            if mutant.name not in done - again and self.options.only in mutant.name:
-                yield self._kill(mutant)
+            is_alive = mutant.name in rows and rows[mutant.name]["outcome"] == "survived"
+            is_due = is_alive if self.options.together else mutant.name not in rows or (is_alive and self.options.again)
+            if is_due and self.options.only in mutant.name:
+                chosen = self._tests_for(mutant)
+                yield self._kill(mutant, chosen, [test for test in chosen if test.item.nodeid in self.suspects])
+
+    def _together(self) -> None:
+        """Find the tests that fail with all survivors at once: of the others none kills any of them."""
+        alive = {row["name"] for row in results() if row["outcome"] == "survived"}
+        files: dict[Path, dict[int, Mutant]] = {}
+        for mutant in mutants.sample(self.options.count):
+            if mutant.name in alive and self.options.only in mutant.name:
+                files.setdefault(mutant.path, {}).setdefault(mutant.node, mutant)
+        blocks = {(str(mutant.path), mutant.block) for found in files.values() for mutant in found.values()}
+        chosen: dict[Path, list[Test]] = {}
+        for test in self.tests.values():
+            if test.passes and test.tier in self.options.tiers and not blocks.isdisjoint(test.blocks):
+                chosen.setdefault(test.item.path, []).append(test)
+
+        def work_on(tests: list[Test]) -> Callable[[Callable[..., None]], None]:
+            def work(say: Callable[..., None]) -> None:
+                for found in files.values():
+                    self.loaded.replace(mutants.mutated(*found.values()))
+                for test, after in zip(tests, [*tests[1:], None]):
+                    self.failed = []
+                    say("begin", test.item.nodeid)
+                    _run(test, after)
+                    say("failed" if self.failed else "passed", test.item.nodeid)
+
+            return work
+
+        def finish_for(tests: list[Test]) -> Callable[[list[Any]], None]:
+            def finish(lines: list[Any]) -> None:
+                passed = {line[1] for line in lines if line[0] == "passed"}
+                begun = [line[1] for line in lines if line[0] == "begin"]
+                self.suspects.update(name for name in begun if name not in passed)
+                ran = len(begun) or 1
+                print(f"{tests[0].item.path.name}: of {ran} tests {len(passed)} pass with all survivors", flush=True)
+                if tests[ran:]:  # the process ended in a test
+                    rest.append(tests[ran:])
+
+            return finish
+
+        rest = list(chosen.values())
+        while rest:
+            now, rest[:] = rest[:], []
+            self.pool.run((work_on(tests), self._limit, finish_for(tests)) for tests in now)
 
     def _tests_for(self, mutant: Mutant) -> list[Test]:
         """List the tests that run a mutant: of each function one case before the others.
@@ -245,8 +290,11 @@ class Killing:
                 rows.append((test.tier, seen[function], -weight, test.item.nodeid, test))
         return [row[-1] for row in sorted(rows, key=lambda row: row[:4])]
 
-    def _kill(self, mutant: Mutant) -> Any:
-        chosen = self._tests_for(mutant)
+    def _limit(self, name: str) -> float:
+        return PATIENCE + 10 * self.tests[name].seconds
+
+    def _kill(self, mutant: Mutant, every: list[Test], suspects: list[Test]) -> Any:
+        chosen = suspects if self.options.together else every
         begun = time.monotonic()
 
         def work(say: Callable[..., None]) -> None:
@@ -270,8 +318,9 @@ class Killing:
             said = lines[-1] if lines else ["killed", "", "the process ended"]
             if said[0] == "begin":
                 said = ["killed", said[1], "the process ended, or the test did not"]
-            row = {"name": mutant.name, "line": mutant.line, "outcome": said[0], "tests": len(chosen)}
-            row["ran"] = sum(line[0] == "begin" for line in lines)
+            row = {"name": mutant.name, "line": mutant.line, "outcome": said[0], "tests": len(every)}
+            ran = sum(line[0] == "begin" for line in lines)
+            row["ran"] = ran + len(every) - len(chosen)
             row["seconds"] = round(time.monotonic() - begun, 1)
             if said[0] == "killed":
                 row |= {"tier": self.tests[said[1]].tier if said[1] else 1, "by": said[1], "error": said[2]}
@@ -279,13 +328,7 @@ class Killing:
                 file.write(json.dumps(row) + "\n")
             print(f"{row['outcome']} {row.get('tier', '')} after {row['seconds']} s: {mutant.name}", flush=True)
 
-        return work, lambda name: PATIENCE + 10 * self.tests[name].seconds, finish
-
-
-def _rows() -> list[dict[str, Any]]:
-    """Read what became of mutants; of one that ran more than once, the last time counts."""
-    rows = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines()) if RESULTS.exists() else ()
-    return list({row["name"]: row for row in rows}.values())
+        return work, self._limit, finish
 
 
 def _run(test: Test, after: Test | None) -> None:
@@ -308,6 +351,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=400, help="how many mutants")
     parser.add_argument("--jobs", type=int, default=1, help="forks at a time")
     parser.add_argument("--again", action="store_true", help="those that have survived once more")
+    parser.add_argument(
+        "--together", action="store_true", help="the same, and all tests with all of them at once first"
+    )
     parser.add_argument("--only", default="", help="a word of the names of mutants")
     parser.add_argument("--tiers", type=int, nargs="+", default=[1, 2], choices=[1, 2])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time for one mutant")

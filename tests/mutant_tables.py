@@ -1,4 +1,7 @@
-"""Two tables in benchmarks/results: what became of the mutants, by room and by name, and what each file of tests costs."""
+"""Two tables in benchmarks/results: what became of the mutants, by room and by name, and what each file of tests costs.
+
+python tests/mutant_tables.py      the table of the mutants once more, of what has run so far
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import mutants
+
 HERE = Path(__file__).parent
+RESULTS = HERE.parent / "benchmarks" / "results" / "mutants.jsonl"
+MUTANTS, COSTS = RESULTS.with_suffix(".md"), RESULTS.with_name("tests.md")
 EQUIVALENT = HERE / "equivalent_mutants.json"
 """Mutants that no test can kill, by name, each with the reason."""
 
@@ -23,6 +30,12 @@ no test can kill, since they do what the code does, the reason is below. Of the 
 | room | mutants | the first tier kills | the second tier kills | survive | equivalent |
 |---|---|---|---|---|---|
 """
+
+
+def results() -> list[dict[str, Any]]:
+    """Read what became of mutants; of one that ran more than once, the last time counts."""
+    rows = map(json.loads, RESULTS.read_text(encoding="utf-8").splitlines()) if RESULTS.exists() else ()
+    return list({row["name"]: row for row in rows}.values())
 
 
 def mutants_page(rows: Iterable[Mapping[str, Any]], every: int) -> str:
@@ -81,3 +94,7 @@ def costs_page(costs: Mapping[Path, list[tuple[int, float]]]) -> str:
         f"| {name} | {one} | {first:.1f} | {two} | {second:.1f} | {lines} |\n"
         for name, one, first, two, second, lines in rows
     )
+
+
+if __name__ == "__main__":
+    MUTANTS.write_text(mutants_page(results(), len(mutants.sample(10**9))), encoding="utf-8")

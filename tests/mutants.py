@@ -205,20 +205,26 @@ def sample(count: int) -> list[Mutant]:
     return sorted(every, key=lambda mutant: hashlib.sha1(mutant.name.encode()).digest())[:count]
 
 
-def mutated(mutant: Mutant) -> CodeType:
-    """Compile the file of a mutant with its change."""
-    tree = ast.parse(mutant.path.read_text(encoding="utf-8"))
+def mutated(*mutants: Mutant) -> CodeType:
+    """Compile the file of mutants with the changes of all of them."""
+    path = mutants[0].path
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = list(ast.walk(tree))
-    target = nodes[mutant.node]
-    change = dict(changes(target))[mutant.kind]
-    other = change(target)
-    if other is not None:
-        for parent in nodes:
-            for _, value in ast.iter_fields(parent):
-                if isinstance(value, list) and any(item is target for item in value):
-                    value[next(i for i, item in enumerate(value) if item is target)] = other
+    for mutant in mutants:
+        target = nodes[mutant.node]
+        other = dict(changes(target))[mutant.kind](target)
+        if other is not None:
+            _put(other, target, nodes)
     ast.fix_missing_locations(tree)
-    return compile(tree, str(mutant.path), "exec")
+    return compile(tree, str(path), "exec")
+
+
+def _put(other: ast.AST, target: ast.AST, nodes: list[ast.AST]) -> None:
+    """Put a statement in the place of another one."""
+    for parent in nodes:
+        for _, value in ast.iter_fields(parent):
+            if isinstance(value, list) and any(item is target for item in value):
+                value[next(number for number, item in enumerate(value) if item is target)] = other
 
 
 def counted(path: Path) -> CodeType:
