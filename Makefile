@@ -18,7 +18,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU TPU_PYTHON=$(TPU)/bin/python $(XL
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: gpu demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types package docs campaign fuzz bench bench-distributed bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
+.PHONY: gpu demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types package docs campaign mutants fuzz bench bench-distributed bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,25 +32,29 @@ $(VENV)/.%: pyproject.toml constraints.txt
 demo: $(VENV)/.demo  ## train a byte-level GPT plain and checkpointed, and compare
 	$(BIN)/python examples/byte_gpt.py --out demo
 
-test: $(VENV)/.test $(VENV)/.models  ## every test that needs no accelerator; those that need one run where there is one
+test: $(VENV)/.test  ## the first tier: what a change is checked with, in four minutes on two cores
 	$(TEST) $(BIN)/python -m pytest -n $(JOBS)
 
-test-all: $(VENV)/.test $(VENV)/.models  ## what `make test` leaves out: slow tests, and more samples of torch's tables of ops and modules
-	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --all -m 'slow or table'
+test-all: $(VENV)/.test $(VENV)/.models  ## the second tier: all else that a CPU can run
+	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --all -m second
 
-ENGINE := $(addprefix tests/test_,$(addsuffix .py,exact autograd modules rng mutation exceptions ambient memory visibility \
-	saved_sites saved_functions nested_sites architectures dropin_torch property))
+ENGINE := $(addprefix tests/region/test_,$(addsuffix .py,exact autograd exceptions memory visibility)) \
+	$(addprefix tests/snapshot/test_,$(addsuffix .py,modules mutation)) \
+	$(addprefix tests/guards/test_,$(addsuffix .py,rng ambient)) \
+	$(addprefix tests/saved_calls/test_,$(addsuffix .py,saved_sites saved_functions nested_sites)) \
+	$(addprefix tests/dropin/test_,$(addsuffix .py,architectures dropin_torch)) \
+	$(addprefix tests/random_programs/test_,$(addsuffix .py,property))
 
 test-fenced: $(VENV)/.test $(VENV)/.models  ## the engine's tests, as if the CPU were a device whose compiler needs a fence
-	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --fenced $(ENGINE)
+	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --wide --fenced $(ENGINE)
 
 test-gpu: $(VENV)/.test  ## what names CUDA, torch's tables and random programs, on a GPU
-	$(BIN)/python -m pytest -m gpu
-	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --device cuda tests/test_ops.py tests/test_module_table.py
+	$(BIN)/python -m pytest --wide -m gpu
+	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --wide --device cuda tests/region/test_ops.py tests/region/test_module_table.py
 	$(TEST) $(BIN)/python -m fuzz --device cuda --count 2000 --seed 1 --workers $(JOBS)
 
 test-public: $(VENV)/.test $(VENV)/.models  ## the engine's tests without what has a public way beside it: the same bits, slower
-	$(TEST) PYTHONPATH=tests $(BIN)/python -m pytest -n $(JOBS) -p public_ways $(ENGINE)
+	$(TEST) PYTHONPATH=tests $(BIN)/python -m pytest -n $(JOBS) --wide -p public_ways $(ENGINE)
 
 $(XLA)/.installed:  # no prerequisites: another set of pins is another directory
 	rm -rf $(XLA)
@@ -68,10 +72,10 @@ $(TPU)/.installed:
 test-xla: $(XLA)/.installed $(TPU)/.installed  ## regions on XLA's CPU device, and compiled for a TPU
 	$(TEST) $(IN_XLA) -m pytest tests_xla
 
-WITHOUT_TITAN := --ignore tests/test_recipe.py --ignore tests/test_recipe_configs.py  # torchtitan needs a newer torch
+WITHOUT_TITAN := --ignore tests/recipe/test_recipe.py --ignore tests/recipe/test_recipe_configs.py  # torchtitan needs a newer torch
 
-test-oldest: $(XLA)/.installed  ## the tests of `make test` on the oldest torch that is supported
-	$(TEST) $(IN_XLA) -m pytest -n $(JOBS) $(or $(TESTS),$(WITHOUT_TITAN))
+test-oldest: $(XLA)/.installed  ## both tiers, but for slow tests, on the oldest torch that is supported
+	$(TEST) $(IN_XLA) -m pytest -n $(JOBS) --wide $(or $(TESTS),$(WITHOUT_TITAN))
 
 test-oldest-engine: TESTS = $(ENGINE)
 test-oldest-engine: test-oldest  ## those of the engine only
@@ -88,8 +92,8 @@ $(NEWEST)/.installed: $(if $(TORCH),,refresh)
 
 newest: $(NEWEST)/.installed  ## the environment of the newest torch: downloads 3.2 GB once
 
-test-newest: newest  ## the tests of `make test` on the newest torch, or on another one: TORCH=2.11.0
-	$(TEST) PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest -n $(JOBS) $(TESTS)
+test-newest: newest  ## the same on the newest torch, or on another one: TORCH=2.11.0
+	$(TEST) PYTHONPATH=$(CURDIR) $(NEWEST)/bin/python -m pytest -n $(JOBS) --wide $(TESTS)
 
 test-newest-engine: TESTS = $(ENGINE)
 test-newest-engine: test-newest  ## those of the engine only
@@ -99,8 +103,11 @@ torches: $(VENV)/.test $(VENV)/.models $(XLA)/.installed $(NEWEST)/.installed  #
 	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md $(BIN)/python $(NEWEST)/bin/python
 	$(BIN)/python benchmarks/torches.py --jobs $(JOBS) --page docs/torches.md --public $(BIN)/python $(NEWEST)/bin/python -- $(ENGINE)
 
-campaign: $(VENV)/.test  ## 100,000 random programs in as many sittings as it takes: make campaign SECONDS=3600
+campaign: $(VENV)/.test mutants  ## what runs for hours: 100,000 random programs in as many sittings as it takes: make campaign SECONDS=3600
 	$(TEST) $(BIN)/python -m fuzz --record benchmarks/results/fuzzing.json --page docs/fuzzing.md --count 100000 $(if $(SECONDS),--seconds $(SECONDS)) --workers $(JOBS)
+
+mutants: $(VENV)/.test $(VENV)/.models  ## which tests kill which mutants of the core, and the table: hours, and goes on where it was stopped
+	$(TEST) $(BIN)/python tests/kill_mutants.py --jobs $(JOBS)
 
 fuzz: $(VENV)/.test  ## random training programs, plain and checkpointed: make fuzz SECONDS=600, COUNT=2000, SEED=7
 	$(TEST) $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(COUNT),--count $(COUNT)) $(if $(SEED),--seed $(SEED)) --workers $(JOBS)

@@ -41,7 +41,7 @@ class Part:
 
 
 def _tests(name: str, seconds: int, *files: str) -> Part:
-    return Part(name, seconds, ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *files])
+    return Part(name, seconds, ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--wide", "-m", "gpu", *files])
 
 
 def _figures(script: str, seconds: int, *options: str) -> Part:
@@ -50,10 +50,10 @@ def _figures(script: str, seconds: int, *options: str) -> Part:
 
 
 PARTS = (
-    _tests("storages", 150, "tests/test_gpu_offload.py"),
-    _tests("loss by rows", 60, "tests/test_loss_by_rows.py"),
-    _tests("budgets, generators, streams, kernels", 240, "tests/test_gpu.py", "tests/test_limits.py"),
-    _tests("trainings", 150, "tests/test_gpu_training.py"),
+    _tests("storages", 150, "tests/gpu/test_gpu_offload.py"),
+    _tests("loss by rows", 60, "tests/loss/test_loss_by_rows.py"),
+    _tests("budgets, generators, streams, kernels", 240, "tests/gpu/test_gpu.py", "tests/region/test_limits.py"),
+    _tests("trainings", 150, "tests/gpu/test_gpu_training.py"),
     Part("random programs", 90, ["-m", "fuzz", "--device", "cuda", "--seconds", "60", "--workers", "4"]),
     _figures("overhead", 120, "--quick"),
     _figures("offload", 240),

@@ -1,6 +1,6 @@
 """Run the tests on several torches, and tabulate how many pass.
 
-python benchmarks/torches.py PYTHON ...                    the tests of `make test` with each of these interpreters
+python benchmarks/torches.py PYTHON ...                    all tests but slow ones with each of these interpreters
 python benchmarks/torches.py --public PYTHON               those of `make test-public`
 python benchmarks/torches.py --failed PYTHON ...           of an earlier run only what failed, after it was mended
 python benchmarks/torches.py PYTHON ... -- --ignore FILE   with options for pytest
@@ -108,6 +108,7 @@ def run(python: str, public: bool, jobs: str, more: Sequence[str]) -> Row:
             python,
             "-m",
             "pytest",
+            "--wide",
             "-n",
             jobs,
             "--junitxml",
@@ -166,7 +167,7 @@ def page_of(rows: Sequence[Row]) -> str:
     lines = [
         "# Tested with",
         "",
-        "The tests of `make test` on each torch, on the CPU ([on a GPU](gpu.md)). The last rows are the engine's",
+        "All tests but slow ones, on each torch, on the CPU ([on a GPU](gpu.md)). The last rows are the engine's",
         "tests with public names of torch only (`make test-public`): the same bits, slower. `make torches` writes this page.",
         "",
         "| torch | Python | tests | passed | skipped | failed |",

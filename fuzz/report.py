@@ -154,10 +154,11 @@ class Summary:
 
 
 def failure_text(seed: int, verdict: Verdict, program: Program) -> str:
-    """Return a failure with its shrunk program."""
+    """Return a failure with its program, shrunk or not, and the command that runs it again."""
     torch = f" (torch: {verdict.torch})" if verdict.torch else ""
     message = f"\n{verdict.message.splitlines()[0]}" if verdict.message else ""
-    return f"--- seed {seed}: {verdict.outcome}, {verdict.kind}{torch}{message}\n{source_of(program)}"
+    again = f"again: python -m fuzz --count 1 --seed {seed}"
+    return f"--- seed {seed}: {verdict.outcome}, {verdict.kind}{torch}{message}\n{again}\n{source_of(program)}"
 
 
 def _some(seeds: list[int], most: int = 10) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import oracle
 import pytest
 import torch
 from forked import Forks
+from tiers import is_left_out, is_named, second_tier
 
 import reactivate
 
@@ -35,27 +37,37 @@ def fresh_state() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs CUDA")
     config.addinivalue_line(
-        "markers", "slow: a benchmark or a search as a whole, other packages, four processes; runs with --all"
+        "markers", "slow: a benchmark or a search as a whole, other packages, four processes: of the second tier"
     )
+    config.addinivalue_line("markers", "second: all of the second tier (tiers.py), which runs with --all")
     config.addinivalue_line("markers", "table: takes more samples of torch's tables with --all")
     config.addinivalue_line("markers", "fast_ways(reason): what it looks at costs more with public names of torch only")
     config.addinivalue_line("markers", "unfenced(reason): what it looks at is different behind a fence, and may be")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--all", action="store_true", help="tests marked slow as well, and of each row in torch's tables every sample"
-    )
+    parser.addoption("--all", action="store_true", help="both tiers, and of each row in torch's tables every sample")
+    parser.addoption("--wide", action="store_true", help="both tiers, but for the tests marked slow")
     parser.addoption("--device", default="cpu", help="where the tensors of torch's tables are (default: cpu)")
     parser.addoption("--fenced", action="store_true", help="as if the CPU were a device whose compiler needs a fence")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_wide = config.getoption("--all") or config.getoption("--wide")
+    return (not is_wide and is_left_out(collection_path, config.args)) or None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    second = dict.fromkeys(second_tier(items))
+    for item in second:
+        item.add_marker("second")
     if config.getoption("--all"):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in set(slow)]
+    left = [item for item in second if item.get_closest_marker("slow") or not config.getoption("--wide")]
+    left = [item for item in left if item.get_closest_marker("slow") or not is_named(item.path, config.args)]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
 
 
 def pytest_collection_finish() -> None:

@@ -96,8 +96,8 @@ def failures_without(name: str, jobs: int) -> dict[str, list[str]]:
         path = Path(folder) / "failures"
         path.touch()
         environment = {**os.environ, "WITHOUT": name, "FAILURES": str(path), "PYTHONPATH": f"{HERE}:{HERE.parent}"}
-        files = [str(HERE / f"test_{file}.py") for file in FILES]
-        command = [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "-p", "mechanisms", *files]
+        files = [str(path) for file in FILES for path in HERE.glob(f"*/test_{file}.py")]
+        command = [sys.executable, "-m", "pytest", "-q", "--wide", "-n", str(jobs), "-p", "mechanisms", *files]
         command += ["-k", "not metadata and not none"]
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, cwd=HERE.parent, check=False)
         found: dict[str, list[str]] = {"caught": [], "silent": []}

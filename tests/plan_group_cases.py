@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from plan_cases import Counted, assert_same, batch, loss_of, model_of
+from plan_models import DIM, Mixture
 from ranks import Cases, case, refused
-from test_plan_values import DIM, Mixture
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

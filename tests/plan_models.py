@@ -14,6 +14,8 @@ from torch.nn import functional as F
 import reactivate
 from reactivate.planner.plan import Plan
 
+DIM = 32
+
 
 @dataclass
 class Case:
@@ -60,6 +62,49 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm(x))
         return x + self.mlp(x)
+
+
+class Experts(nn.Module):
+    """Each token goes to two of four experts: their loads are known once the router has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(DIM, 4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM)) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, columns = torch.where(chosen == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, columns, None])
+        return out.view_as(x)
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(2))
+        self.attn, self.experts, self.dropout = Attention(DIM), Experts(), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norms[0](x))
+        return x + self.dropout(self.experts(self.norms[1](x)))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MixtureBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 class GPT(nn.Module):

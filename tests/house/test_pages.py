@@ -1,0 +1,151 @@
+"""The README and every page of the docs: their Python runs from top to bottom, as it stands."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Forks
+from notebook import notebook
+
+import reactivate
+from reactivate import Plan
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PRINTED = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+ALL = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+LAUNCHER = re.compile(r"^torchrun (.+) train\.py$", re.MULTILINE)  # a page that says so runs on several processes
+SEARCH = re.compile(r"\bplan\(|torch\.compile\(")
+ALWAYS_HERE = {"reactivate", "torch", *sys.stdlib_module_names}
+
+
+def packages_of(code: str) -> frozenset[str]:
+    """The optional packages that a block imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return frozenset(name.partition(".")[0] for name in names) - ALWAYS_HERE
+
+
+def blocks_of(page: Path) -> list[tuple[str, frozenset[str]]]:
+    """The Python blocks of a page, each with the optional packages that it imports."""
+    return [(block, packages_of(block)) for block in BLOCK.findall(page.read_text("utf-8"))]
+
+
+def missing_of(packages: frozenset[str]) -> list[str]:
+    return [name for name in sorted(packages) if importlib.util.find_spec(name) is None]
+
+
+def programs_of(page: Path) -> Iterator[Any]:
+    """The programs of a page. Those that import more than torch are slow, and those that run on several processes.
+
+    So are those that plan or compile, but for the page that everybody reads first.
+    """
+    text = page.read_text("utf-8")
+    takes_long = LAUNCHER.search(text) or (SEARCH.search(text) and page.name != "README.md")
+    sets = {packages for _, packages in blocks_of(page)}
+    for packages in sorted(sets, key=sorted):
+        marks = [pytest.mark.slow] if packages or takes_long else []
+        yield pytest.param(page, packages, id="-".join([page.name, *sorted(packages)]), marks=marks)
+
+
+PROGRAMS = [program for page in ALL for program in programs_of(page)]
+
+
+@pytest.mark.parametrize(("page", "packages"), PROGRAMS)
+def test_the_python_of_a_page_runs(page: Path, packages: frozenset[str], tmp_path: Path, forks: Forks) -> None:
+    """One program for the blocks that import no more than torch, and one for each set of packages that others import."""
+    missing = missing_of(packages)
+    if missing:
+        pytest.skip(f"blocks of {page.name} need {' and '.join(missing)}: not installed")
+    program = tmp_path / "page.py"
+    printed = tmp_path / "printed.txt"
+    prints = f"import sys\nsys.stdout = open({str(printed)!r}, 'w', buffering=1)\n"
+    program.write_text(
+        "\n\n".join([prints, *(block for block, needed in blocks_of(page) if needed <= packages)]), encoding="utf-8"
+    )
+    launcher = LAUNCHER.search(page.read_text("utf-8"))
+    done = launched(program, launcher[1]) if launcher else forks.run(program)
+    assert done.returncode == 0, done.stderr
+    if not packages and page.name == "README.md":
+        shown = "".join(PRINTED.findall(page.read_text("utf-8")))
+        assert without_numbers(printed.read_text()) == without_numbers(shown), (
+            "README.md shows other output than its code prints"
+        )
+
+
+def without_numbers(text: str) -> str:
+    """Return text with a # for each number: times and bytes differ from machine to machine."""
+    return re.sub(r"[+-]?\d[\d.,]*", "#", text)
+
+
+def launched(program: Path, options: str) -> subprocess.CompletedProcess[str]:
+    """Run a program on several processes."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(options), str(program)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=program.parent, env=environment)
+
+
+def test_the_notebook_is_the_tutorial() -> None:
+    """Its code runs as that of the page does, above."""
+    found = (ROOT / "docs" / "tutorial.ipynb").read_text("utf-8")
+    assert found == notebook() + "\n", "write it again: python tests/notebook.py > docs/tutorial.ipynb"
+    code = ["".join(cell["source"]) for cell in json.loads(found)["cells"] if cell["cell_type"] == "code"]
+    assert code == [block.strip() for block in BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text("utf-8"))]
+
+
+def test_pages_have_their_code_in_blocks_that_run() -> None:
+    """No other spelling of the fence hides a block from the test above."""
+    for page in ALL:
+        fences = re.findall(r"^```(\w+)", page.read_text("utf-8"), re.MULTILINE)
+        assert set(fences) <= {"python", "sh", "yaml", "toml", "json", "text"}, page.name
+
+
+def test_the_reference_lists_the_package_and_the_figures_of_a_plan() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    names = [name for name in reactivate.__all__ if name not in ("integrations", "dropin")]
+    assert not [name for name in names if f"::: reactivate.{name}\n" not in page + "\n"]
+    shown = [Plan, *(base for base in Plan.__mro__ if f"::: {base.__module__}.{base.__name__}\n" in page)]
+    described = "\n".join(str(vars(kind)["__doc__"]) for kind in shown)
+    missing = [item.name for item in fields(Plan) if f"\n        {item.name}: " not in described]
+    assert not missing, f"docs/reference.md does not say what {missing} of a plan are"
+
+
+@pytest.mark.parametrize(("link", "is_right"), [("b.md#there", True), ("c.md", False), ("b.md#nowhere", False)])
+def test_make_docs_fails_on_a_broken_link(link: str, is_right: bool, tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    recipe = re.search(r"^docs:.*\n\t(.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    validation = re.search(r"^validation:\n(?:  .*\n)+", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert recipe is not None and validation is not None
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: two pages\n{validation[0]}")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"[a link]({link})\n")
+    (tmp_path / "docs" / "b.md").write_text("# There\n")
+    command = recipe[1].replace("$(BIN)/mkdocs", f"{shlex.quote(sys.executable)} -m mkdocs")
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is is_right, done.stderr
+
+
+@pytest.mark.parametrize("room", ["guards", "policies", "storage"])
+def test_the_reference_lists_what_a_room_offers(room: str) -> None:
+    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    missing = [name for name in getattr(reactivate, room).__all__ if not re.search(rf"\b{name}\b", page)]
+    assert not missing, f"docs/reference.md does not list {missing} of reactivate.{room}"

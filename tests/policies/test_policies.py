@@ -1,0 +1,569 @@
+"""The language of policies: what they select, how they compose, what they refuse (Rule 17)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import assert_bitwise
+from several import each
+from torch import Tensor, nn
+
+import reactivate
+from reactivate import Recompute, Save, Site, policies
+from reactivate._modules.blocks import blocks_of
+from reactivate._passes.observing import observed_by
+from reactivate.errors import UsageError
+from reactivate.policies import canonical
+from reactivate.policies._select import matches
+from reactivate.storage import Host
+
+LINEAR = policies.save_ops("linear")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Model(nn.Module):
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.embed, self.layers, self.head = (
+            nn.Linear(4, 4),
+            nn.ModuleList(Block() for _ in range(count)),
+            nn.Linear(4, 2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Other(nn.Module):
+    """A layer of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Numbered(nn.Module):
+    """Stages under numbered names, each with numbered layers, as RegNets have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = Other(), nn.Linear(4, 2)
+        for name in ("s1", "s2", "s3"):
+            stage = self.add_stage(name)
+            stage.b1, stage.b2 = Block(), Block()
+
+    def add_stage(self, name: str) -> Any:
+        self.add_module(name, Stage())
+        return getattr(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.s3(self.s2(self.s1(self.stem(x)))))
+
+
+class Stage(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+class Sites:
+    """Counts the saved calls of the regions that it watches, by what messages call them."""
+
+    def __init__(self) -> None:
+        self.labels: list[list[str]] = []
+
+    def forward_done(self, record: Any) -> None:
+        if not reactivate.is_recomputing():
+            self.labels.append([site.label for site in record.saved_calls])
+
+    def recomputation_done(self, record: Any) -> None:
+        pass
+
+
+def saved_in(model: nn.Module, policy: Any) -> list[list[str]]:
+    """The saved calls of each region of one step, which is bitwise the plain one."""
+    x = torch.randn(2, 4, requires_grad=True)
+    expected = gradients(model, x)
+    handle, sites = reactivate.apply(model, policy), Sites()
+    try:
+        with observed_by(sites):
+            found = gradients(model, x)
+    finally:
+        handle.remove()
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert_bitwise(one, other, f"gradient {index}")
+    return sites.labels
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()]))
+
+
+def at(path: str = "", **options: Any) -> Site:
+    return Site(path, **options)
+
+
+# -- selectors --------------------------------------------------------------------------------------------------------
+
+
+@each(
+    ("pattern", "path", "is_matched"),
+    [
+        ("layers.0", "layers.0", True),
+        ("layers.*", "layers.12", True),
+        ("layers.*", "decoder.layers.1", True),
+        ("layers.*", "layers.0.mlp", False),
+        ("*.mlp", "layers.0.mlp", True),
+        ("*.mlp", "mlp", False),
+        ("mlp", "layers.0.mlp", True),
+        ("mlp", "layers.0.bigmlp", False),
+        ("**.mlp", "mlp", True),
+        ("encoder.**.mlp", "model.encoder.layers.3.mlp", True),
+        ("encoder.**.mlp", "decoder.layers.3.mlp", False),
+        ("q_?roj", "layers.0.q_proj", True),
+        ("a.b", "axb", False),
+        ("w+", "w+", True),
+        ("w+", "ww", False),
+    ],
+)
+def test_patterns_match_the_end_of_a_path(pattern: str, path: str, is_matched: bool) -> None:
+    assert matches(pattern, path) is is_matched
+
+
+@pytest.mark.parametrize("selector", ["layers.*", Block, lambda site: isinstance(site.module, Block)])
+def test_modules_are_selected_by_path_class_or_predicate(selector: Any) -> None:
+    handle = reactivate.apply(Model(), policies.recompute_modules(selector))
+    assert handle.regions == ("layers.0", "layers.1", "layers.2", "layers.3")
+
+
+@pytest.mark.parametrize("selector", ["*.up", lambda site: site.path.endswith("up")])
+def test_saved_modules_are_those_inside_of_regions(selector: Any) -> None:
+    model = Model(2)
+    assert saved_in(model, policies.first_match(policies.save_modules(selector), policies.full())) == [
+        ["layers.0.up (Linear)"],
+        ["layers.1.up (Linear)"],
+    ]
+
+
+def test_a_saved_class_of_modules_outside_of_regions_is_plain() -> None:
+    model = Model(2)
+    handle = reactivate.apply(model, policies.first_match(policies.save_modules(nn.Linear), policies.full()))
+    assert handle.saved == ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down")
+
+
+def test_within_limits_ops_to_modules() -> None:
+    within = policies.save_ops("linear", "tanh", within=("*.up", "layers.1"))
+    assert saved_in(Model(2), policies.first_match(within, policies.full())) == [["linear"], ["linear", "tanh"]]
+
+
+@each(
+    ("function", "name"),
+    [
+        (torch.matmul, "matmul"),
+        (Tensor.matmul, "matmul"),
+        (Tensor.__matmul__, "matmul"),
+        (torch.ops.aten.matmul, "matmul"),
+        (torch.ops.aten.mm.default, "mm"),
+        (F.linear, "linear"),
+        (F.scaled_dot_product_attention, "scaled_dot_product_attention"),
+        (torch.linalg.norm, "linalg.norm"),
+        (Tensor.relu_, "relu_"),
+        (F.relu, "relu"),
+        (torch.conv2d, "conv2d"),
+        (F.conv2d, "conv2d"),
+    ],
+)
+def test_an_op_has_one_name(function: Any, name: str) -> None:
+    assert canonical.name_of(function) == name
+    canonical.check(name, "a test")
+
+
+@each("call", [lambda x, w: x @ w, torch.matmul, Tensor.matmul, lambda x, w: torch.ops.aten.matmul(x, w)])
+def test_an_op_is_saved_however_it_is_called(call: Callable[[Tensor, Tensor], Tensor]) -> None:
+    sites = Sites()
+    x, w = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
+    fn = reactivate.checkpoint(lambda x, w: call(x, w).exp().sin(), policy=policies.save_ops("matmul"))
+    with observed_by(sites):
+        found = torch.autograd.grad(fn(x, w).sum(), [x, w])
+    assert sites.labels == [["matmul"]]
+    for one, other in zip(found, torch.autograd.grad(call(x, w).exp().sin().sum(), [x, w])):
+        assert_bitwise(one, other, "gradient")
+
+
+class Routed(nn.Module):
+    """Attention, and a choice of rows."""
+
+    def __init__(self, attends: str) -> None:
+        super().__init__()
+        self.attends, self.attention = attends, nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.sin()
+        if self.attends == "module":
+            h = self.attention(h, h, h, need_weights=True)[0]
+        elif self.attends == "op":
+            h = F.scaled_dot_product_attention(h, h, h)
+        else:
+            h = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(h[None], h[None], h[None])[0][0]
+        best, indices = h.tanh().topk(2, -1)
+        return (best.exp() * h.cos().gather(-1, indices)).tanh()
+
+
+@each("attends", ["module", "op", "kernel"])
+@each("kinds", [("attention",), ("routing",), ("attention", "routing")], ids="+".join)
+def test_calls_of_a_kind_are_saved_by_whatever_op(kinds: tuple[str, ...], attends: str) -> None:
+    policy = policies.save(*kinds)
+    assert repr(policy) == f"save({', '.join(map(repr, kinds))})"
+    sites = Sites()
+    found = []
+    for wrap in (lambda fn: fn, lambda fn: reactivate.checkpoint(fn, policy=policy)):
+        torch.manual_seed(0)
+        module, x = Routed(attends), torch.randn(2, 3, 4, requires_grad=True)
+        with observed_by(sites):
+            wrap(module)(x).sum().backward()
+        found.append([x.grad, *(item.grad for item in module.parameters() if item.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        assert_bitwise(one, other, "gradient")
+    assert [len(labels) for labels in sites.labels] == [len(kinds)]
+
+
+def test_collectives_are_a_kind() -> None:
+    """Compute in several processes: `test_distributed`."""
+    ops = policies.save("collectives").ops  # type: ignore[attr-defined]
+    assert "_c10d_functional.all_to_all_single" in ops and "_c10d_functional.reduce_scatter_tensor" in ops
+    with pytest.raises(UsageError, match=r"'attention', 'routing', 'collectives'; 'attn' is none"):
+        policies.save("attn")
+    with pytest.raises(UsageError, match="none is given"):
+        policies.save()
+
+
+def test_full_but_for_some_results() -> None:
+    saving = policies.full(save=["linear", "attention"])
+    assert saving == policies.first_match(policies.save_ops("linear"), policies.save("attention"), policies.full())
+    assert policies.full(save=[]) == policies.full()
+    for wrong in ("linear", [3]):
+        with pytest.raises(UsageError, match=r"full\(save=\.\.\.\) takes a list"):
+            policies.full(save=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Did you mean 'linear'"):
+        policies.full(save=["linaer"])
+
+
+@pytest.mark.parametrize(
+    "policy", [policies.recompute_every(100), policies.first_match(LINEAR, policies.recompute_every(5))]
+)
+def test_more_than_the_blocks_there_are_is_refused(policy: Any) -> None:
+    with pytest.raises(UsageError, match=r"recompute_every\(\d+\).* the 4 blocks .*layers\.0.*takes 1 to 4"):
+        reactivate.apply(Model(4), policy)
+    assert reactivate.apply(Model(4), policies.recompute_every(4)).regions == ("layers.0",)
+
+
+@pytest.mark.parametrize("make", [Numbered, lambda: Model(1), lambda: nn.Sequential(Block(), Other(), Block())])
+def test_every_block_is_recomputed_bitwise(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    assert saved_in(model, policies.full()) == [[]] * len(blocks_of(model))
+
+
+@pytest.mark.parametrize(("name", "first", "count"), [("regnety_002", "s1", 4), ("efficientnet_b0", "blocks.0.0", 16)])
+def test_the_blocks_of_models_of_timm(name: str, first: str, count: int) -> None:
+    model = pytest.importorskip("timm").create_model(name)
+    found = list(blocks_of(model))
+    assert (found[0], len(found)) == (first, count)
+    assert reactivate.verify(model, torch.randn(2, 3, 64, 64), policy=policies.full())
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def mixture() -> nn.Module:
+    layer = nn.ModuleDict({"experts": nn.ModuleList(Block() for _ in range(3)), "gate": nn.Linear(4, 3)})
+    return nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
+
+
+@each(
+    ("make", "expected"),
+    [
+        (Model, ["layers.0", "layers.1", "layers.2", "layers.3"]),
+        (lambda: nn.ModuleDict({"first": Block(), "second": Block()}), ["first", "second"]),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []),
+        (lambda: nn.Sequential(Block(), nn.Sequential(nn.ReLU())), ["0"]),
+        (lambda: nn.ModuleDict({"encoder": Model(2), "decoder": Model(2)}), ["encoder", "decoder"]),
+        (lambda: nn.Transformer(4, 1, 2, 2, 4), [f"{part}coder.layers.{i}" for part in ("en", "de") for i in (0, 1)]),
+        (lambda: nn.Sequential(*[Block()] * 3), ["0"]),
+        (lambda: nn.Sequential(nn.Sequential(nn.ReLU(), nn.ReLU()), nn.Sequential(nn.ReLU(), nn.ReLU())), []),
+        (lambda: nn.Sequential(Block(), Other(), Block(), Block()), ["0", "1", "2", "3"]),
+        (lambda: nn.ModuleList([Other(), Block(), Block(), Other()]), ["0", "1", "2", "3"]),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.LayerNorm(4), Other()), ["1", "2", "4"]),
+        (lambda: nn.Sequential(Block(), Model(2), Block()), ["0", "1.layers.0", "1.layers.1", "2"]),
+        (lambda: Model(1), ["layers.0"]),
+        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 1, 4), 1), ["layers.0"]),
+        (lambda: nn.ModuleList([Block(), Other()]), ["0", "1"]),
+        (lambda: nn.Sequential(nn.Sequential(Other()), nn.Sequential(Block(), Block())), ["0.0", "1.0", "1.1"]),
+        (lambda: nn.Sequential(nn.Sequential(Block()), nn.Linear(4, 4)), ["0.0"]),
+        (Numbered, ["s1", "s2", "s3"]),
+        (lambda: nn.Linear(4, 4), []),
+    ],
+)
+def test_blocks_are_the_outermost_repeated_layers(make: Callable[[], nn.Module], expected: list[str]) -> None:
+    assert list(blocks_of(make())) == expected
+
+
+@each(
+    ("policy", "expected"),
+    [
+        (policies.full(), [0, 1, 2, 3]),
+        (policies.recompute_every(1), [0, 1, 2, 3]),
+        (policies.recompute_every(2), [0, 2]),
+        (policies.recompute_every(3, offset=1), [1]),
+        (policies.recompute_every(4, 3), [3]),
+        (policies.exclude(policies.full(), policies.recompute_modules("layers.2")), [0, 1, 3]),
+        (policies.first_match(policies.recompute_modules("layers.1"), policies.recompute_every(2)), [0, 1, 2]),
+        (policies.union(policies.recompute_every(2), policies.recompute_modules("layers.3")), [0, 2, 3]),
+        (policies.none(), []),
+        (lambda site: Recompute() if site.block == site.blocks - 1 else None, [3]),
+    ],
+)
+def test_which_blocks_are_regions(policy: Any, expected: list[int]) -> None:
+    assert reactivate.apply(Model(), policy).regions == tuple(f"layers.{index}" for index in expected)
+
+
+# -- composition ------------------------------------------------------------------------------------------------------
+
+
+def test_first_match_takes_the_first_answer() -> None:
+    site, host = at(op="linear", function=F.linear), Host()
+    policy = policies.first_match(policies.save_ops("relu"), policies.save_ops("linear", storage=host), LINEAR)
+    assert policy(site) == Save(host)
+    assert policy(at(op="exp", function=torch.exp)) is None
+
+
+def test_either_prefers_to_save() -> None:
+    module = nn.Linear(1, 1)
+    policy = policies.union(policies.recompute_modules(nn.Linear), policies.save_modules(nn.Linear))
+    assert policy(at("x", module=module)) == Save()
+
+
+def test_except_leaves_out_what_an_exception_names() -> None:
+    policy = policies.exclude(policies.save_ops("linear", "tanh"), policies.save_ops("linear", within="*.up"))
+    assert saved_in(Model(1 + 1), policies.first_match(policy, policies.full())) == [["tanh", "linear"]] * 2
+
+
+@each(("n", "offset", "expected"), [(1, 0, 4), (2, 0, 2), (2, 1, 2), (3, 0, 2), (3, 2, 1), (4, 3, 1)])
+def test_every_nth_counts_in_each_call_of_a_region(n: int, offset: int, expected: int) -> None:
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = F.linear(x, weight).sin()
+        return x
+
+    weight, x, sites = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True), Sites()
+    region = reactivate.checkpoint(fn, policy=policies.every_nth(n, LINEAR, offset))
+    with observed_by(sites):
+        for _ in range(3):
+            found = torch.autograd.grad(region(x).sum(), [x, weight])
+    assert [len(labels) for labels in sites.labels] == [expected] * 3
+    for one, other in zip(found, torch.autograd.grad(fn(x).sum(), [x, weight])):
+        assert_bitwise(one, other, "gradient")
+
+
+def test_every_nth_counts_what_its_policy_saves_and_nothing_else() -> None:
+    policy = policies.first_match(policies.every_nth(2, policies.save_ops("linear"), 1), policies.full())
+    assert saved_in(Model(2), policy) == [["linear"]] * 2
+    both = policies.first_match(policies.every_nth(2, policies.save_ops("linear", "tanh")), policies.full())
+    assert saved_in(Model(2), both) == [["linear", "linear"]] * 2
+
+
+def test_every_nth_of_modules() -> None:
+    policy = policies.first_match(policies.every_nth(2, policies.save_modules(nn.Linear), 1), policies.full())
+    assert saved_in(Model(2), policy) == [["layers.0.down (Linear)"], ["layers.1.down (Linear)"]]
+
+
+def test_names_select_marked_calls_of_functions_and_modules() -> None:
+    project = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return reactivate.site(project, name="project")(reactivate.site(torch.exp, name="grow")(x)).sin()
+
+    x, sites = torch.randn(2, 4, requires_grad=True), Sites()
+    leaves = [x, *project.parameters()]
+    for names, expected in [(("grow",), ["site 'grow'"]), (("project", "grow"), ["site 'grow'", "site 'project'"])]:
+        with observed_by(sites):
+            found = torch.autograd.grad(reactivate.checkpoint(fn, policy=policies.save_names(*names))(x).sum(), leaves)
+        assert sites.labels.pop() == expected
+        for one, other in zip(found, torch.autograd.grad(fn(x).sum(), leaves)):
+            assert_bitwise(one, other, "gradient")
+
+
+def test_a_users_own_policy_sees_where_it_is_asked() -> None:
+    seen: list[tuple[str, str | None, int]] = []
+
+    def policy(site: Site) -> Save | Recompute | None:
+        if site.block is not None:
+            return Recompute()
+        if site.op == "linear":
+            seen.append((site.path, site.op, site.index))
+            return Save()
+        return None
+
+    assert saved_in(Model(2), policy) == [["linear"] * 2] * 2
+    assert seen == [
+        (f"layers.{i}.{name}", "linear", index) for i in (0, 1) for index, name in enumerate(("up", "down"))
+    ]
+
+
+def test_policies_are_values() -> None:
+    one = policies.first_match(policies.save_ops("linear", within="*.up"), policies.recompute_every(2))
+    other = policies.first_match(policies.save_ops("linear", within="*.up"), policies.recompute_every(2))
+    assert one == other and hash(one) == hash(other)
+    assert repr(one) == "first_match(save_ops('linear', within=('*.up',)), recompute_every(2))"
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@each(
+    ("make", "message"),
+    [
+        (lambda: policies.save_ops(), "at least one op"),
+        (lambda: policies.save_ops("linaer"), "knows no op 'linaer'. Did you mean 'linear' or"),
+        (
+            lambda: policies.save_ops("sdpa"),
+            "Did you mean 'scaled_dot_product_attention'? policies.save('attention') saves",
+        ),
+        (lambda: policies.save_ops("flash"), "Did you mean 'scaled_dot_product_attention'?"),
+        (lambda: policies.save_ops("matmul "), "knows no op 'matmul '. Did you mean 'matmul'?"),
+        (lambda: policies.save_ops("conv"), "Did you mean 'conv1d' or 'conv2d' or 'conv3d'?"),
+        (lambda: policies.save_ops("softmax_"), "Did you mean 'softmax'?"),
+        (lambda: policies.save_ops("F.linear"), "Did you mean 'linear'?"),
+        (lambda: policies.save_ops("aten.mm.default"), "Did you mean 'mm'?"),
+        (lambda: policies.save_ops("aten.mm"), "Did you mean 'mm'?"),  # an op of torch's own has no namespace
+        (lambda: policies.save_ops("linear", 3), "names of ops, functions of torch and Function classes; got 3"),
+        (lambda: policies.save_ops(nn.Linear), "got the class Linear. To save modules, write save_modules(Linear)."),
+        (lambda: policies.save_ops("mul_"), "cannot save 'mul_': it writes into its argument"),
+        (lambda: policies.save_ops(Tensor.relu_), "use 'relu'"),
+        (lambda: policies.save_ops("linear", within=""), "the end of a module's path"),
+        (lambda: policies.save_ops("linear", within=nn.Linear), "the end of a module's path"),
+        (lambda: policies.save_modules(), "at least one module"),
+        (lambda: policies.save_modules(int), "none of these"),
+        (lambda: policies.save_modules(""), "none of these"),
+        (lambda: policies.recompute_modules(), "full() takes every block"),
+        (lambda: policies.recompute_modules(3), "recompute_modules selects modules by"),
+        (lambda: policies.save_names(), "takes names as given to reactivate.site"),
+        (lambda: policies.save_names(3), "takes names as given to reactivate.site"),
+        (lambda: policies.recompute_every(0), "at least 1; got 0"),
+        (lambda: policies.recompute_every(True), "got True"),
+        (lambda: policies.recompute_every(2, offset=2), "an offset from 0 to 1; got 2"),
+        (lambda: policies.every_nth(0, LINEAR), "at least 1; got 0"),
+        (lambda: policies.every_nth(2, LINEAR, -1), "an offset from 0 to 1; got -1"),
+        (lambda: policies.every_nth(2, "linear"), "every_nth takes a policy"),
+        (lambda: policies.first_match(), "at least one policy"),
+        (lambda: policies.first_match(LINEAR, 3), "first_match takes a policy"),
+        (lambda: policies.union(None), "union takes a policy"),
+        (lambda: policies.exclude(LINEAR), "at least one exception"),
+        (lambda: reactivate.apply(Model(), None), "apply takes a policy"),
+        (lambda: reactivate.apply(torch.sin, policies.full()), "For a function use checkpoint()"),
+        (lambda: reactivate.checkpoint(torch.sin, policy=3), "checkpoint(policy=...) takes a policy"),
+        (lambda: reactivate.site(3, name="x"), "Write site(fn, name='x')(x)"),
+        (lambda: reactivate.site(torch.sin, name=""), "takes a name"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        make()
+
+
+@each(
+    ("policy", "messages"),
+    [
+        (policies.recompute_modules("*.mpl"), ["recompute_modules('*.mpl')", "layers.0, layers.1", "head"]),
+        (
+            policies.first_match(policies.save_modules("*.upp"), policies.full()),
+            ["save_modules('*.upp')", "Did you mean '*.up'?"],
+        ),
+        (policies.recompute_modules("layer.*"), ["Did you mean 'layers.*'?"]),
+        (policies.recompute_modules("model.layers[1]"), ["matches nothing in Model. Did you mean 'layers.1'?"]),
+        (policies.recompute_modules("decoder.*"), ["matches nothing in Model. Its blocks"]),
+        (
+            policies.first_match(policies.save_modules("head"), policies.full()),
+            ["matches head", "the regions: layers.0"],
+        ),
+        (
+            policies.first_match(policies.save_modules("layers.*"), policies.full()),
+            ["save_modules('layers.*') matches layers.0, layers.1", "no module is recomputed", "exclude(full(), "],
+        ),
+        (policies.recompute_every(9, offset=8), ["recompute_every(9, offset=8)", "layers.3"]),
+        (LINEAR, ["the policy makes no region", "first_match"]),
+        (policies.save_modules("*.up"), ["no module is recomputed"]),
+        (
+            policies.exclude(policies.recompute_modules("layers.0"), policies.recompute_modules("layers.1")),
+            ["recompute_modules('layers.1') as an exception to recompute_modules('layers.0') matches nothing"],
+        ),
+    ],
+)
+def test_what_matches_no_module_is_refused_by_apply(policy: Any, messages: list[str]) -> None:
+    model = Model()
+    with pytest.raises(UsageError) as caught:
+        reactivate.apply(model, policy)
+    for message in messages:
+        assert message in str(caught.value)
+    reactivate.apply(model, policies.full())  # nothing is left of the refused one
+
+
+@each(
+    ("policy", "message"),
+    [
+        (policies.save_ops("einsum"), "save_ops('einsum') matches nothing. What there was to match: "),
+        (policies.save_names("q_proj"), "save_names('q_proj') matches nothing"),
+        (policies.save_ops("linear", within="*.upp"), "matches nothing. Did you mean '*.up'? What there was"),
+        (policies.every_nth(2, policies.save_ops("einsum")), "save_ops('einsum')"),
+        (policies.exclude(LINEAR, policies.save_ops("tanh")), "save_ops('tanh') as an exception to save_ops('linear')"),
+    ],
+)
+def test_what_matches_no_call_is_refused_when_the_regions_have_run(policy: Any, message: str) -> None:
+    model = Model(2)
+    reactivate.apply(model, policies.first_match(policy, policies.full()))
+    with pytest.raises(UsageError, match=re.escape(message)):
+        model(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("policy", [policies.save_modules("up"), policies.save_ops("linear", within="up")])
+def test_modules_are_not_selected_in_a_region_that_is_a_function(policy: Any) -> None:
+    block = Model().layers[0]
+    with pytest.raises(UsageError, match=r"the region is a function, which has none. Checkpoint the module itself"):
+        reactivate.checkpoint(lambda x: block(x), policy=policy)(torch.randn(2, 4, requires_grad=True))
+    saved = reactivate.checkpoint(block, policy=policy)(torch.randn(2, 4, requires_grad=True))
+    method = reactivate.checkpoint(block.forward, policy=policy)(torch.randn(2, 4, requires_grad=True))
+    assert saved.requires_grad and method.requires_grad
+
+
+def test_a_list_for_all_models_may_match_nothing() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4), nn.Tanh()) for _ in range(2)))
+    assert saved_in(model, policies.first_match(policies.compute_intensive(), policies.full())) == [[], []]
+
+
+def test_a_model_has_one_policy_at_a_time() -> None:
+    model = Model()
+    handle = reactivate.apply(model, policies.full())
+    with pytest.raises(UsageError, match="a policy is applied to this model already"):
+        reactivate.apply(model, policies.recompute_every(2))
+    handle.remove()
+    handle.remove()
+    assert reactivate.apply(model, policies.recompute_every(2)).regions == ("layers.0", "layers.2")

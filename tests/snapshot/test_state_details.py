@@ -1,0 +1,98 @@
+"""Details of state, each seen by no other test: that is what mutants of the core have shown."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf
+from torch import Tensor, nn
+
+from reactivate._snapshot.region_calls import RegionCall, is_of_call
+from reactivate._snapshot.tensor_states import TensorStates
+from reactivate._snapshot.trees import _leads_nowhere
+
+PROGRAMS = Programs()
+right = PROGRAMS.right
+
+
+@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
+def test_program(program: Program) -> None:
+    check_program(program)
+
+
+class Counts(nn.Module):
+    """Counts in a buffer of another module, which is in a plain list and is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [nn.BatchNorm1d(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = self.others[0].num_batches_tracked.add_(1)
+        return curve(x, number)
+
+
+@right
+def large_tree_with_a_module_in_a_list(wrap: Wrap) -> Any:
+    """More than 64 modules are noted one by one as they are reached; this one is reached by no call."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(70)), nn.Linear(4, 4), Counts())
+    checkpointed, x = wrap(model), leaf(6, 4)
+    for _ in range(2):
+        backward(checkpointed(x))
+    return [x.grad, gradients(model), model[-1].others[0].num_batches_tracked]
+
+
+@right
+def hook_that_is_registered_and_removed_before_the_backward(wrap: Wrap) -> Any:
+    """The recomputation registers it once more, on a tensor without hooks: it goes, and does not fire."""
+    layer, x, fired = nn.Linear(4, 4), leaf(6, 4), []
+    handles: list[Any] = []
+
+    def fn(x: Tensor) -> Tensor:
+        handles.append(layer.weight.register_hook(fired.append))
+        return curve(layer(x), 2)
+
+    out = wrap(fn)(x)
+    handles[0].remove()
+    backward(out)
+    return [x.grad, layer.weight.grad, len(fired), len(layer.weight._backward_hooks or ())]
+
+
+# -- parts of the walk ------------------------------------------------------------------------------------------------
+
+
+def in_its_module() -> None:
+    """A function that is there for good."""
+
+
+def noted() -> None:
+    """A function with an attribute."""
+
+
+noted.attribute = [1]  # type: ignore[attr-defined]
+
+
+def test_a_function_leads_nowhere_if_it_is_there_for_good_and_holds_nothing() -> None:
+    held = torch.ones(2)
+    made_here = lambda: None  # noqa: E731
+    elsewhere = type(in_its_module)(in_its_module.__code__, {"__name__": "nowhere"}, "elsewhere")
+    assert _leads_nowhere(in_its_module)
+    assert not any(map(_leads_nowhere, (lambda: held, made_here, noted, elsewhere)))
+
+
+def test_an_entry_is_of_a_call_by_its_key() -> None:
+    call = RegionCall()
+    assert is_of_call(call) and is_of_call(("name", call)) and is_of_call(call.inner(0))
+    assert not any(map(is_of_call, ("name", ("name", 0), 0, partial(is_of_call, call))))
+
+
+def test_what_is_held_is_what_has_been_copied() -> None:
+    large, small = torch.ones(32, 32), torch.ones(2)
+    state = TensorStates((large, small))
+    assert [tensor.shape for tensor in state.held()] == [large.shape, (small.nbytes,)]
+    weight, other = nn.Parameter(torch.ones(3, 3)), torch.ones(3, 3)
+    state.note_writes([(weight, 0), (other, 0)])
+    assert [tensor.shape for tensor in state.held()] == [large.shape, weight.shape, (small.nbytes,)]
