@@ -20,8 +20,8 @@ is enough.
 
 Times are integers (2**-60 of a second), so that sums do not depend on their order, and no byte is rounded. Where more
 than `MOST` endings are left, the best of each of `MOST` equal ranges of bytes go on, so on long chains with many kinds of
-blocks the answer may be slower than the fastest (`tests/planner/test_planner_solve.py` says by how much). It never exceeds the
-budget, and the smallest peak is exact.
+blocks the answer may be slower than the fastest (`tests/planner/test_planner_solve.py` says by how much). It never exceeds
+the budget, and the smallest peak is exact.
 """
 
 from __future__ import annotations
