@@ -64,10 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker("second")
     if config.getoption("--all"):
         return
-    left = [item for item in second if item.get_closest_marker("slow") or not config.getoption("--wide")]
-    left = [item for item in left if item.get_closest_marker("slow") or not is_named(item.path, config.args)]
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in set(left)]
+    left = {item for item in second if item.get_closest_marker("slow") or not config.getoption("--wide")}
+    left = {item for item in left if not is_named(item, config.args)}
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
 
 
 def pytest_collection_finish() -> None:

@@ -23,8 +23,9 @@ SECOND = {
     "plan_group plan_offline plan_ranks plan_sharded process_groups simulated storage_sharded",
     "random programs": "fuzz property saved_sites_property",
     "plans of whole models": "adaptive plan_answers plan_by_value plan_containers plan_head plan_leaves_alone plan_life "
-    "plan_looks plan_recurrent plan_shared plan_spans plan_storages plan_storages_cli plan_values",
-    "drop-ins for frameworks": "dropin_deepspeed dropin_transformer_engine fp8_state",
+    "plan_looks plan_recurrent plan_shared plan_spans plan_storages plan_storages_cli plan_storages_solver plan_values "
+    "planner_collectives planner_reserved",
+    "drop-ins for frameworks": "dropin_deepspeed dropin_megatron dropin_transformer_engine fp8_state heirs",
     "long runs": "offload_long",
     "prose, reports, commands and benchmarks": "benchmarks benchmarks_architectures benchmarks_collectives "
     "benchmarks_frontier benchmarks_gpu benchmarks_offload benchmarks_optimum benchmarks_planning benchmarks_selective "
@@ -32,17 +33,41 @@ SECOND = {
 }
 """Files of the second tier, by what they need or are about."""
 
+LONG = {
+    "test_a_function_inside_of_compiled_code_is_recomputed_with_that",
+    "test_a_plain_step_that_does_not_fit_is_not_run",
+    "test_a_plan_for_another_device_is_the_same_wherever_it_is_made",
+    "test_a_step_that_is_not_one_of_training_is_warned_of",
+    "test_a_step_that_is_slow_or_large_is_simulated",
+    "test_advice_is_what_helps_and_names_no_budget_that_nobody_gave",
+    "test_compile_with_a_graph_break_in_the_region",
+    "test_compiled",
+    "test_no_plan_is_larger_than_the_device",
+    "test_on_ranks",
+    "test_program[a_hundred_nested_regions]",
+    "test_program[two_hundred_nested_regions]",
+    "test_random_ops_after_one_whose_result_is_given_back",
+    "test_the_end_of_a_table_of_positions_ends_the_search",
+    "test_the_plan_reaches_the_compiler",
+    "test_torch_alone_is_enough_to_print",
+    "test_two_thousand_steps_are_flat",
+    "test_what_a_region_inside_keeps_is_dropped_unless_the_regions_around_it_save_that_region",
+}
+"""Tests of other files that take three seconds or more, and whose statement shorter ones of the first tier make as well."""
+
 SECOND_FILES = {f"test_{name}.py" for names in SECOND.values() for name in names.split()}
 
 
-def is_named(path: Path, names: Iterable[str]) -> bool:
-    """Tell whether a file was asked for by its name: then all of its tests run, but for slow ones."""
-    return path.name in SECOND_FILES and any(Path(name.partition("::")[0]).name == path.name for name in names)
-
-
 def is_left_out(path: Path, names: Iterable[str]) -> bool:
-    """Tell whether a file is of the second tier, and not even imported for the first."""
-    return path.name in SECOND_FILES and not is_named(path, names)
+    """Tell whether a file is of the second tier, and not even imported for the first; a file that is named is."""
+    return path.name in SECOND_FILES and path.name not in {Path(name.partition("::")[0]).name for name in names}
+
+
+def is_named(item: pytest.Item, names: Iterable[str]) -> bool:
+    """Tell whether a test was asked for by its name; or by that of its file, if this is of the second tier."""
+    by_file = item.path.name in SECOND_FILES and not item.get_closest_marker("slow")
+    parts = (name.partition("::") for name in names)
+    return any(Path(file).name == item.path.name and (inside or by_file) for file, _, inside in parts)
 
 
 def second_tier(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -51,9 +76,12 @@ def second_tier(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     spare = {item for group in groups.values() for item in _beyond_pairs(group)}
-    return [
-        item for item in items if item in spare or item.path.name in SECOND_FILES or item.get_closest_marker("slow")
-    ]
+    return [item for item in items if item in spare or item.path.name in SECOND_FILES or _takes_long(item)]
+
+
+def _takes_long(item: pytest.Item) -> bool:
+    inside = item.nodeid.rpartition("::")[2]
+    return bool(item.get_closest_marker("slow")) or inside in LONG or inside.partition("[")[0] in LONG
 
 
 def _beyond_pairs(cases: list[pytest.Item]) -> Iterator[pytest.Item]:
