@@ -114,6 +114,11 @@ def test_the_reference_lists_the_package_and_the_figures_of_a_plan() -> None:
     assert not missing, f"docs/reference.md does not say what {missing} of a plan are"
 
 
+def test_each_page_is_in_the_navigation_once() -> None:
+    listed = re.findall(r": ([a-z0-9-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
 @pytest.mark.parametrize(("link", "is_right"), [("b.md#there", True), ("c.md", False), ("b.md#nowhere", False)])
 def test_make_docs_fails_on_a_broken_link(link: str, is_right: bool, tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
