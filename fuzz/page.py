@@ -44,9 +44,8 @@ def page(summary: Summary, first: int, workers: int) -> str:
     rows = {
         "compared": summary.programs - discarded,
         "right, bit for bit": summary.outcomes[RIGHT],
-        "other bits, those that torch gives with saved-tensor hooks that do nothing ([why](limits.md))": summary.outcomes[
-            AS_HOOKED
-        ],
+        "other bits, those that torch gives with saved-tensor hooks that do nothing "
+        "([why](limits.md#a-double-backward-under-autocast))": summary.outcomes[AS_HOOKED],
         "silently different": sum(map(len, summary.silent.values())),
         "refused": sum(sum(item.torch.values()) for _, item in kinds),
         "refused, and torch's checkpoint runs them rightly": summary.false_refusals,

@@ -28,6 +28,7 @@ PRINTED = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ALL = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LAUNCHER = re.compile(r"^torchrun (.+) train\.py$", re.MULTILINE)  # a page that says so runs on several processes
 SEARCH = re.compile(r"\bplan\(|torch\.compile\(")
+REFERENCE = "\n".join(page.read_text("utf-8") for page in sorted((ROOT / "docs").glob("reference*.md")))
 ALWAYS_HERE = {"reactivate", "torch", *sys.stdlib_module_names}
 
 
@@ -120,13 +121,17 @@ def test_pages_have_their_code_in_blocks_that_run() -> None:
 
 
 def test_the_reference_lists_the_package_and_the_figures_of_a_plan() -> None:
-    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
     names = [name for name in reactivate.__all__ if name not in ("integrations", "dropin")]
-    assert not [name for name in names if f"::: reactivate.{name}\n" not in page + "\n"]
-    shown = [Plan, *(base for base in Plan.__mro__ if f"::: {base.__module__}.{base.__name__}\n" in page)]
+    assert not [name for name in names if f"::: reactivate.{name}\n" not in REFERENCE + "\n"]
+    shown = [Plan, *(base for base in Plan.__mro__ if f"::: {base.__module__}.{base.__name__}\n" in REFERENCE)]
     described = "\n".join(str(vars(kind)["__doc__"]) for kind in shown)
     missing = [item.name for item in fields(Plan) if f"\n        {item.name}: " not in described]
     assert not missing, f"docs/reference.md does not say what {missing} of a plan are"
+
+
+def test_each_page_is_in_the_navigation_once() -> None:
+    listed = re.findall(r": ([a-z0-9-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 @pytest.mark.parametrize(("link", "is_right"), [("b.md#there", True), ("c.md", False), ("b.md#nowhere", False)])
@@ -146,6 +151,5 @@ def test_make_docs_fails_on_a_broken_link(link: str, is_right: bool, tmp_path: P
 
 @pytest.mark.parametrize("room", ["guards", "policies", "storage"])
 def test_the_reference_lists_what_a_room_offers(room: str) -> None:
-    page = (ROOT / "docs" / "reference.md").read_text("utf-8")
-    missing = [name for name in getattr(reactivate, room).__all__ if not re.search(rf"\b{name}\b", page)]
-    assert not missing, f"docs/reference.md does not list {missing} of reactivate.{room}"
+    missing = [name for name in getattr(reactivate, room).__all__ if not re.search(rf"\b{name}\b", REFERENCE)]
+    assert not missing, f"docs/reference*.md do not list {missing} of reactivate.{room}"

@@ -283,5 +283,5 @@ def test_what_depends_on_unwritten_memory_is_no_test() -> None:
 
 @pytest.mark.parametrize("seed", [10075173])
 def test_what_hooks_change_by_themselves_is_told_apart(seed: int) -> None:
-    """Torch unpacks a leaf as another object for each op where there are hooks, and autocast casts each (limits.md)."""
+    """Torch unpacks a leaf as another object for each op where there are hooks, and autocast casts each (docs/limits.md)."""
     assert judge_seed(seed).outcome == AS_HOOKED
