@@ -64,7 +64,7 @@ PARTS = (
 
 @dataclass
 class Outcome:
-    """How a part ended: "passed", "failed", "stopped" when its time was up; and the last line that it printed."""
+    """The end of a part: "passed", "failed", or "stopped" when its time was up; and the last line that it printed."""
 
     part: str
     ended: str
