@@ -168,12 +168,12 @@ def blocks(**options: Any) -> GPT:
 
 def in_place(net: GPT) -> None:
     for block in net.blocks:
-        block.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+        block.compile(backend="aot_eager", fullgraph=True)
 
 
 def wrapped(net: GPT) -> None:
     for number, block in enumerate(net.blocks):
-        net.blocks[number] = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=False)
+        net.blocks[number] = torch.compile(block, backend="aot_eager", fullgraph=True)
 
 
 IDIOMS = pytest.mark.parametrize("compile_blocks", [in_place, wrapped])
@@ -302,7 +302,7 @@ def test_blocks_of_several_kinds() -> None:
     net.blocks[4] = Breaking(32)
     net.blocks[0].requires_grad_(requires_grad=False)
     for block in net.blocks:
-        block.compile(backend="aot_eager", dynamic=False)
+        block.compile(backend="aot_eager")
     plan = plan_blocks(net, "45%")
     assert plan.measure(compiled="blocks").holds
     assert plan.proof.method == "compiled" and plan.proof.peak_bytes <= plan.budget_bytes
@@ -325,7 +325,7 @@ def test_spans_of_compiled_blocks() -> None:
             module.p = 0.0
     net = nn.Sequential(made, nn.Linear(32, 64))
     for block in made[1]:
-        block.compile(backend="aot_eager", dynamic=False)
+        block.compile(backend="aot_eager")
     plan = plan_blocks(net, "100%")
     tight = plan.at(least_of(plan))
     assert tight.measure(compiled="blocks").holds

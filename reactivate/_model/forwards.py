@@ -170,7 +170,7 @@ class BudgetForward(AppliedForward):
                 f"torch {torch.__version__}. Plan again with this torch: it has other candidates."
             )
         super().__init__(applied, module, path, hidden)
-        self._share = share
+        self._share = str(share)  # a number that differs from block to block is none in a graph, but a variable
 
     def note(self, handle: Handle) -> None:
         super().note(handle)
@@ -178,15 +178,15 @@ class BudgetForward(AppliedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
-            with budget_in_graph(self._share):
+            with budget_in_graph(float(self._share)):
                 return self.in_graph(*args, **kwargs)
         if is_grad_enabled():
             raise UsageError(
-                f"The policy lets torch's compiler keep {self._share:.0%} of {self.path!r}, and that runs uncompiled: "
+                f"The policy lets torch's compiler keep {float(self._share):.0%} of {self.path!r}, and that runs uncompiled: "
                 "nothing would be recomputed. Compile each block after apply (block.compile()). If it is compiled, the "
                 "compiler has given up on it: TORCH_LOGS=recompiles,graph_breaks says why."
             )
         return self.original()(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., AppliedForward], tuple[Any, ...]]:
-        return type(self), (self.applied, self.module(), self.path, self.hidden, self._share)
+        return type(self), (self.applied, self.module(), self.path, self.hidden, float(self._share))

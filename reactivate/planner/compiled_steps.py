@@ -117,16 +117,16 @@ class CompiledSteps:
         with apply(self._step.model, Assignment(candidates)), with_many_graphs(_MOST_GRAPHS):
             with self._modules.running():
                 self._step.run_for_real()
-            memory = self._look(takes_memory=True)
-            looks = [self._look() for _ in range(TIMED)]
-        return _traced(memory, looks)
+            memory = self._watch(takes_memory=True)
+            runs = [self._watch() for _ in range(TIMED)]
+        return _traced(memory, runs)
 
-    def _look(self, *, takes_memory: bool = False) -> _Look:
-        found: list[_Look] = []
+    def _watch(self, *, takes_memory: bool = False) -> _WatchedRun:
+        found: list[_WatchedRun] = []
 
         def watch(run: Callable[[], None]) -> None:
             with marked(self._target.device, takes_memory=takes_memory) as (mark, stretches):
-                look = _Look(mark, stretches)
+                look = _WatchedRun(mark, stretches)
                 with observed_by(look), self._watched(look):
                     run()
             found.append(look)
@@ -135,7 +135,7 @@ class CompiledSteps:
         return found[0]
 
     @contextmanager
-    def _watched(self, look: _Look) -> Iterator[None]:
+    def _watched(self, look: _WatchedRun) -> Iterator[None]:
         paths = {module: path for path, module in self._units.items()}
 
         def watched(module: Module, call: Call) -> Call:
@@ -146,7 +146,7 @@ class CompiledSteps:
             yield
 
 
-class _Look:
+class _WatchedRun:
     """One run of a step: its stretches, and the calls of units.
 
     Args:
@@ -216,9 +216,9 @@ class _Look:
         """A region was recomputed."""
 
 
-def _traced(memory: _Look, looks: Sequence[_Look]) -> Trace:
+def _traced(memory: _WatchedRun, runs: Sequence[_WatchedRun]) -> Trace:
     """Return the trace of a step that was looked at for its memory, and several times for its time."""
-    times = [look.seconds for look in looks]
+    times = [look.seconds for look in runs]
     seconds = {place: min(found[place] for found in times) for place in memory.places}
     ops = [
         Op(*place, False, *stretch[:3], seconds.pop(place, 0.0), _NAMES[place.position % 2])
