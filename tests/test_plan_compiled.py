@@ -22,7 +22,7 @@ import reactivate
 from reactivate import Plan
 from reactivate._torch.dynamo import has_budgets_in_graphs
 from reactivate.errors import PlanInfeasible, UsageError
-from reactivate.planner.candidates import FULL, KEEP, SHARES, Assignment, Candidate
+from reactivate.planner.candidates import FULL, KEEP, SHARES, Assignment
 from reactivate.planner.planner import holding_compiled
 
 TOKENS = torch.randint(64, (4, 64), generator=torch.Generator().manual_seed(0))
@@ -245,10 +245,10 @@ def test_every_candidate_survives_compilation(compile_blocks: Any) -> None:
     plain, net = blocks(), blocks()
     compile_blocks(plain)
     expected, plain_bytes = gradients_and_peak(plain)
-    chosen = (KEEP, FULL, Candidate("recompute mlp", ("mlp",)), SHARES[1], SHARES[3])
+    chosen = (KEEP, FULL, *SHARES[1:])
     with reactivate.apply(net, Assignment({f"blocks.{number}": item for number, item in enumerate(chosen)})) as handle:
-        assert handle.regions == ("blocks.1", "blocks.2.mlp") and handle.budgets == ("blocks.3", "blocks.4")
-        assert "Recomputed in part, by torch's compiler: blocks.3, blocks.4." in str(handle)
+        assert handle.regions == ("blocks.1",) and handle.budgets == ("blocks.2", "blocks.3", "blocks.4")
+        assert "Recomputed in part, by torch's compiler: blocks.2, blocks.3, blocks.4." in str(handle)
         compile_blocks(net)
         found, peak_bytes = gradients_and_peak(net)
     assert all(map(torch.equal, found, expected))

@@ -116,11 +116,6 @@ def list_candidates(unit: Module, ops: frozenset[str]) -> tuple[Candidate, ...]:
     Args:
         ops: the ops that run in it, by the names that `save_ops` takes.
     """
-    return (*recomputing(unit), *_saving(unit, ops))
-
-
-def recomputing(unit: Module) -> tuple[Candidate, ...]:
-    """List the candidates that save no call of what is recomputed, `KEEP` first."""
     parts = tuple(find_parts(unit))
     found = [KEEP, FULL]
     if parts:
@@ -129,7 +124,7 @@ def recomputing(unit: Module) -> tuple[Candidate, ...]:
         found += [Candidate(f"recompute {part}", (part,)) for part in parts]
     if parts:
         found.append(Candidate(f"recompute {' and '.join(parts)}" if len(parts) <= 2 else "recompute all parts", parts))
-    return tuple(found)
+    return (*found, *_saving(unit, ops))
 
 
 def moving(candidates: Iterable[Candidate], storage: str) -> tuple[Candidate, ...]:

@@ -7,8 +7,7 @@ all that a plan needs: a stretch between two moments stands for an op in a trace
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from reactivate._region.accounts import is_shortage
 from reactivate._text.warnings import warn
 from reactivate._torch.dynamo import called_through, has_budgets_in_graphs, own_call_of, with_many_graphs
 from reactivate._torch.ops import flatten
-from reactivate.planner.candidates import SHARES, Assignment, Candidate, recomputing
+from reactivate.planner.candidates import FULL, KEEP, SHARES, Assignment, Candidate
 from reactivate.planner.compiled import Call, CompiledModules
 from reactivate.planner.cost.stretches import Stretch, marked
 from reactivate.planner.progress import Tell
@@ -36,7 +35,7 @@ from reactivate.planner.trace.data_scope import DataMargin
 from reactivate.planner.trace.positions import UnitPosition
 from reactivate.planner.trace.records import Allocation, Op, Origin, Trace, UnitCall
 
-TIMED = 3  # steps of each policy, of which the least time counts
+TIMED = 5  # steps of each policy, of which the least time counts
 _MOST_GRAPHS = 256
 
 
@@ -63,6 +62,9 @@ class CompiledSteps:
         self._step, self._target, self._units, self._tell = step, target, units, tell
         self._modules = CompiledModules(step.model, BLOCKS)
         self._tried: dict[object, bool] = {}
+        self._kinds = {path: block_class(unit) for path, unit in units.items()}
+        self._seconds: dict[tuple[object, str], tuple[float, float]] = {}  # by kind and candidate: forward, backward
+        self._between: dict[Place, float] = {}
         torch.compiler.reset()  # code of the same blocks that was compiled before counts against what one function may have
 
     # -- candidates ---------------------------------------------------------------------------------------------------
@@ -70,17 +72,17 @@ class CompiledSteps:
     def menu(self, path: str) -> tuple[Candidate, ...] | None:
         """Return the candidates of a unit that is compiled; None for one that is not.
 
-        Regions that save calls are none: the compiler tells their policies apart by identity, and would make a graph for each
-        block, of which it keeps eight. A share of what it keeps is one graph for all equal blocks.
+        Regions around parts of it, or that save calls, are none: the compiler tells them apart by identity, and would make a
+        graph for each block, of which it keeps eight. These here are one graph each, for all equal blocks.
         """
         unit = self._units[path]
         if not self._modules.has(unit):
             return None
-        return (*recomputing(unit), *(SHARES if self._may_share(path, unit) else ()))
+        return (KEEP, FULL, *(SHARES if self._may_share(path, unit) else ()))
 
     def _may_share(self, path: str, unit: Module) -> bool:
         """Return whether the compiler can be told what to keep: it must make one graph of the unit, and of nothing else."""
-        kind = block_class(unit)
+        kind = self._kinds[path]
         if kind not in self._tried:
             self._tried[kind] = has_budgets_in_graphs and unit in self._modules.calls and self._takes_shares(path)
         return self._tried[kind]
@@ -114,12 +116,54 @@ class CompiledSteps:
 
     def run(self, candidates: Mapping[str, Candidate]) -> Trace:
         """Return the step with candidates for some units, by path: it is compiled, and runs for real."""
-        with apply(self._step.model, Assignment(candidates)), with_many_graphs(_MOST_GRAPHS):
-            with self._modules.running():
-                self._step.run_for_real()
+        with self._applied(candidates):
             memory = self._watch(takes_memory=True)
-            runs = [self._watch() for _ in range(TIMED)]
-        return _traced(memory, runs)
+            is_known = all((self._kinds.get(path), item.name) in self._seconds for path, item in candidates.items())
+            seconds = self._known(memory, candidates) if is_known else _least(self._watch() for _ in range(TIMED))
+        return _traced(memory, seconds)
+
+    def time(self, menus: Mapping[str, Sequence[Candidate]]) -> None:
+        """Find out what each candidate takes: of all equal blocks at once, since a difference of one is lost in the noise.
+
+        One step of each after the other, and again, so that whatever else runs on the machine meets all of them.
+        """
+        most = max(map(len, menus.values()))
+        policies = [{path: menu[turn % len(menu)] for path, menu in menus.items()} for turn in range(most)]
+        found: list[list[_WatchedRun]] = [[] for _ in policies]
+        for turn in range(TIMED):
+            for number, candidates in enumerate(policies):
+                self._tell(f"policies, compiled and timed: {turn * most + number + 1} of {TIMED * most}")
+                with self._applied(candidates, is_first=turn == 0):
+                    found[number].append(self._watch())
+        for candidates, runs in zip(policies, found, strict=True):
+            self._take(candidates, runs[0], _least(runs))
+        self._between = {place: seconds for place, seconds in _least(found[0]).items() if not place.position % 2}
+
+    def _take(self, candidates: Mapping[str, Candidate], run: _WatchedRun, seconds: Mapping[Place, float]) -> None:
+        """Take the mean of equal units in a step in which each has the same candidate."""
+        passes: dict[tuple[object, str], list[tuple[float, float]]] = {}
+        for place, path in run.units():
+            both = seconds.get(place, 0.0), seconds.get(place._replace(is_backward=True), 0.0)
+            passes.setdefault((self._kinds[path], candidates[path].name), []).append(both)
+        for key, times in passes.items():
+            forward, backward = (sum(parts) / len(times) for parts in zip(*times))
+            self._seconds[key] = forward, backward
+
+    def _known(self, run: _WatchedRun, candidates: Mapping[str, Candidate]) -> Mapping[Place, float]:
+        seconds = dict(self._between)
+        for place, path in run.units():
+            forward, backward = self._seconds[self._kinds[path], candidates.get(path, KEEP).name]
+            seconds[place], seconds[place._replace(is_backward=True)] = forward, backward
+        return seconds
+
+    @contextmanager
+    def _applied(self, candidates: Mapping[str, Candidate], *, is_first: bool = True) -> Iterator[None]:
+        """Apply candidates inside of the context. The first time, the step runs: then what it runs is compiled."""
+        with apply(self._step.model, Assignment(candidates)), with_many_graphs(_MOST_GRAPHS):
+            if is_first:
+                with self._modules.running():
+                    self._step.run_for_real()
+            yield
 
     def _watch(self, *, takes_memory: bool = False) -> _WatchedRun:
         found: list[_WatchedRun] = []
@@ -162,12 +206,18 @@ class _WatchedRun:
         self._position = UnitPosition()
 
     @property
-    def seconds(self) -> Counter[Place]:
+    def seconds(self) -> dict[Place, float]:
         """The seconds at each place."""
-        found: Counter[Place] = Counter()
+        found: dict[Place, float] = {}
         for place, stretch in zip(self.places, self.stretches, strict=True):
-            found[place] += stretch.seconds  # type: ignore[assignment]
+            found[place] = found.get(place, 0.0) + stretch.seconds
         return found
+
+    def units(self) -> Iterator[tuple[Place, str]]:
+        """Yield the place of the forward of each call of a unit, and its path."""
+        for turn, calls in enumerate(self.calls):
+            for number, call in enumerate(calls):
+                yield Place(turn, 2 * number + 1, is_backward=False), call.path
 
     def watched(self, path: str, call: Call) -> Call:
         """Return a call of a unit that is looked at."""
@@ -216,12 +266,17 @@ class _WatchedRun:
         """A region was recomputed."""
 
 
-def _traced(memory: _WatchedRun, runs: Sequence[_WatchedRun]) -> Trace:
-    """Return the trace of a step that was looked at for its memory, and several times for its time."""
-    times = [look.seconds for look in runs]
-    seconds = {place: min(found[place] for found in times) for place in memory.places}
+def _least(runs: Iterable[_WatchedRun]) -> dict[Place, float]:
+    """Return the least seconds at each place of several runs: other programs only add to it."""
+    times = [run.seconds for run in runs]
+    return {place: min(found[place] for found in times) for place in times[0]}
+
+
+def _traced(memory: _WatchedRun, seconds: Mapping[Place, float]) -> Trace:
+    """Return the trace of a step that was looked at for its memory."""
+    left = dict(seconds)  # a place may have several stretches: the first one gets the time
     ops = [
-        Op(*place, False, *stretch[:3], seconds.pop(place, 0.0), _NAMES[place.position % 2])
+        Op(*place, False, *stretch[:3], left.pop(place, 0.0), _NAMES[place.position % 2])
         for place, stretch in zip(memory.places, memory.stretches, strict=True)
     ]
     calls = [[replace(call, live_bytes=ops[call.op].start_bytes) for call in turn] for turn in memory.calls]

@@ -19,7 +19,7 @@ from reactivate._types import Storage
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.call_values import make_menus
-from reactivate.planner.candidates import FULL, Assignment, Candidate, list_candidates, recomputing
+from reactivate.planner.candidates import FULL, KEEP, Assignment, Candidate, list_candidates
 from reactivate.planner.compiled_steps import CompiledSteps
 from reactivate.planner.containers import with_containers
 from reactivate.planner.contents import Circumstances, Decision, Fixed, Point, Proof, StorageUse
@@ -192,6 +192,8 @@ class Planner:
         self._tell("the plain step, its blocks compiled")
         self._compiled = CompiledSteps(self.step, self.target, self.units, self._tell)
         self._overhead = Overhead(0.0, 0.0, 0.0, 0.0)  # it is in what is measured
+        self.menus = self._list_menus()
+        self._compiled.time(self.menus)
         found = self._compiled.run({})
         self.plain_seconds = found.seconds
         return found
@@ -254,7 +256,7 @@ class Planner:
                 for path, menu in own.items()
             }
         if self.step.compiled == BLOCKS:
-            return {path: recomputing(unit) for path, unit in self.units.items()}
+            return dict.fromkeys(self.units, (KEEP, FULL))
         record = functools.partial(self._simulator.record, costs=self.profile.costs, plain_bytes=self.plain.peak_bytes)
         return make_menus(self.units, functions, self.table, record)
 
