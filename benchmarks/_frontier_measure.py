@@ -19,10 +19,12 @@ from _frontier_steps import (
     does,
     make_plans,
     optimum_of,
+    peers_by_block,
+    plans_by_block,
     ready,
 )
 from _presentation import describe_machine
-from _subjects import ON_ACCELERATORS, SIZES, make_subject
+from _subjects import ON_ACCELERATORS, SIZES, SIZES_BY_BLOCK, make_subject
 from _timing import SINGLE, Estimate, Key, Timer, Times, Track, estimate, finished, quiet, single_calls
 from _training import EVERY, Subject, Way, torch_ways
 from _ways import OURS
@@ -33,19 +35,26 @@ from reactivate.planner.plan import Plan
 
 def measure_model(name: str, settings: Settings, device: torch.device, track: Track) -> Frontier:
     """The frontier of a model, and what others have in its place."""
-    sizes = (SIZES if device.type == "cpu" else ON_ACCELERATORS) | settings.sizes
-    subject = make_subject(name, sizes[name], device)
+    on_cpu = SIZES | (SIZES_BY_BLOCK if settings.by_block else {})
+    sizes = (on_cpu if device.type == "cpu" else ON_ACCELERATORS) | settings.sizes
+    subject = make_subject(name, sizes[name], device, by_block=settings.by_block)
     ways, runs = torch_ways(subject.blocks_of, EVERY), [Way(OURS, "", lambda model: model)]
-    if name in settings.compiled:
+    backend = settings.backend if settings.by_block else ""
+    if settings.by_block:
+        ways, runs = peers_by_block(subject, backend), [plans_by_block(subject, backend)]
+    elif name in settings.compiled:
         ways += compiled_peers(subject, settings.backend)
         runs += compiled_plans(subject, settings.backend)
     timer = Timer(device, settings.clock if device.type == "cpu" else "wall")
     with quiet():
-        theirs = steps_of("peers", ways, subject, device, track)
+        theirs = steps_of("peers", ways, subject, device, track, by_block=settings.by_block)
         peaks = {way.name: theirs[way.name].peak_bytes for way in ways}
         tick = track(f"{name}, plans", len(ways) + len(SHARES) + 1)
-        plans = make_plans(subject, peaks, theirs[ways[0].name].peak_bytes, tick)
-        ours = steps_of("planned steps", planned_ways(plans, runs), subject, device, track)
+        plans = make_plans(subject, peaks, theirs[ways[0].name].peak_bytes, tick, by_block=backend)
+        if settings.by_block:  # planning makes torch's compiler forget what it has compiled
+            theirs = steps_of("peers, again", ways, subject, device, track, by_block=True)
+        like = theirs[ways[0].name] if settings.by_block else None
+        ours = steps_of("planned steps", planned_ways(plans, runs), subject, device, track, like)
         steps = [*theirs.values(), *ours.values()]
         calls = {item.key: finished(item.step, device) for item in steps}
 
@@ -93,7 +102,7 @@ class _Judged:
 
 
 def _judged(peers: list[Peer], planned: list[PlanContents], times: Times) -> _Judged:
-    eager = [peer for peer in peers if not peer.is_compiled]
+    eager = [peer for peer in peers if not peer.is_compiled] or peers  # every one is, where blocks are
     eagerly = [item for item in planned if item.system == OURS]
     alone = [*verdicts(eager, eagerly, times)]
     return _Judged(peers, planned, alone, [] if eager == peers else [*verdicts(peers, planned, times)])
@@ -117,11 +126,28 @@ def in_sittings(
         times = {key: np.concatenate([times[key], more[key]]) for key in times}
 
 
-def steps_of(what: str, ways: list[Way], subject: Subject, device: torch.device, track: Track) -> dict[str, Ready]:
-    """{the name of the way: its step}."""
+def steps_of(
+    what: str,
+    ways: list[Way],
+    subject: Subject,
+    device: torch.device,
+    track: Track,
+    like: Ready | None = None,
+    *,
+    by_block: bool = False,
+) -> dict[str, Ready]:
+    """{the name of the way: its step}.
+
+    Args:
+        like: the step that they are compared with; None for the plain one.
+        by_block: whether they are compared with the first of them.
+    """
     tick, found = track(f"{subject.name}, {what}", len(ways)), {}
     for way in ways:
-        found[way.name] = ready(way.name, subject, way.make, device, way.first)
+        item = ready(way.name, subject, way.make, device, way.first, like)
+        if by_block and like is None:
+            like = item = replace(item, differences=[])
+        found[way.name] = item
         tick()
     return found
 

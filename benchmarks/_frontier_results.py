@@ -25,6 +25,7 @@ class Settings:
         compiled: the models with compiled peers.
         clock: "cpu" or "wall"; on an accelerator always "wall".
         sizes: by model; of models that are not in there as the script has them.
+        by_block: whether each block is compiled, in every way; plans are made for that.
     """
 
     seconds: float = 300.0
@@ -35,6 +36,7 @@ class Settings:
     compiled: tuple[str, ...] = ()
     clock: str = "cpu"
     sizes: dict[str, Size] = field(default_factory=dict)
+    by_block: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Peer:
         peak_bytes: the most that is allocated, over parameters, gradients and inputs.
         seconds: the median over the rounds.
         first_seconds: on the wall, of the first step: with what is compiled in it.
-        differences: what a step leaves different from plain, bit for bit.
+        differences: what a step leaves different from plain, bit for bit; by block: from the compiled plain step.
     """
 
     system: str
@@ -142,7 +144,7 @@ class Frontier(Record):
     @property
     def benchmark(self) -> str:  # type: ignore[override]
         """The first part of the names of its files."""
-        return f"frontier-{self.model}"
+        return f"frontier-{self.model}{'-by-block' if self.settings.by_block else ''}"
 
 
 # -- verdicts ---------------------------------------------------------------------------------------------------------

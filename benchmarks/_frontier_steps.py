@@ -73,6 +73,7 @@ def ready(
     make: Callable[[nn.Module], Call],
     device: torch.device,
     first: Callable[[Step], object] = lambda step: step(),
+    like: Ready | None = None,
 ) -> Ready:
     """A step on a copy of the subject's model.
 
@@ -82,6 +83,7 @@ def ready(
         make: from the copy to what is called in its place.
         device: where it is.
         first: runs the step for the first time.
+        like: the step that it is compared with; None for the plain one.
     """
     model = subject.copied()
     step = subject.step_of(make(model))
@@ -90,16 +92,21 @@ def ready(
     first_seconds = perf_counter() - began
     gc.collect()
     peak_bytes = measured_peak(step, device)
-    return Ready((name, 1), model, step, first_seconds, peak_bytes, _differences(subject, model, step))
+    plain = subject.copied()
+    expected = (plain, subject.step_of(plain)) if like is None else (like.model, like.step)
+    return Ready((name, 1), model, step, first_seconds, peak_bytes, _differences(subject, *expected, model, step))
 
 
-def _differences(subject: Subject, model: nn.Module, step: Callable[[], Tensor]) -> list[str]:
-    """Of a step from the buffers of a fresh copy on."""
-    plain, fresh = subject.copied(), subject.copied()
+def _differences(
+    subject: Subject, plain: nn.Module, plain_step: Callable[[], Tensor], model: nn.Module, step: Callable[[], Tensor]
+) -> list[str]:
+    """Of two steps from the buffers of a fresh copy on."""
+    fresh = subject.copied()
     with torch.no_grad():
-        for buffer, first in zip(model.buffers(), fresh.buffers(), strict=True):
-            buffer.copy_(first)
-    return unequal(left_by(plain, subject.step_of(plain)), left_by(model, step))
+        for one in (plain, model):
+            for buffer, first in zip(one.buffers(), fresh.buffers(), strict=True):
+                buffer.copy_(first)
+    return unequal(left_by(plain, plain_step), left_by(model, step))
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
@@ -112,6 +119,23 @@ def compiled_peers(subject: Subject, backend: str) -> list[Way]:
         for budget in BUDGETS:
             ways.append(Way(system, f"budget {budget:g}", partial(make, backend), partial(_with_budget, budget), True))
     return ways
+
+
+def peers_by_block(subject: Subject, backend: str) -> list[Way]:
+    """Block by block alone, at each of `BUDGETS`: the first has all that the compiler would keep."""
+    return [way for way in compiled_peers(subject, backend) if way.system == BLOCKS]
+
+
+def plans_by_block(subject: Subject, backend: str) -> Way:
+    """Return the way to run a plan that was made for compiled blocks: they are compiled in place after it was applied."""
+    return Way(OURS, "", partial(in_place, subject, backend), partial(_with_budget, 1.0), True)
+
+
+def in_place(subject: Subject, backend: str, model: nn.Module) -> nn.Module:
+    """Compile each block of a model, as most who train do."""
+    for block in subject.blocks_of(model):
+        block.compile(backend=backend, dynamic=False)
+    return model
 
 
 def compiled_plans(subject: Subject, backend: str) -> list[Way]:
@@ -182,7 +206,9 @@ class Plans:
         return next(same)
 
 
-def make_plans(subject: Subject, peaks: Mapping[str, int], plain_bytes: int, tick: Tick) -> Plans:
+def make_plans(
+    subject: Subject, peaks: Mapping[str, int], plain_bytes: int, tick: Tick, *, by_block: str = ""
+) -> Plans:
     """Plan for each of these budgets, with one profile of the model.
 
     Args:
@@ -190,9 +216,14 @@ def make_plans(subject: Subject, peaks: Mapping[str, int], plain_bytes: int, tic
         peaks: {a budget in words: bytes over parameters, gradients and inputs}.
         plain_bytes: the plain step's peak, over the same.
         tick: called after each plan.
+        by_block: the backend by which each block is compiled; "" for eager plans.
     """
     plans, began = Plans(), perf_counter()
-    first = reactivate.plan(subject.model, subject.args, subject.kwargs, budget="100%", loss=subject.loss, head="keep")
+    model = in_place(subject, by_block, subject.copied()) if by_block else subject.model
+    compiled = "blocks" if by_block else False
+    first = reactivate.plan(
+        model, subject.args, subject.kwargs, budget="100%", loss=subject.loss, head="keep", compiled=compiled
+    )
     plans.first_seconds = perf_counter() - began
     budgets = {**peaks, **{f"{share} %": plain_bytes * share // 100 for share in SHARES}}
     for label, size in budgets.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -101,8 +102,12 @@ class _Residual(nn.Module):
         return F.relu(self.norm2(self.conv2(out)) + self.shortcut(x), inplace=True)
 
 
-def mixture(size: Size) -> Subject:
-    """Hugging Face's Mixtral: each token goes through two of eight experts, so sizes depend on the data."""
+def mixture(size: Size, experts: str = "eager") -> Subject:
+    """Hugging Face's Mixtral: each token goes through two of eight experts.
+
+    Args:
+        experts: "eager", one by one, so that sizes depend on the data; or "grouped_mm", which compiles to one graph.
+    """
     from transformers import MixtralConfig, MixtralForCausalLM  # an optional package
 
     config = MixtralConfig(
@@ -115,10 +120,11 @@ def mixture(size: Size) -> Subject:
         num_experts_per_tok=2,
         vocab_size=_WORDS,
         max_position_embeddings=size.length,
-        experts_implementation="eager",
+        experts_implementation=experts,
         use_cache=False,
     )
-    what = f"Mixtral: {size.layers} blocks of width {size.dim} with 8 experts"
+    how = "" if experts == "eager" else f" ({experts})"
+    what = f"Mixtral: {size.layers} blocks of width {size.dim} with 8 experts{how}"
     return _decoder("moe", what, size, lambda: MixtralForCausalLM(config))
 
 
@@ -189,6 +195,12 @@ MODELS: dict[str, Callable[[Size], Subject]] = {
     "unet": u_net,
 }
 FROM_TRANSFORMERS = ("llama", "moe", "vit")
+BY_BLOCK: dict[str, Callable[[Size], Subject]] = {
+    "gpt": byte_gpt,
+    "llama": llama,
+    "moe": partial(mixture, experts="grouped_mm"),
+}
+"""Those each of whose blocks compiles to one graph."""
 
 SIZES = {
     "gpt": Size(8, 192, 4, 256),
@@ -199,6 +211,9 @@ SIZES = {
     "unet": Size(7, 16, 4, 96),
 }
 """A step takes about half a second on one core."""
+
+SIZES_BY_BLOCK = {"gpt": Size(6, 128, 4, 128), "llama": Size(6, 128, 4, 128), "moe": Size(4, 128, 4, 64)}
+"""A step takes about a tenth of a second on one core: what takes time is to compile."""
 
 ON_ACCELERATORS = {
     "gpt": Size(16, 1024, 8, 1024),
@@ -219,11 +234,11 @@ SMALL = {
 """Of these the solver's choice is compared with every choice that there is."""
 
 
-def make_subject(name: str, size: Size, device: torch.device) -> Subject:
-    """One of `MODELS`, with the same numbers every time, in training, with gradients allocated."""
+def make_subject(name: str, size: Size, device: torch.device, *, by_block: bool = False) -> Subject:
+    """One of `MODELS`, or of `BY_BLOCK`, with the same numbers every time, in training, with gradients allocated."""
     torch.manual_seed(0)
     with device:
-        subject = MODELS[name](size)
+        subject = (BY_BLOCK if by_block else MODELS)[name](size)
     subject.model.train()
     for parameter in subject.model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -3,6 +3,7 @@
 python benchmarks/frontier.py                         every model on the terminal, in half an hour
 python benchmarks/frontier.py --models gpt            one of them
 python benchmarks/frontier.py --compile gpt           with torch.compile among the peers of this one
+python benchmarks/frontier.py --by-block              each block compiled: peers and plans alike
 python benchmarks/frontier.py --out DIRECTORY         a JSON file and a plot a model as well
 python benchmarks/frontier.py --out DIRECTORY --page PAGE    and a page of the docs of all the JSON files there
 """
@@ -40,7 +41,7 @@ from _presentation import (
     with_page,
     write,
 )
-from _subjects import FROM_TRANSFORMERS, MODELS
+from _subjects import BY_BLOCK, FROM_TRANSFORMERS, MODELS
 from _timing import CLOCKS, SINGLE, Estimate, Track, progress, silent
 from _ways import OURS, PLAIN, SAC, TORCH
 
@@ -78,7 +79,11 @@ block; torch's selective checkpointing of every block, which saves the results o
 in the tables that say so, `torch.compile` with `activation_memory_budget` from 1 to 0, of the whole model and block by
 block. In those tables each plan is compiled too: `reactivate.apply(model, plan)` first, then `torch.compile` of the whole
 model or of each block. The plan is made for eager code, and the table shows whether its compiled step holds. A verdict
-takes the fastest compiled step that holds, for plans as for peers."""
+takes the fastest compiled step that holds, for plans as for peers.
+
+Sections that end in *each block compiled* are about `plan(compiled="blocks")`: in every way each block is compiled by
+inductor, with all else eager. The peers are `activation_memory_budget` at 1, 0.75, 0.5, 0.25 and 0, the same for all
+blocks; plain is 1, where nothing is said of memory, and bits are compared with that compiled step."""
 
 
 NOTHING = """\
@@ -90,8 +95,9 @@ Nothing has been measured here: `python benchmarks/frontier.py --out benchmarks/
 
 def tables(found: Frontier) -> list[Table]:
     """The steps, and the verdicts."""
+    kind = "" if found.settings.by_block else "eager "
     eager = (
-        f"At the peak of each eager peer: the fastest of them that fits, and the plan for that budget, on {found.model}"
+        f"At the peak of each {kind}peer: the fastest of them that fits, and the plan for that budget, on {found.model}"
     )
     every = "The same with compiled peers and compiled plans"
     made = [
@@ -156,7 +162,8 @@ def what_is_done(found: Frontier) -> Table:
 def in_short(found: Frontier) -> str:
     """The verdicts counted."""
     lines = []
-    for verdicts, whose in ((found.verdicts, "eager peers"), (found.verdicts_with_compiled, "all peers")):
+    own = "peers with each block compiled" if found.settings.by_block else "eager peers"
+    for verdicts, whose in ((found.verdicts, own), (found.verdicts_with_compiled, "all peers")):
         counts = {words: [item.words for item in verdicts].count(words) for words in {item.words for item in verdicts}}
         if counts:
             lines.append(f"{whose}: " + ", ".join(f"{words} at {count}" for words, count in sorted(counts.items())))
@@ -196,7 +203,8 @@ def to_markdown(frontiers: Sequence[Frontier]) -> str:
     blocks = [INTRODUCTION]
     for found in frontiers:
         machine = found.machine
-        where = "" if machine["device"] == "cpu" else f", on one {machine['device name']}"
+        where = ", each block compiled" if found.settings.by_block else ""
+        where += "" if machine["device"] == "cpu" else f", on one {machine['device name']}"
         blocks += [
             f"## {found.title.partition(':')[0]}{where}",
             f"{found.title}; {found.parameters / 1e6:.1f} million parameters. {machine['device name']}, Python "
@@ -240,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     options = parse(arguments)
     settings = replace(Settings(), seconds=options.seconds, compiled=tuple(options.compile), clock=options.clock)
+    settings = replace(settings, by_block=options.by_block)
     device = torch.device(options.device)
     if options.out and options.models:
         require("matplotlib")
@@ -278,7 +287,9 @@ def write_page(directory: Path, page: Path) -> None:
     """Of all results that are in the directory."""
     frontiers = [read(Frontier, path) for path in directory.glob("frontier-*.json")]
     order = list(MODELS)
-    frontiers.sort(key=lambda found: (found.machine["device"] != "cpu", order.index(found.model)))
+    frontiers.sort(
+        key=lambda found: (found.machine["device"] != "cpu", found.settings.by_block, order.index(found.model))
+    )
     page.write_text(to_markdown(frontiers), encoding="utf-8")
 
 
@@ -298,12 +309,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODELS",
         help="those with compiled peers: minutes for each",
     )
+    parser.add_argument(
+        "--by-block", action="store_true", help=f"each block compiled, in peers and plans: of {', '.join(BY_BLOCK)}"
+    )
     most = "the most that rounds of a model take (%(default)g)"
     parser.add_argument("--seconds", type=float, default=Settings().seconds, help=most)
     parser.add_argument("--device", default="cpu", help="where the tensors are (default: cpu)")
     parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="time of the processor (default) or of the wall")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     options = with_page(parser, arguments)
+    if options.by_block:
+        options.models = [name for name in options.models if name in BY_BLOCK]
     if (lacking := [*filter(options.models.__contains__, FROM_TRANSFORMERS)]) and find_spec("transformers") is None:
         parser.error(
             f"{', '.join(lacking)}: transformers is missing: pip install '.[models]' in a clone, or leave them out: "

@@ -14,6 +14,7 @@ __all__ = [
     "DEVICE",
     "Action",
     "Call",
+    "CompilerBudget",
     "Device",
     "Guard",
     "LossByRows",
@@ -82,7 +83,18 @@ class LossByRows:
     """Compute the cross-entropy of the logits that a module returns by rows, and its log-softmax again in the backward."""
 
 
-Action = Recompute | Save | LossByRows
+@dataclass(frozen=True)
+class CompilerBudget:
+    """Let torch's compiler keep, of what a module that it compiles would keep for the backward, no more than a share.
+
+    Args:
+        share: from 0, its inputs alone, to 1, all that it would keep: torch's `activation_memory_budget`, of this module.
+    """
+
+    share: float
+
+
+Action = Recompute | Save | LossByRows | CompilerBudget
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,14 @@ from torch.nn import Module
 
 from reactivate._compilers.graph import contexts_for
 from reactivate._model.cache_watch import CacheWatch
-from reactivate._model.forwards import FoundForward, HeadForward, RegionForward, SavedForward, SpansForward
+from reactivate._model.forwards import (
+    BudgetForward,
+    FoundForward,
+    HeadForward,
+    RegionForward,
+    SavedForward,
+    SpansForward,
+)
 from reactivate._model.handle import FORWARD, AppliedForward, Handle, own_forward_of
 from reactivate._model.selection import Selection
 from reactivate._region.options import Options
@@ -48,6 +55,8 @@ class Applied:
             hidden = found.get(id(module)) or own_forward_of(module)
             if kind is SpansForward:
                 found[id(module)] = SpansForward(self, module, path, hidden, chosen.spans[path])
+            elif kind is BudgetForward:
+                found[id(module)] = BudgetForward(self, module, path, hidden, chosen.shares[path])
             else:
                 found[id(module)] = kind(self, module, path, hidden)
         self.unmatched.regions = self.cache_watch.regions = len(self.handle.regions)
@@ -93,5 +102,11 @@ def kinds_in(chosen: Selection) -> Iterator[tuple[type[AppliedForward], str, Mod
     A module may be there twice: the spans in it first, then the module around them.
     """
     yield from ((SpansForward, path, chosen.at(path)) for path in chosen.spans)
-    for kind, modules in ((RegionForward, chosen.regions), (SavedForward, chosen.saved), (HeadForward, chosen.heads)):
+    kinds = (
+        (RegionForward, chosen.regions),
+        (SavedForward, chosen.saved),
+        (HeadForward, chosen.heads),
+        (BudgetForward, chosen.budgets),
+    )
+    for kind, modules in kinds:
         yield from ((kind, path, module) for path, module in modules.items())

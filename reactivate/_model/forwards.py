@@ -1,4 +1,4 @@
-"""The kinds of `forward` that a policy gives to modules: regions, spans that are regions, saved calls, losses by rows."""
+"""The kinds of `forward` that a policy gives to modules: regions, spans of them, saved calls, losses by rows, budgets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
+from torch import is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Module, Sequential
 
@@ -18,6 +20,8 @@ from reactivate._passes.logs import current_log
 from reactivate._region.options import Options
 from reactivate._region.run import run
 from reactivate._run import run_region, run_untraced
+from reactivate._torch.dynamo import budget_in_graph, has_budgets_in_graphs
+from reactivate.errors import UnsupportedError, UsageError
 
 
 class RegionForward(AppliedForward):
@@ -151,3 +155,38 @@ class HeadForward(AppliedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return call_by_rows(self.original, self.path, args, kwargs)
+
+
+class BudgetForward(AppliedForward):
+    """The module is compiled, and the compiler keeps a share of what it would keep for the backward.
+
+    Nothing recomputes where it is not compiled after all: then the memory that was planned does not hold, so it raises.
+    """
+
+    def __init__(self, applied: Owner, module: Module, path: str, hidden: Any = None, share: float = 1.0) -> None:
+        if not has_budgets_in_graphs:
+            raise UnsupportedError(
+                f"apply: the policy lets torch's compiler keep {share:.0%} of {path!r}, which torch does since 2.13; this is "
+                f"torch {torch.__version__}. Plan again with this torch: it has other candidates."
+            )
+        super().__init__(applied, module, path, hidden)
+        self._share = str(share)  # a number that differs from block to block is none in a graph, but a variable
+
+    def note(self, handle: Handle) -> None:
+        super().note(handle)
+        handle.budgets = (*handle.budgets, self.path)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            with budget_in_graph(float(self._share)):
+                return self.in_graph(*args, **kwargs)
+        if is_grad_enabled():
+            raise UsageError(
+                f"The policy lets torch's compiler keep {float(self._share):.0%} of {self.path!r}, and that runs uncompiled: "
+                "nothing would be recomputed. Compile each block after apply (block.compile()). If it is compiled, the "
+                "compiler has given up on it: TORCH_LOGS=recompiles,graph_breaks says why."
+            )
+        return self.original()(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., AppliedForward], tuple[Any, ...]]:
+        return type(self), (self.applied, self.module(), self.path, self.hidden, float(self._share))

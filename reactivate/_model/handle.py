@@ -37,6 +37,7 @@ class Handle:
         regions: the paths of the modules, and of the spans of modules, that are recomputed.
         saved: the paths of the modules that are kept inside of regions.
         heads: the paths of the modules whose loss is computed by rows.
+        budgets: the paths of the modules of which torch's compiler keeps a share.
         kept: {path: reason} of the layers in the lists of the regions that are not recomputed.
     """
 
@@ -45,6 +46,7 @@ class Handle:
         self.regions: tuple[str, ...] = ()
         self.saved: tuple[str, ...] = ()
         self.heads: tuple[str, ...] = ()
+        self.budgets: tuple[str, ...] = ()
         self.kept: dict[str, str] = {}
         self._kinds: dict[str, list[str]] = {}  # the paths of the regions, by the names of their classes
         self._undo: list[weakref.ref[Module]] = []
@@ -102,6 +104,8 @@ class Handle:
             lines += ["Saved inside of regions:", f"  {shortened(self.saved)}"]
         if self.heads:
             lines.append(f"Loss by rows: {named(self.heads)}.")
+        if self.budgets:
+            lines.append(f"Recomputed in part, by torch's compiler: {named(self.budgets)}.")
         if self.kept:
             lines.append("Beside the regions, not recomputed:")
         for reason in dict.fromkeys(self.kept.values()):

@@ -11,7 +11,7 @@ from reactivate._model.span_selection import by_sequential, spans_named
 from reactivate._modules.blocks import blocks_of, siblings_of
 from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.spans import SpanPlace
-from reactivate._types import DEVICE, Action, LossByRows, Policy, Recompute, Save, Site
+from reactivate._types import DEVICE, Action, CompilerBudget, LossByRows, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
 from reactivate.policies._select import did_you_mean
@@ -32,6 +32,8 @@ class Selection:
         inputs: {path: storage} of the regions whose inputs go to one.
         saved: {path: module} of those that are saved inside of a region.
         heads: {path: module} of those outside of regions whose loss is computed by rows.
+        budgets: {path: module} of those of which torch's compiler keeps a share.
+        shares: {path: that share}.
 
     Raises:
         UsageError: a part of the policy is for another model, or matches nothing.
@@ -65,6 +67,8 @@ class Selection:
             for path, module, action in actions
             if isinstance(action, LossByRows) and id(module) not in self._inside
         }
+        self.budgets = {path: module for path, module, action in actions if isinstance(action, CompilerBudget)}
+        self.shares = {path: action.share for path, _, action in actions if isinstance(action, CompilerBudget)}
         self._cross_off(unmatched)
         self._refuse_unmatched(unmatched)
 
@@ -78,7 +82,7 @@ class Selection:
         return (part(site) for part in parts_of(self._policy) if isinstance(part, ReadyMade))
 
     def _cross_off(self, unmatched: Unmatched) -> None:
-        taken = self.saved.keys() | self.heads.keys()
+        taken = self.saved.keys() | self.heads.keys() | self.budgets.keys()
         for _, site in self._sites:
             for part in list(unmatched.parts):
                 action = part(site)
@@ -144,7 +148,7 @@ class Selection:
         for path in lists.values():
             for place, sibling in siblings_of(self._model, path).items():
                 is_around = any(id(inner) in self._inside for inner in sibling.modules())
-                if not is_around and any(True for _ in sibling.parameters()):
+                if place not in self.budgets and not is_around and any(True for _ in sibling.parameters()):
                     kept[place] = _reason(sibling, id(sibling) in blocks)
         return kept
 

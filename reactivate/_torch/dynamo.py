@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, GeneratorType
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
+from torch.nn import Module
 
 from reactivate._torch.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, same
 from reactivate._torch.modes import is_tracing
@@ -177,6 +178,59 @@ def named_in_graph(name: str, fn: Callable[..., Any], args: Any, kwargs: Any) ->
 def node_being_traced() -> Any:
     """Return what Dynamo knows of the call that the op being traced comes from."""
     return torch.fx.traceback.get_current_meta()
+
+
+# -- what is compiled in place ----------------------------------------------------------------------------------------
+
+_IN_PLACE = "_compiled_call_impl"  # where `Module.compile` puts what takes the place of a module's call
+
+
+def compiled_call_of(module: Module) -> Callable[..., Any] | None:
+    """Return what stands in the place of the module's call since `module.compile()`; None if nothing does."""
+    found: Callable[..., Any] | None = getattr(module, _IN_PLACE, None)
+    return found
+
+
+def own_call_of(module: Module) -> Callable[..., Any]:
+    """Return the module's call as it is without `module.compile()`, hooks and all."""
+    return module._call_impl  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def called_through(calls: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
+    """Put something into the place of the calls of modules, inside of the context."""
+    before = {module: compiled_call_of(module) for module in calls}
+    try:
+        for module, call in calls.items():
+            setattr(module, _IN_PLACE, call)
+        yield
+    finally:
+        for module, found in before.items():
+            setattr(module, _IN_PLACE, found)
+
+
+def is_wrapped_by_compiler(module: Module) -> bool:
+    """Return whether a module is the wrapper that `torch.compile(module)` returns."""
+    return _WRAPPED in module._modules
+
+
+_WRAPPED = "_orig_mod"
+
+
+def with_many_graphs(count: int) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which torch.compile makes up to so many graphs of one function before it leaves it to eager."""
+    config = find("torch._dynamo.config")
+    return config.patch(recompile_limit=max(count, config.recompile_limit))  # type: ignore[no-any-return]
+
+
+# -- what is kept of a graph ------------------------------------------------------------------------------------------
+
+has_budgets_in_graphs: bool = hasattr(torch.autograd.graph, "region_activation_memory_budget")  # since torch 2.13
+
+
+def budget_in_graph(share: float) -> contextlib.AbstractContextManager[None]:
+    """Return a context, for torch.compile to trace, in which the partitioner keeps this share of what it would keep."""
+    return torch.autograd.graph.region_activation_memory_budget(share)
 
 
 # -- code that inductor compiled, shown as one op ---------------------------------------------------------------------

@@ -23,6 +23,7 @@ from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import Budget, parse, parse_margin, parse_reserve
+from reactivate.planner.compiled import check_compiled, uncompiled
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.distributed import Ranks, begin_sharded, check_group
 from reactivate.planner.head import HEADS, Head
@@ -31,7 +32,6 @@ from reactivate.planner.offload import storages_in
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner, holding_compiled
 from reactivate.planner.progress import older_objects_left_out, progress
-from reactivate.planner.runner import check_compiled
 from reactivate.planner.step import UNLABELLED, Loss, TrainingStep
 from reactivate.planner.target import find_target
 
@@ -137,7 +137,8 @@ def plan(
         margin: what is left free for other batches, where sizes depend on the numbers in tensors, as the loads of experts do:
             the share by which memory of such a size may be larger, "5%" unless said; 0 for none.
         compiled: whether the model will run under `torch.compile` as a whole; or under which of its backends. The plan counts
-            what a compiled step takes beside, and its compiled step is run, if it can run here, until one holds.
+            what a compiled step takes beside, and its compiled step is run, if it can run here, until one holds. "blocks":
+            each block is compiled, and what candidates come to is measured on the compiled blocks.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
     Returns:
@@ -172,10 +173,10 @@ def plan(
     check_compiled("plan", compiled, step=step, maximize=maximize, storages=storages)
     kept_free, spare = parse_reserve(reserve, budget), parse_margin(margin)
     ranks = Ranks(group)
-    with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together():
+    with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together(), uncompiled(compiled):
         begin_sharded(model)
         target = replace(find_target(model, args, kwargs, device), reserve=kept_free, margin=spare)
-        planned = TrainingStep(model, args, kwargs, loss, step, is_compiled=bool(compiled))
+        planned = TrainingStep(model, args, kwargs, loss, step, compiled=compiled)
         may_slice = head == "rows" or (head is None and target.device.type == target.spec.name == "cpu")
         head = "rows" if may_slice and not (shapes or compiled or group) else "keep"
         if maximize is not None:

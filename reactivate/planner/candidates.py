@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from reactivate._modules.paths import is_below
 from reactivate._modules.spans import SpanPlace
-from reactivate._types import DEVICE, Action, LossByRows, Recompute, Save, Site, Storage
+from reactivate._types import DEVICE, Action, CompilerBudget, LossByRows, Recompute, Save, Site, Storage
 from reactivate.planner.units import find_parts
 from reactivate.policies._base import Interest, ReadyMade, written
 from reactivate.policies.ops import COMPUTE_INTENSIVE
@@ -68,6 +68,7 @@ class Candidate:
         inputs: the name of the storage in which the inputs of the regions are kept; "" for where they are.
         results: the name of the storage in which the saved calls are kept.
         by_rows: whether the loss of what it returns is computed by rows.
+        compiler_share: what torch's compiler keeps of the unit, as a part of what it would keep.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Candidate:
     results: str = ""
     save_calls: tuple[CallName, ...] = ()
     by_rows: bool = False
+    compiler_share: float = 1.0
 
     @property
     def storage(self) -> str:
@@ -103,6 +105,9 @@ class Candidate:
 KEEP = Candidate("keep")
 FULL = Candidate("recompute", ("",))
 BY_ROWS = Candidate("loss by rows", by_rows=True)
+SHARES = tuple(
+    Candidate(f"compiler keeps {100 * share:.0f} %", compiler_share=share) for share in (0.75, 0.5, 0.25, 0.0)
+)
 
 
 def list_candidates(unit: Module, ops: frozenset[str]) -> tuple[Candidate, ...]:
@@ -182,6 +187,8 @@ class Assignment(ReadyMade):
         regions = {join(unit, part): unit for unit, item in self.candidates.items() for part in item.recompute}
         saved = {join(unit, part): unit for unit, item in self.candidates.items() for part in item.save_modules}
         heads = frozenset(path for path, item in self.candidates.items() if item.by_rows)
+        shares = {path: item.compiler_share for path, item in self.candidates.items() if item.compiler_share < 1}
+        object.__setattr__(self, "_shares", shares)
         object.__setattr__(self, "_heads", heads)
         object.__setattr__(self, "_regions", regions)
         object.__setattr__(self, "_saved", saved)
@@ -202,6 +209,8 @@ class Assignment(ReadyMade):
                 return Recompute(self._named(self.candidates[regions[site.path]].inputs))
             if site.path in self._heads:  # type: ignore[attr-defined]
                 return LossByRows()
+            if site.path in self._shares:  # type: ignore[attr-defined]
+                return CompilerBudget(self._shares[site.path])  # type: ignore[attr-defined]
             return Save(self._named(self.candidates[saved[site.path]].results)) if site.path in saved else None
         unit = next(
             (path for path, item in self.candidates.items() if not item.by_rows and is_below(site.path, path)), None

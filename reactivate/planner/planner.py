@@ -19,13 +19,14 @@ from reactivate._types import Storage
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.call_values import make_menus
-from reactivate.planner.candidates import FULL, Assignment, Candidate
+from reactivate.planner.candidates import FULL, KEEP, Assignment, Candidate, list_candidates
+from reactivate.planner.compiled_steps import CompiledSteps
 from reactivate.planner.containers import with_containers
 from reactivate.planner.contents import Circumstances, Decision, Fixed, Point, Proof, StorageUse
 from reactivate.planner.cost.measured import measure_step
 from reactivate.planner.cost.memory import fixed_memory, optimizer_memory, others_on
 from reactivate.planner.cost.op_costs import RooflineCosts
-from reactivate.planner.cost.overhead import measure_overhead
+from reactivate.planner.cost.overhead import Overhead, measure_overhead
 from reactivate.planner.distributed import Ranks
 from reactivate.planner.head import Head, HeadSearch, head_search
 from reactivate.planner.infeasible import about_repeated, infeasible, no_room
@@ -38,7 +39,7 @@ from reactivate.planner.search import ProvenStep, Search, SharedSearch, storage_
 from reactivate.planner.shapes import call_inputs
 from reactivate.planner.simulator import Simulator
 from reactivate.planner.solve import ever_faster
-from reactivate.planner.step import StepFacts, TrainingStep
+from reactivate.planner.step import BLOCKS, StepFacts, TrainingStep
 from reactivate.planner.table import CandidateTable, TraceSummary, plan_rounds, summarize
 from reactivate.planner.target import Target, available_bytes
 from reactivate.planner.trace.records import Costs, Trace
@@ -107,6 +108,7 @@ class Planner:
         here = replace(target, is_here=False) if self._is_profiled else target
         is_faked = needs_fakes or bool(storages)
         self._simulator = Simulator(step, here, self.units, tell, self._ranks, needs_fakes=is_faked)
+        self._compiled: CompiledSteps | None = None  # where candidates are measured on compiled blocks
 
     @property
     def is_predicted(self) -> bool:
@@ -155,6 +157,8 @@ class Planner:
     def _measure(self, plain: Trace) -> Trace:
         """Measure the step for real, with everything recomputed if the plain one does not fit; return it with these costs."""
         available = available_bytes(self.target.device)
+        if self.step.compiled == BLOCKS and (compiled := self._measure_compiled(plain, available)) is not None:
+            return compiled
         policy = Assignment({} if self._fits(plain, available) else dict.fromkeys(self.units, FULL))
         costs = self.profile.costs
         if policy.candidates and not self._fits(self._simulator.run(policy.candidates, costs), available):
@@ -176,6 +180,24 @@ class Planner:
         self.plain_seconds = measured.seconds * plain.seconds / same.seconds
         return plain
 
+    def _measure_compiled(self, plain: Trace, available: int) -> Trace | None:
+        """Measure the step with its blocks compiled, as all that follow; None if the plain one does not fit."""
+        if not self._fits(plain, available):
+            warn(
+                f'plan(compiled="blocks"): the step without recomputation seems not to fit in the {in_words(available)} that '
+                "are free here, so no candidate is measured on compiled blocks. Their costs are those of the eager step; the "
+                "plan is proved by the compiled one."
+            )
+            return None
+        self._tell("the plain step, its blocks compiled")
+        self._compiled = CompiledSteps(self.step, self.target, self.units, self._tell)
+        self._overhead = Overhead(0.0, 0.0, 0.0, 0.0)  # it is in what is measured
+        self.menus = self._list_menus()
+        self._compiled.time(self.menus)
+        found = self._compiled.run({})
+        self.plain_seconds = found.seconds
+        return found
+
     def _fits(self, trace: Trace, available_bytes: int) -> bool:
         """Return whether a step fits on every rank: either all of them run it, or none."""
         return all(self._ranks.gather(trace.peak_bytes < available_bytes))
@@ -192,6 +214,9 @@ class Planner:
             offer: the storage that they use.
             at_once: whether that lets go and brings back at once, whatever else it has.
         """
+        if self._compiled is not None:
+            trace = self._compiled.run(candidates)
+            return trace, self._summarize(trace, candidates)
         storage, rehearsal = (None, None) if offer is None else offer.rehearsed(at_once=at_once)
         storages = {} if offer is None or storage is None else {offer.name: storage}
         trace = self._simulator.run(candidates, self.profile.costs, storages, rehearsal)
@@ -199,7 +224,8 @@ class Planner:
 
     def _summarize(self, trace: Trace, candidates: Mapping[str, Candidate]) -> TraceSummary:
         seen = {path: self._called[path].functions.total() for path, item in candidates.items() if item.sees_functions}
-        return summarize(self._simulator.margin.over(trace), self.profile.scale, self._overhead, seen)
+        margin = self._simulator.margin if self._compiled is None else self._compiled.margin(self._simulator.margin)
+        return summarize(margin.over(trace), self.profile.scale, self._overhead, seen)
 
     def prepare(self) -> Planner:
         """Find out what every candidate of every unit comes to."""
@@ -211,17 +237,28 @@ class Planner:
         self.table = CandidateTable(self.plain_summary, self.units)
         least = dict.fromkeys(self.units, FULL)  # what that needs is known exactly
         self.table.enter(self.attempt(least)[1], least)
-        functions = {path: call.functions.keys() for path, call in self._called.items()}
-        record = functools.partial(self._simulator.record, costs=self.profile.costs, plain_bytes=self.plain.peak_bytes)
-        menus = make_menus(self.units, functions, self.table, record)
-        self.menus = self._ranks.gather(menus)[0]  # times differ by rank
+        self.menus = self._ranks.gather(self._list_menus())[0]  # times differ by rank
         rounds = plan_rounds(self.units, self.menus, self.table)
         for number, candidates in enumerate(rounds, start=1):
-            self._tell(f"policies, simulated: {number} of {len(rounds)}")
+            way = "simulated" if self._compiled is None else "compiled"
+            self._tell(f"policies, {way}: {number} of {len(rounds)}")
             self.table.enter(self.attempt(candidates)[1], candidates)
         self.all_menus = with_containers(self.step.model, self.menus, self.table, self.attempt)
         self.search = Search(self.table, self.all_menus, self.attempt, self.plain_seconds)
         return self
+
+    def _list_menus(self) -> dict[str, tuple[Candidate, ...]]:
+        functions = {path: call.functions.keys() for path, call in self._called.items()}
+        if self._compiled is not None:
+            own = {path: self._compiled.menu(path) for path in self.units}
+            return {
+                path: menu or list_candidates(self.units[path], frozenset(functions[path]))
+                for path, menu in own.items()
+            }
+        if self.step.compiled == BLOCKS:
+            return dict.fromkeys(self.units, (KEEP, FULL))
+        record = functools.partial(self._simulator.record, costs=self.profile.costs, plain_bytes=self.plain.peak_bytes)
+        return make_menus(self.units, functions, self.table, record)
 
     @functools.cached_property
     def _head_search(self) -> HeadSearch | None:
@@ -316,7 +353,7 @@ class Planner:
 
     def _written(self, choice: ProvenStep, budget: Budget, allowed: int) -> Plan:
         total, trace = self.fixed.total, choice.trace
-        method = "real" if trace.is_real else "simulated"
+        method = "compiled" if self._compiled is not None else "real" if trace.is_real else "simulated"
         return Plan(
             budget=budget.text,
             budget_bytes=allowed,
@@ -434,8 +471,15 @@ def holding_compiled(found: Plan, compiled: bool | str, plan: Callable[[Budget],
         except (PlanInfeasible, UsageError):
             raise PlanInfeasible(
                 f"plan(budget={asked.budget!r}, compiled={compiled!r}): no compiled step keeps within {asked.budget_bytes} "
-                f"bytes; the smallest that was found takes {least_bytes}. The graph of its backward holds the gradients of "
-                "all parameters at once: compile block by block, or raise the budget.",
+                f"bytes; the smallest that was found takes {least_bytes}. {_LARGER[compiled == BLOCKS]}, or raise the "
+                "budget.",
                 budget_bytes=asked.budget_bytes,
                 least_bytes=least_bytes,
             ) from None
+
+
+_LARGER = (
+    'The graph of its backward holds the gradients of all parameters at once: compile block by block, compiled="blocks"',
+    "Its candidates are blocks that are recomputed: make the batch smaller",
+)
+"""What to do about the memory of a compiled step: of the whole model, and of its blocks."""

@@ -1,15 +1,10 @@
-"""The step of a plan, as long as it is there: run to measure the plan, or compiled, or planned again.
-
-The memory of a compiled step is that of its graphs. torch's partitioner keeps what the plan keeps, and recomputes what
-the plan recomputes; but the graph of the backward hands over the gradients of all parameters when it ends, where eager
-adds each to those that are there and frees it. A traced step in which gradients stay (`TrainingStep.is_compiled`) has the
-peak of the graph; what the code that a backend generates takes beside, only a run tells.
-"""
+"""The step of a plan, as long as it is there: run to measure the plan, or compiled, or planned again."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +14,14 @@ from torch.nn import Module
 from reactivate._model.apply import apply, paused
 from reactivate._region.accounts import in_words
 from reactivate._region.due import uncounted
-from reactivate._text.words import described
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
+from reactivate.planner.compiled import CompiledModules, check_compiled, uncompiled
 from reactivate.planner.contents import PlanContents
 from reactivate.planner.cost.measured import measured_peak, time_call
 from reactivate.planner.progress import older_objects_left_out
-from reactivate.planner.step import TrainingStep
+from reactivate.planner.step import BLOCKS, TrainingStep
 from reactivate.planner.target import Target
 from reactivate.planner.trace.records import Costs
 from reactivate.planner.trace.tracer import traced
@@ -55,13 +50,22 @@ class StepRunner:
 
     def replan(self, budget: Budget | None) -> Any:
         """Return the plan for another budget."""
-        with paused(self.step.model), older_objects_left_out():
+        with self._planning():
             return self.plan(budget)
 
     def least_bytes(self) -> int:
         """Return the least budget for which there is a plan."""
-        with paused(self.step.model), older_objects_left_out():
+        with self._planning():
             return self.smallest_bytes()
+
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        with paused(self.step.model), older_objects_left_out(), uncompiled(self.step.compiled):
+            try:
+                yield
+            finally:
+                if self.step.compiled == BLOCKS:
+                    torch.compiler.reset()  # so that what was tried does not count against what the user compiles
 
     @uncounted()
     def measure(self, plan: PlanContents, policy: Policy, *, compiled: bool | str = False) -> Measurement:
@@ -73,8 +77,8 @@ class StepRunner:
         device = self.target.device
         peaks: list[int] = []
         seconds: list[float] = []
-        step = compiled_step(self.step, compiled) if compiled else self.step
-        with paused(self.step.model), apply(self.step.model, policy):
+        step = self.step
+        with paused(step.model), apply(step.model, policy), self._running(compiled):
             step.run_for_real()
             step.run_for_real(watch=lambda run: peaks.append(measured_peak(run, device)))
             step.run_for_real(_TIMED, watch=lambda run: seconds.append(time_call(run, device)))
@@ -89,6 +93,19 @@ class StepRunner:
             plan.predicted.reserved_bytes,
             is_compiled=bool(compiled),
         )
+
+    def _running(self, compiled: bool | str) -> AbstractContextManager[Any]:
+        """Return a context in which the step runs compiled, or as it is."""
+        if not compiled:
+            return nullcontext()
+        check_compiled("measure", compiled)
+        if self.step.whole is not None:
+            raise UsageError(
+                "measure(compiled=...): the step of this plan is a function of yours, which calls the model as it is. "
+                "Compile the model in it, and measure without compiled=; or plan with args and loss=."
+            )
+        torch.compiler.reset()  # it would take the graphs of one plan for those of another
+        return CompiledModules(self.step.model, compiled).running()
 
     def watch(self, model: Module, plan: PlanContents) -> Callable[[], None]:
         """Warn when `model` is called with other shapes than the plan was made for, or takes more than its budget."""
@@ -114,52 +131,6 @@ class StepRunner:
         except Exception:  # of the user's loss, say, which has targets of another shape: the warning has no peak then
             return None
         return trace.peak_bytes
-
-
-# -- a compiled step --------------------------------------------------------------------------------------------------
-
-
-DEFAULT_BACKEND = "inductor"
-
-
-def compiled_step(step: TrainingStep, compiled: bool | str) -> TrainingStep:
-    """Return the step with its model compiled.
-
-    Args:
-        compiled: true for torch's default backend, or the name of one.
-
-    Raises:
-        UsageError: the step is a function of the user's, in which the model is called as it is.
-    """
-    check_compiled("measure", compiled)
-    if step.whole is not None:
-        raise UsageError(
-            "measure(compiled=...): the step of this plan is a function of yours, which calls the model as it is. Compile "
-            "the model in it, and measure without compiled=; or plan with args and loss=."
-        )
-    torch.compiler.reset()  # it would take the graphs of one plan for those of another
-    backend = DEFAULT_BACKEND if compiled is True else compiled
-    model: Any = torch.compile(step.model, backend=backend, dynamic=False)  # type: ignore[arg-type]
-    return replace(step, model=model)
-
-
-def check_compiled(asked_by: str, compiled: Any, **others: Any) -> None:
-    """Refuse what is neither true, false nor the name of a backend, and what a compiled step cannot have."""
-    if not isinstance(compiled, bool) and compiled not in (backends := torch.compiler.list_backends(None)):
-        raise UsageError(
-            f"{asked_by}(compiled={described(compiled)}): it takes True, False, or the name of a backend of torch.compile: "
-            f"{', '.join(map(repr, backends))}."
-        )
-    for name, value in others.items():
-        if compiled and value:
-            raise UsageError(f"{asked_by}(compiled={compiled!r}) is not supported with {name}=, {_WHY_NOT[name]}.")
-
-
-_WHY_NOT = {
-    "step": "in which the model is called as it is: pass args and loss=",
-    "maximize": "which tries many sizes, each to be compiled: maximize first, then plan with a batch of that size",
-    "storages": "since what a compiled region keeps stays on the device",
-}
 
 
 # -- a measurement ----------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from reactivate._torch.ops import flatten, unflatten
 from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]
+BLOCKS = "blocks"
+"""What `compiled=` says of a model each of whose blocks is compiled."""
 UNLABELLED = "the sum of the model's output, whose .loss is None"
 
 
@@ -76,7 +78,7 @@ class TrainingStep:
         loss: from what the model returns to a scalar; None: see `default_loss`.
         whole: forward and backward in the place of all that; None: model, loss and backward.
         caller: warns once for all runs of the step.
-        is_compiled: whether the step runs as one compiled graph, which hands over all gradients when its backward ends.
+        compiled: whether the model runs under `torch.compile`, as a whole (or under which backend), or each of its blocks.
         known: what is known of calls of ops, from its simulated runs.
         beginning: what each run of the step begins with.
     """
@@ -87,7 +89,7 @@ class TrainingStep:
     loss: Loss | None = None
     whole: Callable[[], object] | None = None
     caller: Caller = field(default_factory=lambda: Caller("plan"), compare=False, repr=False)
-    is_compiled: bool = False
+    compiled: bool | str = False
     known: KnownCalls = field(default_factory=dict, compare=False, repr=False)
     beginning: Beginning = field(default_factory=lambda: Beginning(), compare=False, repr=False)
 
@@ -184,9 +186,10 @@ class TrainingStep:
     def _gradients(self, make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor | None]:
         """Return what makes the gradients that are there before a step whose memory is traced.
 
-        Those of a compiled step count beside these, all until its end, as those do that nothing is added to.
+        Those of a model that is compiled as a whole count beside these, all until its end, as those do that nothing is added
+        to: one graph hands over all of them when its backward ends.
         """
-        return (lambda leaf: None) if self.is_compiled else make
+        return (lambda leaf: None) if self.compiled and self.compiled != BLOCKS else make
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -346,3 +346,27 @@ def test_command_line_refuses(options: list[str], words: str, capsys: pytest.Cap
     with pytest.raises(SystemExit):
         frontier.main(options)
     assert words in capsys.readouterr().err
+
+
+# -- each block compiled ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", subjects.BY_BLOCK)
+def test_blocks_that_are_compiled_have_one_graph(name: str) -> None:
+    subject = subjects.make_subject(name, TINY[name], CPU, by_block=True)
+    model = steps.in_place(subject, "aot_eager", subject.copied())
+    counters.clear()
+    subject.step_of(model)()
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_peers_and_plans_with_each_block_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "BUDGETS", (1.0, 0.25))
+    (found,) = frontier.measure(["gpt"], replace(SETTINGS, by_block=True), CPU)
+    assert found.name.startswith("frontier-gpt-by-block-") and not found.verdicts_with_compiled
+    assert [peer.mode for peer in found.peers] == ["budget 1", "budget 0.25"]
+    assert all(peer.is_compiled and not peer.differences for peer in found.peers)
+    assert all(item.holds and not item.differences for item in found.planned)
+    assert len(found.verdicts) == 2 and all(item.holds for item in found.verdicts)
+    assert any(name.startswith("compiler keeps") for item in found.planned for name in item.does)
+    assert "## A byte-level GPT, each block compiled" in frontier.to_markdown([found])

@@ -119,12 +119,12 @@ def _watched(device: torch.device) -> Iterator[Callable[[], dict[int, int]]]:
     if device.type != "cpu":
         yield dict
         return
-    with _profiler() as profiler:
+    with profiled() as profiler:
         yield lambda: _tops(profiler)
 
 
 @contextmanager
-def _profiler() -> Iterator[Any]:
+def profiled() -> Iterator[Any]:
     """Profile, without the profiler's log on the terminal. Its events are read as they are: torch's own summary of them, and
     a file of them, take a hundred times as long as the step.
     """
@@ -193,7 +193,7 @@ def measured_peak(step: Callable[[], object], device: torch.device) -> int:
         step()
         torch.accelerator.synchronize()
         return int(torch.accelerator.max_memory_allocated() - before)
-    with _profiler() as profiler:
+    with profiled() as profiler:
         step()
     live = top = 0
     for event in _changes(profiler):

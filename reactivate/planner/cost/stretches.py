@@ -1,0 +1,112 @@
+"""Stretches of a real step, between moments that are marked: what is alive, the most that was, and seconds."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.profiler import record_function
+
+from reactivate.planner.cost.measured import profiled
+
+_MARK = "reactivate::moment "
+
+
+class Stretch(NamedTuple):
+    """A stretch of a step.
+
+    Attributes:
+        start_bytes, top_bytes, live_bytes: what is alive when it begins, the most, and what is alive when it ends, above what
+            there was before the first one.
+        seconds: how long it takes.
+    """
+
+    start_bytes: int
+    top_bytes: int
+    live_bytes: int
+    seconds: float = 0.0
+
+
+Marked = tuple[Callable[[], None], list[Stretch]]
+
+
+def marked(device: torch.device, *, takes_memory: bool) -> AbstractContextManager[Marked]:
+    """Return a context for a step: it yields what marks a moment, and the stretches, which are there when it is over.
+
+    Args:
+        takes_memory: whether memory is looked at, or time.
+    """
+    if not takes_memory:
+        return _timed(device)
+    return _profiled() if device.type == "cpu" else _allocated()
+
+
+@contextmanager
+def _timed(device: torch.device) -> Iterator[Marked]:
+    now = _clock_of(device)
+    moments, found = [now()], list[Stretch]()
+    yield lambda: moments.append(now()), found
+    moments.append(now())
+    found += [Stretch(0, 0, 0, end - begin) for begin, end in pairwise(moments)]
+
+
+def _clock_of(device: torch.device) -> Callable[[], float]:
+    """Return the clock of a step: that of the processor where one thread computes, since other programs do not add to it."""
+    if device.type == "cpu":
+        return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def now() -> float:
+        torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    return now
+
+
+@contextmanager
+def _profiled() -> Iterator[Marked]:
+    numbers, found = itertools.count(), list[Stretch]()
+
+    def mark() -> None:
+        with record_function(f"{_MARK}{next(numbers)}"):
+            pass
+
+    with profiled() as profiler:
+        yield mark, found
+    found += _between_marks(profiler)
+
+
+def _between_marks(profiler: Any) -> Iterator[Stretch]:
+    events = [
+        (event.start_ns(), event.name().startswith(_MARK), event.nbytes())
+        for event in profiler.kineto_results.events()
+        if event.name() == "[memory]" or event.name().startswith(_MARK)
+    ]
+    live = start = top = 0
+    for _, is_mark, nbytes in sorted(events, key=lambda event: event[0]):
+        if is_mark:
+            yield Stretch(start, top, live)
+            start = top = live
+        else:
+            live += nbytes
+            top = max(top, live)
+    yield Stretch(start, top, live)
+
+
+@contextmanager
+def _allocated() -> Iterator[Marked]:
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    first, found = torch.accelerator.memory_allocated(), list[Stretch]()
+
+    def mark() -> None:
+        top, live = torch.accelerator.max_memory_allocated() - first, torch.accelerator.memory_allocated() - first
+        found.append(Stretch(found[-1].live_bytes if found else 0, int(top), int(live)))
+        torch.accelerator.reset_peak_memory_stats()
+
+    yield mark, found
+    mark()
