@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,15 @@ import pytest
 import torch
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from reactivate._snapshot.ambient import READERS, AmbientState
+from reactivate._snapshot.kinds import is_users_class
 from reactivate._snapshot.region_calls import RegionCall, is_of_call
 from reactivate._snapshot.tensor_states import TensorStates
 from reactivate._snapshot.trees import _leads_nowhere
+from reactivate._torch.modes import ask
+from reactivate.guards.ambient import Ambient
 
 PROGRAMS = Programs()
 right = PROGRAMS.right
@@ -96,3 +102,50 @@ def test_what_is_held_is_what_has_been_copied() -> None:
     weight, other = nn.Parameter(torch.ones(3, 3)), torch.ones(3, 3)
     state.note_writes([(weight, 0), (other, 0)])
     assert [tensor.shape for tensor in state.held()] == [large.shape, weight.shape, (small.nbytes,)]
+
+
+# -- arguments, classes and settings ----------------------------------------------------------------------------------
+
+
+@right
+def a_tensor_that_is_passed_twice(wrap: Wrap) -> Any:
+    x = leaf(4)
+
+    def fn(one: Tensor, other: Tensor) -> Tensor:
+        return (one * other).exp() if one is other else (one + other).sin()
+
+    backward(wrap(fn)(x, x), wrap(fn)(x, leaf(4)))
+    return x.grad
+
+
+def test_a_class_of_a_script_is_the_users_and_one_of_a_library_is_not() -> None:
+    of_script = type("OfScript", (), {"__module__": "__main__"})
+    assert is_users_class(of_script) and is_users_class(Counts)
+    assert not any(map(is_users_class, (collections.OrderedDict, nn.Linear, Program.__class__)))
+
+
+def test_settings_are_the_same_with_the_same_autocast_only() -> None:
+    def now() -> list[Any]:
+        return [ask(read) for read in READERS]
+
+    plain = AmbientState(now())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        state = AmbientState(now())
+        assert state.is_same(now())
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert not state.is_same(now())
+    assert plain.is_same(now()) and not state.is_same(now())
+
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_snapshot_of_settings_is_shared_and_holds_no_mode() -> None:
+    guard: Any = Ambient()
+    assert guard.before(None) is guard.before(None)
+    with Mode():
+        with_mode = guard.before(None)
+        assert with_mode is not guard._last
+    assert guard.before(None) is not with_mode
