@@ -470,6 +470,7 @@ ON_HOST = storage.Host()
 SPELLED: list[tuple[Any, ReadyMade]] = [
     ("full", policies.full()),
     ({"full": {"inputs": "host"}}, policies.full(inputs=ON_HOST)),
+    ({"full": {"save": ["linear", "attention"]}}, policies.full(save=["linear", "attention"])),
     (
         {"recompute_every": {"k": 2, "inputs": {"host": {"limit": 1000}}}},
         policies.recompute_every(2, inputs=storage.Host(1000)),

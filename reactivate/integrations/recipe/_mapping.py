@@ -87,8 +87,10 @@ def _call(function: str, body: Any) -> Spelled:
 
 def _by_name(function: str, parameters: Mapping[str, inspect.Parameter], body: Any) -> Mapping[str, Any]:
     """Return the arguments by name, of which a single one and a list of all may stand without."""
-    if isinstance(body, Mapping) and not (len(body) == 1 and next(iter(body)) in POLICIES):
-        return body
+    if isinstance(body, Mapping):
+        is_policy = len(body) == 1 and next(iter(body)) in POLICIES and next(iter(body)) not in parameters
+        if not is_policy:
+            return body
     if isinstance(body, (list, tuple)) and (rest := _rest(parameters)) is not None:
         leading = [name for name in _positional(parameters) if name != rest]
         return {**dict(zip(leading, body)), rest: body[len(leading) :]}
