@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.nn import Module
 
-from reactivate._modules.paths import is_below
 from reactivate._text.words import described
 from reactivate._torch.modules import is_sharded, prepare_sharding, sharded_class, sharding_state
 from reactivate.errors import UnsupportedError, UsageError
@@ -124,7 +123,6 @@ def begin_sharded(model: Module) -> None:
     if not is_sharded(model):
         return
     kind = sharded_class()
-    tops: list[tuple[str, Module]] = []
     for path, module in model.named_modules():
         if isinstance(module, kind):
             if sharding_state(module) is None:
@@ -133,11 +131,8 @@ def begin_sharded(model: Module) -> None:
                     "model first, then shard it: the plan can be applied before or after that."
                 )
             module.reshard()
-            if not any(is_below(path, above) for above, _ in tops):
-                tops.append((path, module))
     if not any(parameter.is_meta for parameter in model.parameters()):
-        for _, module in tops:
-            prepare_sharding(module)
+        prepare_sharding(model.modules())
 
 
 def check_group(model: Module, group: Any, **others: Any) -> None:
