@@ -109,7 +109,8 @@ class GradientLayouts:
         Args:
             padded: the elements of those parameters that `fully_shard` fills up, by their ids.
         """
-        parts = [self._others[at] if self._others and at in self._others else layout_of(leaf) for at, leaf in enumerate(leaves)]
+        others = self._others or {}
+        parts = [others.get(at, layout_of(leaf)) for at, leaf in enumerate(leaves)]
         counts = [leaf.numel() if part is None else part.shape.numel() for leaf, part in zip(leaves, parts)]
         return sum(padded.get(id(leaf), count) * leaf.itemsize for leaf, count in zip(leaves, counts))
 
@@ -145,7 +146,8 @@ class TrainingStep:
         Args:
             watch: called in place of the step, with the step.
         """
-        with self._put_back(self.args, dict(self.kwargs or {})), _with_gradients(self._trained(), self._gradients(torch.zeros_like)):
+        gradients = self._gradients(torch.zeros_like)
+        with self._put_back(self.args, dict(self.kwargs or {})), _with_gradients(self._trained(), gradients):
             for _ in range(times):
                 if watch is None:
                     self._run(self.args, dict(self.kwargs or {}))
