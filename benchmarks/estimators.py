@@ -4,9 +4,9 @@ python benchmarks/estimators.py                    on the terminal, in about ten
 python benchmarks/estimators.py --out DIRECTORY    JSON and Markdown as well, named for device and torch version
 python benchmarks/estimators.py --out DIRECTORY --page FILE    and the table between two marks of that page
 
-The models are those of tests/plan_offline_cases.py. All answers are made in one process that is a rank of torch's process
-group `fake`, in turns, and their seconds, which are those of the
-processor, are medians. Then ranks of gloo run each of the steps.
+The models are those of tests/plan_offline_cases.py. All answers about a model are made in one process that is a rank of
+torch's process group `fake`, in turns, and their seconds, which are those of the processor, are medians. Then ranks of gloo
+run each of the steps.
 
 torch's cost model asks a GPU for two facts, its arithmetic and its bandwidth, and raises where there is none. So it is
 given those of an H100 from our own table of devices; a row says what it does without them.
@@ -45,7 +45,7 @@ import reactivate
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.cost.devices import find
 
-RANKS, ROUNDS, STEPS = 2, 3, 8
+RANKS, ROUNDS, STEPS = 2, 3, 5
 GPU = "H100-SXM"
 MARKS = "<!-- estimators -->", "<!-- end of estimators -->"
 HEADER = ("model", "asked", "who", "answer, bytes", "measured", "answer less measured", "CPU seconds", "what it says")
@@ -266,11 +266,11 @@ def answers(name: str) -> list[Row]:
         ask(plain, planned, "100%")
         ask(kept, tracked)
         ask(ours, planned, budget)
-        ask(without, timed_without_facts)
-        ask(on_gpu, seconds_of_plan)
         with gpu_facts():
             ask(ilp, solved, budget)
             ask(time, timed)
+    ask(without, timed_without_facts)
+    ask(on_gpu, seconds_of_plan)
     return [plain, kept, ours, ilp, on_gpu, time, without]
 
 
@@ -362,6 +362,16 @@ def on_ranks(rows: list[Row]) -> list[Row]:
         return [Row(**item) for item in json.loads((directory / "rows").read_text())]
 
 
+def of_all_models() -> list[Row]:
+    """Return the rows of all models, each of which has a process that asks."""
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory, str(number)) for number in range(len(MODELS))]
+        commands = [[sys.executable, __file__, "--model", name, str(file)] for name, file in zip(MODELS, files)]
+        codes = [process.wait() for process in list(map(subprocess.Popen, commands))]
+        assert not any(codes), codes
+        return [Row(**item) for file in files for item in json.loads(file.read_text())]
+
+
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
@@ -384,12 +394,16 @@ def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         be_rank(Path(sys.argv[2]), int(sys.argv[3]))
         return
+    if sys.argv[1:2] == ["--model"]:
+        with alone():
+            rows = answers(sys.argv[2])
+        rows = on_ranks(rows)
+        Path(sys.argv[3]).write_text(json.dumps([vars(row) for row in rows]))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given = with_page(parser, None)
     require("pulp", "pwlf")
-    with alone():
-        rows = [row for name in MODELS for row in answers(name)]
-    rows = on_ranks(rows)
+    rows = of_all_models()
     found = table(rows)
     print(found.with_title())
     if given.out is not None:

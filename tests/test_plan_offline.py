@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from ranks import errors_of, listed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import reactivate
+from reactivate.errors import UnsupportedError
 
 
 @pytest.mark.parametrize("name", listed(cases.CASES))
@@ -42,6 +44,13 @@ def test_a_step_reaches_tensors_on_the_meta_device() -> None:
         same = reactivate.plan(model, inputs, budget="100%", device="cpu")
     least = same.plain.peak_bytes - same.fixed.inputs  # views of what is no argument count, where the step makes them
     assert least <= plan.plain.peak_bytes <= same.plain.peak_bytes
+
+
+def test_parameters_on_the_host_are_refused() -> None:
+    with first_of(2), torch.device("meta"):
+        model = cases.sharded(cases.small_gpt, offload_policy=CPUOffloadPolicy())()
+        with pytest.raises(UnsupportedError, match="on the host .CPUOffloadPolicy."):
+            reactivate.plan(model, cases.batch(), budget="100%", device="cpu")
 
 
 def test_a_rank_of_a_split_product_takes_its_part_of_the_time() -> None:

@@ -238,6 +238,11 @@ def padded_sizes(modules: Iterable[Module]) -> dict[int, int]:
     return {id(item.sharded_param): item.padded_sharded_param_size.numel() for item, _ in _parameters_in(modules)}
 
 
+def are_on_host(modules: Iterable[Module]) -> bool:
+    """Return whether sharded modules keep parameters in the memory of the host, beside a device that computes."""
+    return any(item.offload_to_cpu for item, _ in _parameters_in(modules))
+
+
 def prepare_sharding(modules: Iterable[Module]) -> None:
     """Make ready what the first forward pass of sharded modules would make ready."""
     sharded = sharded_in(modules)

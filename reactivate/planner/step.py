@@ -213,7 +213,8 @@ class TrainingStep:
     @contextmanager
     def _after_another(self, on: Callable[..., Any], make: MakeGradient) -> Iterator[Any]:
         """The step with gradients that are there already, as another one leaves them; that one runs if that is not known."""
-        if not self.layouts.are_known(self._trained()):
+        padded = padded_sizes(self.model.modules())  # `fully_shard` lays gradients as it does parameters
+        if not self.layouts.are_known([leaf for leaf in self._trained() if id(leaf) not in padded]):
             with on(None) as (run, _):
                 run()
                 self.layouts.note(self._trained())
