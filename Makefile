@@ -18,7 +18,7 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU TPU_PYTHON=$(TPU)/bin/python $(XL
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: gpu demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types package docs campaign mutants fuzz bench bench-distributed bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
+.PHONY: gpu demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types package docs campaign mutants fuzz bench bench-distributed bench-estimators bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -143,6 +143,10 @@ bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: 
 bench-distributed: $(VENV)/.test  ## the tables in docs/distributed.md, on processes of gloo: three minutes
 	$(TEST) $(BIN)/python benchmarks/collectives.py --out benchmarks/results
 	$(TEST) $(BIN)/python benchmarks/sharded.py --out benchmarks/results
+
+bench-estimators: $(VENV)/.test  ## the table in docs/sharded-planning.md, beside torch's estimators
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt pulp pwlf
+	$(TEST) $(BIN)/python benchmarks/estimators.py --out benchmarks/results --page docs/sharded-planning.md
 
 ON_GPU := --device cuda --clock wall --out benchmarks/results
 

@@ -18,6 +18,14 @@ from ranks import TIMEOUT, Cases, case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -109,12 +117,41 @@ def assert_equal_to_a_rank(directory: Path, make: Callable[[], nn.Module]) -> li
                 loss.backward()
 
             step()
+            assert gradient_bytes(model) == plan.fixed.gradients
             found = [allocated_by_rank(step) for _ in range(STEPS)]
             promised = plan.predicted.peak_bytes - plan.fixed.total
             assert min(item.own_bytes for item in found) == promised, (found, promised)
             assert all(item.peak_bytes <= promised + 2 * largest for item in found), (found, promised, largest)
     assert planned[0].predicted.peak_bytes > planned[-1].predicted.peak_bytes
     return planned
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the memory of all gradients on this rank, each once."""
+    found = [getattr(item.grad, "_local_tensor", item.grad).untyped_storage() for item in model.parameters()]
+    return sum({storage._cdata: storage.nbytes() for storage in found}.values())
+
+
+def sequence_parallel(model: Any, **head: Any) -> Any:
+    """Split what lies between the products of a Llama along the sequence, and its embedding by rows.
+
+    Args:
+        head: how the logits lie.
+    """
+    mesh, along = init_device_mesh("cpu", (dist.get_world_size(),)), Shard(1)
+    of_model = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=along, **head),
+    }
+    of_block = {
+        **dict.fromkeys(("norm", "mlp_norm"), SequenceParallel()),
+        **dict.fromkeys(("query", "key", "value", "gate", "up"), ColwiseParallel(input_layouts=along)),
+        **dict.fromkeys(("out", "down"), RowwiseParallel(output_layouts=along)),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh, of_block)
+    return parallelize_module(model, mesh, of_model)
 
 
 def sharded(
@@ -167,6 +204,26 @@ def tensor_parallelism(directory: Path) -> None:
         return llama.parallelize(small_llama(), init_device_mesh("cpu", (dist.get_world_size(),)))
 
     assert_equal_to_a_rank(directory, made)
+
+
+@case(CASES, 2)
+def sequence_parallelism(directory: Path) -> None:
+    """Its embedding has a gradient that is whole on each rank, though its rows are split."""
+    assert_equal_to_a_rank(directory, lambda: sequence_parallel(small_llama(), output_layouts=Replicate()))
+
+
+@case(CASES, 2)
+def loss_parallelism(directory: Path) -> None:
+    with loss_parallel():
+        assert_equal_to_a_rank(directory, lambda: sequence_parallel(small_llama(), use_local_output=False))
+
+
+@case(CASES, 2)
+def shards_of_unequal_size(directory: Path) -> None:
+    def made() -> Any:
+        return llama.Llama(2, width=60, heads=4, shared_heads=1, hidden=133, vocabulary=251)
+
+    assert_equal_to_a_rank(directory, sharded(made))
 
 
 @case(CASES, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from reactivate._inspect.known_results import KnownCalls, KnownResults
 from reactivate._inspect.sharded import sharding_faked
 from reactivate._snapshot.call import Call
 from reactivate._torch.modes import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
-from reactivate._torch.modules import sharded_in, without_reducing
+from reactivate._torch.modules import are_made_of_tensors, layouts_unseen, sharded_in, without_reducing
 from reactivate._torch.ops import DEVICE_QUERY, flatten, leaves_at_op, unflatten
 
 
@@ -61,15 +61,15 @@ def faked(
     modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
     known = KnownResults(mode, calls)
-    moved: dict[int, Tensor] = {}  # by the ids of tensors on the meta device: shared parameters stay shared
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # by the ids of tensors on the meta device: what is shared stays so
 
     def fake(value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
             return value
         if value.is_meta and device is not None:
             if id(value) not in moved:
-                moved[id(value)] = _on(device, value, known)
-            return moved[id(value)]
+                moved[id(value)] = value, _on(device, value, known)
+            return moved[id(value)][1]
         return mode.from_tensor(value)
 
     def fake_argument(value: Any) -> Any:
@@ -90,8 +90,9 @@ def faked(
                 if isinstance(module, DistributedDataParallel):  # gradients of fake parameters never come to it
                     stack.enter_context(without_reducing(module))
             stack.enter_context(sharding_faked(modules, fake))
+            stack.enter_context(layouts_unseen())
             stack.enter_context(mode)
-            stack.enter_context(_Values(known, gathers=bool(sharded_in(modules))))
+            stack.enter_context(_Values(known, fake if device is not None else None, gathers=bool(sharded_in(modules))))
             yield faked
     finally:
         for namespace, before in zip(namespaces, originals):
@@ -114,21 +115,29 @@ class _Values(TorchDispatchMode):
 
     Args:
         known: runs ops on fake tensors.
+        fake: from a tensor on the meta device, which a function of the user's reaches, to its fake on a device; None where
+            it stays there.
         gathers: whether parameters are sharded: empty tensors that are made outside of autograd are room to gather them into,
             and nobody knows their values.
     """
 
     limit_bytes = 2**26
 
-    def __init__(self, known: KnownResults, *, gathers: bool = False) -> None:
+    def __init__(self, known: KnownResults, fake: Callable[[Any], Any] | None, *, gathers: bool = False) -> None:
         super().__init__()
         self._known = known
+        self._fake = fake
         self._gathers = gathers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if are_made_of_tensors(types):
+            return NotImplemented
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
+        if self._fake is not None and any(map(_is_on_meta, leaves_at_op((args, kwargs)))):
+            leaves, structure = flatten((args, kwargs))
+            args, kwargs = unflatten([self._fake(leaf) if _is_on_meta(leaf) else leaf for leaf in leaves], structure)
         result = self._run(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs) and _is_on_cpu(result):
             generator = kwargs.get("generator") or torch.default_generator
@@ -152,6 +161,10 @@ class _Values(TorchDispatchMode):
             return self._known.of(func, args, kwargs)
         with unset_fake_temporarily():
             return func(*args, **kwargs)
+
+
+def _is_on_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta and not isinstance(value, FakeTensor)
 
 
 _EMPTY = frozenset({torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default})

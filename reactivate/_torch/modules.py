@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn import Module
 from torch.nn.modules import module as _module
 from torch.nn.parallel import DistributedDataParallel
 
+from reactivate._torch.modes import run_unseen
 from reactivate._torch.private_api import find, resolve_private
 
 _Kind = TypeVar("_Kind", bound=Tensor)
@@ -107,6 +108,65 @@ def are_distributed_alike(one: Any, other: Any) -> bool:
     return pair[0] == pair[1]
 
 
+class Layout(NamedTuple):
+    """How a DTensor lies on the ranks.
+
+    Attributes:
+        mesh, placements: its own.
+        shape, stride: of the part that this rank has.
+    """
+
+    mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def layout_of(tensor: Any) -> Layout | None:
+    """Return how a tensor lies on the ranks; None for one that is no DTensor."""
+    library = sys.modules.get("torch.distributed.tensor")
+    if library is None or not isinstance(tensor, library.DTensor):
+        return None
+    local = tensor.to_local()
+    return Layout(tensor.device_mesh, tensor.placements, local.shape, local.stride())
+
+
+def laid_out(like: Any, layout: Layout, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a DTensor as large as another one, that lies on the ranks in another way.
+
+    Args:
+        make: makes the part of this rank: `torch.empty_like`, say.
+    """
+    local = make(like.to_local().detach().new_empty_strided(layout.shape, layout.stride))
+    whole = {"shape": like.shape, "stride": like.stride()}
+    return type(like).from_local(local, layout.mesh, layout.placements, run_check=False, **whole)
+
+
+def are_made_of_tensors(types: Iterable[type]) -> bool:
+    """Return whether one of these classes is of tensors that are made of others, as DTensors are.
+
+    What an op on such a tensor computes, and sends, are ops on its parts. A dispatch mode that is to see these returns
+    NotImplemented.
+    """
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+@contextmanager
+def layouts_unseen() -> Iterator[None]:
+    """Inside, no mode sees how DTensors find out the size of a result: by the same op on tensors of all ranks' size."""
+    library = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if library is None:
+        yield
+        return
+    kind, name = library.ShardingPropagator, "_propagate_tensor_meta_non_cached"
+    before = getattr(kind, name)
+    setattr(kind, name, lambda *given: run_unseen(before, *given))
+    try:
+        yield
+    finally:
+        setattr(kind, name, before)
+
+
 def is_distributed_run() -> bool:
     """Return whether this process is one of a group."""
     module = sys.modules.get("torch.distributed")
@@ -170,9 +230,26 @@ def _parameters_in(modules: Iterable[Module]) -> Iterator[tuple[Any, Any]]:
                 yield parameter, getattr(parameter, "_unsharded_param", None)
 
 
-def prepare_sharding(root: Module) -> None:
-    """Make ready what the first forward pass of a sharded model would make ready."""
-    getattr(sharding_state(root), "_lazy_init", lambda: None)()
+def padded_sizes(modules: Iterable[Module]) -> dict[int, int]:
+    """Return how many elements this rank has of each sharded parameter, by its id, those counted that fill it up.
+
+    All ranks have as many, and so has each rank of the gradients.
+    """
+    return {id(item.sharded_param): item.padded_sharded_param_size.numel() for item, _ in _parameters_in(modules)}
+
+
+def are_on_host(modules: Iterable[Module]) -> bool:
+    """Return whether sharded modules keep parameters in the memory of the host, beside a device that computes."""
+    return any(item.offload_to_cpu for item, _ in _parameters_in(modules))
+
+
+def prepare_sharding(modules: Iterable[Module]) -> None:
+    """Make ready what the first forward pass of sharded modules would make ready."""
+    sharded = sharded_in(modules)
+    inner = {id(part) for module in sharded for part in module.modules() if part is not module}
+    for module in sharded:
+        if id(module) not in inner:
+            getattr(sharding_state(module), "_lazy_init", lambda: None)()
 
 
 # -- reducers of `DistributedDataParallel`, after a step that an error has ended ---------------------------------------

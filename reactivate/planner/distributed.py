@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.nn import Module
 
-from reactivate._modules.paths import is_below
 from reactivate._text.words import described
-from reactivate._torch.modules import is_sharded, prepare_sharding, sharded_class, sharding_state
+from reactivate._torch.modules import are_on_host, is_sharded, prepare_sharding, sharded_class, sharding_state
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner.target import is_alone
 
@@ -119,12 +118,20 @@ def begin_sharded(model: Module) -> None:
     """Bring the parameters of a sharded model to where they are between two steps: each rank has its part of them.
 
     Raises:
-        UnsupportedError: this torch does not show how they are sharded.
+        UnsupportedError: this torch does not show how they are sharded; or they are on the meta device and are to lie in the
+            memory of the host.
     """
     if not is_sharded(model):
         return
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    if is_meta and are_on_host(model.modules()):
+        raise UnsupportedError(
+            f"plan: fully_shard keeps the parameters of this {type(model).__name__} on the host (CPUOffloadPolicy), and a "
+            "model on the meta device is planned in the memory of one device. Shard it without offload_policy= for the plan: "
+            "its peak then has the parameters, their gradients and the optimizer in it. Or plan on the ranks of the job: "
+            "plan(..., group=torch.distributed.group.WORLD)."
+        )
     kind = sharded_class()
-    tops: list[tuple[str, Module]] = []
     for path, module in model.named_modules():
         if isinstance(module, kind):
             if sharding_state(module) is None:
@@ -133,11 +140,8 @@ def begin_sharded(model: Module) -> None:
                     "model first, then shard it: the plan can be applied before or after that."
                 )
             module.reshard()
-            if not any(is_below(path, above) for above, _ in tops):
-                tops.append((path, module))
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        for _, module in tops:
-            prepare_sharding(module)
+    if not is_meta:
+        prepare_sharding(model.modules())
 
 
 def check_group(model: Module, group: Any, **others: Any) -> None:

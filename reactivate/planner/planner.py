@@ -123,7 +123,7 @@ class Planner:
         Raises:
             PlanInfeasible: what is there all the time is larger than the device; nothing has run then.
         """
-        fixed = functools.partial(fixed_memory, self.step.model, self.step.args, self.step.kwargs)
+        fixed = functools.partial(fixed_memory, self.step)
         self._check_room(fixed(0))
         if not self._is_profiled:
             costs, device = self.profile.costs, self.target.device
@@ -134,6 +134,7 @@ class Planner:
         with self.step.observed(lambda facts: setattr(self, "_facts", facts)):
             plain = self._simulator.first(self.profile.costs)
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
+        self.fixed = replace(self.fixed, gradients=self.step.gradient_bytes)  # known by now
         self._called = {call.path: call for turn in plain.calls for call in turn}
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
         self.plain_seconds = plain.seconds * self.profile.scale

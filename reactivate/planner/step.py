@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +18,12 @@ from reactivate._inspect.known_results import KnownCalls
 from reactivate._inspect.step import Step, leaves_of
 from reactivate._model.cache_watch import Caller, called
 from reactivate._text.words import described
+from reactivate._torch.modules import Layout, laid_out, layout_of, padded_sizes, prepare_sharding
 from reactivate._torch.ops import flatten, unflatten
 from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]
+MakeGradient = Callable[[Tensor], Tensor]
 BLOCKS = "blocks"
 """What `compiled=` says of a model each of whose blocks is compiled."""
 UNLABELLED = "the sum of the model's output, whose .loss is None"
@@ -70,6 +73,50 @@ class Beginning:
             yield
 
 
+class GradientLayouts:
+    """How the gradients of DTensors lie on the ranks: as a backward makes them, which is not always as the parameters lie.
+
+    The gradient of an embedding that is split over the ranks may be whole on each of them, and stays so while others are
+    added to it.
+    """
+
+    def __init__(self) -> None:
+        self._others: dict[int, Layout] | None = None  # by the numbers of the parameters that lie in another way
+
+    def are_known(self, leaves: Sequence[Tensor]) -> bool:
+        """Return whether nothing is to be found out about the gradients of these."""
+        if self._others is None and all(layout_of(leaf) is None for leaf in leaves):
+            self._others = {}
+        return self._others is not None
+
+    def note(self, leaves: Sequence[Tensor]) -> None:
+        """Take note of the gradients that a backward has made."""
+        pairs = [(layout_of(leaf), layout_of(leaf.grad)) for leaf in leaves]
+        self._others = {at: its for at, (own, its) in enumerate(pairs) if its is not None and its != own}
+
+    def made(self, leaves: Sequence[Tensor], make: MakeGradient | None) -> Sequence[Tensor | None]:
+        """Return gradients that lie so.
+
+        Args:
+            make: from a tensor to one like it; None for no gradients.
+        """
+        if make is None:
+            return [None] * len(leaves)
+        others = self._others or {}
+        return [laid_out(leaf, others[at], make) if at in others else make(leaf) for at, leaf in enumerate(leaves)]
+
+    def count_bytes(self, leaves: Sequence[Tensor], padded: Mapping[int, int]) -> int:
+        """Return the bytes that this rank has of the gradients.
+
+        Args:
+            padded: the elements of those parameters that `fully_shard` fills up, by their ids.
+        """
+        others = self._others or {}
+        parts = [others.get(at, layout_of(leaf)) for at, leaf in enumerate(leaves)]
+        counts = [leaf.numel() if part is None else part.shape.numel() for leaf, part in zip(leaves, parts)]
+        return sum(padded.get(id(leaf), count) * leaf.itemsize for leaf, count in zip(leaves, counts))
+
+
 @dataclass(frozen=True)
 class TrainingStep:
     """A training step: a model, its arguments, and the loss made of its result.
@@ -81,6 +128,7 @@ class TrainingStep:
         compiled: whether the model runs under `torch.compile`, as a whole (or under which backend), or each of its blocks.
         known: what is known of calls of ops, from its simulated runs.
         beginning: what each run of the step begins with.
+        layouts: how its gradients lie on the ranks.
     """
 
     model: Module
@@ -92,6 +140,7 @@ class TrainingStep:
     compiled: bool | str = False
     known: KnownCalls = field(default_factory=dict, compare=False, repr=False)
     beginning: Beginning = field(default_factory=lambda: Beginning(), compare=False, repr=False)
+    layouts: GradientLayouts = field(default_factory=lambda: GradientLayouts(), compare=False, repr=False)
 
     def run_for_real(self, times: int = 1, watch: Callable[[Callable[[], None]], None] | None = None) -> None:
         """Run it, with gradients that are there already; then model, gradients and generators are as they were.
@@ -99,7 +148,8 @@ class TrainingStep:
         Args:
             watch: called in place of the step, with the step.
         """
-        with self._put_back(self.args, dict(self.kwargs or {})), _with_gradients(self._trained(), torch.zeros_like):
+        gradients = self._gradients(torch.zeros_like)
+        with self._put_back(self.args, dict(self.kwargs or {})), _with_gradients(self._trained(), gradients):
             for _ in range(times):
                 if watch is None:
                     self._run(self.args, dict(self.kwargs or {}))
@@ -145,23 +195,51 @@ class TrainingStep:
             f"step=lambda: loss_of(model(batch)).backward(), with the {name} itself and not a copy of it."
         )
 
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of all gradients on this rank."""
+        return self.layouts.count_bytes(self._trained(), padded_sizes(self.model.modules()))
+
     @contextmanager
     def on_fakes(self, device: torch.device) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
         """The step on fake tensors: yields what runs it, and the tensors that are there before it."""
-        kwargs = dict(self.kwargs or {})
-        with ExitStack() as stack:
-            reach = stack.enter_context(self._put_back(self.args, kwargs))
-            args, kwargs = stack.enter_context(faked(self.model, self.args, kwargs, device, self.known, reach))
-            stack.enter_context(_with_gradients(self._trained(), self._gradients(torch.empty_like)))
-            known = [*_state_of(self.model), *leaves_of("args", (args, kwargs)).values()]
-            yield lambda: self._run(args, kwargs), known
+        with self._after_another(functools.partial(self._on_fakes, device), torch.empty_like) as found:
+            yield found
 
     @contextmanager
     def on_values(self) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
         """As `on_fakes`, with the tensors themselves: what the step computes decides what it does."""
+        with self._after_another(self._on_values, torch.zeros_like) as found:
+            yield found
+
+    @contextmanager
+    def _after_another(self, on: Callable[..., Any], make: MakeGradient) -> Iterator[Any]:
+        """The step with gradients that are there already, as another one leaves them; that one runs if that is not known."""
+        padded = padded_sizes(self.model.modules())  # `fully_shard` lays gradients as it does parameters
+        if not self.layouts.are_known([leaf for leaf in self._trained() if id(leaf) not in padded]):
+            with on(None) as (run, _):
+                run()
+                self.layouts.note(self._trained())
+        # A model that is compiled as a whole hands over all gradients when its backward ends, beside those that are there.
+        is_one_graph = self.compiled and self.compiled != BLOCKS
+        with on(None if is_one_graph else make) as found:
+            yield found
+
+    @contextmanager
+    def _on_fakes(self, device: torch.device, make: MakeGradient | None) -> Iterator[Any]:
         kwargs = dict(self.kwargs or {})
-        gradients = self._gradients(torch.zeros_like)
-        with self._put_back(self.args, kwargs), _with_gradients(self._trained(), gradients):
+        with ExitStack() as stack:
+            reach = stack.enter_context(self._put_back(self.args, kwargs))
+            args, kwargs = stack.enter_context(faked(self.model, self.args, kwargs, device, self.known, reach))
+            prepare_sharding(self.model.modules())  # which fills up uneven parts: not in the step
+            stack.enter_context(_with_gradients(self._trained(), self._gradients(make)))
+            known = [*_state_of(self.model), *leaves_of("args", (args, kwargs)).values()]
+            yield lambda: self._run(args, kwargs), known
+
+    @contextmanager
+    def _on_values(self, make: MakeGradient | None) -> Iterator[Any]:
+        kwargs = dict(self.kwargs or {})
+        with self._put_back(self.args, kwargs), _with_gradients(self._trained(), self._gradients(make)):
             known = [*_state_of(self.model), *leaves_of("args", (self.args, kwargs)).values()]
             yield lambda: self._run(self.args, kwargs), known
 
@@ -178,18 +256,13 @@ class TrainingStep:
             for state in states:
                 stack.enter_context(state.held())
             stack.enter_context(self.beginning.of(states))
-            stack.enter_context(_with_gradients(leaves, lambda leaf: None))
+            stack.enter_context(_with_gradients(leaves, [None] * len(leaves)))
             stack.enter_context(_refusing_optimizers())
             stack.enter_context(called(self.caller))
             yield states[0].reach
 
-    def _gradients(self, make: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor | None]:
-        """Return what makes the gradients that are there before a step whose memory is traced.
-
-        Those of a model that is compiled as a whole count beside these, all until its end, as those do that nothing is added
-        to: one graph hands over all of them when its backward ends.
-        """
-        return (lambda leaf: None) if self.compiled and self.compiled != BLOCKS else make
+    def _gradients(self, make: MakeGradient | None) -> Sequence[Tensor | None]:
+        return self.layouts.made(self._trained(), make)
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -253,12 +326,12 @@ def _sum_of(output: Any) -> Tensor:
 
 
 @contextmanager
-def _with_gradients(leaves: Sequence[Tensor], make: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
-    """Give every leaf a gradient, as in the middle of training, or none; afterwards the one that it had."""
+def _with_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+    """Give every leaf its gradient, as in the middle of training, or none; afterwards the one that it had."""
     before = [leaf.grad for leaf in leaves]
     try:
-        for leaf in leaves:
-            leaf.grad = make(leaf)
+        for leaf, gradient in zip(leaves, gradients):
+            leaf.grad = gradient
         yield
     finally:
         for leaf, gradient in zip(leaves, before):

@@ -17,23 +17,18 @@ from reactivate._inspect.fake import faked, has_no_memory
 from reactivate._region.accounts import Ledger
 from reactivate._torch.ops import flatten
 from reactivate.planner.contents import Fixed
+from reactivate.planner.step import TrainingStep
 from reactivate.planner.trace.records import Costs
 from reactivate.planner.trace.tracer import traced
 from reactivate.planner.units import bucket_bytes
 
 
-def fixed_memory(model: Module, args: Any, kwargs: Any, optimizer_bytes: int) -> Fixed:
+def fixed_memory(step: TrainingStep, optimizer_bytes: int) -> Fixed:
     """Return the bytes that are there all the time, each storage once."""
-    ledger = Ledger()
+    ledger, model = Ledger(), step.model
     parameters = ledger.enter_all([*model.parameters(), *model.buffers()])
-    gradients = sum(_own_bytes(item) for item in model.parameters() if item.requires_grad)
-    inputs = ledger.enter_all(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
-    return Fixed(parameters, gradients, optimizer_bytes, inputs, bucket_bytes(model))
-
-
-def _own_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor on this rank."""
-    return int(tensor.to_local().nbytes if hasattr(tensor, "to_local") else tensor.nbytes)
+    inputs = ledger.enter_all(leaf for leaf in flatten((step.args, step.kwargs))[0] if isinstance(leaf, Tensor))
+    return Fixed(parameters, step.gradient_bytes, optimizer_bytes, inputs, bucket_bytes(model))
 
 
 def others_on(device: torch.device, model: Module, args: Any, kwargs: Any, optimizer: Optimizer | None) -> int:

@@ -30,6 +30,7 @@ from reactivate._region.region import Region
 from reactivate._saved_calls.log import opened
 from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.modes import FakeTensor, device_of
+from reactivate._torch.modules import are_made_of_tensors, layouts_unseen
 from reactivate._torch.ops import DEVICE_QUERY, leaves_at_op, tensor_positions, written_arguments
 from reactivate.planner.trace.answers import RealAnswers
 from reactivate.planner.trace.data_scope import DataScope
@@ -118,6 +119,7 @@ def traced(
             stack.enter_context(tracer.clock.running())
         stack.enter_context(tracer.resized.observed())
         stack.enter_context(observed_by(tracer))
+        stack.enter_context(layouts_unseen())
         stack.enter_context(tracer)
         if count_functions:
             stack.enter_context(_Functions(tracer.function_called))
@@ -237,7 +239,7 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if Logits in types:  # whose numbers another op makes
+        if Logits in types or are_made_of_tensors(types):  # other ops make their numbers
             return NotImplemented
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
