@@ -29,7 +29,7 @@ SECOND = {
     "long runs": "offload_long",
     "prose, reports, commands and benchmarks": "benchmarks benchmarks_architectures benchmarks_collectives "
     "benchmarks_frontier benchmarks_gpu benchmarks_offload benchmarks_optimum benchmarks_planning benchmarks_selective "
-    "benchmarks_sharded cli demo pages report report_alive torches words",
+    "benchmarks_sharded cli demo explain_policy pages report report_alive torches words",
 }
 """Files of the second tier, by what they need or are about."""
 
@@ -37,6 +37,7 @@ LONG = {
     "test_a_function_inside_of_compiled_code_is_recomputed_with_that",
     "test_a_plain_step_that_does_not_fit_is_not_run",
     "test_a_plan_for_another_device_is_the_same_wherever_it_is_made",
+    "test_a_step_is_as_if_each_op_ran[vit]",
     "test_a_step_that_is_not_one_of_training_is_warned_of",
     "test_a_step_that_is_slow_or_large_is_simulated",
     "test_advice_is_what_helps_and_names_no_budget_that_nobody_gave",

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint as upstream
-from functorch.compile import min_cut_rematerialization_partition
 from journal import Journal
 from oracle import Case, Ran, assert_bitwise, assert_same, backward_once, run
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -658,6 +656,9 @@ def test_compile() -> None:
     def note(graph: Any, inputs: Any) -> Any:
         graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
         return graph
+
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
 
     compiler = aot_autograd(fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition)
     make = functools.partial(compiled_case, Compiled)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from journal import Journal
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import reactivate
 from reactivate import policies
@@ -347,6 +346,8 @@ def test_exceptions_to_spans() -> None:
 @pytest.mark.parametrize("name", ["spans", "ops"])
 def test_compiled(name: str, backend: str) -> None:
     """The model is one graph, with the spans as regions in it, and does what the compiled plain model does."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
     plain, ours = Model(), Model()
     ours.load_state_dict(plain.state_dict())

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import aot_function, make_boxed_func
 from several import check_each
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -737,6 +736,8 @@ def what_aot_autograd_traces_with_is_known() -> None:
     def traced(x: Tensor) -> Tensor:
         seen.append((room.is_aot_tracing(), isinstance(x, room.STAND_INS)))
         return x.sin()
+
+    from functorch.compile import aot_function, make_boxed_func
 
     aot_function(traced, fw_compiler=lambda module, _: make_boxed_func(module))(torch.ones(2, requires_grad=True))
     assert seen and all(item == (True, True) for item in seen)

@@ -12,7 +12,9 @@ from state_programs import Program, Programs, Wrap, backward, check_program, cur
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from reactivate import guards
 from reactivate._snapshot.ambient import READERS, AmbientState
+from reactivate._snapshot.holders import SlotsHolder
 from reactivate._snapshot.kinds import is_users_class
 from reactivate._snapshot.region_calls import RegionCall, is_of_call
 from reactivate._snapshot.tensor_states import TensorStates
@@ -116,6 +118,31 @@ def a_tensor_that_is_passed_twice(wrap: Wrap) -> Any:
 
     backward(wrap(fn)(x, x), wrap(fn)(x, leaf(4)))
     return x.grad
+
+
+@right
+def another_dtype_of_autocast_around_the_backward(wrap: Wrap) -> Any:
+    layer, x = nn.Linear(4, 4), leaf(6, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = wrap(lambda x: curve(layer(x), 2))(x)
+    with torch.autocast("cpu", dtype=torch.float16):
+        backward(out.float())
+    return [x.grad, gradients(layer)]
+
+
+class Slotted:
+    __slots__ = ("one", "other")
+
+
+def test_the_items_of_slots_are_named() -> None:
+    value = Slotted()
+    value.one = 1
+    holder = SlotsHolder(value, ("one", "other"))
+    assert list(holder.items(holder.get())) == [(".one", 1)]
+
+
+def test_guards_are_counted() -> None:
+    assert len(guards.DEFAULT) == len(list(guards.DEFAULT)) > len(guards.DEFAULT.without("rng")) > 0
 
 
 def test_a_class_of_a_script_is_the_users_and_one_of_a_library_is_not() -> None:

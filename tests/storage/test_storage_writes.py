@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from oracle import assert_bitwise
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import reactivate
 from reactivate._bits import checksum
@@ -39,6 +38,8 @@ def plain(size: tuple[int, int], seed: int) -> Tensor:
 
 
 def distributed(size: tuple[int, int], seed: int) -> Tensor:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
     mesh = init_device_mesh("cpu", (1,))
     return distribute_tensor(plain(size, seed), mesh, [Shard(0) if seed else Replicate()])
 
