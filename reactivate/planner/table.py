@@ -248,12 +248,8 @@ class CandidateTable:
     def are_alike(self, paths: Sequence[str]) -> bool:
         """Return whether units of one class come to the same in the plain step, and where everything is recomputed."""
         calls = list(zip(self.plain.paths, self.plain.calls))
-        plain = {path: tuple(_bytes_of(call) for name, call in calls if name == path) for path in paths}
-        return len({(plain[path], _bytes_of(self.change(path, FULL))) for path in paths}) == 1
-
-
-def _bytes_of(call: CallSummary | None) -> tuple[int, int] | None:
-    return None if call is None else (call.held_bytes, call.need_bytes)
+        plain = {path: tuple(call for name, call in calls if name == path) for path in paths}
+        return len({(plain[path], self.change(path, FULL)) for path in paths}) == 1
 
 
 def plan_rounds(
