@@ -138,6 +138,7 @@ bench: $(VENV)/.bench $(VENV)/.models  ## the figures in README.md and in docs: 
 	$(BIN)/python benchmarks/offload.py --out benchmarks/results
 	$(BIN)/python benchmarks/optimum.py --out benchmarks/results
 	$(BIN)/python benchmarks/architectures.py --again all --out benchmarks/results
+	$(BIN)/python benchmarks/frontier.py --by-block --out benchmarks/results
 	$(BIN)/python benchmarks/frontier.py --compile gpt --out benchmarks/results --page docs/planning-measured.md
 
 bench-distributed: $(VENV)/.test  ## the tables in docs/distributed.md, on processes of gloo: three minutes

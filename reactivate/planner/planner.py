@@ -239,7 +239,7 @@ class Planner:
         least = dict.fromkeys(self.units, FULL)  # what that needs is known exactly
         self.table.enter(self.attempt(least)[1], least)
         self.menus = self._ranks.gather(self._list_menus())[0]  # times differ by rank
-        rounds = plan_rounds(self.units, self.menus, self.table, are_timed=self._compiled is not None)
+        rounds = plan_rounds(self.units, self.menus, self.table)
         for number, candidates in enumerate(rounds, start=1):
             way = "simulated" if self._compiled is None else "compiled"
             self._tell(f"policies, {way}: {number} of {len(rounds)}")

@@ -245,33 +245,15 @@ class CandidateTable:
         """Return what a unit has in common with those that share what was found: `block_class`, and how many calls."""
         return self._classes[path]
 
-    def are_alike(self, paths: Sequence[str], *, are_timed: bool = False) -> bool:
-        """Return whether units of one class come to the same in the plain step, and where everything is recomputed.
-
-        Args:
-            paths: of the units.
-            are_timed: whether each was timed by itself: then only bytes are compared, since no two times are equal.
-        """
-        figures = _bytes_of if are_timed else _all_of
+    def are_alike(self, paths: Sequence[str]) -> bool:
+        """Return whether units of one class come to the same in the plain step, and where everything is recomputed."""
         calls = list(zip(self.plain.paths, self.plain.calls))
-        plain = {path: tuple(figures(call) for name, call in calls if name == path) for path in paths}
-        return len({(plain[path], figures(self.change(path, FULL))) for path in paths}) == 1
-
-
-def _all_of(call: CallSummary | None) -> CallSummary | None:
-    return call
-
-
-def _bytes_of(call: CallSummary | None) -> tuple[int, int] | None:
-    return None if call is None else (call.held_bytes, call.need_bytes)
+        plain = {path: tuple(call for name, call in calls if name == path) for path in paths}
+        return len({(plain[path], self.change(path, FULL)) for path in paths}) == 1
 
 
 def plan_rounds(
-    units: Mapping[str, Module],
-    menus: Mapping[str, Sequence[Candidate]],
-    table: CandidateTable,
-    *,
-    are_timed: bool = False,
+    units: Mapping[str, Module], menus: Mapping[str, Sequence[Candidate]], table: CandidateTable
 ) -> list[dict[str, Candidate]]:
     """List the steps to trace, beside that in which every unit is recomputed: a candidate for each unit in each.
 
@@ -279,14 +261,13 @@ def plan_rounds(
         units: the units that are called.
         menus: the candidates of each; `KEEP` needs no step.
         table: has the plain step, and that in which every unit is recomputed.
-        are_timed: whether each unit was timed by itself.
     """
     classes: dict[object, list[str]] = {}
     for path in units:
         classes.setdefault(table.block_class(path), []).append(path)
     rounds: list[dict[str, Candidate]] = []
     for members in classes.values():
-        is_shared = len(members) >= REPEATED or table.are_alike(members, are_timed=are_timed)
+        is_shared = len(members) >= REPEATED or table.are_alike(members)
         for group in [members] if is_shared else [[member] for member in members]:
             tries = [item for item in menus[group[0]] if item not in (KEEP, FULL)]
             for number, start in enumerate(range(0, len(tries), len(group))):
