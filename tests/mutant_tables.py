@@ -88,7 +88,7 @@ def costs_page(costs: Mapping[Path, list[tuple[int, float]]]) -> str:
     rows.sort(key=lambda row: -row[2] - row[4])
     rows.append(["all", *(sum(column) for column in list(zip(*rows))[1:])])
     text = "# What the tests cost\n\nSeconds of one core, by `python tests/kill_mutants.py --record`; of torch's tables one "
-    text += "sample a row.\n\n"
+    text += f"sample a row. Measured are {len(costs)} of {len(list(HERE.glob('*/test_*.py')))} files.\n\n"
     text += "| file | cases of the first tier | s | of the second tier | s | lines |\n|---|---|---|---|---|---|\n"
     return text + "".join(
         f"| {name} | {one} | {first:.1f} | {two} | {second:.1f} | {lines} |\n"

@@ -1,4 +1,4 @@
-"""State that a recomputation leaves behind where a guard does not put it back: each stream and setting is named."""
+"""Streams and settings that a recomputation leaves behind where a guard does not put them back: each is named."""
 
 from __future__ import annotations
 
