@@ -336,6 +336,19 @@ def test_spans_of_compiled_blocks() -> None:
     assert tight.fixed.total + peak_bytes <= tight.budget_bytes
 
 
+def test_a_plain_step_that_does_not_fit_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then costs are those of the eager step, and the proof is compiled all the same."""
+    net = blocks()
+    eager = reactivate.plan(net, TOKENS, budget="100%", loss=loss_of)
+    in_place(net)
+    own_bytes = eager.plain.peak_bytes - eager.fixed.total
+    monkeypatch.setattr("reactivate.planner.planner.available_bytes", lambda device: own_bytes)
+    with pytest.warns(UserWarning, match="no candidate is measured on compiled blocks"):
+        plan = plan_blocks(net, "70%")
+    assert plan.proof.method == "compiled" and plan.proof.peak_bytes <= plan.budget_bytes
+    assert {decision.candidate for decision in plan.decisions} == {KEEP, FULL}
+
+
 def test_what_blocks_cannot_have_is_refused(planned_for_blocks: Plan) -> None:
     with pytest.raises(PlanInfeasible, match=r"budget='1000B'\): no plan keeps this step within"):
         planned_for_blocks.at(1000)
