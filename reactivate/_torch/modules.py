@@ -109,7 +109,7 @@ def are_distributed_alike(one: Any, other: Any) -> bool:
 
 
 class Layout(NamedTuple):
-    """How a DTensor lies on the ranks.
+    """The place of a DTensor on the ranks.
 
     Attributes:
         mesh, placements: its own.

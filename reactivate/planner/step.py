@@ -72,7 +72,7 @@ class Beginning:
 
 
 class GradientLayouts:
-    """How the gradients of DTensors lie on the ranks: as a backward makes them, which is not always as the parameters lie.
+    """Layouts of the gradients of DTensors: as a backward makes them, which is not always as the parameters lie.
 
     The gradient of an embedding that is split over the ranks may be whole on each of them, and stays so while others are
     added to it.
