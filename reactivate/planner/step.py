@@ -18,7 +18,7 @@ from reactivate._inspect.known_results import KnownCalls
 from reactivate._inspect.step import Step, leaves_of
 from reactivate._model.cache_watch import Caller, called
 from reactivate._text.words import described
-from reactivate._torch.modules import Layout, laid_out, layout_of, padded_sizes, prepare_sharding
+from reactivate._torch.modules import DistributedLayout, laid_out, layout_of, padded_sizes, prepare_sharding
 from reactivate._torch.ops import flatten, unflatten
 from reactivate.errors import UsageError
 
@@ -79,7 +79,9 @@ class GradientLayouts:
     """
 
     def __init__(self) -> None:
-        self._others: dict[int, Layout] | None = None  # by the numbers of the parameters that lie in another way
+        self._others: dict[int, DistributedLayout] | None = (
+            None  # by the numbers of the parameters that lie in another way
+        )
 
     def are_known(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether nothing is to be found out about the gradients of these."""
