@@ -102,7 +102,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of its row in the table."""
+        """Cells of the table."""
         both = self.answer_bytes is not None and self.measured is not None
         off = f"{self.answer_bytes - self.measured:+,}" if both else ""  # type: ignore[operator]
         sizes = ["" if size is None else f"{size:,}" for size in (self.answer_bytes, self.measured)]

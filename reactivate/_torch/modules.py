@@ -108,8 +108,8 @@ def are_distributed_alike(one: Any, other: Any) -> bool:
     return pair[0] == pair[1]
 
 
-class TensorLayout(NamedTuple):
-    """The layout of a DTensor on the ranks.
+class DistributedLayout(NamedTuple):
+    """The place of a DTensor on the ranks.
 
     Attributes:
         mesh, placements: its own.
@@ -122,16 +122,16 @@ class TensorLayout(NamedTuple):
     stride: tuple[int, ...]
 
 
-def layout_of(tensor: Any) -> TensorLayout | None:
+def layout_of(tensor: Any) -> DistributedLayout | None:
     """Return how a tensor lies on the ranks; None for one that is no DTensor."""
     library = sys.modules.get("torch.distributed.tensor")
     if library is None or not isinstance(tensor, library.DTensor):
         return None
     local = tensor.to_local()
-    return TensorLayout(tensor.device_mesh, tensor.placements, local.shape, local.stride())
+    return DistributedLayout(tensor.device_mesh, tensor.placements, local.shape, local.stride())
 
 
-def laid_out(like: Any, layout: TensorLayout, make: Callable[[Tensor], Tensor]) -> Tensor:
+def laid_out(like: Any, layout: DistributedLayout, make: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a DTensor as large as another one, that lies on the ranks in another way.
 
     Args:

@@ -18,7 +18,7 @@ from reactivate._inspect.known_results import KnownCalls
 from reactivate._inspect.step import Step, leaves_of
 from reactivate._model.cache_watch import Caller, called
 from reactivate._text.words import described
-from reactivate._torch.modules import TensorLayout, laid_out, layout_of, padded_sizes, prepare_sharding
+from reactivate._torch.modules import DistributedLayout, laid_out, layout_of, padded_sizes, prepare_sharding
 from reactivate._torch.ops import flatten, unflatten
 from reactivate.errors import UsageError
 
@@ -74,14 +74,16 @@ class Beginning:
 
 
 class GradientLayouts:
-    """The layouts of gradients that are DTensors: as a backward makes them, which is not always as the parameters lie.
+    """Layouts of the gradients of DTensors: as a backward makes them, which is not always as the parameters lie.
 
     The gradient of an embedding that is split over the ranks may be whole on each of them, and stays so while others are
     added to it.
     """
 
     def __init__(self) -> None:
-        self._others: dict[int, TensorLayout] | None = None  # by the numbers of the parameters that lie in another way
+        self._others: dict[int, DistributedLayout] | None = (
+            None  # by the numbers of the parameters that lie in another way
+        )
 
     def are_known(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether nothing is to be found out about the gradients of these."""
