@@ -463,6 +463,8 @@ def a_collective_tells_what_it_writes_to_as_long_as_somebody_listens() -> None:
     "is_root",
     "sharding_state",
     "prepare_sharding",
+    "are_on_host",
+    "padded_sizes",
     "has_unreduced_gradients",
     "drop_unreduced_gradients",
 )
@@ -474,7 +476,46 @@ def a_plain_module_is_not_sharded() -> None:
     assert not isinstance(module, room.sharded_class()) and not room.is_sharded(module)
     assert room.sharded_in([module]) == []
     assert room.sharding_state(module) is None
-    room.prepare_sharding(module)
+    room.prepare_sharding([module])
+    assert not room.are_on_host([module]) and room.padded_sizes([module]) == {}
+
+
+@needs("DistributedLayout", "are_made_of_tensors", "laid_out", "layout_of", "layouts_unseen")
+def a_plain_tensor_has_no_layout_on_ranks() -> None:
+    """Behaviour: `test_plan_offline`, on tensors of ranks."""
+    assert room.layout_of(torch.ones(2)) is None
+    assert not room.are_made_of_tensors([Tensor, nn.Parameter])
+    with room.layouts_unseen():
+        pass
+
+
+@needs("compiled_call_of", "own_call_of", "called_through", "is_wrapped_by_compiler")
+def the_call_of_a_module_is_replaced_for_a_time() -> None:
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    assert room.compiled_call_of(module) is None and not room.is_wrapped_by_compiler(module)
+    own = room.own_call_of(module)
+    with room.called_through({module: lambda x: own(x) + 1}):
+        assert room.compiled_call_of(module) is not None
+        assert torch.equal(module(x), own(x) + 1)
+    assert room.compiled_call_of(module) is None and torch.equal(module(x), own(x))
+    assert room.is_wrapped_by_compiler(torch.compile(module, backend="eager"))
+
+
+@needs("with_many_graphs")
+def more_graphs_of_a_function_are_made() -> None:
+    config = importlib.import_module("torch._dynamo.config")
+    before = config.recompile_limit
+    with room.with_many_graphs(before + 8):
+        assert config.recompile_limit == before + 8
+    assert config.recompile_limit == before
+
+
+@needs("has_budgets_in_graphs", "budget_in_graph")
+def a_part_of_a_graph_has_a_budget() -> None:
+    """Behaviour: `test_plan_compiled`."""
+    if room.has_budgets_in_graphs:
+        with pytest.raises(RuntimeError, match="inside a torch.compile region"), room.budget_in_graph(0.5):
+            pass
 
 
 @needs("copy_unseen", "copy_all", "set_versions")
