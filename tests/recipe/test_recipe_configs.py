@@ -191,7 +191,7 @@ def test_early_stop_is_off_as_it_has_it() -> None:
         assert recipe.load(kind.Config()).settings() == recipe.Settings(DEFAULT, False, "first")
         options = {"preserve_rng_state": False, "determinism_check": "none"}
         assert recipe.load(kind.Config(**options)).settings() == recipe.Settings(DEFAULT.without("rng"), False, "none")
-        assert recipe.load(kind.Config(debug=True)).settings().check == "values"
+        assert recipe.load(kind.Config(debug=True)).settings().check == "every"
     assert recipe.load({"mode": "full"}).settings().early_stop is False
     model = Model()
     recipe.apply(model, FullAC.Config())
