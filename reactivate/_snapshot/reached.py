@@ -14,6 +14,7 @@ from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.reaching import close_reaching, open_reaching, tree_of
 from reactivate._snapshot.rewound import RewoundMoment
 from reactivate._snapshot.trees import LARGE_TREE, Tree, is_large, tree_at, tree_under
+from reactivate._torch.dynamo import compiled_call_of, is_wrapped_by_compiler
 from reactivate._types import Unrestored
 
 
@@ -50,7 +51,7 @@ class ReachedModules:
                 tree, roots = tree_at(inner)
                 todo += roots
                 self._note(tree)
-                if getattr(inner, "_compiled_call_impl", None) is not None or "_orig_mod" in inner._modules:
+                if compiled_call_of(inner) is not None or is_wrapped_by_compiler(inner):
                     todo += tree_of(inner)  # compiled code reads what is inside past all functions
 
     def _is_noted_whole(self, module: Module) -> bool:

@@ -61,8 +61,7 @@ class RewoundMoment:
             self._elsewhere = run_unseen(kept_elsewhere, moment.parameters, moment.addresses)
         if self._hooked:
             self._tensor_hooks = _hooks_on(self._hooked)
-        if self._differs():
-            STATE_LOCK.take_turn(self._differs)
+        STATE_LOCK.take_turn_if(self._differs)
         try:
             self._rewind()
         except BaseException:

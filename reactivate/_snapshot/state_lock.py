@@ -68,21 +68,18 @@ class StateLock:
                 raise
         return entry
 
-    def take_turn(self, differs: Callable[[], bool]) -> bool:
-        """Wait until the recomputation that runs here, and has found a difference, may set state back.
+    def take_turn_if(self, differs: Callable[[], bool]) -> None:
+        """Wait until the recomputation that runs here may set state back, if anything differs.
 
-        Nobody waits where none runs: a tool goes back to the state of a step.
+        There is no wait outside of recomputations, where a tool goes back to the state of a step.
 
         Args:
             differs: () -> whether anything is to be set back. What it has looked at last holds for what comes next.
-
-        Returns:
-            Whether there still is a difference.
         """
-        entered = _entered.get()
-        return not entered or self._take_turn(entered[-1], differs)
+        if differs() and (entered := _entered.get()):
+            self._take_turn(entered[-1], differs)
 
-    def _take_turn(self, entry: LockEntry, differs: Callable[[], bool]) -> bool:
+    def _take_turn(self, entry: LockEntry, differs: Callable[[], bool]) -> None:
         with self._mutex:
             writes = self._may_take_turn(entry)
             if not writes:  # another thread may set state back meanwhile
@@ -94,7 +91,6 @@ class StateLock:
                         self._writer = None
             self._depth += writes
             entry.turns += writes
-            return writes
 
     def leave(self, entry: LockEntry) -> None:
         """End what `join` began: all that was set back is as it was."""

@@ -89,9 +89,15 @@ class RandomStreams:
                 last = self.last = RngSnapshot(seen, moments)
         return last
 
-    def rewind(self, snapshot: RngSnapshot) -> None:
-        """Set the streams to a snapshot, which is the current one from here on."""
-        seen = (*map(join, self.memory), *map(ask, self.asks))
+    def rewind(self, snapshot: RngSnapshot, seen: tuple[Any, ...] | None = None) -> None:
+        """Set the streams to a snapshot, which is the current one from here on.
+
+        Args:
+            snapshot: the snapshot.
+            seen: what is seen of them now, if that is known.
+        """
+        if seen is None:
+            seen = (*map(join, self.memory), *map(ask, self.asks))
         for stream, moment, part in zip(self._streams, snapshot.moments, zip(seen, seen[len(self._streams) :])):
             if moment.seen != part:
                 stream.write(moment.state)

@@ -6,13 +6,11 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-PathLike = str | os.PathLike[str]
-
 
 class Saved:
     """Something that can be written to a file."""
 
-    def save(self, path: PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write this to a file, in the form that its suffix says.
 
         Args:

@@ -65,9 +65,8 @@ class RewoundRng:
 
     def _rewind(self) -> None:
         try:
-            if self._differs():
-                STATE_LOCK.take_turn(self._differs)
-            STREAMS.rewind(self._snapshot)
+            STATE_LOCK.take_turn_if(self._differs)
+            STREAMS.rewind(self._snapshot, self._present.seen)
             for other in self._others:
                 other.__enter__()
                 self._rewound = [*self._rewound, other]
@@ -89,8 +88,9 @@ class RewoundRng:
             for other in reversed(self._rewound):
                 other.__exit__(kind, error, traceback)
         finally:
-            if (*map(join, STREAMS.memory), *map(ask, STREAMS.asks)) != self._present.seen:
-                STREAMS.rewind(self._present)
+            seen = (*map(join, STREAMS.memory), *map(ask, STREAMS.asks))
+            if seen != self._present.seen:
+                STREAMS.rewind(self._present, seen)
             STREAMS.last = self._present
 
 

@@ -99,8 +99,7 @@ class TrackerGuard(Guard):
 @contextmanager
 def _in_turn(rewound: Rewound) -> Iterator[None]:
     """Set back streams that all threads share, for one recomputation at a time."""
-    if rewound.differs():
-        STATE_LOCK.take_turn(rewound.differs)
+    STATE_LOCK.take_turn_if(rewound.differs)
     with rewound:
         yield
 
