@@ -22,6 +22,7 @@ from reactivate._passes.stale import StaleReads, is_of_a_write
 from reactivate._region import errors_text, naming
 from reactivate._region.accounts import note_shortage
 from reactivate._region.compare import compare, disproved
+from reactivate._region.graphed import hide_graphs
 from reactivate._region.left_behind import LeftBehind
 from reactivate._region.matching import Matching, RecomputationComplete
 from reactivate._region.proof import RenormsOnce
@@ -95,6 +96,7 @@ def _recompute(region: Region, behind: FencedRecomputation | None) -> None:
     set_grad_enabled(True)
     entered: list[Any] = []  # contexts, the outermost first; an `ExitStack` would cost microseconds
     try:
+        hide_graphs(region)
         if behind is None:
             args, kwargs = _arguments(region, {})
             _enter_state_of_forward(region, args, kwargs, entered)

@@ -42,11 +42,10 @@ from reactivate._region.transforms import is_plain_under_transform
 from reactivate._saved_calls.life import ForwardLog
 from reactivate._saved_calls.saved_call import SETTLING_CODE, SavedCall, Slot
 from reactivate._snapshot.call import Call
-from reactivate._snapshot.inputs import WrittenInput
+from reactivate._snapshot.inputs import Input, WrittenInput
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.reached import ReachedModules
 from reactivate._snapshot.region_calls import RegionCall
-from reactivate._snapshot.walk import Input
 from reactivate._storing.inputs import store_for
 from reactivate._torch.autograd import (
     FUNCTION_APPLY_CODE,

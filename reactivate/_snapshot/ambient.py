@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import filterfalse
@@ -38,6 +39,15 @@ _NOTHING_ELSE = [False, 0, False, None]  # what the last four say when there are
 _AUTOCAST_TYPES = tuple(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
 )
+
+
+class _Recomputing(threading.local):
+    """The number of open contexts of autocast when a recomputation began that has the cache for itself; -1 without one."""
+
+    level = -1
+
+
+_recomputing = _Recomputing()  # of the thread, since each recomputation runs among the context variables of its forward
 
 
 class AmbientState:
@@ -159,15 +169,22 @@ def _autocast(settings: tuple[Any, ...] | None) -> Iterator[None]:
     now, is_cached = _read_autocast(), torch.is_autocast_cache_enabled()
     # All threads have one cache. At the outermost level it is empty, and is dropped afterwards. Inside of an autocast that
     # is active it is that one's, with weights as they were cast at some other time, perhaps without a graph. A device's
-    # thread counts levels of its own, but is told what is enabled around the backward.
-    is_outermost = torch.autocast_increment_nesting() == 1 and not any(is_enabled for _, is_enabled, _ in now)
+    # thread counts levels of its own, but is told what is enabled around the backward. A recomputation that another one
+    # waits for begins with an empty one too: what that had cast, it casts again.
+    level = torch.autocast_increment_nesting()
+    is_inside_of_another = _recomputing.level == level - 1
+    is_alone = is_inside_of_another or (level == 1 and not any(is_enabled for _, is_enabled, _ in now))
+    if is_inside_of_another:
+        torch.clear_autocast_cache()
+    before, _recomputing.level = _recomputing.level, level if is_alone else -1
     _write_autocast(settings or tuple((kind, False, dtype) for kind, _, dtype in now))
-    torch.set_autocast_cache_enabled(is_outermost)
+    torch.set_autocast_cache_enabled(is_alone)
     try:
         yield
     finally:
+        _recomputing.level = before
         torch.autocast_decrement_nesting()
-        if is_outermost:
+        if is_alone:
             torch.clear_autocast_cache()
         _write_autocast(now)
         torch.set_autocast_cache_enabled(is_cached)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from reactivate._snapshot.caches import cached_by_class
+from reactivate._snapshot.inputs import Constant
 from reactivate._snapshot.iterators import copied, holds_iterator, is_iterator
 from reactivate._torch.autograd import as_a_result
 from reactivate._torch.modes import run_unseen
@@ -88,6 +89,8 @@ def restored(item: Any) -> Any:
     """Return the item that `held` was given."""
     if type(item) is WeakTensor:
         return item.get()
+    if type(item) is Constant:
+        return item.now
     return copied(item.iterator) if type(item) is Position else item
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from inspect import GEN_CLOSED, GEN_CREATED, getgeneratorstate
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor
@@ -40,6 +40,22 @@ def rebuild(spec: Any, memo: Memo) -> Any:
     if key not in memo:
         memo[key] = spec.rebuild(memo)
     return memo[key]
+
+
+class Input(NamedTuple):
+    """A tensor that the recomputation reads where it is.
+
+    Attributes:
+        tensor: the tensor, or a `WeakTensor`.
+        version: at the beginning of the region.
+        place: where it was found.
+        is_constant: whether it required no gradient then.
+    """
+
+    tensor: Any
+    version: int
+    place: str
+    is_constant: bool
 
 
 class InputSpec:
@@ -117,6 +133,20 @@ class WrittenInput(InputSpec):
         if self.alias._version != self.version:
             raise RuntimeError("an argument that the region wrote to has been modified by an inplace operation since")
         return as_a_result(self.alias.clone())
+
+
+class Constant(WrittenInput):
+    """A tensor without a gradient that the region made part of the graph: a recomputation gets an alias that is in none.
+
+    Attributes:
+        now: the alias of the recomputation that runs now.
+    """
+
+    __slots__ = ("now",)
+
+    def rebuild(self, memo: Memo) -> Tensor:
+        self.now = self.alias.detach()
+        return self.now
 
 
 class TupleInput(InputSpec):

@@ -5,7 +5,7 @@ It is taken at the beginning of the forward, and never looked at again unless so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -17,6 +17,7 @@ from reactivate._snapshot.caches import WeakIdentitySet
 from reactivate._snapshot.geometry import addresses_of, moved_among, note_moved
 from reactivate._snapshot.held import ATOMS, are_items, held_all
 from reactivate._snapshot.holders import Contents, Holder, put_dict
+from reactivate._snapshot.inputs import Constant
 from reactivate._snapshot.module_walk import look_into
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.shadows import written_before
@@ -215,6 +216,30 @@ class Moment:
             and not (self.holders or self.parameters or self._leaves or self.accumulated or self.hook_copies)
             and not any(self.hooks)
         )
+
+    # -- what has a gradient since ------------------------------------------------------------------------------------
+
+    def differentiable_since(self) -> list[tuple[Tensor, int]]:
+        """Return the tensors that are state and require a gradient only now, each with the version that it had."""
+        known = set(map(id, self.parameters))
+        pairs = zip(self.states.tensors, self.states.versions)
+        # An inference tensor is state even if it requires a gradient, which it cannot get later.
+        return [
+            (tensor, version)
+            for tensor, version in pairs
+            if tensor.requires_grad and id(tensor) not in known and not tensor.is_inference()
+        ]
+
+    def hide_graphs(self, hidden: Mapping[int, Constant], leaves: Sequence[tuple[Tensor, int]]) -> None:
+        """Let objects hold constants again: what stands for each, and leaves that required no gradient."""
+        if hidden:
+            self.contents = [[hidden.get(id(item), item) for item in contents] for contents in self.contents]
+            self.parts = None if self.parts is None else self.parts.with_others(hidden)
+        if leaves:
+            self.parameters = [*self.parameters, *(leaf for leaf, _ in leaves)]
+            self.versions = [*self.versions, *(version for _, version in leaves)]
+            self.differentiable = [*self.differentiable, *(False for _ in leaves)]
+            self.addresses = addresses_of(self.parameters)
 
     @property
     def is_open(self) -> bool:

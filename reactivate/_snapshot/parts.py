@@ -7,7 +7,8 @@ their versions tell, everything in them is the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -190,6 +191,14 @@ class Parts:
         """Hold the attributes as a moment does: strongly held, graphs would chain the steps of a training run."""
         self.attributes = held_all(self.attributes)
         self._goes_on = Position in map(type, self.attributes)
+
+    def with_others(self, others: Mapping[int, Any]) -> Parts:
+        """Return these parts with other items in the place of some: {id: the other}; no version tells whether they are."""
+        parts = copy(self)
+        parts.attributes = [others.get(id(item), item) for item in self.attributes]
+        parts.entries = [others.get(id(item), item) for item in self.entries]
+        parts._goes_on = True
+        return parts
 
     def are_current(self) -> bool:
         """Return whether the modules are made of just these parts, and no iterator among them has gone on."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ProxyTypes, ReferenceType
 
 import torch
@@ -31,6 +31,7 @@ from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.facts import Facts, current_facts, facts_of, names_in_module
 from reactivate._snapshot.held import ATOMS, WeakTensor
 from reactivate._snapshot.holders import EMPTY, LARGEST, Holder, contents_of, length_of, namespace_of, slots_of
+from reactivate._snapshot.inputs import Input
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, parts_of
 from reactivate._snapshot.kinds import SMALL_BYTES, is_array, is_plain, is_random_source, may_be_state, users_classes
 from reactivate._snapshot.region_calls import handed_out, is_of_call
@@ -45,20 +46,6 @@ _MOST_OBJECTS = 256  # of each depth, so that those that are near are not left o
 _PROXIES = frozenset(ProxyTypes)
 _BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
 UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
-
-
-class Input(NamedTuple):
-    """A tensor that the recomputation reads where it is.
-
-    Attributes:
-        tensor: the tensor, or a `WeakTensor`.
-        version: at the beginning of the region.
-        place: where it was found.
-    """
-
-    tensor: Any
-    version: int
-    place: str
 
 
 class Walk:
@@ -124,7 +111,7 @@ class Walk:
         if is_state(tensor):
             self.tensors.append(tensor)
         else:
-            self.inputs.append(Input(self.kept(tensor), tensor._version, place))
+            self.inputs.append(Input(self.kept(tensor), tensor._version, place, not tensor.requires_grad))
 
     @staticmethod
     def kept(tensor: Tensor) -> Any:

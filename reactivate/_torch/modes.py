@@ -322,6 +322,7 @@ _CPU_FLAGS = (
     _flag("mkldnn", "mkldnn_enabled", "mkldnn.enabled"),
     _sdp("flash", "flash"),
     _sdp("math", "math"),
+    Flag("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Flag("threads", torch.get_num_threads, torch.set_num_threads),
 )
 

@@ -271,6 +271,23 @@ def test_current_device_and_stream_are_the_forwards() -> None:
     assert devices.place == [3, "stream 7"]
 
 
+def test_whether_autocast_keeps_casts_is_what_the_forward_made_of_it() -> None:
+    """The forward turns it the other way for good; a recomputation, which does so once more, changes nothing."""
+
+    def block(x: Tensor) -> Tensor:
+        torch.set_autocast_cache_enabled(not torch.is_autocast_cache_enabled())
+        return x.sin()
+
+    before = torch.is_autocast_cache_enabled()
+    try:
+        for _ in range(2):
+            reactivate.checkpoint(block, check="every")(leaf(4, 4)).sum().backward()
+            before = not before
+            assert torch.is_autocast_cache_enabled() is before
+    finally:
+        torch.set_autocast_cache_enabled(True)
+
+
 # -- a recomputation that stops between two lines ---------------------------------------------------------------------
 
 
@@ -349,3 +366,33 @@ def test_all_settings_are_put_back_where_no_backward_does_it(setting: Any, aroun
         assert node._saved_self.shape == (4, 4)
         assert _settings() == before
     assert ran.recomputations == 1
+
+
+# -- the casts that autocast keeps ------------------------------------------------------------------------------------
+
+
+def test_a_recomputation_that_another_waits_for_has_a_cache_of_casts_as_the_forward_had() -> None:
+    """The inner region's argument comes from the outer one. A saved call keeps the cast of a weight unless it is cached."""
+
+    class Second:
+        def __call__(self, site: reactivate.Site) -> reactivate.Save | None:
+            return reactivate.Save() if (site.name, site.index) == ("linear", 1) else None
+
+    def step(wrap: Callable[..., Any]) -> Tensor:
+        torch.manual_seed(0)
+        linear = nn.Linear(4, 4)
+        call = reactivate.site(linear, name="linear")
+        inner = wrap(lambda x: call(call(x)))
+
+        def outer(x: Tensor) -> Tensor:
+            out = inner(x)
+            out.sin().mul_(2)
+            return out
+
+        with torch.autocast("cpu", torch.bfloat16):
+            out = wrap(outer)(torch.randn(4, 4))
+        out.float().sum().backward()
+        return linear.weight.grad
+
+    ours = step(lambda fn: reactivate.checkpoint(fn, policy=Second(), early_stop=False))
+    assert torch.equal(step(lambda fn: fn), ours)

@@ -54,6 +54,8 @@ def measured(folder: Path, body: str, *more: str) -> int | str | None:
     (folder / "test_some.py").write_text(TESTS.format(body=body), encoding="utf-8")
     alone = ["-p", "no:cacheprovider", "-c", str(folder / "none.ini"), "--rootdir", str(folder)]
     (folder / "none.ini").write_text("[pytest]\n", encoding="utf-8")
+    option = 'def pytest_addoption(parser):\n    parser.addoption("--wide", action="store_true")\n'
+    (folder / "conftest.py").write_text(option, encoding="utf-8")
     with pytest.raises(SystemExit) as ended:
         out, page = str(folder / "torches.json"), str(folder / "torches.md")
         where = [] if more else [str(folder)]

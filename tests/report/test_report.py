@@ -617,7 +617,7 @@ def test_write_chooses_by_the_suffix(suffix: str, tmp_path: Path) -> None:
 
 
 def test_write_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"takes \.html, \.png, \.svg, \.txt; .*ends in '\.pdf'"):
+    with pytest.raises(UsageError, match=r"takes \.html, \.json, \.png, \.svg, \.txt; .*ends in '\.pdf'"):
         report.write(TWELVE, tmp_path / "plan.pdf")
     assert not list(tmp_path.iterdir())
 
@@ -628,11 +628,9 @@ def test_an_explanation_is_written(tmp_path: Path) -> None:
     for suffix in (".txt", ".html"):
         report.write(explanation, tmp_path / f"step{suffix}")
         assert "Kept for the backward: 16 B" in (tmp_path / f"step{suffix}").read_text("utf-8")
-    with pytest.raises(UsageError, match=r"takes \.html, \.txt of an explanation; .*ends in '\.png'"):
+    with pytest.raises(UsageError, match=r"takes \.html, \.json, \.txt; .*ends in '\.png'"):
         report.write(explanation, tmp_path / "step.png")
-    with pytest.raises(
-        UsageError, match=r"takes what reactivate.plan or reactivate.explain returned, and a path; got 3"
-    ):
+    with pytest.raises(UsageError, match=r"takes what plan, explain or compare returned, and a path; got 3"):
         report.write(3, tmp_path / "step.html")  # type: ignore[arg-type]
 
 
