@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextvars import copy_context
 from pathlib import Path
 
 import oracle
@@ -76,17 +77,27 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
-def frozen_again() -> Iterator[None]:
-    """Hide the heap again after tests that call `gc.unfreeze()`."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Hide what tests of other files have imported too, and what tests of this file have shown with `gc.unfreeze()`."""
+    gc.collect()
+    gc.freeze()
     yield
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
-def whole_heap(frozen_again: None) -> None:
+def whole_heap(frozen: None) -> None:
     """Show the whole heap to the collector: `dropin.install` finds references with it."""
     gc.unfreeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    """Run each test among context variables of its own: a compiler leaves its settings in them, for each region to see."""
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    copy_context().run(pyfuncitem.obj, **given)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,9 @@ from reactivate._snapshot.walk import DEPTH, Walk
 COPIED = frozenset({list, dict, OrderedDict, defaultdict, deque, set})
 """Classes of containers of which a recomputation gets copies."""
 
-_OURS = "reactivate."
-"""The beginning of the names of this package's own context variables, which hold no state of a region."""
+_OTHERS = ("reactivate.", "torch._")
+"""How the names of context variables begin that hold no state of a region: this package's, and those of private modules of
+torch. A compiler that has run once keeps its settings in these, with some thousand items."""
 
 
 class ContainerCopy:
@@ -151,7 +152,7 @@ class ContextContainers:
         self._copied: dict[int, ContainerCopy] = {}
         self.holders: list[ContextHolder] = []
         for variable, value in context.items():
-            if type(value) not in ATOMS and not variable.name.startswith(_OURS):
+            if type(value) not in ATOMS and not variable.name.startswith(_OTHERS):
                 noted = self._noted(value, f"the context variable `{variable.name}`")
                 if type(noted) is ContainerCopy:
                     self.holders.append(ContextHolder(variable, noted))

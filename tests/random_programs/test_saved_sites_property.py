@@ -77,7 +77,7 @@ def check(program: Program, policy: Some, **options: Any) -> None:
 
 @pytest.mark.slow
 @settings(
-    max_examples=int(EXAMPLES or 150),
+    max_examples=int(EXAMPLES or 300),
     derandomize=EXAMPLES is None,
     deadline=None,
     print_blob=True,
