@@ -18,13 +18,13 @@ from typing import Any
 from reactivate._snapshot.held import ATOMS, held, is_item, restored
 from reactivate._snapshot.holders import LARGEST, Contents, Holder
 from reactivate._snapshot.walk import DEPTH, Walk
+from reactivate._torch.settings import is_setting
 
 COPIED = frozenset({list, dict, OrderedDict, defaultdict, deque, set})
 """Classes of containers of which a recomputation gets copies."""
 
-_OTHERS = ("reactivate.", "torch._")
-"""How the names of context variables begin that hold no state of a region: this package's, and those of private modules of
-torch. A compiler that has run once keeps its settings in these, with some thousand items."""
+_OURS = "reactivate."
+"""The beginning of the names of this package's own context variables, which hold no state of a region."""
 
 
 class ContainerCopy:
@@ -152,10 +152,12 @@ class ContextContainers:
         self._copied: dict[int, ContainerCopy] = {}
         self.holders: list[ContextHolder] = []
         for variable, value in context.items():
-            if type(value) not in ATOMS and not variable.name.startswith(_OTHERS):
-                noted = self._noted(value, f"the context variable `{variable.name}`")
-                if type(noted) is ContainerCopy:
-                    self.holders.append(ContextHolder(variable, noted))
+            is_fixed = type(value) in ATOMS or (type(value) is tuple and not value)
+            if is_fixed or variable.name.startswith(_OURS) or is_setting(variable):
+                continue
+            noted = self._noted(value, f"the context variable `{variable.name}`")
+            if type(noted) is ContainerCopy:
+                self.holders.append(ContextHolder(variable, noted))
 
     def _noted(self, value: Any, place: str) -> Any:
         """Return what is held of a value: of a container what it holds, so that the container can go."""

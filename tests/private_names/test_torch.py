@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -121,6 +122,20 @@ def the_users_hooks_around_are_found_through_marked_ones() -> None:
         room.push_saved_tensor_hooks(Owner().pack, unpack)
         assert room.users_hooks() is None
         room.pop_saved_tensor_hooks()
+
+
+@needs("is_setting")
+def settings_of_torch_are_told_from_other_context_variables() -> None:
+    before = torch._inductor.config.max_autotune
+    torch._inductor.config.max_autotune = not before
+    try:
+        others = {variable for variable in copy_context() if not room.is_setting(variable)}
+        assert others.isdisjoint(variable for variable in copy_context() if variable.name == "max_autotune")
+        mine = ContextVar("max_autotune", default=None)
+        mine.set([])
+        assert not room.is_setting(mine) and not room.is_setting(mine)
+    finally:
+        torch._inductor.config.max_autotune = before
 
 
 @needs("set_grad_enabled")
