@@ -19,7 +19,7 @@ _known: dict[ContextVar[Any], bool] = {}
 
 
 def is_setting(variable: ContextVar[Any]) -> bool:
-    """Return whether a context variable is a setting of torch's: a compiler that has run keeps some thousand items in these."""
+    """Return whether a variable is a setting of torch's: a compiler that has run keeps thousands of items in these."""
     found = _known.get(variable)
     if found is None:
         _known.update(dict.fromkeys(_settings(), True))

@@ -380,6 +380,30 @@ def gradient_of_coded(wrap: Callable[[Fn], Fn], change: Callable[[], None]) -> T
     return torch.autograd.grad(out.sum(), x)[0]
 
 
+@shows("Two constants in one memory that become part of the graph")
+def test_two_constants_in_one_memory_are_read_as_they_are_now() -> None:
+    weight, constant, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4), leaf(4, 4)
+    view = constant.view(4, 4)
+
+    @reactivate.checkpoint
+    def reads_both(x: Tensor) -> Tensor:
+        view.sin()
+        constant.copy_(weight)
+        return x.sin()
+
+    @reactivate.checkpoint
+    def reads_one(x: Tensor) -> Tensor:
+        other.view(4, 4).sin()
+        other.copy_(weight)
+        return x.sin()
+
+    with pytest.raises(RecomputeMismatchError, match="saves more than"):
+        reads_both(x).sum().backward()
+    other = torch.randn(4, 4)
+    reads_one(x).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+
+
 @shows("Tensors without a copy")
 def test_tensors_without_a_copy() -> None:
     assert True not in is_right(torchs, lambda: adds_to(torch.ones(2_000, 4)))
