@@ -49,6 +49,15 @@ class _Keeping(threading.local):
 keeping = _Keeping()
 
 
+def keeping_for(owner: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function(*args, **kwargs)`, which hands tensors to autograd for `owner`."""
+    keeping.owner = owner
+    try:
+        return function(*args, **kwargs)
+    finally:
+        keeping.owner = None
+
+
 def tell(context: Context, event: str, argument: Any) -> None:
     """Tell the observer of the context in which a region began, if it has a method for the event.
 

@@ -44,17 +44,14 @@ def is_due(call: Any, check: str, choice: Any) -> bool:
         check: as given to `checkpoint`.
         choice: of the policy, if there is one.
     """
-    if check in ("every", "none"):
-        return check == "every"
-    calls = _calls_of(call)
-    if check == "first":
-        number = 0 if choice is None else choice.number
-        count = calls.counts.get(number)
-        if count is None:
-            count = calls.counts[number] = [0]
-        count[0] += 1
-        return not count[0] & (count[0] - 1) or calls.is_writer
-    return calls.is_writer
+    if check != "first":
+        return check == "every" or (check == "metadata" and _calls_of(call).is_writer)
+    calls, policy = _calls_of(call), 0 if choice is None else choice.number
+    count = calls.counts.get(policy)
+    if count is None:
+        count = calls.counts[policy] = [0]
+    number = count[0] = count[0] + 1
+    return calls.is_writer or not number & (number - 1)
 
 
 @contextmanager

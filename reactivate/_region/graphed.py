@@ -23,10 +23,10 @@ def hide_graphs(region: Region) -> None:
     hidden saves what he saved in the forward, or more: where a whole recomputation saves as much, it saves the same. So
     none stops early.
     """
+    if not region.inputs and region.reached is None and True not in map(_REQUIRES_GRAD, region.moment.states.tensors):
+        return  # as mostly
     moments = [region.moment] if region.reached is None else [region.moment, *region.reached.moments]
     read = [item for item in region.inputs if item.is_constant and item.tensor.requires_grad]
-    if not read and not any(any(map(_REQUIRES_GRAD, moment.states.tensors)) for moment in moments):
-        return
     found = [(item.tensor, item.version) for item in read]
     for moment in moments:
         found += moment.differentiable_since()

@@ -18,7 +18,7 @@ from reactivate._saved_calls.saved_call import SavedCall, last_needed
 from reactivate._snapshot.geometry import memory_of
 from reactivate._snapshot.rewound_tensors import rewound_memory
 from reactivate._torch.autograd import is_outside_of_functions, next_node_number, not_a_users_hook
-from reactivate._torch.dynamo import leave_to_eager
+from reactivate._torch.dynamo import close_checkpoints_within, leave_to_eager
 from reactivate._torch.modes import copy_unseen, is_function_mode_active, without_function_modes
 from reactivate._torch.modules import is_distributed_run
 from reactivate.errors import ReactivateError
@@ -67,17 +67,22 @@ class Matching:
         self.values: list[Any] = [None] * count
         region.values = self.values
         self.last, self.stops = count - 1, region.early_stop
-        is_open = region.is_in_forward
-        if region.check is not None and not is_open:
-            self.check = Check()
-        if region.proof is not None and not is_open and not region.proof.is_settled:
-            # In a distributed run perhaps this rank alone has written: where all that is saved is compared, that is proof.
-            is_proved = region.check is not None and is_distributed_run() and region.check.has_all(count)
-            self.stops = self.stops and is_proved
-        if not region.early_stop and not is_open:
-            self.last = -1
-        elif region.slots is not None:
+        if region.slots is not None:
             self.last = last_needed(region)
+        if not region.is_in_forward:
+            if not region.early_stop:
+                self.last = -1
+            if not region.is_ordinary:
+                self._look_at_proofs()
+
+    def _look_at_proofs(self) -> None:
+        region = self.region
+        if region.check is not None:
+            self.check = Check()
+        if region.proof is not None and not region.proof.is_settled:
+            # In a distributed run perhaps this rank alone has written: where all that is saved is compared, that is proof.
+            is_proved = region.check is not None and is_distributed_run() and region.check.has_all(len(self.saved))
+            self.stops = self.stops and is_proved
 
     @not_a_users_hook
     def pack(self, tensor: Tensor) -> Tensor:
@@ -115,7 +120,7 @@ class Matching:
     def pack_checked(self, tensor: Tensor) -> Tensor:
         """Do as `pack`, and take a checksum of what a backward may still read."""
         index = self.index
-        if not self.is_complete and self.check is not None and index < len(self.saved) and self.region.is_needed(index):
+        if not self.is_complete and self.check is not None and index < len(self.saved) and self.region.slot_of(index):
             self.check.note(index, tensor)
         return self.pack(tensor)
 
@@ -221,6 +226,25 @@ class Matching:
             raise self.refused
         if not self.is_complete and self.index < len(self.saved):
             raise self._refuse(errors_text.fewer_tensors(self.region, self.index, self._details()))
+
+    def is_enough(self, error: BaseException, may_stop: bool = True) -> bool:
+        """Return whether all that is needed is there, now that an error has ended the function.
+
+        Args:
+            error: the error.
+            may_stop: whether the function may be ended as soon as that is so.
+
+        Raises:
+            ReactivateError: the recomputation is refused, whatever the function has made of that.
+        """
+        # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
+        is_ours = isinstance(error, (Exception, RecomputationComplete))
+        if is_ours and self.refused is None and self.is_complete and may_stop:
+            return True
+        close_checkpoints_within(error)
+        if is_ours and self.refused is not None:
+            raise self.refused from None
+        return False
 
     def let_go(self) -> None:
         """Hold nothing of the region any more: the recomputation is over, but perhaps not its graph, which has `pack`.

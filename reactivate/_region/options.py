@@ -27,6 +27,7 @@ class Options:
         in_graph: the same for torch.compile: a function for the contexts around the traced region.
         befores, recomputations: `before` and `recompute` of the guards that the engine asks.
         afters: (index, `after`) of those that have one.
+        are_ordinary: whether they ask of most calls nothing but the recomputation; see `Region.is_ordinary`.
         restores_modules: whether modules are restored, by the engine itself.
         has_leaving: whether a guard has something to close after the forward.
         checks_versions: whether tensors of a recomputation have the versions of the forward.
@@ -46,6 +47,7 @@ class Options:
     befores: tuple[Before, ...] = field(init=False, repr=False, compare=False)
     recomputations: tuple[Recomputation, ...] = field(init=False, repr=False, compare=False)
     afters: tuple[tuple[int, After], ...] = field(init=False, repr=False, compare=False)
+    are_ordinary: bool = field(init=False, repr=False, compare=False)
     restores_modules: bool = field(init=False, repr=False, compare=False)
     has_leaving: bool = field(init=False, repr=False, compare=False)
     checks_versions: bool = field(init=False, repr=False, compare=False)
@@ -72,6 +74,8 @@ class Options:
         }
         for name, value in found.items():
             object.__setattr__(self, name, value)
+        is_ordinary = self.choice is None and self.check == "first" and not (self.has_leaving or self.innermost)
+        object.__setattr__(self, "are_ordinary", is_ordinary)
 
     def of(self, name: str | None, choice: Choice | None, in_graph: Any, inputs: Storage | None = None) -> Options:
         """Return these options for a region of that name, with what a policy says of its inside and of its inputs."""

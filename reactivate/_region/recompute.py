@@ -8,6 +8,8 @@ Afterwards everything is as if it had not run (Rules 12, 13).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from itertools import repeat
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from reactivate._region.accounts import note_shortage
 from reactivate._region.compare import compare, disproved
 from reactivate._region.graphed import hide_graphs
 from reactivate._region.left_behind import LeftBehind
-from reactivate._region.matching import Matching, RecomputationComplete
+from reactivate._region.matching import Matching
 from reactivate._region.proof import RenormsOnce
 from reactivate._saved_calls.life import RecomputationLog
 from reactivate._snapshot.held import WeakTensor
@@ -38,7 +40,7 @@ from reactivate._torch.autograd import (
     push_saved_tensor_hooks,
     set_grad_enabled,
 )
-from reactivate._torch.dynamo import close_checkpoints_within, leave_to_eager
+from reactivate._torch.dynamo import leave_to_eager
 from reactivate._types import Unrestored
 from reactivate._xla.recomputation import FencedRecomputation
 from reactivate.errors import ReactivateError
@@ -64,32 +66,41 @@ def recompute(region: Region, gradient: Tensor | None = None) -> Tensor | None:
     """
     if idle_storages:
         refuse_silence()
-    context = region.context
-    behind = None if region.fence is None else FencedRecomputation(region.fence[0], region.fence[1], gradient)
-    # A copy, since one context cannot be entered twice: a recomputation may be inside another of the same region.
-    # And if the forward is still running, its log is open, and these are not its ops.
-    run = _recompute if region.log is None else region.log.unseen(_recompute)
-    left_behind = None if region.check is None or region.is_in_forward else LeftBehind(region)
-    if observers:
-        tell(context, "recomputation_begins", region)
     try:
-        context.copy().run(run, region, behind)
-        if left_behind is not None:
-            left_behind.refuse()
-        if region.check is not None and not region.is_in_forward:
-            compare(region, lambda: context.copy().run(run, region, behind))
-            if region.proof is not None:
-                region.proof.holds_now()
+        # A copy, since one context cannot be entered twice: a recomputation may be inside another of the same region.
+        if region.is_ordinary:
+            region.context.copy().run(_recompute, region)
+            return None
+        return _recompute_for_more(region, gradient)
     except BaseException as error:
         region.forget()  # what it had filled in by then
         note_shortage(error, type(region))
         raise
+
+
+def _recompute_for_more(region: Region, gradient: Tensor | None) -> Tensor | None:
+    """Do as `recompute`, with all that is asked of few regions."""
+    context = region.context
+    behind = None if region.fence is None else FencedRecomputation(region.fence[0], region.fence[1], gradient)
+    # If the forward is still running, its log is open, and these are not its ops.
+    run = _recompute if region.log is None else region.log.unseen(_recompute)
+    is_compared = region.check is not None and not region.is_in_forward
+    left_behind = LeftBehind(region) if is_compared else None
+    if observers:
+        tell(context, "recomputation_begins", region)
+    context.copy().run(run, region, behind)
+    if left_behind is not None:
+        left_behind.refuse()
+    if is_compared:
+        compare(region, lambda: context.copy().run(run, region, behind))
+        if region.proof is not None:
+            region.proof.holds_now()
     if observers:
         tell(context, "recomputation_done", region)
     return None if behind is None else behind.gradient
 
 
-def _recompute(region: Region, behind: FencedRecomputation | None) -> None:
+def _recompute(region: Region, behind: FencedRecomputation | None = None) -> None:
     """Run the function with the arguments and in the state of the forward."""
     enter_recomputation(region.identity)
     was_enabled = is_grad_enabled()
@@ -130,7 +141,7 @@ def _arguments(region: Region, memo: Memo) -> tuple[list[Any], dict[str, Any]]:
         for key, spec in region.replaced.items():
             if key not in memo:
                 memo[key] = rebuild(spec, {})
-        args = [rebuild(spec, memo) for spec in region.args]
+        args = list(map(rebuild, region.args, repeat(memo)))
         kwargs = {name: rebuild(spec, memo) for name, spec in region.kwargs.items()} if region.kwargs else {}
         for holder in region.cells:
             holder.prepare(memo)
@@ -161,11 +172,11 @@ def _enter_state_of_forward(region: Region, args: list[Any], kwargs: dict[str, A
             if options.innermost and rewind in options.innermost:
                 late.append(context)
             else:
-                _enter(context, entered)
+                context.__enter__()
+                entered.append(context)
     if region.reached is not None:
         _enter(region.reached.rewound(), entered)
-    tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-    _enter(RewoundMoment(region.moment, tensors), entered)
+    _enter(RewoundMoment(region.moment, (*args, *kwargs.values())), entered)
     for context in late:
         _enter(context, entered)
     if region.proof is not None:
@@ -234,15 +245,38 @@ def _run_again(
 ) -> None:
     """Run the function, and match what autograd saves with what the forward saved."""
     matching = Matching(region)
-    fn, pack = region.fn, matching.pack
+    fn = region.fn
     if region.closed_code is not None and fn.__code__ is not region.closed_code:
         fn = FunctionType(region.closed_code, fn.__globals__)
+    if not region.is_ordinary:
+        _run_for_more(region, matching, fn, args, kwargs, behind)
+        return
+    push_saved_tensor_hooks(matching.pack, matching.unpack_in_forward if region.is_in_forward else _same)
+    try:
+        fn(*args, **kwargs)
+        matching.finish()
+    except BaseException as error:
+        if not matching.is_enough(error):
+            raise
+    finally:
+        pop_saved_tensor_hooks()
+        matching.let_go()
+
+
+def _run_for_more(
+    region: Region,
+    matching: Matching,
+    fn: Callable[..., Any],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    behind: FencedRecomputation | None,
+) -> None:
+    """Do as `_run_again`, with all that is asked of few regions: logs, a comparison, a proof."""
     if region.log is not None:
         fn = matching.compare_ops_of(fn, region.log)
     choice = region.options.choice
     log = None if choice is None else RecomputationLog(region, choice, matching, behind)
-    if matching.check is not None:
-        pack = matching.pack_checked
+    pack = matching.pack if matching.check is None else matching.pack_checked
     push_saved_tensor_hooks(pack, matching.unpack_in_forward if region.is_in_forward else _same)
     if log is not None:
         log.open()
@@ -260,12 +294,7 @@ def _run_again(
             is_computed = all(call.reason is not None for call in region.saved_calls)
             matching.check.has_same_results, is_proved = is_proved and is_computed, True
     except BaseException as error:
-        # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
-        is_ours = isinstance(error, (Exception, RecomputationComplete))
-        if not (is_ours and matching.refused is None and matching.is_complete and may_stop):
-            close_checkpoints_within(error)
-            if is_ours and matching.refused is not None:
-                raise matching.refused from None
+        if not matching.is_enough(error, may_stop):
             raise
         is_proved = may_stop
         if matching.check is not None:
@@ -280,6 +309,7 @@ def _run_again(
 
 
 calls_regions(_run_again.__code__)
+calls_regions(_run_for_more.__code__)
 
 
 def _note_end(region: Region, check: Check) -> None:

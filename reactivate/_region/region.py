@@ -25,7 +25,7 @@ from torch import Tensor
 
 from reactivate._passes.check import BitsBefore, Check
 from reactivate._passes.current import Running, enter_region, leave_region
-from reactivate._passes.observing import keeping, observers, tell
+from reactivate._passes.observing import keeping_for, observers, tell
 from reactivate._passes.oplog import OpLog
 from reactivate._passes.places import SavePlace, are_known, remember, user_frame
 from reactivate._passes.stale import is_of_a_write, refuse_stale, watches
@@ -77,7 +77,6 @@ from reactivate._xla.recomputation import named_tensors
 Saved = tuple[Metadata, CodeType, int]
 """What is known of one saved tensor: its metadata, and the code and the instruction that saved it."""
 
-
 _NO_FRAME_TELLS = FUNCTION_APPLY_CODE is None  # that a custom function saves
 
 
@@ -87,6 +86,8 @@ class Region:
     Attributes:
         options: of the checkpointed function.
         early_stop: as in the options, unless one of the ops must not be cut short.
+        is_ordinary: whether the recomputation is all that is asked of this call, as of most: there is no policy, comparison,
+            observer, proof or fence, no large tree of modules, and no guard that has to close something.
         fn, args, kwargs: the function, and the specs of its arguments (see `_snapshot.inputs`).
         closed_code: see `Call`.
         call: the call and what it reaches, as long as the forward runs.
@@ -134,6 +135,7 @@ class Region:
     snapshots: list[Any]
     # What most regions do not have:
     reached: ReachedModules | None = None
+    is_ordinary = True
     is_in_forward = True
     tokens: list[Any] = []  # noqa: RUF012
     slots: list[ref[Slot]] | None = None
@@ -164,11 +166,8 @@ class Region:
         store = None
         if options.inputs is not DEVICE:
             store = store_for(options.inputs, options.name or naming.name_of_region(fn))
-        keeping.owner = self if observers else None
-        try:
-            call = self.call = Call(fn, args, kwargs, store=store, for_region=True)
-        finally:
-            keeping.owner = None
+        make: Any = functools.partial(keeping_for, self, Call) if observers else Call
+        call = self.call = make(fn, args, kwargs, store=store, for_region=True)
         if call.scripts and is_being_watched(call.scripts):
             return functools.partial(call_watched, scripts=call.scripts)
         if call.is_lazy:  # the first call of a lazy module makes its parameters, once
@@ -180,17 +179,14 @@ class Region:
             self.users_hooks = users_hooks()
         self.saved, self.read_again = [], set()
         self.lock = RLock()
-        if options.check == "every":
-            self.log = OpLog()
         self.script_graph = last_script_graph()
         tree = call.tree if options.restores_modules else None
         self.moment = Moment(call.holders, call.tensors, call.given, tree, call.may_write_unseen)
-        if fences():
-            self.named = named_tensors(call)
         self.identity, self.outer = enter_region()
         self.tokens = tokens = []
         try:
             if call.is_large and options.restores_modules:
+                self.is_ordinary = False
                 self.reached = ReachedModules(call.roots, call.may_write_unseen)
             for before in options.befores:
                 tokens.append(before(call))
@@ -198,19 +194,24 @@ class Region:
             leave_region(self.outer)
             self._close_guards(error)
             raise
-        pack = self._choose_pack(call)
+        is_compared = is_due(call, options.check, options.choice)
+        if is_compared or observers or not options.are_ordinary or fences():
+            self.is_ordinary = False
+        pack: Any = self.pack if self.is_ordinary else self._choose_pack(call, is_compared)
+        if asks_for_users_hooks:
+            pack = beside_users_hooks(pack)
         push_saved_tensor_hooks(pack, self.unpack if self.slots is None and not _NO_FRAME_TELLS else self.unpack_slot)
-        if self.log is not None:
-            self.log.__enter__()
-        if options.choice is not None:
-            self._open_log(options.choice)
+        if not self.is_ordinary:
+            self._open_logs()
         return None
 
-    def _choose_pack(self, call: Call) -> Any:
+    def _choose_pack(self, call: Call, is_compared: bool) -> Any:
         """Return the hook for what autograd saves: the plain one, unless somebody asks more of this call."""
         options = self.options
         pack: Any = self.pack
-        if is_due(call, options.check, options.choice):
+        if fences():
+            self.named = named_tensors(call)
+        if is_compared:
             self.check, self.places, self.slots = Check(), {}, []
             pack = self.pack_noted
             if call.may_write_unseen():
@@ -221,12 +222,22 @@ class Region:
         if options.choice is not None:
             self.slots = []
             pack = self.pack_beside_calls if options.choice.interest.functions else self.pack_noted
-        return beside_users_hooks(pack) if asks_for_users_hooks else pack
+        return pack
 
-    def _open_log(self, choice: Any) -> None:
-        log = self.forward_log = ForwardLog(self, choice)
-        self.saved_calls = log.calls  # which it fills
-        log.open()
+    def _open_logs(self) -> None:
+        if self.options.check == "every":
+            self.log = OpLog()
+            self.log.__enter__()
+        if self.options.choice is not None:
+            log = self.forward_log = ForwardLog(self, self.options.choice)
+            self.saved_calls = log.calls  # which it fills
+            log.open()
+
+    def _close_logs(self) -> None:
+        if self.forward_log is not None:
+            self.forward_log.close()
+        if self.log is not None:
+            self.log.__exit__(None, None, None)
 
     @not_a_users_hook
     def pack(self, tensor: Tensor, frame: FrameType | None = None) -> int:
@@ -275,10 +286,6 @@ class Region:
         """Return the slot of a saved tensor, None if no graph has it any more; only where slots are noted."""
         return None if self.slots is None else self.slots[number]()
 
-    def is_needed(self, number: int) -> bool:
-        """Return whether a graph still has a saved tensor, as far as that is known."""
-        return self.slots is None or self.slots[number]() is not None
-
     def is_recomputed(self, number: int) -> bool:
         """Return whether only a recomputation can tell a saved tensor that a graph still has."""
         slot = self.slot_of(number)
@@ -286,15 +293,13 @@ class Region:
 
     def end(self, result: Any) -> Any:
         """Finish the forward: keep what the guards have to keep, forget the rest. Returns what the caller gets."""
-        if self.forward_log is not None:
-            self.forward_log.close()
-        if self.log is not None:
-            self.log.__exit__(None, None, None)
+        if not self.is_ordinary:
+            self._close_logs()
         self._pop_hooks()
         try:
             self.snapshots = self.take_snapshots()
         finally:
-            if self.reached is not None or self.options.has_leaving:
+            if not self.is_ordinary:
                 self._close_guards(None)
             self.is_in_forward, self.tokens = False, []
         written = self.moment.finish()
@@ -306,17 +311,23 @@ class Region:
             remember(owner_of(self.fn), self.places)
         if self.check is not None:
             self.check.note_outputs(result)
-        if self.bits is not None:
-            written += self.bits.written()
-            self.bits = None
-        written += [self._replace(*item) for item in call.saved if item[0]._version != item[2]]
+            if self.bits is not None:
+                written += self.bits.written()
+                self.bits = None
+        for tensor, spec, version in call.saved:
+            if tensor._version != version:
+                written.append(self._replace(tensor, spec, version))
         if written:
             self._need_proof(written, call, result)
-        elif self.options.check == "metadata":
-            self.check = None
         graph = last_script_graph()
         if graph is not self.script_graph:
             refuse_watched(graph, naming.name_of(self))
+        return result if self.is_ordinary else self._end_more(result, call)
+
+    def _end_more(self, result: Any, call: Call) -> Any:
+        """Do what few regions ask for at their end. Returns what the caller gets."""
+        if self.proof is None and self.options.check == "metadata":
+            self.check = None
         if self.forward_log is not None:
             self.forward_log.settle()
             self.forward_log = None
@@ -335,7 +346,7 @@ class Region:
 
     def _need_proof(self, written: list[Unrestored], call: Call, result: Any) -> None:
         """The forward wrote to what there is no copy of: only a proof shows whether that matters."""
-        self.proof = WriteProof(written, result)
+        self.proof, self.is_ordinary = WriteProof(written, result), False
         self.moment.note_writes(self.proof.tensors())
         note_writer(call)
         if self.forward_log is not None and self.check is None:
@@ -343,12 +354,10 @@ class Region:
 
     def fail(self, error: BaseException) -> None:
         """End a forward that has raised: leave everything as it was (Rule 13)."""
+        self._close_logs()
         if self.forward_log is not None:
-            self.forward_log.close()
             self.forward_log.give_up()
             self.forward_log = None
-        if self.log is not None:
-            self.log.__exit__(None, None, None)
         close_checkpoints_within(error)
         self._pop_hooks()
         self._close_guards(error)
@@ -371,12 +380,10 @@ class Region:
 
     def take_snapshots(self) -> list[Any]:
         """Return what each guard would keep if the forward ended now."""
-        snapshots = self.tokens
-        if self.options.afters:
-            snapshots = [*snapshots]
-            for index, after in self.options.afters:
-                if snapshots[index] is not None:
-                    snapshots[index] = after(snapshots[index])
+        snapshots = [*self.tokens]
+        for index, after in self.options.afters:
+            if snapshots[index] is not None:
+                snapshots[index] = after(snapshots[index])
         return snapshots
 
     def unrestored(self) -> list[Unrestored]:
@@ -417,15 +424,11 @@ class Region:
     def _handed_out(self, number: int, value: Tensor, version: int) -> Tensor:
         if value._version != version:
             raise self.options.exception(errors_text.written_after_saved(self, number))
-        if self.values and not self._is_kept(number):
+        # Where no frame tells that a custom function saves, its node tells that it reads.
+        is_read_again = number in self.read_again or (_NO_FRAME_TELLS and is_function_running())
+        if self.values and not (is_read_again or (groups and is_read_by_another())):
             self.values[number] = None
         return value
-
-    def _is_kept(self, number: int) -> bool:
-        """Return whether a value may be asked for again in this backward."""
-        # Where no frame tells that a custom function saves, its node tells that it reads.
-        is_kept = number in self.read_again or (_NO_FRAME_TELLS and is_function_running())
-        return is_kept or (bool(groups) and is_read_by_another())
 
     def _recomputed(self, number: int, handle: Any) -> tuple[Tensor, int] | None:
         """Return a tensor after a recomputation, None if a saved call keeps it."""
@@ -435,10 +438,11 @@ class Region:
                 if number < len(values) and (found := values[number]) is not None:
                     break
                 # For the first time, or again, if another backward has taken it.
-                if not self.is_in_forward and type(handle) is Slot and handle.kept is not None:
+                if self.is_in_forward:
+                    if self.forward_log is not None:
+                        self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
+                elif type(handle) is Slot and handle.kept is not None:
                     return None
-                if self.is_in_forward and self.forward_log is not None:
-                    self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
                 if counting_threads and get_ident() in counting_threads:
                     raise NotKept
                 recompute(self)
@@ -446,7 +450,6 @@ class Region:
             return found
 
     def _load(self, slot: Slot) -> Tensor:
-        """Return what a saved call keeps."""
         try:
             return slot.kept.load()  # type: ignore[union-attr]
         except RuntimeError as error:
@@ -457,8 +460,7 @@ class Region:
     def recompute_behind(self, gradient: Tensor) -> Tensor | None:
         """A backward has come to an exit: what it will read of the region is computed from here on, not before."""
         with self.lock:
-            # Filled from another exit, or for another backward.
-            is_filled = any(found is not None for found in self.values)
+            is_filled = any(found is not None for found in self.values)  # from another exit, or for another backward
             if is_filled or not any(map(self.is_recomputed, range(len(self.saved)))):
                 return gradient
             fenced = recompute(self, gradient)

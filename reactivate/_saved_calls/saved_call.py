@@ -76,7 +76,7 @@ class Kept:
                 self.form = Form.of(tensor)
                 handle = take_in(self.storage, tensor, name)
             keeping.owner = self if observers else None
-            try:
+            try:  # not `keeping_for`: a region around this one knows by this code that it may read the tensor again
                 self.handle = save_tensor(handle, False) if isinstance(handle, Tensor) else handle
             finally:
                 keeping.owner = None

@@ -76,6 +76,7 @@ class Moment:
     unknown: Sequence[tuple[Tensor, int]] = ()
     _leaves: Sequence[Tensor] = ()
     _steps = 0
+    _has_state = False  # anything but hooks, and gradients while the forward runs
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Moment:
         may_write_unseen: Callable[[], bool] = bool,
     ) -> None:
         if holders:
+            self._has_state = True
             self.holders, self.contents = holders, [holder.record() for holder in holders]
         leaves = list(filter(_IS_LEAF, arguments))
         self.hooks = list(map(vars, arguments))
@@ -103,6 +105,7 @@ class Moment:
         self, tensors: Sequence[Tensor], tree: Tree | None, may_write_unseen: Callable[[], bool]
     ) -> list[Tensor]:
         """Note modules and all tensors that are state, and return the parameters."""
+        self._has_state = True
         state: list[Tensor] = [*tensors]
         parameters: list[Tensor] = []
         self.hooks = [*self.hooks, *map(vars, tensors)]
@@ -161,6 +164,7 @@ class Moment:
         """Copy the dicts of hooks and attributes, and return tensors of modules that these lead to."""
         if self.parts is not None:
             self.hooks = [*self.hooks, *GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, self.parts.namespaces))]
+        self._has_state = True
         self.hook_copies = [(*item, *held_all(tuple(item.values()))) for item in self.hooks]
         filled = [tensor for tensor in tensors if any(type(item) not in ATOMS for item in vars(tensor).values())]
         if not filled:
@@ -190,8 +194,6 @@ class Moment:
 
     def look_at_gradients(self) -> None:
         """Find the gradients that moved, as long as the forward runs: a backward inside may need a recomputation."""
-        if not self._leaves:
-            return
         now = list(map(_GRADIENT, self._leaves))
         versions = _versions_of(now)
         if all(map(is_, now, self._gradients)) and versions == self._gradient_versions:
@@ -206,16 +208,11 @@ class Moment:
                 accumulated.append((leaf, self._gradient_copies.get(id(leaf))))
                 if before is not None and version_before is not None and id(leaf) not in self._gradient_copies:
                     unknown.append((before, version_before))
-        self.accumulated, self.unknown = accumulated, unknown
+        self.accumulated, self.unknown, self._has_state = accumulated, unknown, True
 
     def is_bare(self) -> bool:
         """Return whether there is nothing to set back now: a function of its arguments alone."""
-        return (
-            self.states is NO_TENSORS
-            and self.parts is None
-            and not (self.holders or self.parameters or self._leaves or self.accumulated or self.hook_copies)
-            and not any(self.hooks)
-        )
+        return not (self._has_state or self._leaves or any(self.hooks))
 
     # -- what has a gradient since ------------------------------------------------------------------------------------
 
@@ -285,7 +282,7 @@ class Moment:
     def note_writes(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
         """Let a recomputation write once more, without a trace, to what the forward wrote to: see `TensorStates`."""
         if self.states is NO_TENSORS:
-            self.states = TensorStates(())
+            self.states, self._has_state = TensorStates(()), True
         self.states.note_writes(tensors)
 
     def are_hooks_current(self, copies: Sequence[Contents] | None) -> bool:

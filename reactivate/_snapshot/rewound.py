@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +18,8 @@ from reactivate._snapshot.tensor_states import NO_TENSORS
 from reactivate._torch.modes import copy_unseen, run_unseen
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_BACKWARD, _ACCUMULATED = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dicts, or None
+_is_tensor = Tensor.__instancecheck__  # `isinstance` as a function of one argument
 _UNCHANGED: Any = object()
 
 
@@ -26,7 +28,7 @@ class RewoundMoment:
 
     Args:
         moment: what they were.
-        arguments: tensors that the recomputation is called with: what it hooks on them is taken away again.
+        arguments: what the recomputation is called with: what it hooks on tensors among these is taken away again.
     """
 
     _tensors: RewoundTensors | None = None
@@ -37,30 +39,27 @@ class RewoundMoment:
     _elsewhere: Sequence[Any] = ()
     _gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
     _contents: Sequence[Any] | None = None  # what the objects held, if anything else than at the moment
-    _is_bare = False
     _hook_copies: Any = _UNCHANGED
     _tensor_hooks: list[Any] | None = None
 
-    def __init__(self, moment: Moment, arguments: Sequence[Tensor] = ()) -> None:
+    def __init__(self, moment: Moment, arguments: Iterable[Any] = ()) -> None:
         self._moment = moment
         if moment.states is not NO_TENSORS:
             self._tensors = RewoundTensors(moment.states)
-        self._hooked: Sequence[Tensor] = [*arguments, *moment.parameters]
+        self._hooked: Sequence[Tensor] = [*filter(_is_tensor, arguments), *moment.parameters]
 
     def __enter__(self) -> None:
         moment = self._moment
-        if moment.is_bare():
-            self._is_bare = True
-            if self._hooked:
-                self._tensor_hooks = _hooks_on(self._hooked)
+        if self._hooked:
+            self._tensor_hooks = _hooks_on(self._hooked)
+        self._is_bare = moment.is_bare()
+        if self._is_bare:
             return
         if moment.protocols:
             self._protocols = [module.recompute_state() for module, _ in moment.protocols]
         if moment.parameters:
             self._differentiable = list(map(_REQUIRES_GRAD, moment.parameters))
             self._elsewhere = run_unseen(kept_elsewhere, moment.parameters, moment.addresses)
-        if self._hooked:
-            self._tensor_hooks = _hooks_on(self._hooked)
         STATE_LOCK.take_turn_if(self._differs)
         try:
             self._rewind()
@@ -172,18 +171,14 @@ class RewoundMoment:
 
 def _hooks_on(tensors: Sequence[Tensor]) -> list[Any] | None:
     """Copy the hooks on tensors, None if there are none: what a recomputation registers goes, so that each fires once."""
-    if any(map(_BACKWARD, tensors)) or any(map(_ACCUMULATED, tensors)):
-        return [None if item is None else dict(item) for item in _dicts_on(tensors)]
+    if any(map(any, map(_HOOKS, tensors))):
+        return [None if item is None else dict(item) for item in chain.from_iterable(map(_HOOKS, tensors))]
     return None
 
 
-def _dicts_on(tensors: Sequence[Tensor]) -> Iterable[Any]:
-    return [*map(_BACKWARD, tensors), *map(_ACCUMULATED, tensors)]
-
-
 def _put_hooks_on(tensors: Sequence[Tensor], before: list[Any] | None) -> None:
-    if before is not None or any(map(_BACKWARD, tensors)) or any(map(_ACCUMULATED, tensors)):
-        hooks = list(_dicts_on(tensors))
+    if before is not None or any(map(any, map(_HOOKS, tensors))):
+        hooks = list(chain.from_iterable(map(_HOOKS, tensors)))
         for now, hooked in zip(hooks, before or [None] * len(hooks)):
             if now is not None and dict(now) != (hooked or {}):
                 now.clear()

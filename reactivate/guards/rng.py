@@ -117,8 +117,8 @@ class Rng(Guard):
             STREAMS.lacks_numpy and "numpy.random" in sys.modules
         ):
             snapshot = STREAMS.now()
-        has_devices = accelerator_device() is not None or "torch_xla" in sys.modules or self._backends is not None
-        if not (has_devices or trackers or call.generators):
+        has_more = trackers or call.generators or self._backends is not None
+        if not has_more and accelerator_device() is None and "torch_xla" not in sys.modules:
             return snapshot
         devices = [(item, item.read_rng() if item.is_initialized() else None) for item in self._backends or backends()]
         others: list[Any] = [(*_ways(item), state_of_generator(item), _no_difference) for item in call.generators]
