@@ -48,42 +48,33 @@ def blocks_of(page: Path) -> list[tuple[str, frozenset[str]]]:
     return [(block, packages_of(block)) for block in BLOCK.findall(page.read_text("utf-8"))]
 
 
-def missing_of(packages: frozenset[str]) -> list[str]:
-    return [name for name in sorted(packages) if importlib.util.find_spec(name) is None]
-
-
 def programs_of(page: Path) -> Iterator[Any]:
-    """The programs of a page. Those that import more than torch are slow, and those that run on several processes.
+    """The program of a page, if it has one. It is slow if it imports more than torch, or runs on several processes.
 
     So are those that plan or compile, but for the page that everybody reads first.
     """
     text = page.read_text("utf-8")
+    blocks = [block for block, packages in blocks_of(page) if all(map(importlib.util.find_spec, packages))]
     takes_long = LAUNCHER.search(text) or (SEARCH.search(text) and page.name != "README.md")
-    sets = {packages for _, packages in blocks_of(page)}
-    for packages in sorted(sets, key=sorted):
-        marks = [pytest.mark.slow] if packages or takes_long else []
-        yield pytest.param(page, packages, id="-".join([page.name, *sorted(packages)]), marks=marks)
+    if blocks:
+        marks = [pytest.mark.slow] if takes_long or any(map(packages_of, blocks)) else []
+        yield pytest.param(page, blocks, id=page.name, marks=marks)
 
 
 PROGRAMS = [program for page in ALL for program in programs_of(page)]
 
 
-@pytest.mark.parametrize(("page", "packages"), PROGRAMS)
-def test_the_python_of_a_page_runs(page: Path, packages: frozenset[str], tmp_path: Path, forks: Forks) -> None:
-    """One program for the blocks that import no more than torch, and one for each set of packages that others import."""
-    missing = missing_of(packages)
-    if missing:
-        pytest.skip(f"blocks of {page.name} need {' and '.join(missing)}: not installed")
+@pytest.mark.parametrize(("page", "blocks"), PROGRAMS)
+def test_the_python_of_a_page_runs(page: Path, blocks: list[str], tmp_path: Path, forks: Forks) -> None:
+    """All blocks are one program, but for those that import packages which are not installed."""
     program = tmp_path / "page.py"
     printed = tmp_path / "printed.txt"
     prints = f"import sys\nsys.stdout = open({str(printed)!r}, 'w', buffering=1)\n"
-    program.write_text(
-        "\n\n".join([prints, *(block for block, needed in blocks_of(page) if needed <= packages)]), encoding="utf-8"
-    )
+    program.write_text("\n\n".join([prints, *blocks]), encoding="utf-8")
     launcher = LAUNCHER.search(page.read_text("utf-8"))
     done = launched(program, launcher[1]) if launcher else forks.run(program)
     assert done.returncode == 0, done.stderr
-    if not packages and page.name == "README.md":
+    if page.name == "README.md":
         shown = "".join(PRINTED.findall(page.read_text("utf-8")))
         assert without_numbers(printed.read_text()) == without_numbers(shown), (
             "README.md shows other output than its code prints"
