@@ -70,7 +70,7 @@ $(TPU)/.installed:
 	touch $@
 
 test-xla: $(XLA)/.installed $(TPU)/.installed  ## regions on XLA's CPU device, and compiled for a TPU
-	$(TEST) $(IN_XLA) -m pytest tests_xla
+	$(TEST) $(IN_XLA) -m pytest -n $(JOBS) tests_xla
 
 WITHOUT_TITAN := --ignore tests/recipe/test_recipe.py --ignore tests/recipe/test_recipe_configs.py  # torchtitan needs a newer torch
 
