@@ -157,12 +157,12 @@ def parameters_that_are_sharded_again(directory: Path) -> None:
         assert_equal_to_a_rank(directory, sharded(make))
 
 
-@case(CASES, 2, 4)
+@case(CASES, 2)
 def parameters_that_stay_gathered(directory: Path) -> None:
     assert_equal_to_a_rank(directory, sharded(small_llama, reshard_after_forward=False))
 
 
-@case(CASES, 2, 4)
+@case(CASES, 2)
 def mixed_precision(directory: Path) -> None:
     assert_equal_to_a_rank(directory, sharded(small_gpt, mp_policy=LOWER))
 
@@ -177,7 +177,7 @@ def units_inside_of_blocks(directory: Path) -> None:
     assert_equal_to_a_rank(directory, sharded(small_gpt, parts=lambda block: [block.attn, block.mlp]))
 
 
-@case(CASES, 2, 4)
+@case(CASES, 2)
 def tensor_parallelism(directory: Path) -> None:
     def made() -> Any:
         return llama.parallelize(small_llama(), init_device_mesh("cpu", (dist.get_world_size(),)))
