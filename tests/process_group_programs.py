@@ -19,7 +19,7 @@ import torch.distributed._functional_collectives as functional
 from journal import Journal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel as patched_attention
 from torch.distributed.tensor.parallel import (
@@ -153,6 +153,21 @@ def sharded(wrap: Wrap, *, place: str, is_low: bool = False, reshards: bool = Tr
 
     found = trained(model, forward)
     found["sharded again"] = all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return found
+
+
+def flattened(wrap: Wrap, *, place: str, is_original: bool) -> Found:
+    """Units of `FullyShardedDataParallel`, which flattens parameters, around regions, as regions, and inside of them."""
+    unit = partial(FullyShardedDataParallel, use_orig_params=is_original, device_id=torch.device("cpu"))
+    blocks = [unit(Block(wrap if place == "inside" else plain)) for _ in range(2)]
+    model = unit(Stack(blocks, wrap if place == "block" else plain))
+    call = wrap(lambda x: model(x)) if place == "around" else model
+
+    def forward(step: int) -> Tensor:
+        return call(data(step)).square().mean()  # type: ignore[no-any-return]
+
+    found = trained(model, forward)
+    found["sharded again"] = all(parameter.ndim == 1 for parameter in model.parameters())
     return found
 
 
@@ -340,6 +355,11 @@ PROGRAMS: dict[str, Callable[[Wrap], Found]] = {
     **{f"fsdp, {place}": partial(sharded, place=place) for place in ("inside", "block", "parts", "around")},
     **{f"fsdp, {place}, kept": partial(sharded, place=place, reshards=False) for place in ("inside", "parts")},
     **{f"fsdp, {place}, bfloat16": partial(sharded, place=place, is_low=True) for place in ("block", "parts")},
+    **{
+        f"fsdp, flat, {place}{', original' * is_original}": partial(flattened, place=place, is_original=is_original)
+        for place in ("inside", "block", "around")
+        for is_original in (False, True)
+    },
     "tensor parallel": tensor_parallel,
     "sequence parallel": sequence_parallel,
     "context parallel": context_parallel,

@@ -21,6 +21,7 @@ from reactivate._region import errors_text
 from reactivate._region.naming import modules_of
 from reactivate._snapshot.held import ATOMS
 from reactivate._torch.modes import function_modes, run_unseen
+from reactivate._torch.modules import is_flat_wrapper
 
 if TYPE_CHECKING:
     from reactivate._region.region import Region
@@ -72,6 +73,8 @@ class LeftBehind:
 def _of_module(module: torch.nn.Module, path: str) -> Iterator[tuple[str, Any]]:
     """Return (what it is, its value) of the state of one module, without those that it contains."""
     yield f"hooks of `{path}`", [tuple(vars(module).get(name, ())) for name in _HOOKS]
+    if is_flat_wrapper(type(module)):
+        return
     for name, value in vars(module).items():
         if type(value) in ATOMS:
             yield f"the attribute `{path}.{name}`", value

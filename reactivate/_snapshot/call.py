@@ -19,7 +19,7 @@ from reactivate._snapshot.inputs import GeneratorInput, IteratorInput, SavedInpu
 from reactivate._snapshot.iterators import holds_iterator, is_iterator
 from reactivate._snapshot.trees import Tree, is_large, is_unseen_writer, tree_under
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk, is_state
-from reactivate._torch.autograd import innermost_pack_hook, is_of_checkpointing, save_tensor
+from reactivate._torch.autograd import has_graph, innermost_pack_hook, is_of_checkpointing, save_tensor
 
 _first = itemgetter(0)
 
@@ -237,7 +237,7 @@ class Call(Walk):
         return spec
 
     def _stored(self, tensor: Tensor, place: str) -> Any:
-        return None if self._store is None or tensor.grad_fn is None else self._store(tensor, place)
+        return None if self._store is None or not has_graph(tensor) else self._store(tensor, place)
 
     def cell_tensor(self, cell: CellType, tensor: Tensor, place: str) -> None:
         if not tensor.requires_grad or is_state(tensor):

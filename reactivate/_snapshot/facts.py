@@ -28,6 +28,7 @@ from reactivate._snapshot.caches import BoundedCache, cached, is_importable
 from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.holders import slots_of
 from reactivate._snapshot.kinds import is_users_class
+from reactivate._torch.modules import is_flat_wrapper
 
 _MOST_CROSSINGS = 1
 """How often names are followed from one Python module into another."""
@@ -125,6 +126,7 @@ class ClassFacts(NamedTuple):
         is_users: whether it is not one of `torch.nn`'s, whose attributes are known to be plain.
         is_scripted: whether it is TorchScript's.
         is_lazy: whether its first call makes its parameters.
+        is_wrapper: whether it is of a library that shards what is inside, and the attributes are its own affair.
         is_plain: whether there is nothing of all that.
         attributes: the names that its own code can give to attributes.
     """
@@ -137,6 +139,7 @@ class ClassFacts(NamedTuple):
     is_users: bool
     is_scripted: bool
     is_lazy: bool
+    is_wrapper: bool
     is_plain: bool
     attributes: frozenset[str]
 
@@ -167,7 +170,8 @@ def _find_class_facts(kind: type) -> ClassFacts:
     opened = tuple(map(ref, filter(_is_open, methods))) if is_users else ()
     attributes = frozenset(Module().__dict__).union(*(fn.__code__.co_names for fn in methods))
     slots = slots_of(kind)
-    return ClassFacts(names, bindings, opened, slots, scripts, is_users, is_scripted, is_lazy, is_plain, attributes)
+    flags = is_users, is_scripted, is_lazy, is_flat_wrapper(kind), is_plain
+    return ClassFacts(names, bindings, opened, slots, scripts, *flags, attributes)
 
 
 def _is_open(fn: FunctionType) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.inputs import Constant
 from reactivate._snapshot.iterators import copied, holds_iterator, is_iterator
-from reactivate._torch.autograd import as_a_result
+from reactivate._torch.autograd import as_a_result, has_graph
 from reactivate._torch.modes import run_unseen
 
 
@@ -75,7 +75,7 @@ def held(item: Any) -> Any:
         return item
     if holds_iterator(item):
         return Position(copied(item))
-    return WeakTensor(item) if isinstance(item, Tensor) and item.grad_fn is not None else item
+    return WeakTensor(item) if isinstance(item, Tensor) and has_graph(item) else item
 
 
 def held_all(items: Sequence[Any]) -> Sequence[Any]:

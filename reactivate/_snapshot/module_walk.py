@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.holders import ListHolder, NameHolder
 from reactivate._snapshot.iterators import holds_iterator
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
+from reactivate._torch.autograd import has_graph
 from reactivate._torch.modes import ask
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
@@ -27,10 +28,12 @@ class ModuleWalk(Walk):
     """A walk over modules: their attributes, their hooks, and what the methods of their classes read.
 
     Attributes:
-        modules: the modules, each once, outermost first.
+        modules: the modules, each once, outermost first, but for wrappers of a library that shards what is inside of them.
+        has_wrappers: whether there are any of these.
     """
 
     is_of_modules = True
+    has_wrappers = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,16 +58,21 @@ class ModuleWalk(Walk):
                 if module._modules:
                     todo += reversed(module._modules.values())
                 self._module_itself(module)
-        self.modules = list(found)
+        self.modules = self._without_wrappers(found)
         self.finish()
         return self
 
     def at(self, module: Module) -> ModuleWalk:
         """Look at one module, and at nothing of its children."""
-        self.modules = [module]
+        self.modules = self._without_wrappers([module])
         self._module_itself(module)
         self.finish()
         return self
+
+    def _without_wrappers(self, modules: Collection[Module]) -> list[Module]:
+        found = [module for module in modules if not facts_of_class(type(module)).is_wrapper]
+        self.has_wrappers = len(found) < len(modules)
+        return found
 
     def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
         """Note what functions and objects of the user's hold that are called before or after a module."""
@@ -76,6 +84,8 @@ class ModuleWalk(Walk):
         if module._forward_hooks or module._forward_pre_hooks:
             self._look_at_hooks(module._forward_pre_hooks)
             self._look_at_hooks(module._forward_hooks)
+        if facts.is_wrapper:
+            return
         if facts.is_plain and _has_plain_attributes(module, facts):
             return
         if facts.is_scripted:
@@ -99,7 +109,7 @@ class ModuleWalk(Walk):
             if kind in ATOMS or name in _OF_EVERY_MODULE:
                 continue
             if isinstance(value, Tensor):
-                if value.grad_fn is None:
+                if not has_graph(value):
                     self.tensors.append(value)
             elif isinstance(value, Cover) and not value.hides_users:
                 continue

@@ -6,7 +6,7 @@ It is taken at the beginning of the forward, and never looked at again unless so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, filterfalse, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -26,7 +26,7 @@ from reactivate._snapshot.tensor_states import NO_TENSORS, TensorStates, version
 from reactivate._snapshot.trees import Tree
 from reactivate._snapshot.walk import UNINITIALIZED
 from reactivate._torch.modes import copy_unseen
-from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS
+from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS, is_in_flat_parameter
 from reactivate._types import Unrestored
 
 _GRADIENT, _REQUIRES_GRAD, _IS_LEAF = map(attrgetter, ("grad", "requires_grad", "is_leaf"))
@@ -92,7 +92,7 @@ class Moment:
         leaves = list(filter(_IS_LEAF, arguments))
         self.hooks = list(map(vars, arguments))
         if tensors or tree is not None:
-            leaves += self._note_tensors(tensors, tree, may_write_unseen)
+            leaves += filter(_IS_LEAF, self._note_tensors(tensors, tree, may_write_unseen))
         elif any(self.hooks):
             self._look_at_hooks((), ())
         if leaves:
@@ -144,7 +144,8 @@ class Moment:
         buffers += tree.tensors
         state += buffers
         self.hooks = [*self.hooks, *GLOBAL_HOOKS, *parts.forward_hooks, *parts.backward_hooks]
-        self.hooks += [*map(vars, parameters), *map(vars, buffers)]
+        ours = filterfalse(is_in_flat_parameter, parameters) if tree.has_wrappers else parameters
+        self.hooks += [*map(vars, ours), *map(vars, buffers)]
 
     def _note_parameters(self, parameters: list[Tensor]) -> list[Tensor]:
         """Note versions, addresses and flags of parameters, and return those that are state: a forward wrote to them."""

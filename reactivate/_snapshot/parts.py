@@ -19,7 +19,7 @@ from reactivate._modules.standin import NAME, Placed
 from reactivate._snapshot.caches import cached
 from reactivate._snapshot.held import Position, are_items, held_all, restored
 from reactivate._snapshot.holders import put_dict
-from reactivate._torch.modules import are_distributed_alike, version_of_dict
+from reactivate._torch.modules import are_distributed_alike, is_in_flat_parameter, version_of_dict
 
 Namespace = dict[str, Any]
 
@@ -236,6 +236,12 @@ def _assign(namespace: Namespace, noted: Namespace, *, are_parameters: bool = Fa
     items = {name: restored(item) for name, item in noted.items()}
     if are_parameters:
         items |= {name: namespace[name] for name, item in items.items() if _is_sharded(item, namespace.get(name))}
+    if any(map(is_in_flat_parameter, (*items.values(), *namespace.values()))):
+        for name in {**items, **namespace}:
+            if is_in_flat_parameter(items.get(name)) or is_in_flat_parameter(namespace.get(name)):
+                items.pop(name, None)
+                if name in namespace:
+                    items[name] = namespace[name]
     if [*items] != [name for name, item in namespace.items() if not isinstance(item, Placed)]:
         put_dict(namespace, (*items, *items.values()))
         return

@@ -29,6 +29,7 @@ from reactivate._snapshot.holders import Contents, FunctionsHolder, Holder
 from reactivate._snapshot.module_walk import ModuleWalk
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.unseen_writes import NamesOfWriters
+from reactivate._torch.autograd import has_graph
 from reactivate._torch.modes import ask
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 from reactivate._xla.fence import fences
@@ -47,7 +48,7 @@ class Tree:
         parts: what they are made of now.
         holders: the objects whose contents count; see `record`.
         tensors: tensors in attributes, and in the objects.
-        generators, scripts, is_lazy: as of the walk.
+        generators, scripts, is_lazy, has_wrappers: as of the walk.
         names: what code that the modules lead to names.
         scripted: those of the modules that TorchScript has compiled; they live in C++.
         stateful: those with a state protocol.
@@ -55,8 +56,8 @@ class Tree:
     """
 
     __slots__ = (
-        *("contents", "generators", "holders", "is_lazy", "kept", "modules", "names", "parts", "scripted", "scripts"),
-        *("stateful", "tensors"),
+        *("contents", "generators", "has_wrappers", "holders", "is_lazy", "kept", "modules", "names", "parts"),
+        *("scripted", "scripts", "stateful", "tensors"),
     )
 
     def __init__(self, walk: ModuleWalk) -> None:
@@ -69,13 +70,14 @@ class Tree:
         self.contents: Sequence[Contents] = [holder.record() for holder in walk.holders]
         self.tensors: Sequence[Tensor] = walk.tensors
         self.generators, self.scripts, self.is_lazy = walk.generators, walk.scripts, walk.is_lazy
+        self.has_wrappers = walk.has_wrappers
         self.names: Callable[[], NamesOfWriters] = walk.code.names
         self.kept: KeptTree | None = None
 
     @property
     def has_more(self) -> bool:
         """Return whether there is more to say of the modules than their parts and holders do."""
-        return bool(self.scripts or self.generators or self.is_lazy or self.stateful)
+        return bool(self.scripts or self.generators or self.is_lazy or self.stateful or self.has_wrappers)
 
 
 class KeptTree:
@@ -128,10 +130,10 @@ class KeptTree:
         tree.scripted = tree.stateful = []
         tree.tensors = ()
         if self._attributes is None:
-            tree.tensors = [item for item in parts.attributes if isinstance(item, Tensor) and item.grad_fn is None]
+            tree.tensors = [item for item in parts.attributes if isinstance(item, Tensor) and not has_graph(item)]
             parts.hold()
         tree.generators = tree.scripts = ()
-        tree.is_lazy = False
+        tree.is_lazy = tree.has_wrappers = False
         tree.names, tree.kept = self._names, self
         return tree
 

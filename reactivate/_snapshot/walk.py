@@ -37,6 +37,7 @@ from reactivate._snapshot.kinds import SMALL_BYTES, is_array, is_plain, is_rando
 from reactivate._snapshot.region_calls import handed_out, is_of_call
 from reactivate._snapshot.shadows import is_known_written
 from reactivate._snapshot.unseen_writes import ReachedCode
+from reactivate._torch.autograd import has_graph
 
 # How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
 # of layers of tensors. A closure, a bound `self` or an attribute leads to half the program.
@@ -116,13 +117,13 @@ class Walk:
     @staticmethod
     def kept(tensor: Tensor) -> Any:
         """Return what is held of a tensor that is read where it is."""
-        return WeakTensor(tensor) if tensor.grad_fn is not None else tensor
+        return WeakTensor(tensor) if has_graph(tensor) else tensor
 
     def _tensor(self, value: Tensor, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
         if not self.is_of_modules:
             self.tensor(value, place)
-        elif value.grad_fn is None:
+        elif not has_graph(value):
             self.tensors.append(value)
 
     def look_at_attributes(self, tensors: Sequence[Tensor]) -> None:

@@ -209,6 +209,14 @@ def _is_taken(node: Any) -> bool:
         return True
 
 
+def has_graph(tensor: Tensor) -> bool:
+    """Return whether a tensor is the result of an op that can be differentiated, or was until something wrote past it."""
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # one of several views that an op made, and another was written to
+        return True
+
+
 # -- custom functions -------------------------------------------------------------------------------------------------
 
 # Python frames of `torch.autograd.Function.apply`: what it saves may be read more than once in a backward. None where that

@@ -108,6 +108,22 @@ def are_distributed_alike(one: Any, other: Any) -> bool:
     return pair[0] == pair[1]
 
 
+def is_flat_wrapper(kind: type) -> bool:
+    """Return whether modules of a class are units of `FullyShardedDataParallel`."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    return library is not None and issubclass(kind, library.FullyShardedDataParallel)
+
+
+def is_in_flat_parameter(item: Any) -> bool:
+    """Return whether `item` is a flat parameter of `FullyShardedDataParallel`, or a part of one or a view of it.
+
+    That takes parameters out of modules and puts views there, and back again, as the whole comes and goes.
+    """
+    if not isinstance(item, Tensor):
+        return False
+    return hasattr(item, "_fsdp_flattened") or (item._is_view() and hasattr(item._base, "_fsdp_flattened"))
+
+
 class DistributedLayout(NamedTuple):
     """The place of a DTensor on the ranks.
 

@@ -326,6 +326,28 @@ def plain_tensors_are_distributed_alike() -> None:
     assert room.are_distributed_alike(torch.ones(2), torch.ones(3))
 
 
+@needs("is_flat_wrapper", "is_in_flat_parameter")
+def what_a_flat_parameter_is_made_of_is_known() -> None:
+    """Behaviour: `test_process_groups`."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
+
+    assert room.is_flat_wrapper(FullyShardedDataParallel) and not room.is_flat_wrapper(nn.Linear)
+    flat = nn.Parameter(torch.ones(4))
+    assert not room.is_in_flat_parameter(flat)
+    _set_fsdp_flattened(flat)
+    assert all(map(room.is_in_flat_parameter, (flat, *flat.split(2))))
+
+
+@needs("has_graph")
+def a_view_that_lost_its_graph_has_had_one() -> None:
+    base = torch.ones(2, requires_grad=True) * 1
+    one, other = base.unbind()
+    assert room.has_graph(one)
+    other.detach().mul_(2)
+    assert room.has_graph(one) and not room.has_graph(torch.ones(1))
+
+
 @needs("lacks_values", "NEEDS_NUMBERS")
 def errors_for_the_want_of_values_are_known() -> None:
     def error_of(run: Callable[[Tensor], Any]) -> BaseException:

@@ -18,7 +18,7 @@ from process_groups import finish, start, wait_for
 
 ON_FOUR = ("fsdp, parts", "sequence parallel", "context parallel", "experts", "pipeline, zero bubble", PATCHED)
 PROGRAMS_OF = {2: [*PROGRAMS], 4: [name for name in ON_FOUR if name in PROGRAMS]}
-GATHERS = ("allgather_base", "all_gather_into_tensor")
+GATHERS = ("allgather", "allgather_base", "all_gather_into_tensor")
 
 
 def reports_of(processes: int, name: str, base: Path) -> list[dict[str, Any]]:

@@ -139,3 +139,26 @@ def test_a_symmetric_buffer_that_is_transposed_between(size: int) -> None:
         out = checkpointed(x).sum()
         module.table.data = module.table.data.t()
         assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+
+
+def test_a_module_with_a_view_whose_base_was_written_to() -> None:
+    """Autograd cannot differentiate one of several views any more: to ask for its graph is an error."""
+
+    def gradients(wrap: Callable[[nn.Module], Any]) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        base = module[0].weight * 1
+        module[0].rows = base.unbind()[0]
+        with torch.no_grad():
+            base.mul_(2)
+        with pytest.raises(RuntimeError, match="multiple views"):
+            _ = module[0].rows.grad_fn
+        for _ in range(3):
+            wrap(module)(torch.randn(2, 4)).sin().sum().backward()
+        return [parameter.grad for parameter in module.parameters()]
+
+    plain, ran = gradients(lambda module: module), Watched()
+    with observed_by(ran):
+        ours = gradients(reactivate.checkpoint)
+    assert ran.regions == ran.recomputations == 3
+    assert all(map(torch.equal, plain, ours))
