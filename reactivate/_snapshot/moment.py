@@ -143,7 +143,7 @@ class Moment:
             buffers += module.buffers(recurse=False)
         buffers += tree.tensors
         state += buffers
-        self.hooks = [*self.hooks, *GLOBAL_HOOKS, *parts.forward_hooks, *parts.backward_hooks]
+        self.hooks = [*self.hooks, *GLOBAL_HOOKS, *parts.hooks]
         ours = filterfalse(is_in_flat_parameter, parameters) if tree.has_wrappers else parameters
         self.hooks += [*map(vars, ours), *map(vars, buffers)]
 

@@ -85,12 +85,13 @@ class Layout:
         sizes: how many entries each registry has.
         keys: the names of all entries.
         parameters, buffers, children: functions that pick those from all entries.
-        full, empty: functions that pick the registries that hold anything, and the others, from all dicts of the modules.
+        full, empty, hooks: functions that pick from all dicts of the modules the registries that hold anything, the others,
+            and the dicts of hooks, those of forwards first.
     """
 
     __slots__ = (
-        *("_counts", "_filled", "_getters", "buffers", "children", "empty", "full", "keys", "names", "parameters"),
-        "sizes",
+        *("_counts", "_filled", "_getters", "buffers", "children", "empty", "full", "hooks", "keys", "names"),
+        *("parameters", "sizes"),
     )
 
     def __init__(self, namespaces: Sequence[Namespace]) -> None:
@@ -104,6 +105,9 @@ class Layout:
         places = [divmod(index, 3) for index in range(len(registries))]  # among all dicts of the modules
         self.full = _picking([module * _COUNT + kind for (module, kind), size in zip(places, self.sizes) if size])
         self.empty = _picking([module * _COUNT + kind for (module, kind), size in zip(places, self.sizes) if not size])
+        self.hooks = _picking(
+            [module * _COUNT + kind for pair in ((3, 4), (5, 6)) for module in range(len(namespaces)) for kind in pair]
+        )
         kinds = [index % 3 for index, size in enumerate(self.sizes) for _ in range(size)]
         entries = list(chain.from_iterable(map(dict.values, registries)))
         filled = [(index, kind) for index, kind in enumerate(kinds) if entries[index] is not None]
@@ -148,14 +152,24 @@ class Parts:
 
     Attributes:
         versions: of the dicts that hold anything; None if one is of a subclass, which may change its order unseen.
-        forward_hooks, backward_hooks: the dicts of hooks.
+        hooks: the dicts of hooks, those of forwards first.
         attributes: the values of all attributes; set by `read` or by the caller.
         entries: all parameters, buffers and children.
     """
 
     __slots__ = (
-        *("_empty", "_filled", "_full", "_goes_on", "attributes", "backward_hooks", "entries", "forward_hooks"),
-        *("layout", "namespaces", "versions"),
+        *(
+            "_empty",
+            "_filled",
+            "_full",
+            "_goes_on",
+            "attributes",
+            "entries",
+            "hooks",
+            "layout",
+            "namespaces",
+            "versions",
+        ),
     )
     attributes: Sequence[Any]
     entries: list[Any]
@@ -184,8 +198,7 @@ class Parts:
         self._filled = filled = [*self.namespaces, *self._full]
         is_plain = not any(self._empty) and _DICT.issuperset(map(type, filled))
         self.versions: list[int] | None = list(map(version_of_dict, filled)) if is_plain else None
-        self.forward_hooks: list[dict[int, Any]] = dicts[3::_COUNT] + dicts[4::_COUNT]
-        self.backward_hooks: list[dict[int, Any]] = dicts[5::_COUNT] + dicts[6::_COUNT]
+        self.hooks: Sequence[dict[int, Any]] = layout.hooks(dicts)
 
     def hold(self) -> None:
         """Hold the attributes as a moment does: strongly held, graphs would chain the steps of a training run."""

@@ -55,20 +55,23 @@ class Tree:
         kept: the structure that is kept, if it is: regions to come find in `small_layout` which tensors were small.
     """
 
-    __slots__ = (
-        *("contents", "generators", "has_wrappers", "holders", "is_lazy", "kept", "modules", "names", "parts"),
-        *("scripted", "scripts", "stateful", "tensors"),
-    )
+    # What a tree that was kept does not have:
+    scripted: Sequence[Module] = ()
+    stateful: Sequence[Any] = ()
+    tensors: Sequence[Tensor] = ()
+    generators: tuple[Any, ...] = ()
+    scripts: tuple[Any, ...] = ()
+    is_lazy = has_wrappers = False
 
     def __init__(self, walk: ModuleWalk) -> None:
         self.modules: Sequence[Module] = walk.modules
         self.scripted = [module for module in walk.modules if isinstance(module, ScriptModule)]
         own = [item for item in walk.modules if item not in self.scripted] if self.scripted else walk.modules
         self.parts = Parts([module.__dict__ for module in own])
-        self.stateful: list[Any] = [module for module in own if hasattr(type(module), "recompute_state")]
+        self.stateful = [module for module in own if hasattr(type(module), "recompute_state")]
         self.holders: Sequence[Holder] = walk.holders
         self.contents: Sequence[Contents] = [holder.record() for holder in walk.holders]
-        self.tensors: Sequence[Tensor] = walk.tensors
+        self.tensors = walk.tensors
         self.generators, self.scripts, self.is_lazy = walk.generators, walk.scripts, walk.is_lazy
         self.has_wrappers = walk.has_wrappers
         self.names: Callable[[], NamesOfWriters] = walk.code.names
@@ -127,13 +130,9 @@ class KeptTree:
             return None
         tree = Tree.__new__(Tree)
         tree.modules, tree.parts, tree.holders, tree.contents = modules, parts, self._holders, self._contents
-        tree.scripted = tree.stateful = []
-        tree.tensors = ()
         if self._attributes is None:
             tree.tensors = [item for item in parts.attributes if isinstance(item, Tensor) and not has_graph(item)]
             parts.hold()
-        tree.generators = tree.scripts = ()
-        tree.is_lazy = tree.has_wrappers = False
         tree.names, tree.kept = self._names, self
         return tree
 
@@ -193,7 +192,7 @@ def _is_plain_tensor(item: Any) -> bool:
 
 def are_hooked(parts: Parts) -> bool:
     """Return whether hooks run in a forward: what they close over is looked at in each."""
-    return any(parts.forward_hooks) or any(GLOBAL_FORWARD_HOOKS)
+    return any(parts.hooks[: 2 * len(parts.namespaces)]) or any(GLOBAL_FORWARD_HOOKS)
 
 
 class Trees:
