@@ -27,7 +27,7 @@ from reactivate.planner.plan import Plan
 
 CASES: Cases = {}
 LOWER = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-STEPS = 8  # of which one lets go of all in time, and the first mostly does
+STEPS = 24  # of which one lets go of all in time, and the first mostly does
 
 _FILE = Path(__file__).parent.parent / "examples" / "sharded_llama.py"
 _SPEC = importlib.util.spec_from_file_location("sharded_llama", _FILE)
@@ -54,7 +54,7 @@ def alone(directory: Path) -> Iterator[None]:
 _NUMBERS = itertools.count()
 
 
-def small_llama(layers: int = 3) -> Any:
+def small_llama(layers: int = 2) -> Any:
     torch.manual_seed(0)
     return llama.Llama(layers, width=128, heads=4, shared_heads=4, hidden=256, vocabulary=512)
 
@@ -68,7 +68,7 @@ class Labelled(GPT):
 
 def small_gpt() -> Labelled:
     torch.manual_seed(0)
-    return Labelled(dim=96, layers=3)
+    return Labelled(dim=96, layers=2)
 
 
 def batch() -> tuple[Tensor, Tensor]:

@@ -165,6 +165,14 @@ class Search:
                 limit -= max(1, found.trace.needed_bytes - budget_bytes)
         return None
 
+    def promised_seconds(self, budget_bytes: int) -> float:
+        """Return the seconds of the fastest choice as the problem has it, before any proof; 0 if it knows of none."""
+        try:
+            solution = Problem(self.chain, budget_bytes).solve(budget_bytes)
+        except Infeasible:
+            return 0.0
+        return self._plain_seconds + self._head_seconds + solution.seconds
+
     def smallest(self) -> ProvenStep:
         """Return the choice with the least peak; of those, if there are any, in which the storage can do its part."""
         found: ProvenStep | None = self._least_corrected()

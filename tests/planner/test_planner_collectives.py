@@ -205,7 +205,7 @@ def test_a_stage_of_a_pipeline_holds_the_microbatches_that_are_under_way(ranks: 
     def step(in_flight: int) -> Callable[[], None]:
         def run() -> None:
             waiting = []
-            for _ in range(6):
+            for _ in range(4):
                 waiting.append(stage(torch.empty(2048, 256, requires_grad=True)))
                 if len(waiting) == in_flight:
                     go_back(waiting.pop(0))
