@@ -17,7 +17,7 @@ from reactivate.errors import UsageError
 from reactivate.integrations.recipe._base import Example, Recipe
 from reactivate.integrations.recipe._grammar import listed
 from reactivate.integrations.recipe._native import Native
-from reactivate.integrations.recipe._objects import fields_of, is_object, sections_of
+from reactivate.integrations.recipe._objects import fields_of, is_object
 from reactivate.integrations.recipe._torchtitan import Torchtitan
 from reactivate.integrations.recipe._torchtitan_classes import TorchtitanClasses
 from reactivate.integrations.recipe._torchtune import Torchtune
@@ -111,7 +111,7 @@ def _mapping(source: Source, section: str | None) -> dict[str, Any]:
         given = read_yaml(Path(source))
     place = "the recipe"
     if section is not None and is_object(given):
-        given = sections_of(given)
+        given = {item.name: getattr(given, item.name) for item in fields(given)}
     if section is not None and isinstance(given, Mapping):
         if section not in given:
             raise UsageError(f"recipe: there is no section {section!r}. There are: {listed(given)}.")
