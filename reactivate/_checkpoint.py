@@ -17,7 +17,7 @@ from torch.nn import Module
 from reactivate._modules.view import view_of
 from reactivate._options import DEFAULT_OPTIONS, CheckMode, make_options, with_policy
 from reactivate._region.options import Options
-from reactivate._region.run import module_called_by, run, run_module
+from reactivate._region.run import runner_of
 from reactivate._run import run_region
 from reactivate._text.words import counted, described, did_you_mean, name_of
 from reactivate._types import DEVICE, Guard, Policy, Storage
@@ -261,8 +261,8 @@ def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> 
         raise UsageError(
             f"checkpoint takes a module, and {fn.__name__} is its class: write checkpoint({fn.__name__}(...))."
         )
-    module = module_called_by(fn)
-    call: Any = run_region, run if module is None else run_module, options, fn if module is None else module
+    runner, called = runner_of(fn)
+    call: Any = run_region, runner, options, called
     if is_compiling():  # dynamo makes no objects of other classes while it traces
         return functools.partial(*call)
     region: Any = CheckpointedFunction(*call) if isinstance(fn, Module) or _dynamo_knows_partials else _function(call)

@@ -6,7 +6,6 @@ Fake tensors, dispatch modes and transforms of `torch.func` are the engine's own
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from torch import is_grad_enabled
@@ -16,13 +15,12 @@ from reactivate._backends import backends
 from reactivate._compilers.aot import run_tagged
 from reactivate._options import contexts_in_graph
 from reactivate._region.options import Options
+from reactivate._region.run import Runner
 from reactivate._snapshot.call import Call
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_while_traced
 from reactivate._torch.modes import is_aot_tracing, is_dispatch_mode_active
 from reactivate._torch.ops import tensors_in
 from reactivate.errors import UnsupportedError
-
-Runner = Callable[[Any, tuple[Any, ...], dict[str, Any], Options], Any]
 
 
 def run_region(runner: Runner, options: Options, fn: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import is_grad_enabled
@@ -16,6 +17,8 @@ from reactivate._region.options import Options
 from reactivate._region.region import Region
 from reactivate._torch.dynamo import leave_to_eager
 from reactivate._torch.modules import has_hooks, module_call
+
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any], Options], Any]
 
 
 def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -52,9 +55,9 @@ def run_module(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], op
         stand_in.leave()
 
 
-def module_called_by(fn: Any) -> Module | None:
-    """Return the module whose `__call__` the region is, if it is one."""
+def runner_of(fn: Any) -> tuple[Runner, Any]:
+    """Return the runner of a region, and the function or, if the region is the `__call__` of a module, that."""
     if isinstance(fn, Module):
-        return fn if type(fn).__call__ is module_call else None
+        return (run_module if type(fn).__call__ is module_call else run), fn
     owner = getattr(fn, "__self__", None)
-    return owner if isinstance(owner, Module) and fn == owner.__call__ else None
+    return (run_module, owner) if isinstance(owner, Module) and fn == owner.__call__ else (run, fn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,7 +14,7 @@ import torch
 from reactivate._backends import synchronize
 from reactivate._options import make_options
 from reactivate._region.options import Options
-from reactivate._region.run import module_called_by, run, run_module
+from reactivate._region.run import runner_of
 from reactivate._run import run_region
 from reactivate._torch.dynamo import leave_out_of_graphs
 from reactivate._types import DEVICE, Call, Guard, Storage
@@ -31,8 +31,7 @@ def call_region(
 
 def call_with(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function as a region with these options; a module inside of its hooks."""
-    module = module_called_by(function)
-    runner, called = (run, function) if module is None else (run_module, module)
+    runner, called = runner_of(function)
     if options.inputs is not DEVICE:
         return _call_outside_of_graphs(runner, options, called, args, kwargs)
     return run_region(runner, options, called, *args, **kwargs)
@@ -83,53 +82,39 @@ def with_tracker(tracker: Any) -> Guards:
     return DEFAULT if tracker is None or not tracker.get_states() else DEFAULT.adding(guard_of(tracker))
 
 
-class Boundaries(Guard):
-    """Does something where the forward of a region and its recomputations begin and end.
+class Synchronized(Guard):
+    """Waits for the accelerator where the forward of a region and its recomputations begin and end.
 
     Args:
-        begin: () -> anything.
-        end: called with what `begin` returned, and with "forward" or "recomputation".
+        logger: gets how long they take; None logs nothing.
     """
 
     name = "boundaries"
 
-    def __init__(self, begin: Callable[[], Any], end: Callable[[Any, str], None]) -> None:
-        self._begin = begin
-        self._end = end
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        self._logger = logger
 
     def before(self, call: Call) -> Any:
-        return (self._begin(),)
+        return self._begin()
 
     def leave(self, token: Any, error: BaseException | None) -> None:
         if error is None:
-            self._end(token[0], "forward")
-
-    def recompute(self, snapshot: Any) -> AbstractContextManager[Any]:
-        return self._recomputation()
+            self._end(token, "forward")
 
     @contextmanager
-    def _recomputation(self) -> Iterator[None]:
+    def recompute(self, snapshot: Any) -> Iterator[None]:
         begun = self._begin()
         yield
         self._end(begun, "recomputation")
 
-
-SYNCHRONIZED = Boundaries(synchronize, lambda begun, kind: synchronize())
-"""Waits for the accelerator at each boundary."""
-
-
-def timed(logger: logging.Logger) -> Boundaries:
-    """Return a guard that logs how long forwards and recomputations take."""
-
-    def begin() -> float:
+    def _begin(self) -> float:
         synchronize()
         return time.perf_counter()
 
-    def end(begun: float, kind: str) -> None:
+    def _end(self, begun: float, kind: str) -> None:
         synchronize()
-        logger.info("checkpoint: %s took %.3f ms", kind, 1e3 * (time.perf_counter() - begun))
-
-    return Boundaries(begin, end)
+        if self._logger is not None:
+            self._logger.info("checkpoint: %s took %.3f ms", kind, 1e3 * (time.perf_counter() - begun))
 
 
 class Chosen:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,6 @@ from reactivate.errors import UnsupportedError, UsageError
 from reactivate.storage import Host, Sharded
 
 SECTION = "activation_checkpointing"
-# {key in DeepSpeed's configuration: field}
-_KEYS = {
-    "partition_activations": "partitions",
-    "contiguous_memory_optimization": "is_contiguous",
-    "cpu_checkpointing": "is_in_cpu",
-    "number_checkpoints": "layers",
-    "synchronize_checkpoint_boundary": "synchronizes",
-    "profile": "is_profiled",
-}
 
 
 class OptionsError(UsageError, AssertionError):
@@ -32,32 +23,36 @@ class OptionsError(UsageError, AssertionError):
 
 @dataclass(frozen=True)
 class DeepSpeedOptions:
-    """The options that `configure` was told.
+    """The options that `configure` was told: those of DeepSpeed's configuration have the names that they have there.
 
     Attributes:
-        partitions: whether inputs are sharded over the model-parallel group.
-        is_contiguous: whether in contiguous buffers.
-        is_in_cpu: whether they go to the host.
-        layers: how many checkpoints there are, for contiguous buffers.
-        synchronizes: whether each boundary of a region waits for the device.
-        is_profiled: whether times are logged.
+        partition_activations: whether inputs are sharded over the model-parallel group.
+        contiguous_memory_optimization: whether in contiguous buffers.
+        cpu_checkpointing: whether they go to the host.
+        number_checkpoints: how many checkpoints there are, for contiguous buffers.
+        synchronize_checkpoint_boundary: whether each boundary of a region waits for the device.
+        profile: whether times are logged.
         group: the model-parallel group; None if there is none.
         is_configured: whether `configure` was called.
     """
 
-    partitions: bool = False
-    is_contiguous: bool = False
-    is_in_cpu: bool = False
-    layers: int | None = None
-    synchronizes: bool = False
-    is_profiled: bool = False
+    partition_activations: bool = False
+    contiguous_memory_optimization: bool = False
+    cpu_checkpointing: bool = False
+    number_checkpoints: int | None = None
+    synchronize_checkpoint_boundary: bool = False
+    profile: bool = False
     group: Any = None
     is_configured: bool = False
 
     def storage(self) -> Storage:
         """Return where the inputs of regions wait."""
-        own: Storage = Host(least_bytes=0) if self.is_in_cpu else DEVICE
-        return Sharded(self.group, storage=own, least_bytes=0) if self.partitions and self.group is not None else own
+        own: Storage = Host(least_bytes=0) if self.cpu_checkpointing else DEVICE
+        return (
+            Sharded(self.group, storage=own, least_bytes=0)
+            if self.partition_activations and self.group is not None
+            else own
+        )
 
     def checked(self) -> DeepSpeedOptions:
         """Return these settings, if they mean something here.
@@ -66,17 +61,20 @@ class DeepSpeedOptions:
             UsageError: they do not go together.
             UnsupportedError: one has no meaning here.
         """
-        if not self.is_contiguous:
+        if not self.contiguous_memory_optimization:
             return self
-        if not self.partitions or self.layers is None:
+        if not self.partition_activations or self.number_checkpoints is None:
             raise OptionsError(
                 "contiguous_checkpointing=True goes with partition_activations=True and num_checkpoints, a number of layers "
-                f"(got {self.partitions}, {self.layers})."
+                f"(got {self.partition_activations}, {self.number_checkpoints})."
             )
         raise UnsupportedError(
             "contiguous_checkpointing=True is not supported: what ranks keep is in blocks of torch's caching allocator, "
             "which are used again. Leave it out; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         )
+
+
+_KEYS = [item.name for item in fields(DeepSpeedOptions) if item.name not in ("group", "is_configured")]
 
 
 def configured(before: DeepSpeedOptions, mpu: Any, config: Any, **given: Any) -> DeepSpeedOptions:
@@ -92,10 +90,10 @@ def configured(before: DeepSpeedOptions, mpu: Any, config: Any, **given: Any) ->
         UsageError: a key, a value or a file that there is not.
         UnsupportedError: an option without a meaning here.
     """
-    fields = {} if config is None else _from_file(config)
-    fields |= {name: value for name, value in given.items() if value is not None}
+    options = {} if config is None else _from_file(config)
+    options |= {name: value for name, value in given.items() if value is not None}
     group = before.group if mpu is None else _group_of(mpu)
-    return replace(DeepSpeedOptions(), **fields, group=group, is_configured=True).checked()
+    return replace(DeepSpeedOptions(), **options, group=group, is_configured=True).checked()
 
 
 def _from_file(config: Any) -> dict[str, Any]:
@@ -112,7 +110,7 @@ def _from_file(config: Any) -> dict[str, Any]:
             raise UsageError(
                 f"{SECTION} has no option {key!r}. There are: {', '.join(_KEYS)}.{did_you_mean(key, _KEYS)}"
             )
-    return {_KEYS[key]: value for key, value in section.items()}
+    return dict(section)
 
 
 def _group_of(mpu: Any) -> Any:

@@ -12,11 +12,6 @@ from reactivate.policies import full, none, recompute_modules
 from reactivate.policies._base import ReadyMade, written
 from reactivate.policies._select import Selector
 
-_OUTPUT_DISCARDED = (
-    "Megatron recomputes it without keeping its output (CheckpointWithoutOutput). A region around it keeps its input and "
-    "saves nothing, since what follows keeps the output"
-)
-
 
 def _is_moe(site: Site) -> bool:
     return any(kind.__name__ == "MoELayer" for kind in type(site.module).__mro__)
@@ -32,7 +27,7 @@ _MODULES: dict[str, Selector] = {
     "moe": _is_moe,
     "shared_experts": "shared_experts",
 }
-_REFUSED = dict.fromkeys(("layernorm", "moe_act", "mla_up_proj"), _OUTPUT_DISCARDED)
+_WITHOUT_OUTPUT = ("layernorm", "moe_act", "mla_up_proj")
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,8 +93,12 @@ def _parts_of_layers(method: str | None, layers: int | None, modules: Sequence[s
     if isinstance(modules, str) or not modules:
         raise UsageError(f"recompute_modules is a list of names, of {', '.join(_MODULES)}; got {modules!r}.")
     for name in modules:
-        if name in _REFUSED:
-            raise UsageError(f"recompute_modules={name!r} is no policy: {_REFUSED[name]}.")
+        if name in _WITHOUT_OUTPUT:
+            raise UsageError(
+                f"recompute_modules={name!r} is no policy: Megatron recomputes it without keeping its output "
+                "(CheckpointWithoutOutput). A region around it keeps its input and saves nothing, since what follows keeps "
+                "the output."
+            )
         if name not in _MODULES:
             raise UsageError(
                 f"recompute_modules={name!r}: there are {', '.join(_MODULES)}.{did_you_mean(name, _MODULES)}"

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from reactivate.dropin._calls import Boundaries
+from reactivate._types import Call, Guard
 from reactivate.errors import UsageError
 
 
@@ -44,22 +44,20 @@ def parallel(*, group: Any = None, tracker: Any = None) -> Iterator[None]:
         _parallel.reset(token)
 
 
-def _enter() -> None:
-    open_regions.set(open_regions.get() + 1)
-
-
-def _leave(begun: None, kind: str) -> None:
-    open_regions.set(open_regions.get() - 1)
-
-
-class _Checkpointing(Boundaries):
+class _Checkpointing(Guard):
     """Counts the regions that the calling code is inside of, also if one ends by an exception."""
 
+    name = "boundaries"
+
+    def before(self, call: Call) -> Any:
+        open_regions.set(open_regions.get() + 1)
+        return ()
+
     def leave(self, token: Any, error: BaseException | None) -> None:
-        _leave(None, "forward")
+        open_regions.set(open_regions.get() - 1)
 
     @contextmanager
-    def _recomputation(self) -> Iterator[None]:
+    def recompute(self, snapshot: Any) -> Iterator[None]:
         token = open_regions.set(open_regions.get() + 1)
         try:
             yield
@@ -67,7 +65,7 @@ class _Checkpointing(Boundaries):
             open_regions.reset(token)
 
 
-CHECKPOINTING = _Checkpointing(_enter, _leave)
+CHECKPOINTING = _Checkpointing()
 
 
 def tensor_parallel_group() -> Any:

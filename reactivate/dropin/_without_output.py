@@ -41,11 +41,6 @@ class WithoutOutput:
         self._outputs: Outputs | None = None
         self._registration: _Registration | None = None
 
-    @property
-    def is_called(self) -> bool:
-        """True once there was an output to discard."""
-        return self._registration is not None
-
     def guards(self) -> Guards:
         """Return the guards of a region. A subclass may have others."""
         return DEFAULT
@@ -128,7 +123,7 @@ class SeveralWithoutOutput:
             raise _NoCheckpointError(
                 f"add_checkpoint(ckpt) takes a CheckpointWithoutOutput, got {type(ckpt).__name__}."
             )
-        if not ckpt.is_called:
+        if ckpt._registration is None:
             raise UsageError(
                 "add_checkpoint(ckpt) takes a CheckpointWithoutOutput that was called. Call ckpt.checkpoint(run_function, "
                 "*args) first, or give it this manager: CheckpointWithoutOutput(ckpt_manager=manager)."

@@ -18,6 +18,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from reactivate._backends import accelerator
 from reactivate._types import DEVICE, Storage
-from reactivate.dropin._calls import SYNCHRONIZED, Chosen, call_region, timed, with_tracker
+from reactivate.dropin._calls import Chosen, Synchronized, call_region, with_tracker
 from reactivate.dropin._deepspeed_settings import DeepSpeedOptions, configured
 from reactivate.dropin._installation import Installation, Tally, again, library
 from reactivate.errors import UsageError
@@ -56,7 +57,8 @@ _OF_THE_TRACKER = (
 )
 _STREAM = "model-parallel-rng"
 _UPSTREAM = "deepspeed.runtime.activation_checkpointing.checkpointing"
-_TIMED = timed(logging.getLogger("reactivate.dropin.deepspeed"))
+_SYNCHRONIZED = Synchronized()
+_TIMED = Synchronized(logging.getLogger("reactivate.dropin.deepspeed"))
 
 settings = DeepSpeedOptions()
 """The settings of this instance. `install` has an instance of this module of its own."""
@@ -88,10 +90,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     tally.add()
     guards = with_tracker(_tracker())
-    if settings.is_profiled:
+    if settings.profile:
         guards = guards.adding(_TIMED)
-    elif settings.synchronizes:
-        guards = guards.adding(SYNCHRONIZED)
+    elif settings.synchronize_checkpoint_boundary:
+        guards = guards.adding(_SYNCHRONIZED)
     storage = settings.storage()
     inputs: Storage = storage if storage is DEVICE else Chosen(storage, _is_checkpointed)
     result = call_region(function, args, kwargs, guards, inputs)
@@ -142,12 +144,12 @@ def configure(
         settings,
         mpu_,
         deepspeed_config,
-        partitions=partition_activations,
-        is_contiguous=contiguous_checkpointing,
-        layers=num_checkpoints,
-        is_in_cpu=checkpoint_in_cpu,
-        synchronizes=synchronize,
-        is_profiled=profile,
+        partition_activations=partition_activations,
+        contiguous_memory_optimization=contiguous_checkpointing,
+        number_checkpoints=num_checkpoints,
+        cpu_checkpointing=checkpoint_in_cpu,
+        synchronize_checkpoint_boundary=synchronize,
+        profile=profile,
     )
 
 
@@ -158,17 +160,17 @@ def is_configured() -> bool:
 
 def set_num_layers(nlayers: int) -> None:
     """Note a number of checkpoints: without an effect, as in DeepSpeed without contiguous buffers."""
-    _change(layers=nlayers)
+    _change(number_checkpoints=nlayers)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Switch `partition_activations`."""
-    _change(partitions=partition_activation)
+    _change(partition_activations=partition_activation)
 
 
 def reset() -> None:
     """Unlock the memory of the host that is not in use. There are no other buffers."""
-    if settings.is_in_cpu:
+    if settings.cpu_checkpointing:
         Host(least_bytes=0).clear()
 
 
@@ -272,7 +274,7 @@ def install() -> Installation:
 
 def _change(**fields: Any) -> None:
     global settings
-    settings = DeepSpeedOptions(**{**vars(settings), **fields})
+    settings = replace(settings, **fields)
 
 
 def _is_checkpointed(tensor: Tensor) -> bool:

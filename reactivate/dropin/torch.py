@@ -39,7 +39,7 @@ from torch.utils.checkpoint import (
 
 from reactivate._passes.logs import set_aside
 from reactivate._region.region import Region
-from reactivate._region.run import module_called_by, run, run_module
+from reactivate._region.run import runner_of
 from reactivate._region.sharing import current_group, shared_recompute
 from reactivate._run import run_untraced
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
@@ -177,8 +177,7 @@ def _checkpoint(
         return function(*args, **kwargs)
     options = asked.options(guards, offload, _debug.get(), _early_stop.get())
     tally.add()
-    module = module_called_by(function)
-    runner, called = (run, function) if module is None else (run_module, module)
+    runner, called = runner_of(function)
     return run_untraced(runner, options, called, args, kwargs)
 
 

@@ -72,18 +72,15 @@ def checkpoint(
         >>> reactivate.dropin.transformer_engine.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     """
     tally.add()
-    used = _guards(guards, get_rng_state_tracker)
+    used = guards.adding(_AUTOCAST)
+    if get_rng_state_tracker is not None:
+        used = used.adding(guard_of(get_rng_state_tracker))
     asked = Asked(context_fn=context_fn, determinism_check=determinism_check, debug=debug)
     options = asked.options(used, offload, None, None)
     if distribute_saved_activations:
         is_first = is_first_of(args, "checkpoint(function, *args, distribute_saved_activations=True)")
         options = options.of(None, None, None, Chosen(Sharded(tp_group, least_bytes=0), is_first))
     return call_with(options, function, args, kwargs)
-
-
-def _guards(guards: Guards, get_rng_state_tracker: Callable[[], Any] | None) -> Guards:
-    guards = guards.adding(_AUTOCAST)
-    return guards if get_rng_state_tracker is None else guards.adding(guard_of(get_rng_state_tracker))
 
 
 @refuse_unknown

@@ -128,7 +128,7 @@ def test_configuration() -> None:
     assert deepspeed.settings.storage() == Device()
     deepspeed.set_num_layers(3)
     deepspeed.partition_activations_in_checkpoint(False)
-    assert (deepspeed.settings.layers, deepspeed.settings.partitions) == (3, False)
+    assert (deepspeed.settings.number_checkpoints, deepspeed.settings.partition_activations) == (3, False)
     deepspeed.configure(None)
     assert deepspeed.settings == DeepSpeedOptions(is_configured=True)
 
@@ -137,9 +137,9 @@ def test_file(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 4}}))
     deepspeed.configure(None, str(path))
-    assert (deepspeed.settings.is_in_cpu, deepspeed.settings.layers) == (True, 4)
+    assert (deepspeed.settings.cpu_checkpointing, deepspeed.settings.number_checkpoints) == (True, 4)
     deepspeed.configure(None, path, checkpoint_in_cpu=False)  # what is given goes before the file
-    assert (deepspeed.settings.is_in_cpu, deepspeed.settings.layers) == (False, 4)
+    assert (deepspeed.settings.cpu_checkpointing, deepspeed.settings.number_checkpoints) == (False, 4)
     deepspeed.configure(None, {"train_batch_size": 8})
     assert deepspeed.settings == DeepSpeedOptions(is_configured=True)
 

@@ -108,11 +108,6 @@ def test_what_is_not_of_the_engine_is_torchs_own(name: str) -> None:
 # -- use_reentrant ---------------------------------------------------------------------------------------------------
 
 
-@VARIANTS
-def test_both_variants(use_reentrant: bool) -> None:
-    check(one_block, wrapped(use_reentrant=use_reentrant))
-
-
 @pytest.mark.parametrize("name", ["checkpoint", "checkpoint_sequential"])
 def test_without_use_reentrant_there_is_torchs_warning(name: str) -> None:
     """The warning begins as torch's does, comes once, and points at the caller; what runs is the same."""

@@ -17,6 +17,7 @@ import torch
 import torch.utils.checkpoint as upstream
 from journal import Journal
 from oracle import Case, Ran, assert_bitwise, assert_same, backward_once, run
+from several import each
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -306,22 +307,30 @@ def test_every_name_of_torch() -> None:
 # -- what they do ----------------------------------------------------------------------------------------------------
 
 
-def test_checkpoint_sequential() -> None:
-    def wrap(model: Any) -> Any:
-        return lambda x: checkpoint_sequential(model, 3, x, use_reentrant=False)
+def apply_to_blocks(model: Any, variant: CheckpointImpl) -> Any:
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=variant)
+    apply_activation_checkpointing(model, wrapper, lambda module: type(module) is nn.Sequential)
+    return model
 
+
+VARIANTS = list(CheckpointImpl)
+
+
+@each(
+    ("wrap", "make", "regions"),
+    [
+        (lambda model: lambda x: checkpoint_sequential(model, 3, x, use_reentrant=False), three_blocks, 2),
+        (lambda fn: lambda *args: CheckpointFunction.apply(fn, True, *args), one_block, 1),
+        (composable, one_block, 1),
+        *((functools.partial(checkpoint_wrapper, checkpoint_impl=variant), one_block, 1) for variant in VARIANTS),
+        *((functools.partial(apply_to_blocks, variant=variant), three_blocks, 3) for variant in VARIANTS),
+    ],
+)
+def test_every_way_into_a_region(wrap: Callable[[Any], Any], make: Callable[[], Case], regions: int) -> None:
+    """Run it here while the drop-in is installed, and on torch afterwards."""
     with dropin.install():
-        check_runs_here(wrap, three_blocks, regions=2)
-    check_runs_on_torch(wrap, three_blocks)
-
-
-def test_checkpoint_function() -> None:
-    def wrap(fn: Any) -> Any:
-        return lambda *args: CheckpointFunction.apply(fn, True, *args)
-
-    with dropin.install():
-        check_runs_here(wrap)
-    check_runs_on_torch(wrap)
+        check_runs_here(wrap, make, regions)
+    check_runs_on_torch(wrap, make)
 
 
 def test_early_stop() -> None:
@@ -394,26 +403,6 @@ def test_graph_exec_group() -> None:
 # -- torch.distributed -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", CheckpointImpl)
-def test_checkpoint_wrapper(variant: CheckpointImpl) -> None:
-    wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=variant)
-    with dropin.install():
-        check_runs_here(wrap)
-    check_runs_on_torch(wrap)
-
-
-@pytest.mark.parametrize("variant", CheckpointImpl)
-def test_apply_activation_checkpointing(variant: CheckpointImpl) -> None:
-    def wrap(model: Any) -> Any:
-        wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=variant)
-        apply_activation_checkpointing(model, wrapper, lambda module: type(module) is nn.Sequential)
-        return model
-
-    with dropin.install():
-        check_runs_here(wrap, three_blocks, regions=3)
-    check_runs_on_torch(wrap, three_blocks)
-
-
 def test_wrappers_change_their_engine() -> None:
     """One made before runs here while it is installed; one made then runs on torch afterwards."""
     before = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
@@ -433,12 +422,6 @@ def test_decorated_functions_change_their_engine() -> None:
         meanwhile = checkpoint(use_reentrant=False)(torch.sin)
         assert [regions_of(before, x), regions_of(meanwhile, x)] == [1, 1]
     assert [regions_of(before, x), regions_of(meanwhile, x)] == [0, 0]
-
-
-def test_composable() -> None:
-    with dropin.install():
-        check_runs_here(composable)
-    check_runs_on_torch(composable)
 
 
 def test_composable_after_an_exception() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -95,6 +96,16 @@ class Recipe:
         given = {item.name: getattr(self, item.name) for item in fields(self)}
         changed = {item.name: given[item.name] for item in fields(self) if given[item.name] != item.default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+
+
+def check_op_or_number(field: str, option: int | str | None) -> None:
+    """See to it that an option of a selective mode is one, if it is given.
+
+    Raises:
+        UsageError: it is neither "op" nor a number of layers.
+    """
+    if option is not None and option != "op" and not re.fullmatch("[1-9][0-9]*", str(option)):
+        raise UsageError(f"recipe: {field}={option!r} is not allowed. It takes {OP_OR_NUMBER}.")
 
 
 def needed(module: str, purpose: str) -> Any:

@@ -21,6 +21,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 POLICIES: Functions = {name: value for name in policies.__all__ if inspect.isfunction(value := getattr(policies, name))}
 STORAGES: Functions = {"Device": Device, "Disk": Disk, "Host": Host}
+STORAGE_NAMES = {name.lower(): name for name in STORAGES}
 
 
 @dataclass(frozen=True)

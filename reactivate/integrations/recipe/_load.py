@@ -15,8 +15,9 @@ from reactivate._model.handle import Handle
 from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
 from reactivate.integrations.recipe._base import Example, Recipe
+from reactivate.integrations.recipe._grammar import listed
 from reactivate.integrations.recipe._native import Native
-from reactivate.integrations.recipe._objects import fields_of, is_object, sections_of
+from reactivate.integrations.recipe._objects import fields_of, is_object
 from reactivate.integrations.recipe._torchtitan import Torchtitan
 from reactivate.integrations.recipe._torchtitan_classes import TorchtitanClasses
 from reactivate.integrations.recipe._torchtune import Torchtune
@@ -110,10 +111,10 @@ def _mapping(source: Source, section: str | None) -> dict[str, Any]:
         given = read_yaml(Path(source))
     place = "the recipe"
     if section is not None and is_object(given):
-        given = sections_of(given)
+        given = {item.name: getattr(given, item.name) for item in fields(given)}
     if section is not None and isinstance(given, Mapping):
         if section not in given:
-            raise UsageError(f"recipe: there is no section {section!r}. There are: {_listed(given)}.")
+            raise UsageError(f"recipe: there is no section {section!r}. There are: {listed(given)}.")
         given, place = given[section], f"section {section!r}"
         given = {"mode": "none"} if given is None else given
     if is_object(given):
@@ -140,20 +141,16 @@ def _kind_of(given: Mapping[str, Any]) -> type[Recipe]:
             raise UsageError(f"recipe: there is no field {name!r}.{meant} There are: {_fields_of(known)}.")
     if found:
         raise UsageError(
-            f"recipe: {_listed(given) or 'nothing at all'} does not say what to recompute. Add a mode, 'ac_mode' or "
+            f"recipe: {listed(given) or 'nothing at all'} does not say what to recompute. Add a mode, 'ac_mode' or "
             f"'mode', or a 'policy'. Fields are: {_fields_of(known)}."
         )
-    whose = {kind.whose: _listed(name for name in given if name in names) for kind, names in known.items()}
+    whose = {kind.whose: listed(name for name in given if name in names) for kind, names in known.items()}
     mixed = "; ".join(f"{names} of {peer}" for peer, names in whose.items() if names)
     raise UsageError(f"recipe: fields of several at once: {mixed}. Keep to one.")
 
 
 def _fields_of(known: Mapping[type[Recipe], Iterable[str]]) -> str:
     return "; ".join(f"{kind.whose}: {', '.join(item.name for item in fields(kind))}" for kind in known)
-
-
-def _listed(names: Iterable[Any]) -> str:
-    return ", ".join(map(repr, names))
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from reactivate._types import Policy, Storage
 from reactivate.errors import UsageError
 from reactivate.integrations.recipe._grammar import (
     POLICIES,
-    STORAGES,
+    STORAGE_NAMES,
     Spelled,
     check_name,
     kinds_of,
@@ -24,8 +24,6 @@ from reactivate.integrations.recipe._grammar import (
     signature_of,
 )
 from reactivate.integrations.recipe._text import read_text
-
-_STORAGES = {name.lower(): name for name in STORAGES}
 
 
 def read_mapping(spelling: Any) -> Spelled:
@@ -112,9 +110,9 @@ def _argument(function: str, name: str, kind: Any, value: Any) -> Any:
 
 def _storage(function: str, value: Any) -> Spelled:
     name, body = _split(value) if isinstance(value, (str, Mapping)) else (value, {})
-    if name not in _STORAGES:
-        raise UsageError(f"{function}: the storage {value!r} is not known. It takes {listed(_STORAGES)}.")
-    return _call(_STORAGES[name], body)
+    if name not in STORAGE_NAMES:
+        raise UsageError(f"{function}: the storage {value!r} is not known. It takes {listed(STORAGE_NAMES)}.")
+    return _call(STORAGE_NAMES[name], body)
 
 
 def _plain(value: Any) -> Any:

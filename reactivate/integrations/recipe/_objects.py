@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from reactivate.errors import UsageError
@@ -13,11 +12,6 @@ from reactivate.integrations.recipe._torchtitan_classes import CLASSES
 def is_object(source: Any) -> bool:
     """Return whether `source` is an instance of a dataclass."""
     return is_dataclass(source) and not isinstance(source, type)
-
-
-def sections_of(source: Any) -> Mapping[str, Any]:
-    """Return the fields of a dataclass, unchanged."""
-    return {item.name: getattr(source, item.name) for item in fields(source)}
 
 
 def fields_of(source: Any) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from typing import Any
 
 from reactivate._types import Policy, Storage
 from reactivate.errors import UsageError
-from reactivate.integrations.recipe._grammar import POLICIES, STORAGES, Functions, Spelled, check_name, signature_of
+from reactivate.integrations.recipe._grammar import (
+    POLICIES,
+    STORAGE_NAMES,
+    STORAGES,
+    Functions,
+    Spelled,
+    check_name,
+    signature_of,
+)
 
 LONGEST = 10_000  # characters
 
@@ -53,8 +61,8 @@ def parse_storage(text: str, asked_by: str) -> Storage:
         >>> parse_storage("Host(limit=1000)", "--offload").limit, parse_storage("host", "--offload").limit
         (1000, None)
     """
-    names = {name.lower(): name for name in STORAGES}
-    written = f"{names[text.strip().lower()]}()" if text.strip().lower() in names else text
+    name = STORAGE_NAMES.get(text.strip().lower())
+    written = text if name is None else f"{name}()"
     try:
         storage: Storage = _read(written, STORAGES).built()
     except (UsageError, TypeError) as error:

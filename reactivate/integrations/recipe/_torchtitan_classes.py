@@ -10,22 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from torch.nn import Module
-
 from reactivate._types import Policy
 from reactivate.errors import UsageError
-from reactivate.integrations.recipe._base import Example, Settings
-from reactivate.integrations.recipe._layers import layers_of, recompute
+from reactivate.integrations.recipe._layers import Layers
 from reactivate.integrations.recipe._selective_op import selective_op
-from reactivate.integrations.recipe._torchtitan_options import FORCED, NAMES, TorchtitanOptions
-from reactivate.policies import none
+from reactivate.integrations.recipe._torchtitan_options import BUDGET, FORCED, NAMES, TorchtitanOptions
 
 _COMMON = frozenset({"preserve_rng_state", "determinism_check", "debug"})
 # The class that a dump is of.
 _DUMPS = {
     _COMMON: "FullAC",
     _COMMON | {FORCED}: "SelectiveAC",
-    _COMMON | {"memory_budget", "visualize_memory_budget_pareto"}: "MemoryBudgetAC",
+    _COMMON | set(BUDGET): "MemoryBudgetAC",
 }
 CLASSES = tuple(_DUMPS.values())
 # What its command line calls them.
@@ -37,6 +33,8 @@ class TorchtitanClasses(TorchtitanOptions):
     """Fields of torchtitan 0.3, and the name of the class as `mode`."""
 
     whose = "torchtitan 0.3"
+    full_mode = "FullAC"
+    budget_mode = "MemoryBudgetAC"
 
     mode: Annotated[
         Literal["FullAC", "SelectiveAC", "MemoryBudgetAC", "none"],
@@ -63,17 +61,7 @@ class TorchtitanClasses(TorchtitanOptions):
                 f"recipe: {FORCED} is an option of mode='SelectiveAC', and mode is {self.mode!r}. Set that mode, or leave "
                 "the option out."
             )
-        self.check_options("MemoryBudgetAC")
+        self.check_options()
 
-    def policy_for(self, model: Module, example: Example | None = None) -> Policy:
-        if self.mode == "none":
-            return none()
-        if self.mode == "MemoryBudgetAC":
-            return self.plan_for(model, example)
-        layers = layers_of(model)
-        if self.mode == "FullAC":
-            return recompute(layers)
+    def selective(self, layers: Layers) -> Policy:
         return selective_op(layers, self.force_recompute_mm_shapes_by_fqns, FORCED)
-
-    def settings(self) -> Settings:
-        return self.settings_of_plan() if self.mode == "MemoryBudgetAC" else self.settings_with(early_stop=False)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torch.nn import Module
 
+from reactivate._options import CheckMode
+from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT
 from reactivate.integrations.recipe._base import Example, Recipe, Settings
+from reactivate.integrations.recipe._layers import Layers, layers_of, recompute
 from reactivate.integrations.recipe._memory_budget import planned
-from reactivate.planner.plan import Plan
+from reactivate.policies import none
 
 FORCED = "force_recompute_mm_shapes_by_fqns"
+BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
 NAMES = "a list of parts of the paths of Linear modules, such as ['moe.router.gate']"
 SHARE = 0.5  # torchtitan's default
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class TorchtitanOptions(Recipe):
-    """Options that torchtitan's configurations have in common."""
+    """Options that torchtitan's configurations have in common. A subclass says what it calls its modes."""
+
+    full_mode: ClassVar[str]
+    budget_mode: ClassVar[str]
 
     mode: Any
     memory_budget: Annotated[float | None, "a number from 0 to 1"] = None
@@ -30,11 +36,33 @@ class TorchtitanOptions(Recipe):
     determinism_check: Annotated[Literal["default", "none"], "'default' or 'none'"] = "default"
     debug: Annotated[bool, "True or False"] = False
 
-    def check_options(self, budget_mode: str) -> None:
-        """See to it that the options fit together.
+    @property
+    def stops_early(self) -> bool:
+        """False, as in torchtitan where it has no option for it."""
+        return False
 
-        Args:
-            budget_mode: the mode that a memory budget is an option of.
+    def selective(self, layers: Layers) -> Policy:
+        """Return the policy of the selective mode."""
+        raise NotImplementedError
+
+    def policy_for(self, model: Module, example: Example | None = None) -> Policy:
+        if self.mode == "none":
+            return none()
+        if self.mode == self.budget_mode:
+            return planned(model, self._share, example)
+        layers = layers_of(model)
+        return recompute(layers) if self.mode == self.full_mode else self.selective(layers)
+
+    def settings(self) -> Settings:
+        guards = DEFAULT if self.preserve_rng_state else DEFAULT.without("rng")
+        is_plan = self.mode == self.budget_mode  # it holds what it promises under the settings it was simulated with
+        check: CheckMode = "metadata" if is_plan else "first"
+        if self.debug or self.determinism_check == "none":
+            check = "every" if self.debug else "none"
+        return Settings(guards, is_plan or self.stops_early, check)
+
+    def check_options(self) -> None:
+        """See to it that the options fit together.
 
         Raises:
             UsageError: they do not.
@@ -44,54 +72,28 @@ class TorchtitanOptions(Recipe):
                 "recipe: debug=True compares every op of a recomputation, and determinism_check='none' compares nothing. "
                 "Leave one out."
             )
-        if self.mode != budget_mode:
-            self._refuse_budget(budget_mode)
+        if self.mode != self.budget_mode:
+            self._refuse_budget()
         elif self.visualize_memory_budget_pareto:
             raise UsageError(
                 "recipe: visualize_memory_budget_pareto=True is not supported because a recipe writes no files; it takes "
                 "False. Plan.frontier of what Recipe.policy_for returns has the points, and Plan.save draws them."
             )
-        elif not 0 <= self.share <= 1:
+        elif not 0 <= self._share <= 1:
             raise UsageError(
                 f"recipe: memory_budget={self.memory_budget} is not allowed. It takes a number from 0, the least memory "
                 "with which the step runs, to 1, that of the step without checkpointing."
             )
 
-    def _refuse_budget(self, budget_mode: str) -> None:
-        given = {
-            "memory_budget": self.memory_budget,
-            "visualize_memory_budget_pareto": self.visualize_memory_budget_pareto,
-        }
-        for name, value in given.items():
+    def _refuse_budget(self) -> None:
+        for name in BUDGET:
+            value = getattr(self, name)
             if value is not None and value is not False:
                 raise UsageError(
-                    f"recipe: {name}={value!r} is an option of mode={budget_mode!r}, and mode is {self.mode!r}. Set that "
-                    "mode, or leave the option out."
+                    f"recipe: {name}={value!r} is an option of mode={self.budget_mode!r}, and mode is {self.mode!r}. Set "
+                    "that mode, or leave the option out."
                 )
 
     @property
-    def share(self) -> float:
-        """The memory budget."""
+    def _share(self) -> float:
         return SHARE if self.memory_budget is None else self.memory_budget
-
-    def plan_for(self, model: Module, example: Example | None) -> Plan:
-        """Return the plan that the memory budget becomes."""
-        return planned(model, self.share, example)
-
-    def settings_with(self, early_stop: bool) -> Settings:
-        """Return the settings, of which torchtitan's versions have all but one."""
-        return Settings(
-            DEFAULT if self.preserve_rng_state else DEFAULT.without("rng"),
-            early_stop,
-            "every" if self.debug else "first" if self.determinism_check == "default" else "none",
-        )
-
-    def settings_of_plan(self) -> Settings:
-        """Return the settings under which a plan holds what it promises: those that it was simulated with."""
-        settings = self.settings_with(early_stop=True)
-        return settings if settings.check != "first" else Settings(settings.guards, True, "metadata")
-
-
-def without(given: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Return `given` without some fields."""
-    return {name: value for name, value in given.items() if name not in names}

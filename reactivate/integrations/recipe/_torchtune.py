@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -10,7 +9,7 @@ from torch.nn import Module
 
 from reactivate._types import DEVICE, Policy, Storage
 from reactivate.errors import UsageError
-from reactivate.integrations.recipe._base import OP_OR_NUMBER, Example, Recipe, Settings
+from reactivate.integrations.recipe._base import OP_OR_NUMBER, Example, Recipe, Settings, check_op_or_number
 from reactivate.integrations.recipe._layers import every, layers_of, recompute
 from reactivate.integrations.recipe._selective_op import selective_op
 from reactivate.policies import full, none
@@ -44,8 +43,7 @@ class Torchtune(Recipe):
         self._check_option()
 
     def _check_option(self) -> None:
-        if self.ac_option is not None and not _is_option(self.ac_option):
-            raise UsageError(f"recipe: ac_option={self.ac_option!r} is not allowed. It takes {OP_OR_NUMBER}.")
+        check_op_or_number("ac_option", self.ac_option)
         if self.ac_option is not None and self.ac_mode is None:
             raise UsageError(
                 f"recipe: ac_option={self.ac_option!r} is an option of ac_mode='selective', and ac_mode is "
@@ -70,10 +68,6 @@ class Torchtune(Recipe):
 
     def settings(self) -> Settings:
         return Settings()
-
-
-def _is_option(option: int | str) -> bool:
-    return option == "op" or re.fullmatch("[1-9][0-9]*", str(option)) is not None
 
 
 def _is_layer(module: Module) -> bool:
