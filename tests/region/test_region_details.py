@@ -67,6 +67,18 @@ def test_another_call_in_the_place_of_a_saved_one_is_named() -> None:
         out.sum().backward()
 
 
+def test_with_values_a_saved_call_that_is_given_another_number_is_an_error() -> None:
+    """Its result has the shape that was saved, so that nothing else tells."""
+
+    def other(x: Tensor) -> Tensor:
+        return x.sin().softmax(1 if recomputing() else 0).exp()
+
+    region = reactivate.checkpoint(other, policy=policies.save_ops("softmax"), check="every")
+    out = region(torch.rand(3, 3, requires_grad=True))
+    with pytest.raises(RecomputeMismatchError, match="softmax"):
+        out.sum().backward()
+
+
 # -- errors in the forward --------------------------------------------------------------------------------------------
 
 
