@@ -277,6 +277,17 @@ def test_an_op_that_moves_running_statistics(training: bool, reasons: list[str |
     assert torch.equal(plain[1], ours[1]) and ours[0].regions == 1 and watched.found == reasons
 
 
+def test_an_op_with_a_constant_among_its_arguments_is_skipped() -> None:
+    """A tensor without a gradient is no running statistic, except where the op has such."""
+    watched, constant, x = Reasons(), torch.zeros(4), torch.rand(4, requires_grad=True)
+    region = reactivate.checkpoint(
+        lambda x: torch.where(x > 0.5, x.sin(), constant).exp(), policy=policies.save_ops("where")
+    )
+    with observed_by(watched):
+        region(x).sum().backward()
+    assert watched.found == [None] and watched.recomputations == 1
+
+
 class Level(reactivate.guards.Guard):
     """State of the user's that a guard sees to: of the process, where nothing but the guard finds it."""
 
