@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,8 @@ from tracker_of_megatron import CpuRngStatesTracker, GraphSafeTracker
 
 import reactivate
 from reactivate import policies
+from reactivate._snapshot.generators import python_stream, torch_stream
+from reactivate._snapshot.streams import STREAMS
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, RngTracker, TrackerGuard, tensor_parallel_seeds
 
@@ -387,3 +391,24 @@ def test_devices_that_come_into_use_later(monkeypatch: pytest.MonkeyPatch) -> No
             )
     own = torch.Generator().manual_seed(1)
     assert_bitwise(torch.rand(4, generator=module.generator), torch.rand(4, generator=own), "the device's own")
+
+
+def test_numpy_that_is_imported_between_two_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return (x * float(numpy.random.rand())).sin()
+
+    def gradient(region: Any) -> Any:
+        numpy.random.seed(0)
+        x = torch.ones(4, requires_grad=True)
+        region(x).sum().backward()
+        return x.grad
+
+    plain = gradient(fn)
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "numpy.random")
+        STREAMS._use([torch_stream(), python_stream()])
+        STREAMS.lacks_numpy = True
+        reactivate.checkpoint(torch.sin)(torch.ones(4, requires_grad=True)).sum().backward()
+        assert STREAMS.lacks_numpy
+    assert torch.equal(gradient(reactivate.checkpoint(fn)), plain)
+    assert not STREAMS.lacks_numpy

@@ -67,6 +67,18 @@ def test_another_call_in_the_place_of_a_saved_one_is_named() -> None:
         out.sum().backward()
 
 
+def test_with_values_a_saved_call_that_is_given_another_number_is_an_error() -> None:
+    """Its result has the shape that was saved, so that nothing else tells."""
+
+    def other(x: Tensor) -> Tensor:
+        return x.sin().softmax(1 if recomputing() else 0).exp()
+
+    region = reactivate.checkpoint(other, policy=policies.save_ops("softmax"), check="every")
+    out = region(torch.rand(3, 3, requires_grad=True))
+    with pytest.raises(RecomputeMismatchError, match="softmax"):
+        out.sum().backward()
+
+
 # -- errors in the forward --------------------------------------------------------------------------------------------
 
 
@@ -97,7 +109,51 @@ def test_an_error_goes_through_torchs_checkpoint_in_a_saved_call() -> None:
     assert_bitwise(x.grad, torch.ones(2).cos(), "gradient")
 
 
+# -- saved calls ------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_call_that_runs_again_keeps_nothing() -> None:
+    memory = Journal()
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp()
+        memory.append(StorageWeakRef(y.untyped_storage()))
+        return y.cos(), x.view(-1)
+
+    saved, x = reactivate.site(call, name="saved"), torch.ones(4, requires_grad=True)
+    out = reactivate.checkpoint(lambda x: saved(x)[0].sin(), policy=policies.save_names("saved"))(x)
+    assert memory[0].expired(), "its result is a view of an argument"
+    out.sum().backward()
+    assert len(memory) == 2
+
+
 # -- state ------------------------------------------------------------------------------------------------------------
+
+
+class Beside(nn.Module):
+    """A large tree, and a module in a plain list, which is read and not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others, self.inner = [nn.Module()], nn.ModuleList(nn.Identity() for _ in range(80))
+        self.others[0].count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.others[0].count += 1
+        return (x * self.others[0].count).sin()
+
+
+def test_a_module_that_no_child_and_no_call_leads_to_is_set_back() -> None:
+    model, found = Beside(), []
+    for region in (model, reactivate.checkpoint(model)):
+        model.others[0].count = 0
+        for _ in range(2):  # from the second call on, modules are recorded as they are reached
+            x = torch.ones(2, requires_grad=True)
+            region(x).sum().backward()
+            found.append(x.grad)
+        assert model.others[0].count == 2
+    for plain, ours in zip(found[:2], found[2:]):
+        assert_bitwise(plain, ours, "gradient")
 
 
 @pytest.mark.parametrize("make", [bytearray, io.BytesIO])

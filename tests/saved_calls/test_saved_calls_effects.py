@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -141,6 +142,20 @@ def setting(child: Any, x: Tensor) -> None:
     torch.set_default_dtype(torch.float64 if torch.get_default_dtype() is torch.float32 else torch.float32)
 
 
+def with_iterator(child: Any) -> None:
+    child.items, child.left = iter([0] * 20), 20
+
+
+def iterator(child: Any, x: Tensor) -> None:
+    next(child.items)
+
+
+def left(child: Any) -> float:
+    """Set an attribute between two calls: what the region has noted of the modules is no more what there is."""
+    child.left = child.items.__length_hint__()
+    return 1.0 + child.left
+
+
 EFFECTS: dict[str, tuple[Any, Any, Any, str]] = {
     "an attribute": (nothing, counter, lambda child: child.count, "attributes of a module"),
     "a buffer": (with_buffer, buffer, lambda child: child.total.mean(), "a buffer of a module"),
@@ -171,6 +186,7 @@ EFFECTS: dict[str, tuple[Any, Any, Any, str]] = {
         lambda child: child.box.box.inner.total.mean(),
         "a buffer of a module",
     ),
+    "an iterator": (with_iterator, iterator, left, "attributes of a module"),
     "a context variable": (nothing, context_variable, lambda child: VARIABLE.get(), "a context variable"),
     "a hook": (nothing, hook, one, "hooks"),
     "training": (nothing, mode, lambda child: 1.0 + child.training, "attributes of a module"),
@@ -261,11 +277,29 @@ def test_an_op_that_moves_running_statistics(training: bool, reasons: list[str |
     assert torch.equal(plain[1], ours[1]) and ours[0].regions == 1 and watched.found == reasons
 
 
+def test_an_op_with_a_constant_among_its_arguments_is_skipped() -> None:
+    """A tensor without a gradient is no running statistic, except where the op has such."""
+    watched, constant, x = Reasons(), torch.zeros(4), torch.rand(4, requires_grad=True)
+    region = reactivate.checkpoint(
+        lambda x: torch.where(x > 0.5, x.sin(), constant).exp(), policy=policies.save_ops("where")
+    )
+    with observed_by(watched):
+        region(x).sum().backward()
+    assert watched.found == [None] and watched.recomputations == 1
+
+
 class Level(reactivate.guards.Guard):
-    """State of the user's that a guard sees to."""
+    """State of the user's that a guard sees to: of the process, where nothing but the guard finds it."""
 
     name = "level"
-    value = 1.0
+
+    @property
+    def value(self) -> float:
+        return sys.getswitchinterval()
+
+    @value.setter
+    def value(self, value: float) -> None:
+        sys.setswitchinterval(value)
 
     def before(self, call: Any) -> Any:
         return (self.value,)
@@ -289,12 +323,18 @@ def test_a_call_that_changes_the_state_of_a_guard(moves: bool) -> None:
         saved = reactivate.site(call, name="saved")
         return Case(lambda x: (saved(x.sin()).exp() * level.value).sin(), (torch.rand(4, 4, requires_grad=True),))
 
-    calls, level = Journal(), Level()
+    calls, level, before = Journal(), Level(), sys.getswitchinterval()
+    level.value = 1.0
     options = {"policy": policies.save_names("saved"), "guards": reactivate.guards.DEFAULT.adding(level)}
-    plain = run(partial(make, Level(), Journal()))
-    ours = run(partial(make, level, calls), partial(reactivate.checkpoint, **options))
+    try:
+        plain = run(partial(make, level, Journal()))
+        level.value = 1.0
+        ours = run(partial(make, level, calls), partial(reactivate.checkpoint, **options))
+        after = level.value
+    finally:
+        level.value = before
     assert_same(plain, ours)
-    assert ours.regions == 1 and len(calls) == 1 + moves and level.value == 1.0 + moves
+    assert ours.regions == 1 and len(calls) == 1 + moves and after == 1.0 + moves
 
 
 def test_a_region_inside_of_a_saved_call_keeps_the_identities_of_those_behind_it() -> None:

@@ -121,7 +121,7 @@ def test_a_narrower_type_before_the_backward_breaks_no_memory(size: int) -> None
         assert_right(*program)
 
 
-@pytest.mark.parametrize("size", [8, 5_000])
+@pytest.mark.parametrize("size", [1, 8, 5_000])
 def test_memory_that_was_given_back(size: int) -> None:
     torch.manual_seed(0)
     module = WithBuffer(
