@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -58,21 +58,14 @@ class ModuleWalk(Walk):
                 if module._modules:
                     todo += reversed(module._modules.values())
                 self._module_itself(module)
-        self.modules = self._without_wrappers(found)
         self.finish()
         return self
 
     def at(self, module: Module) -> ModuleWalk:
         """Look at one module, and at nothing of its children."""
-        self.modules = self._without_wrappers([module])
         self._module_itself(module)
         self.finish()
         return self
-
-    def _without_wrappers(self, modules: Collection[Module]) -> list[Module]:
-        found = [module for module in modules if not facts_of_class(type(module)).is_wrapper]
-        self.has_wrappers = len(found) < len(modules)
-        return found
 
     def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
         """Note what functions and objects of the user's hold that are called before or after a module."""
@@ -85,7 +78,9 @@ class ModuleWalk(Walk):
             self._look_at_hooks(module._forward_pre_hooks)
             self._look_at_hooks(module._forward_hooks)
         if facts.is_wrapper:
+            self.has_wrappers = True
             return
+        self.modules.append(module)
         if facts.is_plain and _has_plain_attributes(module, facts):
             return
         if facts.is_scripted:

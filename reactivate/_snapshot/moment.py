@@ -219,6 +219,8 @@ class Moment:
 
     def differentiable_since(self) -> list[tuple[Tensor, int]]:
         """Return the tensors that are state and require a gradient only now, each with the version that it had."""
+        if True not in map(_REQUIRES_GRAD, self.states.tensors):  # as mostly
+            return []
         known = set(map(id, self.parameters))
         pairs = zip(self.states.tensors, self.states.versions)
         # An inference tensor is state even if it requires a gradient, which it cannot get later.

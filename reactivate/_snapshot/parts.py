@@ -249,12 +249,11 @@ def _assign(namespace: Namespace, noted: Namespace, *, are_parameters: bool = Fa
     items = {name: restored(item) for name, item in noted.items()}
     if are_parameters:
         items |= {name: namespace[name] for name, item in items.items() if _is_sharded(item, namespace.get(name))}
-    if any(map(is_in_flat_parameter, (*items.values(), *namespace.values()))):
-        for name in {**items, **namespace}:
-            if is_in_flat_parameter(items.get(name)) or is_in_flat_parameter(namespace.get(name)):
-                items.pop(name, None)
-                if name in namespace:
-                    items[name] = namespace[name]
+    flat = {name for part in (items, namespace) for name, item in part.items() if is_in_flat_parameter(item)}
+    for name in filter(flat.__contains__, {**items, **namespace} if flat else ()):
+        items.pop(name, None)
+        if name in namespace:
+            items[name] = namespace[name]
     if [*items] != [name for name, item in namespace.items() if not isinstance(item, Placed)]:
         put_dict(namespace, (*items, *items.values()))
         return

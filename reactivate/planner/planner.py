@@ -339,7 +339,7 @@ class Planner:
                 if search.offer is not None:
                     self._tell(f"the plan with {search.offer.name}, solved and proved")
                 elif found is not None and search.promised_seconds(budget_bytes) >= found.seconds:
-                    continue  # a proof takes several traces of the step, and shows at best what is promised
+                    continue  # a proof takes several traces of the step, and seldom shows less than is promised
                 other = search.fit(budget_bytes)
                 choices += [] if other is None else [other]
         return min(choices, key=lambda choice: choice.seconds, default=None)
