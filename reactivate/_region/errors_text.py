@@ -20,6 +20,7 @@ from reactivate._region.naming import (
     written_input,
 )
 from reactivate._snapshot.module_walk import left_out
+from reactivate._snapshot.moment import GRADIENT
 from reactivate.errors import MutationError, RecomputeMismatchError
 
 if TYPE_CHECKING:
@@ -61,12 +62,20 @@ def modified_input(region: Region, place: str, tensor: Tensor) -> MutationError:
 
 def disproved(region: Region, places: str) -> MutationError:
     """The region wrote to what it reads, at these places, and no copy of it had been made."""
+    if GRADIENT in places:
+        advice = (
+            "From its next call on the region keeps copies of the gradients that it changes: set the gradients to what they "
+            "were and run this step again, or change them outside of the region."
+        )
+    else:
+        advice = (
+            "Use the out-of-place op (a module's `inplace=False`), clone the tensor inside the region first, or make it a "
+            "buffer of a module. From its next call on the region keeps a copy of such a tensor if that requires no gradient "
+            "or is a parameter."
+        )
     return MutationError(
-        f"The forward of the region `{name_of(region)}` wrote in place to {places}, of which there is no "
-        f"copy, and computes other outputs from what it left there. Use the out-of-place op (a module's "
-        "`inplace=False`), clone the tensor inside the region first, or make it a buffer of a module. From its next call on "
-        "the region keeps "
-        "a copy of such a tensor if that requires no gradient or is a parameter."
+        f"The forward of the region `{name_of(region)}` wrote in place to {places}, of which there is no copy, and computes "
+        f"other outputs from what it left there. {advice}"
     )
 
 

@@ -29,6 +29,9 @@ from reactivate._torch.modes import copy_unseen
 from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS, is_in_flat_parameter
 from reactivate._types import Unrestored
 
+GRADIENT = "a gradient"
+"""What messages call the gradient of a leaf."""
+
 _GRADIENT, _REQUIRES_GRAD, _IS_LEAF = map(attrgetter, ("grad", "requires_grad", "is_leaf"))
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _accumulated = WeakIdentitySet()  # leaves that some forward accumulated a gradient of
@@ -271,7 +274,7 @@ class Moment:
         if self._leaves:
             self.look_at_gradients()
         if self.unknown:
-            found += [Unrestored(gradient, "a gradient", version) for gradient, version in self.unknown]
+            found += [Unrestored(gradient, GRADIENT, version) for gradient, version in self.unknown]
         return found
 
     def _moved_parameters(self, moved: list[int], is_stepped: bool) -> list[Unrestored]:

@@ -106,7 +106,8 @@ def _from_factory(request: Request) -> Subject:
     keywords = {**request.settings, **sizes}
     _check_keywords(request.target, factory, keywords)
     with torch.device("meta") if request.factory_on_meta else nullcontext(), _without_exit(request.target):
-        made = factory(**keywords)
+        with _with_its_ranks(request):
+            made = factory(**keywords)
     return _unpacked(request.target, made)
 
 
@@ -150,6 +151,28 @@ def _without_exit(target: str) -> Iterator[None]:
     except SystemExit as error:
         raise RuntimeError(
             f"{target} called sys.exit({error.code!r}). Is it a script, without `if __name__ ...`?"
+        ) from error
+
+
+@contextmanager
+def _with_its_ranks(request: Request) -> Iterator[None]:
+    """A factory that looks for ranks or dimensions of a mesh that are not there: say how to name them."""
+    try:
+        yield
+    except ValueError as error:
+        if "rendezvous" not in str(error):
+            raise
+        raise UsageError(
+            f"TARGET {request.target!r} starts torch.distributed, and this process is not one of a job's ranks. Add --world 8, "
+            "or --mesh dp=8 for a factory that takes `mesh`: `reactivate plan` then needs none of the others."
+        ) from error
+    except KeyError as error:
+        if request.mesh is None or "mesh_dim_names" not in str(error):
+            raise
+        names = ", ".join(request.mesh.mesh_dim_names)
+        raise UsageError(
+            f"--mesh has the dimensions {names}, and TARGET {request.target!r} asks it for another: {error.args[0]} Name the "
+            "dimensions as the factory does."
         ) from error
 
 

@@ -67,6 +67,14 @@ def sharded(mesh: Any, layers: int = 3) -> tuple[nn.Module, Tensor]:
     return fully_shard(model, mesh=mesh), x
 
 
+def sharded_by_name(mesh: Any) -> tuple[nn.Module, Tensor]:
+    return sharded(mesh["dp"])
+
+
+def sharded_alone() -> tuple[nn.Module, Tensor]:
+    return sharded(None)
+
+
 class Classifier(nn.Sequential):
     """Most of its step is its loss."""
 
@@ -591,10 +599,12 @@ def test_what_is_not_a_config(tmp_path: Path) -> None:
         (["plan", "test_cli:model_alone"], "Return (model, args)"),
         (["plan", "test_cli:ready"], "Return (model, args)"),
         (["plan", "test_cli:function", "--budget", "1GiB"], "torch.nn.Module"),
-        (["plan", "test_cli:sharded", "--world", "12", "--mesh", "dp=2,tp=4"], "2 x 4 = 8 ranks"),
+        (["plan", "test_cli:sharded", "--world", "12", "--mesh", "dp=2,tp=4"], "the mesh has 8 ranks"),
         (["plan", "test_cli:sharded", "--mesh", "dp=2,dp=4"], "NAME=SIZE"),
         (["plan", "test_cli:blocks", "--mesh", "dp=2"], "It takes layers, batch, dim"),
         (["plan", "LlamaConfig", "--mesh", "dp=2"], "takes `mesh`"),
+        (["plan", "test_cli:sharded_by_name", "--mesh", "data=2"], "--mesh has the dimensions data, and TARGET"),
+        (["plan", "test_cli:sharded_alone", "--meta"], "Add --world 8, or --mesh dp=8"),
         (["plan", "not a target"], "package.module:factory"),
         (["verify", "test_cli:blocks", "--device", "H100-SXM"], "nothing can run there"),
     ],

@@ -5,6 +5,7 @@ Where there is no copy of it, it is refused, with the name of what was written t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -395,6 +396,36 @@ def test_an_input_with_a_gradient_that_the_region_writes_to_idempotently_is_righ
         return Case(lambda h: h.relu_().sin().exp(), (h,), leaves={"start": start})
 
     check(make)
+
+
+class ChangesItsGradient(torch.nn.Linear):
+    """A layer whose forward scales the gradient that it has so far, and reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.grad is not None:
+            with torch.no_grad():
+                self.weight.grad.mul_(0.5)
+            x = x + self.weight.grad.mean()
+        return super().forward(x).sin()
+
+
+def test_a_gradient_that_the_region_writes_to_is_refused_once_with_what_to_do() -> None:
+    layer = ChangesItsGradient(4, 4)
+    plain, x = copy.deepcopy(layer), torch.randn(2, 4)
+    region = reactivate.checkpoint(layer)
+    for number in range(3):
+        plain(x).sum().backward()
+        before = None if layer.weight.grad is None else layer.weight.grad.clone()
+        bias = None if layer.bias.grad is None else layer.bias.grad.clone()
+        out = region(x)
+        if number == 1:
+            with pytest.raises(MutationError, match=r"wrote in place to `a gradient`.*set the gradients to what they were"):
+                out.sum().backward()
+            layer.weight.grad, layer.bias.grad = before, bias
+            out = region(x)
+        out.sum().backward()
+        assert torch.equal(layer.weight.grad, plain.weight.grad)
+        assert torch.equal(layer.bias.grad, plain.bias.grad)
 
 
 def test_a_write_that_only_the_gradients_see_is_refused() -> None:
