@@ -105,9 +105,9 @@ def _from_factory(request: Request) -> Subject:
     sizes = {name: size for name in ("batch", "length", "mesh") if (size := getattr(request, name)) is not None}
     keywords = {**request.settings, **sizes}
     _check_keywords(request.target, factory, keywords)
-    with torch.device("meta") if request.factory_on_meta else nullcontext(), _without_exit(request.target):
-        with _with_its_ranks(request):
-            made = factory(**keywords)
+    here = torch.device("meta") if request.factory_on_meta else nullcontext()
+    with here, _without_exit(request.target), _with_its_ranks(request):
+        made = factory(**keywords)
     return _unpacked(request.target, made)
 
 
@@ -163,8 +163,8 @@ def _with_its_ranks(request: Request) -> Iterator[None]:
         if "rendezvous" not in str(error):
             raise
         raise UsageError(
-            f"TARGET {request.target!r} starts torch.distributed, and this process is not one of a job's ranks. Add --world 8, "
-            "or --mesh dp=8 for a factory that takes `mesh`: `reactivate plan` then needs none of the others."
+            f"TARGET {request.target!r} starts torch.distributed, and this process is not one of a job's ranks. Add "
+            "--world 8, or --mesh dp=8 for a factory that takes `mesh`: `reactivate plan` then needs none of the others."
         ) from error
     except KeyError as error:
         if request.mesh is None or "mesh_dim_names" not in str(error):

@@ -419,7 +419,9 @@ def test_a_gradient_that_the_region_writes_to_is_refused_once_with_what_to_do() 
         bias = None if layer.bias.grad is None else layer.bias.grad.clone()
         out = region(x)
         if number == 1:
-            with pytest.raises(MutationError, match=r"wrote in place to `a gradient`.*set the gradients to what they were"):
+            with pytest.raises(
+                MutationError, match=r"wrote in place to `a gradient`.*set the gradients to what they were"
+            ):
                 out.sum().backward()
             layer.weight.grad, layer.bias.grad = before, bias
             out = region(x)
