@@ -173,7 +173,7 @@ def plan(
     check_compiled("plan", compiled, step=step, maximize=maximize, storages=storages)
     kept_free, spare = parse_reserve(reserve, budget), parse_margin(margin)
     ranks = Ranks(group)
-    with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together(), uncompiled(compiled):
+    with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together(), uncompiled():
         begin_sharded(model)
         target = replace(find_target(model, args, kwargs, device), reserve=kept_free, margin=spare)
         planned = TrainingStep(model, args, kwargs, loss, step, compiled=compiled)

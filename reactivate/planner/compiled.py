@@ -9,6 +9,7 @@ a run tells.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -49,9 +50,13 @@ _WHY_NOT = {
 }
 
 
-def uncompiled(compiled: bool | str) -> AbstractContextManager[Any]:
-    """Return a context in which blocks that are compiled already run eagerly, as a step does that is traced."""
-    return torch.compiler.set_stance("force_eager") if compiled == BLOCKS else nullcontext()
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which what is compiled already runs eagerly, as a step does that is traced.
+
+    The compiler leaves most such code alone by itself, but refuses to where the whole graph was asked for. Nothing is
+    compiled before the compiler is imported, which takes a second.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class CompiledModules:

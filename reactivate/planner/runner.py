@@ -60,7 +60,7 @@ class StepRunner:
 
     @contextmanager
     def _planning(self) -> Iterator[None]:
-        with paused(self.step.model), older_objects_left_out(), uncompiled(self.step.compiled):
+        with paused(self.step.model), older_objects_left_out(), uncompiled():
             try:
                 yield
             finally:

@@ -364,3 +364,16 @@ def test_what_blocks_cannot_have_is_refused(planned_for_blocks: Plan) -> None:
         plan_blocks(net, "50%")
     with pytest.raises(UsageError, match=r"the Linear has no blocks"):
         reactivate.plan(nn.Linear(4, 4), torch.randn(2, 4), budget="50%", compiled="blocks")
+
+
+def test_blocks_that_must_be_whole_graphs_are_planned_as_they_run_eagerly() -> None:
+    net = model()
+    for block in net.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    net(TOKENS)  # a graph of the plain block: the plan is not made of it
+    plan = planned(net, "60%")
+    assert plan.proof.method == "real"
+    assert plan.predicted.seconds > plan.plain.seconds, "something is recomputed"
+    with reactivate.apply(net, plan):
+        assert reactivate.verify(net, TOKENS)
+    assert plan.measure().measured_bytes <= plan.budget_bytes
