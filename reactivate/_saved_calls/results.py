@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.holders import namespace_of, slots_of
+from reactivate._snapshot.kinds import namespace_of, slots_of
 from reactivate._torch.ops import registered_containers
 
 _PLAIN_CONTAINERS = frozenset({list, set, deque, dict, OrderedDict, defaultdict})

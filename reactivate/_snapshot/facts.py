@@ -26,8 +26,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from reactivate._snapshot.bindings import CACHED, Bindings, Names, Namespace
 from reactivate._snapshot.caches import BoundedCache, cached, is_importable
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.holders import slots_of
-from reactivate._snapshot.kinds import is_users_class
+from reactivate._snapshot.kinds import is_users_class, slots_of
 from reactivate._torch.modules import is_flat_wrapper
 
 _MOST_CROSSINGS = 1

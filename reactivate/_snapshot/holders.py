@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from gc import get_referents
 from itertools import chain
 from operator import attrgetter, is_
 from types import CellType
 from typing import Any, ClassVar
 
 from reactivate._modules.standin import Placed
-from reactivate._snapshot.caches import cached_by_class, is_importable
+from reactivate._snapshot.caches import is_importable
 from reactivate._snapshot.held import are_items, held_all, is_item, restored, strongly
 from reactivate._snapshot.region_calls import handed_out, is_of_call
+from reactivate._torch.modules import version_of_dict
 
 LARGEST = 4096
 """The number of items up to which a container is read item by item; of a larger one, only its length is."""
@@ -28,6 +30,9 @@ EMPTY: Any = object()
 """What stands for a slot, a cell or a name that holds nothing."""
 
 Contents = Sequence[Any]
+
+_NEVER: tuple[int, Contents] = (0, ())
+"""The version and the contents of no dict."""
 
 
 class Holder:
@@ -101,10 +106,45 @@ class SetHolder(Holder):
         set.update(self.target, items)
 
 
-class DictHolder(Holder):
+class VersionedHolder(Holder):
+    """An object that keeps what it holds in a dict, whose version tells whether anybody has written to it."""
+
+    # The dict, None if its version does not tell all, as of a subclass, which may change its order; and (version, contents)
+    # of a moment. An iterator among the items goes on without a write: such contents are compared each time.
+    __slots__ = ("_dict", "_last")
+
+    def __init__(self, target: Any, items: Any) -> None:
+        self.target = target
+        self._dict: dict[Any, Any] | None = items if type(items) is dict else None
+        self._last: tuple[int, Contents] = _NEVER
+
+    def record(self) -> Contents:
+        if self._dict is None:
+            return super().record()
+        version, contents = version_of_dict(self._dict), self.get()
+        noted = held_all(contents)
+        self._last = (version, noted) if noted is contents else _NEVER
+        return noted
+
+    def is_at(self, contents: Contents) -> bool:
+        version, last = self._last
+        if contents is not last or self._dict is None:
+            return super().is_at(contents)
+        now = version_of_dict(self._dict)
+        if version != now:
+            if not super().is_at(contents):
+                return False
+            self._last = now, last
+        return True
+
+
+class DictHolder(VersionedHolder):
     """A dict, an object of a subclass, or the `__dict__` of an object: the keys, then the values."""
 
     __slots__ = ()
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(target, target)
 
     def get(self) -> Contents:
         return dict_contents(self.target)
@@ -202,26 +242,6 @@ def length_of(container: Any) -> int:
 # -- objects ----------------------------------------------------------------------------------------------------------
 
 
-def namespace_of(value: Any) -> Any:
-    """Return the `__dict__` of an object, None if it has none, or gives none."""
-    try:
-        return vars(value)
-    except Exception:  # a property of that name may raise anything
-        return None
-
-
-@cached_by_class
-def slots_of(kind: Any) -> tuple[str, ...]:
-    """Return the names of the slots of a class and its bases, private ones as Python mangles them."""
-    names: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
 class SlotsHolder(Holder):
     """The slots of an object."""
 
@@ -283,10 +303,13 @@ class AttributesHolder(Holder):
             start += 1 + count
 
 
-class ClassHolder(Holder):
+class ClassHolder(VersionedHolder):
     """The attributes of a class: the names, then the values."""
 
     __slots__ = ()
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(target, next(iter(get_referents(vars(target))), None))  # what the view of them is of
 
     def get(self) -> Contents:
         attributes = vars(self.target)

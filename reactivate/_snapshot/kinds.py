@@ -1,4 +1,4 @@
-"""Which objects a walk looks into, told by their classes."""
+"""Which objects a walk looks into, told by their classes, and where an object keeps what it holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.holders import slots_of
 
 SMALL_BYTES = 1 << 14
 """The size up to which a tensor without a graph, or an array, is copied before a write to it is known."""
@@ -82,3 +81,23 @@ def is_random_source(kind: Any) -> bool:
     return numpy is not None and issubclass(
         kind, (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
     )
+
+
+def namespace_of(value: Any) -> Any:
+    """Return the `__dict__` of an object, None if it has none, or gives none."""
+    try:
+        return vars(value)
+    except Exception:  # a property of that name may raise anything
+        return None
+
+
+@cached_by_class
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the slots of a class and its bases, private ones as Python mangles them."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

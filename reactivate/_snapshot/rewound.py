@@ -39,6 +39,7 @@ class RewoundMoment:
     _elsewhere: Sequence[Any] = ()
     _gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
     _contents: Sequence[Any] | None = None  # what the objects held, if anything else than at the moment
+    _others: Sequence[int] = ()  # the objects that hold something else
     _hook_copies: Any = _UNCHANGED
     _tensor_hooks: list[Any] | None = None
 
@@ -70,13 +71,13 @@ class RewoundMoment:
     def _differs(self) -> bool:
         """Return whether anything is to be set back that other threads could see, and note what is there now."""
         moment = self._moment
-        self._is_object_other = False
+        self._others = [
+            index
+            for index, (holder, contents) in enumerate(zip(moment.holders, moment.contents))
+            if not holder.is_at(contents)
+        ]
         self._are_hooks_other = not moment.are_hooks_current(moment.hook_copies)
-        is_shared = self._are_hooks_other
-        for holder, contents in zip(moment.holders, moment.contents):
-            if not holder.is_at(contents):
-                self._is_object_other = True
-                is_shared |= holder.is_shared
+        is_shared = self._are_hooks_other or any(moment.holders[index].is_shared for index in self._others)
         if moment.parts is not None:
             is_shared |= self._do_modules_differ(moment.parts)
         if self._tensors is not None:
@@ -95,12 +96,13 @@ class RewoundMoment:
             _set_all(moment, moment.kinds, moment.differentiable)
         if moment.parts is not None and self._parts is not moment.parts:
             moment.parts.put()
-            self._is_object_other = True  # perhaps one of these was a part
+            self._others = range(len(moment.holders))  # perhaps one of these was a part
         # Before the objects, since a dict of attributes may be noted both ways: here its present contents are noted.
         if self._are_hooks_other:
             self._hook_copies = [(*item, *item.values()) for item in moment.hooks]
             moment.put_hooks(moment.hook_copies)
-        if self._is_object_other:
+            self._others = range(len(moment.holders))
+        if self._others:
             self._put_contents()
         if self._tensors is not None:
             tensors, self._tensors = self._tensors, None
@@ -117,12 +119,11 @@ class RewoundMoment:
 
     def _put_contents(self) -> None:
         moment = self._moment
-        self._contents = present = []
-        for holder, contents in zip(moment.holders, moment.contents):
-            if holder.is_at(contents):
-                present.append(_UNCHANGED)
-            else:
-                present.append(holder.get())
+        self._contents = present = [_UNCHANGED] * len(moment.holders)
+        for index in self._others:
+            holder, contents = moment.holders[index], moment.contents[index]
+            if not holder.is_at(contents):
+                present[index] = holder.get()
                 holder.put(contents)
 
     def __exit__(self, *error: object) -> None:

@@ -30,10 +30,19 @@ from reactivate._snapshot.byte_holders import ArrayHolder, BytesHolder, NumbersH
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.facts import Facts, current_facts, facts_of, names_in_module
 from reactivate._snapshot.held import ATOMS, WeakTensor
-from reactivate._snapshot.holders import EMPTY, LARGEST, Holder, contents_of, length_of, namespace_of, slots_of
+from reactivate._snapshot.holders import EMPTY, LARGEST, Holder, contents_of, length_of
 from reactivate._snapshot.inputs import Input
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, parts_of
-from reactivate._snapshot.kinds import SMALL_BYTES, is_array, is_plain, is_random_source, may_be_state, users_classes
+from reactivate._snapshot.kinds import (
+    SMALL_BYTES,
+    is_array,
+    is_plain,
+    is_random_source,
+    may_be_state,
+    namespace_of,
+    slots_of,
+    users_classes,
+)
 from reactivate._snapshot.region_calls import handed_out, is_of_call
 from reactivate._snapshot.shadows import is_known_written
 from reactivate._snapshot.unseen_writes import ReachedCode
