@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from gc import get_referents
 from itertools import chain
 from operator import attrgetter, is_
 from types import CellType
@@ -21,7 +20,7 @@ from reactivate._modules.standin import Placed
 from reactivate._snapshot.caches import is_importable
 from reactivate._snapshot.held import are_items, held_all, is_item, restored, strongly
 from reactivate._snapshot.region_calls import handed_out, is_of_call
-from reactivate._torch.modules import version_of_dict
+from reactivate._torch.modules import dict_of_class, version_of_dict
 
 LARGEST = 4096
 """The number of items up to which a container is read item by item; of a larger one, only its length is."""
@@ -309,7 +308,7 @@ class ClassHolder(VersionedHolder):
     __slots__ = ()
 
     def __init__(self, target: Any) -> None:
-        super().__init__(target, next(iter(get_referents(vars(target))), None))  # what the view of them is of
+        super().__init__(target, dict_of_class(target))
 
     def get(self) -> Contents:
         attributes = vars(self.target)

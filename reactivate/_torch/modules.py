@@ -6,7 +6,8 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import CodeType
+from gc import get_referents
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -48,22 +49,30 @@ class _Attributed:
     """An object with attributes, which Python may keep outside of its `__dict__`."""
 
 
+def dict_of_class(kind: type) -> Any:
+    """Return the dict behind the read-only view of a class's attributes, None if a metaclass gives another view."""
+    view = vars(kind)
+    return get_referents(view)[0] if type(view) is MappingProxyType else None
+
+
 def _changes_with_all(version_of: Callable[[dict[Any, Any]], int]) -> bool:
     """Return whether a dict has another version after every way to write to it: Python 3.13 has one past a `__dict__`."""
     thing: Any = _Attributed()
     thing.item = 0
-    attributes: dict[str, Any] = vars(thing)
+    kind: Any = type("_Class", (), {"item": 0})
     items: dict[str, Any] = {"item": 0}
-    seen = [version_of(attributes), version_of(items)]
+    dicts = [vars(thing), dict_of_class(kind), items]
+    seen = list(map(version_of, dicts))
     for number in range(1, 100):  # often enough for the interpreter to choose a faster way
-        thing.item = items["item"] = [number]
-        seen += version_of(attributes), version_of(items)
+        thing.item = kind.item = items["item"] = [number]
+        seen += map(version_of, dicts)
     object.__setattr__(thing, "item", None)
+    type.__setattr__(kind, "item", None)
     items.update(item=None)
-    seen += version_of(attributes), version_of(items)
-    del thing.item, items["item"]
-    seen += version_of(attributes), version_of(items)
-    return [version_of(attributes), version_of(items)] == seen[-2:] and len(set(seen)) == len(seen)
+    seen += map(version_of, dicts)
+    del thing.item, kind.item, items["item"]
+    seen += map(version_of, dicts)
+    return list(map(version_of, dicts)) == seen[-3:] and len(set(seen)) == len(seen)
 
 
 _count = itertools.count()

@@ -158,6 +158,21 @@ def a_dict_has_a_version_until_somebody_writes_to_it() -> None:
     assert room.version_of_dict({"item": 1}) != room.version_of_dict(items)
 
 
+@needs("dict_of_class")
+def the_attributes_of_a_class_are_in_a_dict() -> None:
+    """Behaviour: `test_holders`."""
+
+    class Other(type):
+        __dict__ = {"item": 1}
+
+    kind = type("Kind", (), {"item": 0})
+    items = room.dict_of_class(kind)
+    assert items["item"] == 0
+    kind.item = 1  # type: ignore[attr-defined]
+    assert items["item"] == 1
+    assert room.dict_of_class(Other("Kind", (), {})) is None
+
+
 @needs("current_backward", "on_backward_end")
 def a_backward_has_a_number_and_an_end() -> None:
     seen: list[Any] = []
