@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -60,22 +61,22 @@ def modified_input(region: Region, place: str, tensor: Tensor) -> MutationError:
     )
 
 
-def disproved(region: Region, places: str) -> MutationError:
+_OF_GRADIENTS = (
+    "From its next call on the region keeps copies of the gradients that it changes: set the gradients to what they were and "
+    "run this step again, or change them outside of the region."
+)
+_OF_TENSORS = (
+    "Use the out-of-place op (a module's `inplace=False`), clone the tensor inside the region first, or make it a buffer of "
+    "a module. From its next call on the region keeps a copy of such a tensor if that requires no gradient or is a parameter."
+)
+
+
+def disproved(region: Region, places: Sequence[str]) -> MutationError:
     """The region wrote to what it reads, at these places, and no copy of it had been made."""
-    if GRADIENT in places:
-        advice = (
-            "From its next call on the region keeps copies of the gradients that it changes: set the gradients to what they "
-            "were and run this step again, or change them outside of the region."
-        )
-    else:
-        advice = (
-            "Use the out-of-place op (a module's `inplace=False`), clone the tensor inside the region first, or make it a "
-            "buffer of a module. From its next call on the region keeps a copy of such a tensor if that requires no gradient "
-            "or is a parameter."
-        )
+    advice = dict.fromkeys(_OF_GRADIENTS if place == GRADIENT else _OF_TENSORS for place in places)
     return MutationError(
-        f"The forward of the region `{name_of(region)}` wrote in place to {places}, of which there is no copy, and computes "
-        f"other outputs from what it left there. {advice}"
+        f"The forward of the region `{name_of(region)}` wrote in place to {', '.join(f'`{place}`' for place in places)}, of "
+        f"which there is no copy, and computes other outputs from what it left there. {' '.join(advice)}"
     )
 
 

@@ -74,9 +74,9 @@ class WriteProof:
         """Return whether a recomputation's outputs are those of the forward."""
         return _checksums(result) == self._checksums
 
-    def places(self) -> str:
+    def places(self) -> list[str]:
         """Return where the tensors were found, for a message."""
-        return ", ".join(f"`{item.place}`" for item in self.written)
+        return [item.place for item in self.written]
 
 
 def _tensor_of(item: Any) -> Any:

@@ -106,10 +106,15 @@ class SetHolder(Holder):
 
 
 class VersionedHolder(Holder):
-    """An object that keeps what it holds in a dict, whose version tells whether anybody has written to it."""
+    """An object that keeps what it holds in a dict, whose version tells whether anybody has written to it.
 
-    # The dict, None if its version does not tell all, as of a subclass, which may change its order; and (version, contents)
-    # of a moment. An iterator among the items goes on without a write: such contents are compared each time.
+    Args:
+        target: the object.
+        items: the dict; of a subclass, which may change its order unseen, the version is not asked.
+    """
+
+    # `_last` is (version, contents) of a moment. An iterator among the items goes on without a write: such contents are
+    # compared each time.
     __slots__ = ("_dict", "_last")
 
     def __init__(self, target: Any, items: Any) -> None:

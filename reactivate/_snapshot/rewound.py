@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -38,8 +39,8 @@ class RewoundMoment:
     _protocols: Sequence[Any] = ()
     _elsewhere: Sequence[Any] = ()
     _gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
-    _contents: Sequence[Any] | None = None  # what the objects held, if anything else than at the moment
-    _others: Sequence[int] = ()  # the objects that hold something else
+    _others: Sequence[int] = ()  # the numbers of objects that hold something else than at the moment
+    _contents: Mapping[int, Any] = MappingProxyType({})  # what these held, by their numbers
     _hook_copies: Any = _UNCHANGED
     _tensor_hooks: list[Any] | None = None
 
@@ -101,7 +102,6 @@ class RewoundMoment:
         if self._are_hooks_other:
             self._hook_copies = [(*item, *item.values()) for item in moment.hooks]
             moment.put_hooks(moment.hook_copies)
-            self._others = range(len(moment.holders))
         if self._others:
             self._put_contents()
         if self._tensors is not None:
@@ -119,7 +119,7 @@ class RewoundMoment:
 
     def _put_contents(self) -> None:
         moment = self._moment
-        self._contents = present = [_UNCHANGED] * len(moment.holders)
+        self._contents = present = {}
         for index in self._others:
             holder, contents = moment.holders[index], moment.contents[index]
             if not holder.is_at(contents):
@@ -157,17 +157,12 @@ class RewoundMoment:
             vars(self).clear()  # a traceback may hold this context
 
     def _put_back_contents(self) -> None:
-        moment, present = self._moment, self._contents
-        if present is None:
-            for holder, contents in zip(moment.holders, moment.contents):
-                if not holder.is_at(contents):
-                    holder.put(contents)
-            return
+        moment = self._moment
         # The last first: an object that was noted twice was found rewound the second time.
-        for index in range(len(present) - 1, -1, -1):
-            contents = moment.contents[index] if present[index] is _UNCHANGED else present[index]
-            if not moment.holders[index].is_at(contents):
-                moment.holders[index].put(contents)
+        for index in range(len(moment.holders) - 1, -1, -1):
+            holder, contents = moment.holders[index], self._contents.get(index, moment.contents[index])
+            if not holder.is_at(contents):
+                holder.put(contents)
 
 
 def _hooks_on(tensors: Sequence[Tensor]) -> list[Any] | None:

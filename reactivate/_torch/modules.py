@@ -45,14 +45,14 @@ def has_hooks(module: Module) -> bool:
 # -- versions of dicts ------------------------------------------------------------------------------------------------
 
 
-class _Attributed:
-    """An object with attributes, which Python may keep outside of its `__dict__`."""
-
-
 def dict_of_class(kind: type) -> Any:
     """Return the dict behind the read-only view of a class's attributes, None if a metaclass gives another view."""
     view = vars(kind)
     return get_referents(view)[0] if type(view) is MappingProxyType else None
+
+
+class _Attributed:
+    """An object with attributes, which Python may keep outside of its `__dict__`."""
 
 
 def _changes_with_all(version_of: Callable[[dict[Any, Any]], int]) -> bool:

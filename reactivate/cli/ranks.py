@@ -45,9 +45,10 @@ def among(world: int | None, sizes: Mapping[str, int] | None) -> Iterator[Any]:
         yield None
         return
     if sizes is not None and math.prod(sizes.values()) != count:
+        product = " x ".join(map(str, sizes.values()))
+        found = f"{product} = {math.prod(sizes.values())}" if len(sizes) > 1 else product
         raise UsageError(
-            f"--world {count}: the mesh has {math.prod(sizes.values())} ranks. Make its sizes multiply to {count}, or leave "
-            "--world out."
+            f"--world {count}: the mesh has {found} ranks. Make its sizes multiply to {count}, or leave --world out."
         )
     with alone_among(count):
         yield None if sizes is None else _mesh_of(sizes)

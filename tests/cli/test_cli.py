@@ -599,7 +599,7 @@ def test_what_is_not_a_config(tmp_path: Path) -> None:
         (["plan", "test_cli:model_alone"], "Return (model, args)"),
         (["plan", "test_cli:ready"], "Return (model, args)"),
         (["plan", "test_cli:function", "--budget", "1GiB"], "torch.nn.Module"),
-        (["plan", "test_cli:sharded", "--world", "12", "--mesh", "dp=2,tp=4"], "the mesh has 8 ranks"),
+        (["plan", "test_cli:sharded", "--world", "12", "--mesh", "dp=2,tp=4"], "2 x 4 = 8 ranks"),
         (["plan", "test_cli:sharded", "--mesh", "dp=2,dp=4"], "NAME=SIZE"),
         (["plan", "test_cli:blocks", "--mesh", "dp=2"], "It takes layers, batch, dim"),
         (["plan", "LlamaConfig", "--mesh", "dp=2"], "takes `mesh`"),

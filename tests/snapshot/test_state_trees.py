@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._snapshot import parts, reached
+from reactivate._snapshot import holders, parts, reached
 from reactivate._snapshot.module_walk import ModuleWalk
 from reactivate._snapshot.trees import single_modules, whole_trees
 
@@ -186,7 +186,8 @@ def steps(wrap: Callable[[nn.Module], Any], change: Callable[[Scaled], None], *,
 def what_is_compared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "their items":
         versions = itertools.count()
-        monkeypatch.setattr(parts, "version_of_dict", lambda items: next(versions))
+        for room in (parts, holders):
+            monkeypatch.setattr(room, "version_of_dict", lambda items: next(versions))
     return request.param  # type: ignore[no-any-return]
 
 
