@@ -629,6 +629,11 @@ def unpin(tensor: Tensor) -> None:
         torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(GARBAGE)
 
 
+def count_pinned() -> int:
+    """Return how many pieces of memory are pinned."""
+    return len(_active().pinned)
+
+
 def is_pinned(tensor: Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() in _active().pinned
 
@@ -661,12 +666,16 @@ class cudart:
 
     @staticmethod
     def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
-        _active().pinned[address] = _memory_at(address, nbytes)
+        pinned = _active().pinned
+        if any(start < address + nbytes and address < start + memory.nbytes for start, memory in pinned.items()):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        pinned[address] = _memory_at(address, nbytes)
         return 0
 
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
-        unpin(_active().pinned[address])
+        if _simulator is not None:  # whose memory may be let go of after it
+            unpin(_simulator.pinned[address])
         return 0
 
 

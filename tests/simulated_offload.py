@@ -359,9 +359,27 @@ def test_memory_is_unlocked_when_the_last_copy_is_done(monkeypatch: pytest.Monke
             assert host.locked_bytes == 0
             return torch.equal(found.cpu(), values * 2)
 
+    def release_at_once(slab: slabs.Slab) -> None:
+        slab.last = None
+        release(slab)
+
     assert is_right()
-    monkeypatch.setattr(slabs.Slab, "release", lambda self: self._unlock())
+    release = slabs.Slab.release
+    monkeypatch.setattr(slabs.Slab, "release", release_at_once)
     assert not is_right()
+
+
+def test_memory_is_unlocked_when_its_storage_goes() -> None:
+    """A GPU does not lock memory again that was unmapped while it was locked."""
+    with simulated.accelerator("random") as device:
+        for _ in range(3):
+            host, values = Host(least_bytes=0, last=0, ahead=0), torch.arange(64.0).to(device)
+            handles = [host.save(values * factor) for factor in range(3)]
+            assert torch.equal(host.load(handles[2]), values * 2)
+            assert simulated.count_pinned() == len(handles)
+            del host, handles
+            gc.collect()
+            assert simulated.count_pinned() == 0
 
 
 # -- what is kept where --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ region are right by themselves.
 from __future__ import annotations
 
 import sys
+from _thread import RLock
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class RandomStreams:
     last: RngSnapshot
 
     def __init__(self) -> None:
+        self._looking = RLock()
         self._use([torch_stream(), python_stream()])
         self.lacks_numpy = True
 
@@ -71,23 +73,24 @@ class RandomStreams:
 
     def now(self) -> RngSnapshot:
         """Return the current snapshot: the last one, as long as nothing was drawn."""
-        if self.lacks_numpy and "numpy.random" in sys.modules:
-            stream = numpy_stream()
-            if stream is not None:
-                self.lacks_numpy = False
-                self._use([*self._streams, stream])
-        last, count = self.last, len(self._streams)
-        seen = (*map(join, self.memory), *map(ask, self.asks))
-        while last.seen != seen:
-            known = last.moments if len(last.moments) == count else [_NONE] * count
-            moments = [
-                moment if moment.seen == part else StreamMoment(part, stream.read())
-                for stream, moment, part in zip(self._streams, known, zip(seen, seen[count:]))
-            ]
-            before, seen = seen, (*map(join, self.memory), *map(ask, self.asks))
-            if before == seen:  # otherwise another thread has drawn meanwhile
-                last = self.last = RngSnapshot(seen, moments)
-        return last
+        with self._looking:  # of two threads that find NumPy at once, one may note its stream
+            if self.lacks_numpy and "numpy.random" in sys.modules:
+                stream = numpy_stream()
+                if stream is not None:
+                    self.lacks_numpy = False
+                    self._use([*self._streams, stream])
+            last, count = self.last, len(self._streams)
+            seen = (*map(join, self.memory), *map(ask, self.asks))
+            while last.seen != seen:
+                known = last.moments if len(last.moments) == count else [_NONE] * count
+                moments = [
+                    moment if moment.seen == part else StreamMoment(part, stream.read())
+                    for stream, moment, part in zip(self._streams, known, zip(seen, seen[count:]))
+                ]
+                before, seen = seen, (*map(join, self.memory), *map(ask, self.asks))
+                if before == seen:  # otherwise another thread has drawn meanwhile
+                    last = self.last = RngSnapshot(seen, moments)
+            return last
 
     def rewind(self, snapshot: RngSnapshot, seen: tuple[Any, ...] | None = None) -> None:
         """Set the streams to a snapshot, which is the current one from here on.

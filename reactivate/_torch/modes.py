@@ -339,6 +339,49 @@ def _write_float32_matmul(value: str | None) -> None:
         torch.set_float32_matmul_precision(value)
 
 
+_choose_attention: Callable[[Tensor, Tensor, Tensor], Any] = resolve_private(
+    "which kernel attention takes",
+    "torch._fused_sdp_choice",
+    probe=lambda choose: isinstance(choose(*[torch.empty(1, 1, 8, 8)] * 3), int),
+    public=torch.nn.functional.scaled_dot_product_attention,
+)
+
+
+def _attention_order() -> Flag:
+    """Return the order in which torch tries the kernels of attention.
+
+    torch sets it in the first attention on a device: a recomputation of that one would go back to an order that attention
+    never had. So torch has to choose a kernel before it is asked for the order. While the device is not initialized it
+    cannot, and there is no order to go back to: None.
+    """
+    flag = _flag("sdp priority", "sdp_priority_order", None)
+    if is_missing(flag.read):
+        return flag
+    is_set = False
+
+    def read() -> Any:
+        nonlocal is_set
+        is_set = is_set or _set_attention_order()
+        return flag.read() if is_set else None
+
+    def write(value: Any) -> None:
+        if value is not None:
+            flag.write(value)
+
+    return flag._replace(read=read, write=write)
+
+
+def _set_attention_order() -> bool:
+    """Let torch set its order, and return whether it has one that stays."""
+    device = accelerator_device()
+    if device is None or device.type not in ("cuda", "xpu"):
+        return True  # on these two torch waits for the first attention
+    if not torch.get_device_module(device).is_initialized():
+        return False
+    run_unseen(lambda: _choose_attention(*[torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)] * 3))
+    return True
+
+
 def _cuda_flags() -> tuple[Flag, ...]:
     return (
         *(_fp32_precision(*key) for key in _PRECISIONS if key[0] != "mkldnn"),
@@ -351,7 +394,7 @@ def _cuda_flags() -> tuple[Flag, ...]:
         _sdp("mem efficient", "mem_efficient"),
         _sdp("cudnn", "cudnn"),
         _sdp("overrideable", None),
-        _flag("sdp priority", "sdp_priority_order", None),
+        _attention_order(),
     )
 
 

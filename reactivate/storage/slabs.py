@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from threading import RLock
 from typing import Any
@@ -33,14 +34,22 @@ class Slab:
         # Of its own pages: locking is by pages, and two slabs on one would be locked and unlocked together.
         area = mmap.mmap(-1, nbytes)
         self.memory = torch.frombuffer(area, dtype=torch.uint8)
-        self._unlock = lock(self.memory)
+        self._unlock: Callable[[], None] | None = lock(self.memory)
         self.last: Any = None
 
     def release(self) -> None:
         """Unlock the memory, once the last copy is done (rule 6)."""
+        unlock, self._unlock = self._unlock, None
+        if unlock is None:
+            return
         if self.last is not None:
             self.last.synchronize()
-        self._unlock()
+        unlock()
+
+    def __del__(self) -> None:
+        """Unlock it before the system has it back: what is mapped at its address next could not be locked."""
+        if not sys.is_finalizing():  # the system unlocks what a process has
+            self.release()
 
     def run_of(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Return the memory as elements of a dtype."""

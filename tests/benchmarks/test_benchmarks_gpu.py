@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from reactivate.errors import PlanInfeasible
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -74,3 +76,29 @@ def test_without_a_gpu_it_says_so(
     assert gpu.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
     assert sys.modules["gpu"] is gpu
+
+
+def test_rows_of_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each budget is planned offline, and for as many bytes on the device; without a plan there it has one row."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import promises
+    from _training import Size
+
+    budgets = []
+
+    def planned(case: Any, budget: int | str, device: str, name: str) -> Any:
+        budgets.append(budget)
+        if device == "cuda" and len(budgets) > 2:
+            raise PlanInfeasible("no plan", budget_bytes=1, least_bytes=2)
+        return make(case, budget, "meta", name)
+
+    make = promises.planned
+    monkeypatch.setattr(promises, "planned", planned)
+    monkeypatch.setattr(promises, "trained", lambda case, plan: (plan.predicted.peak_bytes + 2**20, 3 * 2**20, 0.5))
+    case = promises.Case("GPT", promises.subject("gpt", Size(2, 32, 2, 16)), ("80%", "70%"))
+    rows = [*promises.rows_of(case, "H200")]
+    assert [row.planned for row in rows] == ["offline", "on the device", "offline"]
+    assert budgets == ["80%", rows[0].budget_bytes, "70%", rows[2].budget_bytes]
+    assert all(row.measured_bytes - row.promised_bytes == 2**20 for row in rows)
+    table = promises.to_table(rows, "H200").to_markdown()
+    assert table.count("| GPT |") == 3 and "500 ms" in table

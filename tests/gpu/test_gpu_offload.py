@@ -12,6 +12,7 @@ from oracle import assert_bitwise
 from residual import Residual
 from test_gpu_training import DEVICE, Layer
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import reactivate
 from reactivate import policies
@@ -52,18 +53,16 @@ def trained(model: nn.Module, steps: int = 4) -> list[Tensor]:
 )
 @pytest.mark.parametrize(("last", "ahead"), [(1, 1), (0, 0), (2, 3)])
 def test_training_is_bitwise_the_plain_models(policy: Any, last: int, ahead: int) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        torch.manual_seed(1)
-        plain = a_model()
-        model = copy.deepcopy(plain)
-        host = Host(least_bytes=0, last=last, ahead=ahead)
-        reactivate.apply(model, policy(host))
-        for number, (one, other) in enumerate(zip(trained(model), trained(plain), strict=True)):
-            assert_bitwise(one, other, f"number {number} of what training gives")
-        assert host.traffic.moved_bytes > 0 and host.traffic.loaded_bytes > 0
-    finally:
-        torch.use_deterministic_algorithms(False)
+    torch.manual_seed(1)
+    plain = a_model()
+    model = copy.deepcopy(plain)
+    host = Host(least_bytes=0, last=last, ahead=ahead)
+    reactivate.apply(model, policy(host))
+    with sdpa_kernel(SDPBackend.MATH):  # the others add up in any order when they go backward
+        found, expected = trained(model), trained(plain)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert_bitwise(one, other, f"number {number} of what training gives")
+    assert host.traffic.moved_bytes > 0 and host.traffic.loaded_bytes > 0
 
 
 def test_the_inputs_are_not_on_the_device() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -274,6 +276,27 @@ def test_weights_that_autocast_has_cast_stay_cast(backward: str) -> None:
         assert_bitwise(one, other, "gradient")
 
 
+FIRST_ATTENTION = """
+import torch, reactivate
+from torch.nn.functional import scaled_dot_product_attention
+
+def attend(x):
+    return scaled_dot_product_attention(x.sin(), x, x, is_causal=True).cos()
+
+x = torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+reactivate.checkpoint(attend)(x).float().sum().backward()
+found, x.grad = x.grad, None
+attend(x).float().sum().backward()
+assert torch.equal(found, x.grad)
+"""
+
+
+def test_the_first_attention_of_a_process() -> None:
+    """torch sets the order of its kernels in it: the recomputation goes back to that order, and not to one before it."""
+    done = subprocess.run([sys.executable, "-c", FIRST_ATTENTION], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # -- threads, streams and graphs --------------------------------------------------------------------------------------
 
 
@@ -289,15 +312,15 @@ def test_threads_recompute_side_by_side() -> None:
         return y.exp()
 
     errors: list[BaseException] = []
+    inputs = [torch.randn(8, requires_grad=True) for _ in range(2)]  # not in the threads, which would draw then
 
-    def work() -> None:
+    def work(x: Tensor) -> None:
         try:
-            x = torch.randn(8, requires_grad=True)
             reactivate.checkpoint(fn)(x).sum().backward()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    threads = [threading.Thread(target=work, args=(x,)) for x in inputs]
     for thread in threads:
         thread.start()
     for thread in threads:

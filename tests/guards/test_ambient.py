@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 import reactivate
 from reactivate._backends.base import Backend
 from reactivate._passes.observing import observed_by
+from reactivate._torch import modes as modes_room
 from reactivate._torch.modes import FLAGS, dispatch_modes, function_modes
 from reactivate.guards import DEFAULT
 
@@ -366,6 +367,24 @@ def test_all_settings_are_put_back_where_no_backward_does_it(setting: Any, aroun
         assert node._saved_self.shape == (4, 4)
         assert _settings() == before
     assert ran.recomputations == 1
+
+
+def test_the_order_of_attention_before_torch_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device torch sets it in the first attention of the process: an order from before is none to go back to."""
+    is_set = iter((False, False, True))
+    monkeypatch.setattr(modes_room, "_set_attention_order", lambda: next(is_set))
+    flag, order = modes_room._attention_order(), torch._C._get_sdp_priority_order()
+    other = order[::-1]
+    try:
+        before = flag.read()
+        torch._C._set_sdp_priority_order(other)
+        assert before is None is flag.read()
+        flag.write(before)
+        assert flag.read() == flag.read() == other
+        flag.write(order)
+        assert torch._C._get_sdp_priority_order() == order
+    finally:
+        torch._C._set_sdp_priority_order(order)
 
 
 # -- the casts that autocast keeps ------------------------------------------------------------------------------------

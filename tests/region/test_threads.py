@@ -7,6 +7,7 @@ import queue
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._passes.observing import observed_by, without_regions
+from reactivate._snapshot.generators import Stream, numpy_stream
 from reactivate._snapshot.state_lock import STATE_LOCK, LockEntry
-from reactivate._snapshot.streams import STREAMS
+from reactivate._snapshot.streams import STREAMS, RandomStreams, RngSnapshot
 from reactivate.guards import DEFAULT
 
 PATIENCE_SECONDS = 60.0  # after which a meeting that does not take place is a failure
@@ -652,6 +654,24 @@ def test_a_snapshot_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(expected[1:2], after_one), "no other thread has drawn"
     STREAMS.rewind(snapshot)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_two_threads_that_find_numpy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream is noted once: with two of it, no later look would be equal to one before."""
+    pytest.importorskip("numpy.random")
+    streams = RandomStreams()
+
+    def slowly() -> Stream | None:
+        time.sleep(0.05)
+        return numpy_stream()
+
+    def look(meet: Meet) -> RngSnapshot:
+        meet()
+        return streams.now()
+
+    monkeypatch.setattr("reactivate._snapshot.streams.numpy_stream", slowly)
+    one, other = together(look, look)
+    assert len(one.moments) == 3 and one is other is streams.now()
 
 
 def test_recomputations_that_set_nothing_back_run_side_by_side() -> None:
