@@ -342,7 +342,7 @@ def _write_float32_matmul(value: str | None) -> None:
 _choose_attention: Callable[[Tensor, Tensor, Tensor], Any] = resolve_private(
     "which kernel attention takes",
     "torch._fused_sdp_choice",
-    probe=lambda choose: isinstance(choose(*[torch.empty(1, 1, 8, 8)] * 3), int),
+    probe=lambda choose: isinstance(choose(*[torch.empty(1, 1, 8, 8, device="cpu")] * 3), int),
     public=torch.nn.functional.scaled_dot_product_attention,
 )
 

@@ -117,10 +117,10 @@ class Prediction:
     peak_bytes: int
     seconds: float
     forward_seconds: float
-    moments: tuple[LiveBytes, ...]
-    copies: tuple[Copy, ...] = ()
+    moments: tuple[LiveBytes, ...] = field(repr=False)
+    copies: tuple[Copy, ...] = field(default=(), repr=False)
     waited_seconds: float = 0.0
-    alive: tuple[LiveTensors, ...] = ()
+    alive: tuple[LiveTensors, ...] = field(default=(), repr=False)
     reserved_bytes: int | None = None
     collective_seconds: float = 0.0
     hidden_seconds: float = 0.0

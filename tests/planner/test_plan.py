@@ -75,6 +75,7 @@ def assert_holds(case: Case, plan: Plan) -> None:
     assert plan.fixed.total + peak <= plan.budget_bytes
     own = plan.plain.peak_bytes - plan.fixed.total
     assert abs(plan.predicted.peak_bytes - plan.fixed.total - peak) <= 0.01 * own
+    assert len(repr(plan.predicted)) < 400, "it is no list of every moment"
     assert peak < own
     verdict = reactivate.verify(case.model, case.args, case.kwargs, policy=plan)
     assert verdict and verdict.regions > 0

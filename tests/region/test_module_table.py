@@ -14,6 +14,11 @@ from reactivate.errors import MutationError
 
 pytestmark = pytest.mark.table
 
+EXCLUDED_ON_DEVICES = {
+    "AdaptiveMaxPool3d": "backward adds up overlapping windows in any order, and torch does not say so"
+}
+"""Modules that may differ from themselves there, too rarely for two plain runs to tell."""
+
 
 def inputs_of(info: Any, training: bool, device: str) -> list[Any]:
     # Fractional pooling's table has random samples in double precision.
@@ -35,6 +40,8 @@ def cases_of(info: Any, training: bool, samples: slice, device: str) -> list[Cas
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.formatted_name)
 def test_module(info: Any, training: bool, samples: slice, device: str) -> None:
+    if device != "cpu" and info.module_cls.__name__ in EXCLUDED_ON_DEVICES:
+        pytest.skip(EXCLUDED_ON_DEVICES[info.module_cls.__name__])
     recomputations = 0
     cases = [cases_of(info, training, samples, device) for _ in range(2 if device == "cpu" else 4)]
     for first, second, *others in zip(*cases, strict=True):
