@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What a plan promised, and what came of it. Bytes with all included.
+    """A promise of a plan, and what came of it. Bytes with all included.
 
     Attributes:
         model: which.
