@@ -151,7 +151,7 @@ def sharded(
     return made
 
 
-@case(CASES, 2, 4)
+@case(CASES, 4)
 def parameters_that_are_sharded_again(directory: Path) -> None:
     for make in (small_llama, small_gpt):
         assert_equal_to_a_rank(directory, sharded(make))
