@@ -117,6 +117,8 @@ def run(part: Part, seconds: float) -> Outcome:
 def outcomes_of(parts: Sequence[Part], end: float) -> Iterator[Outcome]:
     """Run parts until `end`: those that are no figures side by side, then the figures, of which one may not fit any more."""
     side_by_side = [part for part in parts if not part.is_figure]
+    for part in side_by_side:
+        print(f"{part.name}: ...", flush=True)
     with ThreadPoolExecutor(max(len(side_by_side), 1)) as pool:
         begun = [pool.submit(run, part, min(end - time.monotonic(), part.seconds)) for part in side_by_side]
         yield from (future.result() for future in as_completed(begun))
@@ -125,6 +127,7 @@ def outcomes_of(parts: Sequence[Part], end: float) -> Iterator[Outcome]:
         if part.is_figure and left < part.seconds:
             print(f"{part.name}: not begun, {max(left, 0):.0f} s are left. Run this again to go on.")
         elif part.is_figure:
+            print(f"{part.name}: ...", flush=True)
             yield run(part, part.seconds)
 
 
@@ -140,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.cuda.get_device_name().replace(" ", "-")
     file = RESULTS / f"gpu-{device}-torch{torch.__version__.partition('+')[0]}.json"
     ended = {} if options.again or not file.exists() else {item["part"]: item for item in json.loads(file.read_text())}
-    passed = {name for name, item in ended.items() if item["ended"] == "passed"}
+    passed = [name for name, item in ended.items() if item["ended"] == "passed"]
     for name in passed:
         print(f"{name}: passed before")
     end = time.monotonic() + 60 * options.minutes

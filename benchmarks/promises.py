@@ -16,15 +16,14 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from _presentation import Table, describe_machine, write
 from _subjects import make_subject
-from _training import Size
-from torch import nn
+from _training import Size, Subject
 
 import reactivate
 
@@ -39,12 +38,12 @@ class Case:
 
     Attributes:
         name: of the rows.
-        make: builds the model, its arguments and its loss, on the default device.
+        make: builds it on the default device.
         budgets: as `reactivate.plan` takes them.
     """
 
     name: str
-    make: Callable[[], tuple[nn.Module, dict[str, Any], Callable[[Any], torch.Tensor] | None]]
+    make: Callable[[], Subject]
     budgets: Sequence[str]
 
 
@@ -70,7 +69,7 @@ class Row:
     planning_seconds: float
 
 
-def llama() -> tuple[nn.Module, dict[str, Any], None]:
+def llama() -> Subject:
     """The model of `examples/llama.py`: 1.1 billion parameters, 16 x 2,048 tokens, bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM  # an optional package
 
@@ -84,17 +83,14 @@ def llama() -> tuple[nn.Module, dict[str, Any], None]:
         use_cache=False,
     )
     tokens = torch.randint(32000, (16, 2048))
-    return LlamaForCausalLM(config).to(torch.bfloat16), {"input_ids": tokens, "labels": tokens}, None
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    given = {"input_ids": tokens, "labels": tokens}
+    return Subject("llama", "Llama", model, (), given, loss=attrgetter("loss"), blocks=())
 
 
-def subject(name: str, size: Size) -> Callable[[], Any]:
+def subject(name: str, size: Size) -> Callable[[], Subject]:
     """A model of `frontier.py`, in float32."""
-
-    def make() -> tuple[nn.Module, dict[str, Any], Callable[[Any], torch.Tensor] | None]:
-        found = make_subject(name, size, torch.empty(()).device)
-        return found.model, {"args": found.args, **found.kwargs}, found.loss
-
-    return make
+    return lambda: make_subject(name, size, torch.empty(()).device)
 
 
 CASES = (
@@ -107,15 +103,13 @@ CASES = (
 def planned(case: Case, budget: str | int, device: str, name: str) -> tuple[reactivate.Plan, float]:
     """Return a plan without its model, made on `device`, and the seconds that it took."""
     with torch.device(device):
-        model, given, loss = case.make()
-    kwargs = dict(given)
-    args = kwargs.pop("args", ())
+        made = case.make()
     began = perf_counter()
     plan = reactivate.plan(
-        *(model.train(), args, kwargs),
-        loss=loss,
+        *(made.model.train(), made.args, made.kwargs),
+        loss=made.loss,
         budget=budget,
-        optimizer=torch.optim.AdamW(model.parameters()),
+        optimizer=torch.optim.AdamW(made.model.parameters()),
         device=name if device == "meta" else None,
     )
     return reactivate.Plan.from_json(plan.to_json()), perf_counter() - began
@@ -127,11 +121,9 @@ def trained(case: Case, plan: reactivate.Plan) -> tuple[int, int, float]:
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model, given, loss = case.make()
-    kwargs = dict(given)
-    args = kwargs.pop("args", ())
-    reactivate.apply(model.train(), plan)
-    optimizer = torch.optim.AdamW(model.parameters())
+        made = case.make()
+    reactivate.apply(made.model.train(), plan)
+    optimizer = torch.optim.AdamW(made.model.parameters())
     seconds = []
     for index in range(STEPS):
         if index == 1:
@@ -140,8 +132,8 @@ def trained(case: Case, plan: reactivate.Plan) -> tuple[int, int, float]:
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         began = perf_counter()
-        result = model(*args, **kwargs)
-        (result.loss if loss is None else loss(result)).backward()
+        result = made.model(*made.args, **made.kwargs)
+        made.loss(result).backward()
         torch.cuda.synchronize()
         seconds.append(perf_counter() - began)
         del result

@@ -371,14 +371,27 @@ def _attention_order() -> Flag:
     return flag._replace(read=read, write=write)
 
 
+_WAIT_FOR_ATTENTION = ("cuda", "xpu")  # types of devices on which torch sets it no sooner
+
+
+def _asks_whether_initialized() -> Callable[[], bool]:
+    device = accelerator_device()
+    if device is None or device.type not in _WAIT_FOR_ATTENTION:
+        return lambda: True
+    found: Callable[[], bool] = torch.get_device_module(device).is_initialized
+    return found
+
+
+_is_initialized = _asks_whether_initialized()  # found once: on a build for GPUs without one each region asks
+
+
 def _set_attention_order() -> bool:
     """Let torch set its order, and return whether it has one that stays."""
-    device = accelerator_device()
-    if device is None or device.type not in ("cuda", "xpu"):
-        return True  # on these two torch waits for the first attention
-    if not torch.get_device_module(device).is_initialized():
+    if not _is_initialized():
         return False
-    run_unseen(lambda: _choose_attention(*[torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)] * 3))
+    device = accelerator_device()
+    if device is not None and device.type in _WAIT_FOR_ATTENTION:
+        run_unseen(lambda: _choose_attention(*[torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)] * 3))
     return True
 
 

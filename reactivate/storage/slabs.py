@@ -34,8 +34,9 @@ class Slab:
         # Of its own pages: locking is by pages, and two slabs on one would be locked and unlocked together.
         area = mmap.mmap(-1, nbytes)
         self.memory = torch.frombuffer(area, dtype=torch.uint8)
-        self._unlock: Callable[[], None] | None = lock(self.memory)
         self.last: Any = None
+        self._unlock: Callable[[], None] | None = None  # also where it cannot be locked
+        self._unlock = lock(self.memory)
 
     def release(self) -> None:
         """Unlock the memory, once the last copy is done (rule 6)."""
