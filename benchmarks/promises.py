@@ -60,11 +60,11 @@ class Row:
     model: str
     planned: str
     budget_bytes: int
-    promised_bytes: int
+    predicted_bytes: int
     measured_bytes: int
-    promised_reserved_bytes: int
+    predicted_reserved_bytes: int
     reserved_bytes: int
-    promised_seconds: float
+    predicted_seconds: float
     measured_seconds: float
     planning_seconds: float
 
@@ -144,11 +144,11 @@ def trained(case: Case, plan: reactivate.Plan) -> tuple[int, int, float]:
 
 def row_of(case: Case, where: str, plan: reactivate.Plan, planning_seconds: float) -> Row:
     """Train with a plan."""
-    promised = plan.predicted
+    predicted = plan.predicted
     measured, reserved, seconds = trained(case, plan)
     return Row(
-        *(case.name, where, plan.budget_bytes, promised.peak_bytes, measured),
-        *(promised.reserved_bytes or 0, reserved, promised.seconds, seconds, planning_seconds),
+        *(case.name, where, plan.budget_bytes, predicted.peak_bytes, measured),
+        *(predicted.reserved_bytes or 0, reserved, predicted.seconds, seconds, planning_seconds),
     )
 
 
@@ -166,30 +166,30 @@ def rows_of(case: Case, name: str) -> Iterator[Row]:
 
 
 def to_table(rows: Sequence[Row], name: str) -> Table:
-    """Return what was promised and what was found."""
+    """Return what was predicted and what was found."""
     header = (
         "model",
         "planned",
         "budget",
-        "peak promised",
+        "peak predicted",
         "peak",
-        "reserve promised",
+        "reserve predicted",
         "reserve",
-        "step promised",
+        "step predicted",
         "step",
     )
 
-    def beside(found: float, promised: float, text: str) -> str:
-        return f"{text} ({found / promised - 1:+.1%})" if promised else text
+    def beside(found: float, predicted: float, text: str) -> str:
+        return f"{text} ({found / predicted - 1:+.1%})" if predicted else text
 
     cells = [
         (
-            *(row.model, row.planned, f"{row.budget_bytes / GIB:.2f} GiB", f"{row.promised_bytes / GIB:.3f} GiB"),
-            beside(row.measured_bytes, row.promised_bytes, f"{row.measured_bytes / GIB:.3f} GiB"),
-            f"{row.promised_reserved_bytes / GIB:.2f} GiB",
-            beside(row.reserved_bytes, row.promised_reserved_bytes, f"{row.reserved_bytes / GIB:.2f} GiB"),
-            f"{1000 * row.promised_seconds:.0f} ms",
-            beside(row.measured_seconds, row.promised_seconds, f"{1000 * row.measured_seconds:.0f} ms"),
+            *(row.model, row.planned, f"{row.budget_bytes / GIB:.2f} GiB", f"{row.predicted_bytes / GIB:.3f} GiB"),
+            beside(row.measured_bytes, row.predicted_bytes, f"{row.measured_bytes / GIB:.3f} GiB"),
+            f"{row.predicted_reserved_bytes / GIB:.2f} GiB",
+            beside(row.reserved_bytes, row.predicted_reserved_bytes, f"{row.reserved_bytes / GIB:.2f} GiB"),
+            f"{1000 * row.predicted_seconds:.0f} ms",
+            beside(row.measured_seconds, row.predicted_seconds, f"{1000 * row.measured_seconds:.0f} ms"),
         )
         for row in rows
     ]

@@ -78,7 +78,7 @@ def test_a_plan_with_the_host_holds_to_the_byte_and_is_bitwise(last: int, ahead:
             moved = host.traffic.moved_bytes
             found = tight.measure()
             assert host.traffic.moved_bytes > moved
-            assert found.measured_bytes <= found.promised_bytes <= budget
+            assert found.measured_bytes <= found.predicted_bytes <= budget
             handle = reactivate.apply(model, tight)
             assert all(map(torch.equal, expected, gradients(model, x)))
             handle.remove()

@@ -21,7 +21,7 @@ from reactivate._torch.dynamo import SITE, names_reach_graphs, node_being_traced
 from reactivate._torch.ops import flatten
 from reactivate._types import DEVICE, Action, Policy, Save, Site, Storage
 from reactivate.errors import UnsupportedError
-from reactivate.policies._base import ReadyMade, interest_of, parts_of
+from reactivate.policies._base import ReadyMade, answer_of, interest_of, parts_of
 from reactivate.policies.canonical import name_of
 from reactivate.policies.host_copies import is_copy_to_host
 
@@ -139,7 +139,7 @@ class _Marker:
             kind = (key[0], site.get("op"))
             index = self._counts.get(kind, 0)
             self._counts[kind] = index + 1
-            self._answers[key] = self._policy(Site(path, index=index, counts=self._counts, **site))
+            self._answers[key] = answer_of(self._policy, Site(path, index=index, counts=self._counts, **site))
         return self._answers[key]
 
     def _innermost(self, meta: Mapping[str, Any]) -> str:

@@ -68,7 +68,7 @@ class Verdict:
 def verify(
     model: Callable[..., Any], args: Any = (), kwargs: Mapping[str, Any] | None = None, *, policy: Policy | None = None
 ) -> Verdict:
-    """Run `model` plain and checkpointed from the same state, and compare all that comes out.
+    """Run `model` plain and checkpointed from the same state, and compare all results bit for bit.
 
     Compared are outputs, the gradients of parameters, of inputs and of closed-over tensors, buffers, and the state of
     every random number generator. A gradient that is missing on one side is a difference. The model, its gradients and

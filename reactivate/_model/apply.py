@@ -48,7 +48,7 @@ def apply(
         guards: as for `checkpoint`.
         early_stop: as for `checkpoint`.
         check: as for `checkpoint`. By default the regions of a plan are not compared with their forwards
-            ("metadata"): checksums are not in its promise.
+            ("metadata"): a plan's prediction does not include checksums.
         replace: replace a policy that is applied to the model already. If the new one is refused, the old one stays.
 
     Returns:

@@ -13,7 +13,7 @@ from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.spans import SpanPlace
 from reactivate._types import DEVICE, Action, CompilerBudget, LossByRows, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import ReadyMade, interest_of, parts_of, shortened
+from reactivate.policies._base import ReadyMade, answer_of, interest_of, parts_of, shortened
 from reactivate.policies._select import did_you_mean
 from reactivate.policies._unmatched import Unmatched
 
@@ -73,7 +73,7 @@ class Selection:
         self._refuse_unmatched(unmatched)
 
     def _action(self, site: Site) -> Action | None:
-        action = self._policy(site)
+        action = answer_of(self._policy, site)
         if action is None and interest_of(self._policy).calls:  # it may be another call that is saved
             action = next((found for found in self._of_parts(site) if isinstance(found, Save)), None)
         return action
@@ -100,14 +100,15 @@ class Selection:
                     f"apply: {about_modules[0]} matches nothing in {kind}, which has no modules inside. Make it one region: "
                     "reactivate.checkpoint(model)."
                 )
-            names = blocks or "none: name modules with recompute_modules, or make it one region, checkpoint(model)"
+            none = "It has no blocks: name modules with recompute_modules, or make it one region, checkpoint(model)"
+            its_blocks = f"Its blocks are {blocks}" if blocks else none
             self._refuse_saved_outside(about_modules[0])
             has_regions = self._inside or not interest_of(about_modules[0]).modules
             where = "" if has_regions else " (and no module is recomputed, inside of which something could be saved)"
             paths = [site.path for _, site in self._sites if site.path]
             raise UsageError(
                 f"apply: {about_modules[0]} matches nothing in {type(self._model).__name__}{where}."
-                f"{did_you_mean(about_modules[0].patterns(), paths)} Its blocks are {names}. Its modules are "
+                f"{did_you_mean(about_modules[0].patterns(), paths)} {its_blocks}. Its modules are "
                 f"{shortened(paths)}."
             )
         if unmatched.parts and not self._inside:

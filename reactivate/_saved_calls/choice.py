@@ -19,7 +19,7 @@ from reactivate._modules.paths import modules_below
 from reactivate._torch.modes import without_function_modes
 from reactivate._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from reactivate._types import Action, Policy, Save, Site
-from reactivate.policies._base import interest_of
+from reactivate.policies._base import answer_of, interest_of
 from reactivate.policies._unmatched import Unmatched
 from reactivate.policies.canonical import name_of
 from reactivate.policies.host_copies import OPS as COPIES, is_copy_to_host
@@ -205,7 +205,7 @@ class Choice:
         site = self._site(decision, path, index, counts, is_copy_to_host=is_copy, is_unfused=is_split)
         if self.unmatched.parts:
             self.unmatched.look_at(site)
-        return self.policy(site)
+        return answer_of(self.policy, site)
 
     def _decide(self, decision: CallDecision) -> CallDecision:
         if self.interest.calls or (self.interest.paths and decision.path is None):
@@ -213,7 +213,7 @@ class Choice:
             return decision._replace(is_of_interest=True)
         site = self._site(decision, "", 0, {})
         self.unmatched.look_at(site)
-        action = self.policy(site)
+        action = answer_of(self.policy, site)
         return decision._replace(is_of_interest=isinstance(action, Save), action=action)
 
     def _site(self, decision: CallDecision, path: str, index: int, counts: dict[Any, int], **facts: bool) -> Site:

@@ -30,6 +30,7 @@ from reactivate._snapshot.groups import Group
 from reactivate._snapshot.held import ATOMS, WeakTensor
 from reactivate._snapshot.holders import CellContainerHolder, Contents, Holder
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, position_of
+from reactivate._snapshot.kinds import is_value
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.reached import ReachedModules
@@ -418,7 +419,8 @@ def _is_looked_after(value: Any, kind: type) -> bool:
     """Return whether a value cannot change, or a guard sees to it, or it is this package's own."""
     if isinstance(value, (Module, Enum, type, BuiltinFunctionType, torch.Generator, random.Random)):
         return True
-    if kind.__module__.partition(".")[0] == "reactivate":  # regions and their options, which know how often they ran
+    # Regions and their options know how often they ran.
+    if is_value(kind) or kind.__module__.partition(".")[0] == "reactivate":
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))

@@ -7,6 +7,7 @@ has words: such a result cannot be kept, and its call runs again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.nn import Module
 
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.kinds import namespace_of, slots_of
+from reactivate._snapshot.kinds import is_value, namespace_of, slots_of
 from reactivate._torch.ops import registered_containers
 
 _PLAIN_CONTAINERS = frozenset({list, set, deque, dict, OrderedDict, defaultdict})
@@ -117,7 +118,8 @@ class Contents:
             make = functools.partial(defaultdict, value.default_factory)
         base: Any = next((base for base in (OrderedDict, dict, list, set, deque) if isinstance(value, base)), None)
         names = {} if kind in _PLAIN_CONTAINERS else attributes_of(value)
-        attributes = [(name, self._plan(item)) for name, item in names.items()]
+        slots = dict(slots_of(kind))
+        attributes = [(slots.get(name), name, self._plan(item)) for name, item in names.items()]
         items = () if base is None else base.items(value) if issubclass(base, dict) else base.__iter__(value)
         plans: list[Any] = [
             (self._plan(item[0]), self._plan(item[1])) if issubclass(base, dict) else self._plan(item) for item in items
@@ -125,8 +127,11 @@ class Contents:
 
         def build(parts: _Pieces) -> Any:
             made = parts.made[number] = make()
-            for name, plan in attributes:
-                object.__setattr__(made, name, plan(parts))
+            for slot, name, plan in attributes:
+                if slot is None:
+                    vars(made)[name] = plan(parts)
+                else:
+                    slot.__set__(made, plan(parts))
             for plan in plans:
                 if isinstance(plan, tuple):  # a key and its value
                     base.__setitem__(made, plan[0](parts), plan[1](parts))
@@ -145,8 +150,9 @@ def has_attributes(tensor: Tensor) -> bool:
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, those in slots too."""
     found = dict(namespace_of(value) or {})
-    kind: Any = type(value)
-    found.update((name, getattr(value, name)) for name in slots_of(kind) if hasattr(value, name))
+    for name, slot in slots_of(type(value)):
+        with contextlib.suppress(AttributeError):  # nothing is in it
+            found[name] = slot.__get__(value)
     return found
 
 
@@ -166,4 +172,4 @@ def _is_as_it_is(value: Any, kind: type) -> bool:
     """Return whether a value cannot change, or is somebody else's to look after: modules and generators have guards."""
     if isinstance(value, (Module, Enum, type, BuiltinFunctionType, torch.Generator)):
         return True
-    return kind is FunctionType and value.__closure__ is None and not value.__dict__
+    return is_value(kind) or (kind is FunctionType and value.__closure__ is None and not value.__dict__)

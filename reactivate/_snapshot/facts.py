@@ -26,7 +26,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from reactivate._snapshot.bindings import CACHED, Bindings, Names, Namespace
 from reactivate._snapshot.caches import BoundedCache, cached, is_importable
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.kinds import is_users_class, slots_of
+from reactivate._snapshot.kinds import Slot, is_users_class, slots_of
 from reactivate._torch.modules import is_flat_wrapper
 
 _MOST_CROSSINGS = 1
@@ -120,7 +120,7 @@ class ClassFacts(NamedTuple):
         names: (namespace, name) of everything at module level that its methods read and that may hold state.
         bindings: the names of functions, classes and Python modules; None if there are none.
         open: references to those of its functions that lead to something themselves: by closures, attributes and defaults.
-        slots: the names of its slots.
+        slots: its slots.
         scripts: the scripted functions that its methods name.
         is_users: whether it is not one of `torch.nn`'s, whose attributes are known to be plain.
         is_scripted: whether it is TorchScript's.
@@ -133,7 +133,7 @@ class ClassFacts(NamedTuple):
     names: Names
     bindings: Bindings | None
     open: tuple[ref[FunctionType], ...]
-    slots: tuple[str, ...]
+    slots: tuple[Slot, ...]
     scripts: tuple[Any, ...]
     is_users: bool
     is_scripted: bool

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from reactivate._modules.standin import Placed
 from reactivate._snapshot.caches import is_importable
 from reactivate._snapshot.held import are_items, held_all, is_item, restored, strongly
+from reactivate._snapshot.kinds import Slot
 from reactivate._snapshot.region_calls import handed_out, is_of_call
 from reactivate._torch.modules import dict_of_class, version_of_dict
 
@@ -249,29 +250,29 @@ def length_of(container: Any) -> int:
 class SlotsHolder(Holder):
     """The slots of an object."""
 
-    __slots__ = ("names",)
+    __slots__ = ("slots",)
 
-    def __init__(self, target: Any, names: Sequence[str]) -> None:
-        self.target, self.names = target, names
+    def __init__(self, target: Any, slots: Sequence[Slot]) -> None:
+        self.target, self.slots = target, slots
 
     def get(self) -> Contents:
-        return tuple(self._read(name) for name in self.names)
+        return tuple(self._read(slot) for _, slot in self.slots)
 
-    def _read(self, name: str) -> Any:
+    def _read(self, slot: Any) -> Any:
         try:
-            return object.__getattribute__(self.target, name)
-        except Exception:  # a property of that name may raise anything
+            return slot.__get__(self.target)
+        except AttributeError:
             return EMPTY
 
     def put(self, contents: Contents) -> None:
-        for name, item in zip(self.names, contents):
+        for (_, slot), item in zip(self.slots, contents):
             if item is not EMPTY:
-                object.__setattr__(self.target, name, restored(item))
-            elif self._read(name) is not EMPTY:
-                object.__delattr__(self.target, name)
+                slot.__set__(self.target, restored(item))
+            elif self._read(slot) is not EMPTY:
+                slot.__delete__(self.target)
 
     def items(self, contents: Contents) -> Iterable[tuple[str, Any]]:
-        return ((f".{name}", item) for name, item in zip(self.names, contents) if item is not EMPTY)
+        return ((f".{name}", item) for (name, _), item in zip(self.slots, contents) if item is not EMPTY)
 
 
 class KindHolder(Holder):

@@ -6,7 +6,8 @@ import random
 import sys
 from collections.abc import Iterable
 from enum import Enum
-from typing import Any
+from types import MemberDescriptorType
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,6 +16,9 @@ from reactivate._snapshot.held import ATOMS
 
 SMALL_BYTES = 1 << 14
 """The size up to which a tensor without a graph, or an array, is copied before a write to it is known."""
+
+Slot: TypeAlias = tuple[str, Any]
+"""A slot: its name, and what reads and writes it."""
 
 
 def users_classes(kind: type) -> Iterable[type]:
@@ -33,6 +37,15 @@ _SHARED = frozenset(
 )
 """Packages whose objects other threads and processes work with at the same time: barriers, queues, pools."""
 
+_VALUES = frozenset({"datetime", "fractions", "ipaddress", "pathlib", "uuid"})
+"""Packages whose objects cannot change: what their attributes take later are caches."""
+
+
+@cached_by_class
+def is_value(kind: Any) -> bool:
+    """Return whether objects of this class are values of the standard library, which cannot change."""
+    return kind.__module__.partition(".")[0] in _VALUES
+
 
 @cached_by_class
 def is_plain(kind: type) -> bool:
@@ -43,6 +56,8 @@ def is_plain(kind: type) -> bool:
         return kind.__module__ != "builtins"
     if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
         return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom"))
+    if is_value(kind):
+        return False
     if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
         return False
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))
@@ -92,12 +107,17 @@ def namespace_of(value: Any) -> Any:
 
 
 @cached_by_class
-def slots_of(kind: Any) -> tuple[str, ...]:
-    """Return the names of the slots of a class and its bases, private ones as Python mangles them."""
-    names: list[str] = []
+def slots_of(kind: Any) -> tuple[Slot, ...]:
+    """Return the slots of a class and its bases, private ones by the names that Python gives them.
+
+    A class may have something else by the name of a base's slot, such as a property without a setter.
+    """
+    found: list[Slot] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             is_private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+            mangled = f"_{base.__name__.lstrip('_')}{name}" if is_private else name
+            if type(slot := vars(base).get(mangled)) is MemberDescriptorType:
+                found.append((mangled, slot))
+    return tuple(found)

@@ -35,6 +35,7 @@ from reactivate._snapshot.inputs import Input
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, parts_of
 from reactivate._snapshot.kinds import (
     SMALL_BYTES,
+    Slot,
     is_array,
     is_plain,
     is_random_source,
@@ -284,15 +285,15 @@ class Walk:
         if namespace is not None:
             self.holders.append(holding.DictHolder(namespace))
             self._look_at_all(namespace, place, depth)
-        names = slots_of(type(value))
-        if names:
-            self._slots(value, names, place, depth)
+        if slots := slots_of(type(value)):
+            self._slots(value, slots, place, depth)
 
-    def _slots(self, value: Any, names: tuple[str, ...], place: str, depth: int) -> None:
+    def _slots(self, value: Any, slots: tuple[Slot, ...], place: str, depth: int) -> None:
         """Note the slots of an object, and look at them."""
-        holder = holding.SlotsHolder(value, names)
+        holder = holding.SlotsHolder(value, slots)
         self.holders.append(holder)
-        self._look_at_all(dict(zip(names, holder.get())), place, depth)
+        for (name, _), item in zip(slots, holder.get()):
+            self._look_at_all({name: item}, place, depth)
 
     def _look_at_all(self, attributes: dict[str, Any], place: str, depth: int) -> None:
         for name, item in zip([*attributes], [*attributes.values()]):  # at once: a dying reference may change it

@@ -101,7 +101,7 @@ def plan(
     policy that is tried then runs in one step, some twenty in all: for real where the plain step fits and takes no
     longer than its simulation, and otherwise on fake tensors, which have neither memory nor compute. A model on the meta
     device, or a device that is only named, is simulated altogether, with the times of a roofline. Model, gradients and
-    random number generators are then as they were.
+    random number generators are restored afterwards.
 
     Args:
         model: a policy that is applied to it is left out while it is planned; `apply(model, plan, replace=True)` replaces
@@ -110,14 +110,14 @@ def plan(
             argument.
         kwargs: keyword arguments.
         budget: the most that may be allocated at any moment, all included: bytes, "8GiB"; or "50%" of the plain step's
-            activation peak, which is its peak above what is there all the time. None, on an accelerator: its free memory
+            activation peak: its peak minus what is always allocated. None, on an accelerator: its free memory
             and what the model has there already, less `reserve`; and no more than its allocator can reserve.
-        loss: from what the model returns to the scalar to go back from. By default the output if it is a scalar, its
+        loss: a function from the model's output to the scalar loss. By default the output if it is a scalar, its
             `.loss`, or the sum of what is in it.
-        step: runs forward and backward, in place of all that; not the optimizer.
-        optimizer: counts for the budget: its state, and what its step allocates.
-        device: where it is to run; of a device that is not here the name ("H100-SXM"), a file ("mine.json") or a description
-            (`reactivate.planner.cost.devices`).
+        step: a function that runs forward and backward, without the optimizer; replaces `args` and `loss`.
+        optimizer: its state and what its step allocates count toward the budget.
+        device: where training will run; for a device that is not here, its name ("H100-SXM"), a file ("mine.json") or a
+            description (`reactivate.planner.cost.devices`).
         storages: where tensors may be kept for the backward beside the memory of the device: a storage, or several of which
             the plan uses the one with which it is fastest. None is used where all fits, or where that would be slower than
             recomputation. Their speed is measured; that of a device that is not here comes from its description.
@@ -128,7 +128,7 @@ def plan(
             the plan faster or possible. "keep": never, for a model that is compiled later. None: "rows" on a CPU, where
             tests show every bit. Adaptive plans keep it, and so do those of a group and of a compiled model.
         group: the ranks that run this step together and make this call, each with its own batch: they agree about one policy,
-            that of the rank with the least room, and each has its own promise beside it. Needed where a recomputation may
+            that of the rank with the least room, and each has its own prediction beside it. Needed where a recomputation may
             have collectives in it, so for models that are sharded by `fully_shard`. A budget is one of each rank, and they
             may differ. Costs a few exchanges of kilobytes; every rank waits for the slowest one, as does `Plan.at`. None
             as well where torch's process group `fake` stands for other ranks: the plan is that of this rank.
@@ -137,7 +137,7 @@ def plan(
         margin: what is left free for other batches, where sizes depend on the numbers in tensors, as the loads of experts do:
             the share by which memory of such a size may be larger, "5%" unless said; 0 for none.
         compiled: whether the model will run under `torch.compile` as a whole; or under which of its backends. The plan counts
-            what a compiled step takes beside, and its compiled step is run, if it can run here, until one holds. "blocks":
+            the extra memory of a compiled step, and its compiled step is run, if it can run here, until one holds. "blocks":
             each block is compiled, and what candidates come to is measured on the compiled blocks.
         maximize: "batch": look for the largest first dimension of the arguments that fits; or {name: dimension}.
 
@@ -145,7 +145,7 @@ def plan(
         A policy: give it to `apply`.
 
     Raises:
-        PlanInfeasible: there is none; says the least budget for which there is one.
+        PlanInfeasible: no plan fits; the error names the smallest budget that works.
         UsageError: an argument is not one of the above, the step cannot be simulated, the ranks of the group have not the
             same model, or one of them has raised.
         UnsupportedError: the model is on XLA; or its step depends on values, and no step can run that tells them: it does not
@@ -163,7 +163,8 @@ def plan(
     began = perf_counter()
     check_module("plan", model)
     args, kwargs = example_of("plan", model, args, kwargs)
-    _check_step(loss, step, optimizer)
+    _check_step(loss, step)
+    _check_optimizer(model, optimizer)
     if head is not None and head not in HEADS:
         raise UsageError(f'plan: head= takes "rows" or "keep"; got {described(head)}.')
     asked = None if budget is None else parse(budget)
@@ -256,7 +257,7 @@ def _check_call(name: str, function: Any, given: int) -> None:
         ) from None
 
 
-def _check_step(loss: Any, step: Any, optimizer: Any) -> None:
+def _check_step(loss: Any, step: Any) -> None:
     for name, function, takes in (("loss", loss, "the model's output"), ("step", step, "nothing")):
         given = 1 if name == "loss" else 0
         is_class = isinstance(function, type)
@@ -267,12 +268,24 @@ def _check_step(loss: Any, step: Any, optimizer: Any) -> None:
             raise UsageError(f"plan: {name}= takes a function of {takes}; got {described(function)}.{instance}")
         if function is not None:
             _check_call(name, function, given)
+
+
+def _check_optimizer(model: Module, optimizer: Any) -> None:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         is_kind = isinstance(optimizer, type) and issubclass(optimizer, Optimizer)
         kind = optimizer.__name__ if is_kind else "AdamW"
         raise UsageError(
             f"plan: optimizer= takes an optimizer of the model's parameters; got {described(optimizer)}. Write "
             f"optimizer=torch.optim.{kind}(model.parameters())."
+        )
+    own = set(map(id, model.parameters()))
+    if optimizer is not None and not any(
+        id(item) in own for group in optimizer.param_groups for item in group["params"]
+    ):
+        raise UsageError(
+            f"plan: optimizer= has none of the parameters of the {type(model).__name__}, so its state for them is unknown. "
+            "Make it from the parameters that the model has now: those of a model that was built anew, or sharded since, "
+            "are others."
         )
 
 

@@ -36,7 +36,7 @@ def check_compiled(asked_by: str, compiled: Any, **others: Any) -> None:
     if not isinstance(compiled, bool) and compiled != BLOCKS and compiled not in backends:
         raise UsageError(
             f"{asked_by}(compiled={described(compiled)}): it takes True, False, {BLOCKS!r}, or the name of a backend of "
-            f"torch.compile: {', '.join(map(repr, backends))}."
+            f"torch.compile: {', '.join(map(repr, torch.compiler.list_backends()))}."
         )
     for name, value in others.items():
         if compiled and value:

@@ -1,4 +1,4 @@
-"""The contents of a plan: what was decided, for which circumstances, and what that promises. Reports read nothing else."""
+"""The contents of a plan: what was decided, for which circumstances, and what that predicts. Reports read nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reactivate.planner.candidates import Candidate
 MOST_MOMENTS = 400
 
 
-# -- a promise --------------------------------------------------------------------------------------------------------
+# -- a prediction -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Circumstances:
 
 @dataclass(frozen=True, repr=False)
 class PlanContents:
-    """The decisions of a plan, with the promise that they were chosen for.
+    """The decisions of a plan, with the prediction that they were chosen by.
 
     Attributes:
         budget: as it was asked for.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from reactivate._modules.paths import THE_MODEL
 from reactivate._region.accounts import in_words
 from reactivate.errors import PlanInfeasible
@@ -73,6 +75,16 @@ def about_repeated(plain: Trace) -> str:
         f"{most.op} {most.shape} in {most.module or THE_MODEL}), and a plan treats blocks. Is that a method such as "
         "self.layer(x, z)? Make it the forward of a module that has the modules which it uses, or call "
         "reactivate.checkpoint(self.layer)(x, z)."
+    )
+
+
+def about_blocks(units: Collection[str], model: str) -> str:
+    """Say that a model is one block, where it is, and what to do about it."""
+    if [*units] != [""]:
+        return ""
+    return (
+        f" The {model} has no blocks, so a plan keeps all of it or recomputes all of it. Blocks are the layers in a "
+        "ModuleList, and modules that are made of modules: wrap some layers at a time into one, such as nn.Sequential."
     )
 
 

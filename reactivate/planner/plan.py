@@ -1,4 +1,4 @@
-"""A plan: a policy that a solver wrote, with the promise that it was chosen for."""
+"""A plan: a policy that a solver wrote, with the prediction that it was chosen by."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Plan(PlanContents, ReadyMade, Saved):
     # -- its step -------------------------------------------------------------------------------------------------------
 
     def measure(self, *, compiled: bool | str = False) -> Measurement:
-        """Run the step with the plan, and return what was promised beside what was found.
+        """Run the step with the plan, and return what was predicted beside what was measured.
 
         A policy that is applied to the model, this plan or another, is left out meanwhile.
 

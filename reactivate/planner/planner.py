@@ -24,12 +24,12 @@ from reactivate.planner.compiled_steps import CompiledSteps
 from reactivate.planner.containers import with_containers
 from reactivate.planner.contents import Circumstances, Decision, Fixed, Point, Proof, StorageUse
 from reactivate.planner.cost.measured import measure_step
-from reactivate.planner.cost.memory import fixed_memory, optimizer_memory, others_on
+from reactivate.planner.cost.memory import fixed_memory, optimizer_memory, others_on, workspaces_on
 from reactivate.planner.cost.op_costs import RooflineCosts
 from reactivate.planner.cost.overhead import Overhead, measure_overhead
 from reactivate.planner.distributed import Ranks
 from reactivate.planner.head import Head, HeadSearch, head_search
-from reactivate.planner.infeasible import about_repeated, infeasible, no_room
+from reactivate.planner.infeasible import about_blocks, about_repeated, infeasible, no_room
 from reactivate.planner.offload import Offer, offer_of
 from reactivate.planner.plan import Plan, storage_arguments
 from reactivate.planner.prediction import predict
@@ -54,7 +54,7 @@ class StepProfile:
         costs: of ops.
         is_predicted: whether nothing ran after all.
         scale: from the seconds of ops to those of a step.
-        others_bytes: what else is on an accelerator; None where nothing ran.
+        others_bytes: what else is on an accelerator.
         optimizer_bytes: what the optimizer keeps, and the most that its step allocates beside that.
         uncertainty: by which part of it the time of the step was another when it was measured again.
     """
@@ -62,7 +62,7 @@ class StepProfile:
     costs: Costs
     is_predicted: bool
     scale: float = 1.0
-    others_bytes: int | None = None
+    others_bytes: int = 0
     optimizer_bytes: tuple[int, int] = (0, 0)
     uncertainty: float = 0.0
 
@@ -143,8 +143,10 @@ class Planner:
             others = others_on(self.target.device, step.model, step.args, step.kwargs, self.optimizer)
             scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
             self.profile = replace(self.profile, scale=scale, others_bytes=others)
-        if self.profile.others_bytes is not None:
-            self.fixed = replace(self.fixed, others=self.profile.others_bytes)
+        elif not self._is_profiled:
+            others = self.fixed.others + workspaces_on(self.target.spec, plain)
+            self.profile = replace(self.profile, others_bytes=others)
+        self.fixed = replace(self.fixed, others=self.profile.others_bytes)
         self.optimizer_bytes = 0 if self.optimizer is None else self.fixed.total + self.profile.optimizer_bytes[1]
         self.plain = plain
         self.plain_summary = self._summarize(plain, {})
@@ -306,6 +308,7 @@ class Planner:
         if found is None:
             least, head = self.smallest_bytes(), self._head_search
             advice = ("" if head is None else head.advice()) + about_repeated(self.plain)
+            advice += about_blocks(self.units, module_class_name(self.step.model))
             asked_by = None if asked is None else budget.text
             device = self._device, self.target.memory_bytes
             raise infeasible(asked_by, allowed, least, self.fixed, self.plain.peak_bytes, device, advice)

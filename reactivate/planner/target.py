@@ -96,7 +96,7 @@ def find_target(
     if isinstance(device, str) and not _is_torch_device(device):
         spec = find(device)
         return Target(own, spec, False, spec.memory_bytes, has_values)
-    wanted = own if device is None else torch.device(device)
+    wanted = own if device is None else _torch_device(device)
     if wanted.type != own.type:
         raise UsageError(
             f"plan(device={device!r}): the model is on {own}. Move it there first, or name a device that is not here "
@@ -116,6 +116,16 @@ def _require_counts(device: torch.device) -> None:
             "(torch.accelerator.memory_allocated fails), so no op can be measured there. Plan a copy on the CPU or on the "
             "meta device for a device by name (`reactivate devices`), and apply the plan to the model."
         ) from error
+
+
+def _torch_device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"plan(device={device!r}): torch knows no such device here ({error}). Write the type and number of one of this "
+            "machine, 'cuda:0', or name a device that is not here ('H100-SXM', see `reactivate devices`)."
+        ) from None
 
 
 def _is_torch_device(name: str) -> bool:

@@ -22,7 +22,7 @@ KINDS = (*ALL_THE_TIME, *MADE_IN_STEP)  # of memory, from below
 
 
 def text(plan: PlanContents, *, width: int | None = None, plain: bool = False) -> str:
-    """A plan as text: what it promises, how that was seen, what is done with each block, what else there would be.
+    """A plan as text: what it predicts, how that was proved, what is done with each block, what else there would be.
 
     Args:
         width: in characters; that of the terminal if None, 120 where there is none.

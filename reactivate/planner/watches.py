@@ -58,7 +58,7 @@ class CallWatch:
             self._is_checked = True
             differences = list(self._differences(model))
             if differences:
-                warn(f"This plan was made for {'; '.join(differences)}. Its promise is not for this: plan again.")
+                warn(f"This plan was made for {'; '.join(differences)}. It predicts nothing for this: plan again.")
         if shapes not in self._known:
             self._known.add(shapes)
             warn(self._about_shapes(shapes, args, kwargs))
@@ -83,7 +83,8 @@ class CallWatch:
         # How long a storage leaves tensors in memory is not simulated here.
         peak = None if self._peak_with is None or plan.storages else self._peak_with(args, dict(kwargs))
         if peak is None:
-            return said + f"Its budget of {in_words(plan.budget_bytes)} is not promised for these: plan again."
+            budget = in_words(plan.budget_bytes)
+            return said + f"Whether its budget of {budget} holds for these was not predicted: plan again."
         total = plan.fixed.total + peak
         verdict = "still holds" if total <= plan.budget_bytes else "does not hold: plan again"
         return said + f"The peak will be {in_words(total)}; the budget of {in_words(plan.budget_bytes)} {verdict}."

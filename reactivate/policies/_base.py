@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch.nn import Module
 
@@ -55,6 +55,8 @@ class Interest:
         """Return whether functions of torch are of interest: then a region has to see each of them."""
         return self.ops is None or bool(self.ops) or self.arguments
 
+
+_ACTIONS = get_args(Action)
 
 # What has to be assumed of a user's own function.
 ALL = Interest(None, frozenset(), True, True, True, True, True)
@@ -149,6 +151,33 @@ def check_policy(policy: Any, asked_by: str) -> None:
         f"{asked_by} takes a policy, a function of a site such as policies.full(); got {_found(policy)}"
         f"{_remedy_for(policy, asked_by)}"
     )
+
+
+def answer_of(policy: Policy, site: Site) -> Action | None:
+    """Ask a policy about a site.
+
+    Raises:
+        UsageError: it returns something else than an action or None.
+    """
+    action = policy(site)
+    if action is None or isinstance(action, _ACTIONS):
+        return action
+    is_asked = callable(action) and not isinstance(action, type)
+    remedy = " To answer as another policy does, return policy(site)." if is_asked else ""
+    raise UsageError(
+        f"A policy returns Recompute(), Save() or None; {_name_of(policy)} returned {action!r} for "
+        f"{_described_site(site)}.{remedy}"
+    )
+
+
+def _name_of(policy: Any) -> str:
+    return getattr(policy, "__qualname__", None) or repr(policy)
+
+
+def _described_site(site: Site) -> str:
+    place = f"the module {site.path!r}" if site.path else "the model itself"
+    call = site.name or site.op
+    return place if call is None else f"a call of {call!r} in {place}"
 
 
 def check_storage(storage: Any, asked_by: str) -> None:

@@ -44,7 +44,8 @@ class Unmatched:
         self._ran.add(path)
         if self.parts and is_all:
             part, self.parts = self.parts[0], []
-            seen = ", ".join(sorted(self.seen)) or "no call at all"
+            nothing = "no call with a name, which reactivate.site(function, name=...) gives"
+            seen = ", ".join(sorted(self.seen)) or (nothing if interest_of(part).names else "no call at all")
             interest = interest_of(part)
             if not self.has_modules and (interest.modules or interest.paths):
                 raise UsageError(

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Action, Policy, Recompute, Save, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import Interest, ReadyMade, check_every, check_policy, interest_of, parts_of, written
+from reactivate.policies._base import (
+    Interest,
+    ReadyMade,
+    answer_of,
+    check_every,
+    check_policy,
+    interest_of,
+    parts_of,
+    written,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,7 +44,7 @@ class _FirstMatch(_Several):
 
     def __call__(self, site: Site) -> Action | None:
         for policy in self.policies:
-            action = policy(site)
+            action = answer_of(policy, site)
             if action is not None:
                 return action
         return None
@@ -61,7 +70,7 @@ class _Union(_Several):
         return written("union", *self.policies)
 
     def __call__(self, site: Site) -> Action | None:
-        actions = [action for action in (policy(site) for policy in self.policies) if action is not None]
+        actions = [action for action in (answer_of(policy, site) for policy in self.policies) if action is not None]
         saves = [action for action in actions if isinstance(action, Save)]
         return next(iter(saves or actions), None)
 
@@ -89,8 +98,8 @@ class _Exclude(_Several):
 
     def __call__(self, site: Site) -> Action | None:
         policy, *exceptions = self.policies
-        answers = [exception(site) for exception in exceptions]  # of all: some count
-        return policy(site) if all(answer is None for answer in answers) else None
+        answers = [answer_of(exception, site) for exception in exceptions]  # of all: some count
+        return answer_of(policy, site) if all(answer is None for answer in answers) else None
 
     def parts(self) -> tuple[Policy, ...]:
         policy, *exceptions = self.policies
@@ -160,7 +169,7 @@ class _EveryNth(_Several):
         return written("every_nth", self.n, *self.policies, offset=self.offset or None)
 
     def __call__(self, site: Site) -> Action | None:
-        action = self.policies[0](site)
+        action = answer_of(self.policies[0], site)
         if action is None:
             return None
         count = site.counts.get(id(self), 0)

@@ -120,7 +120,7 @@ def _matplotlib() -> tuple[Any, Any]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError(
-            "The pictures of a plan are drawn by matplotlib, which is not installed: `pip install matplotlib`. "
+            "The pictures of a plan are drawn by matplotlib, which is not installed: `pip install matplotlib jinja2`. "
             "Without it there are `plan.save(path)`, which writes JSON, and `plan.predicted.moments`."
         ) from error
     return matplotlib, Figure

@@ -43,7 +43,7 @@ def _jinja2() -> Any:
         import jinja2
     except ImportError as error:
         raise UsageError(
-            "A page is filled in by jinja2, which is not installed: `pip install jinja2`. Without it there "
+            "A page is filled in by jinja2, which is not installed: `pip install matplotlib jinja2`. Without it there "
             "is `plan.save(path)`, which writes JSON."
         ) from error
     return jinja2

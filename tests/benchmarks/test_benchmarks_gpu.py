@@ -99,6 +99,6 @@ def test_rows_of_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*promises.rows_of(case, "H200")]
     assert [row.planned for row in rows] == ["offline", "on the device", "offline"]
     assert budgets == ["80%", rows[0].budget_bytes, "70%", rows[2].budget_bytes]
-    assert all(row.measured_bytes - row.promised_bytes == 2**20 for row in rows)
+    assert all(row.measured_bytes - row.predicted_bytes == 2**20 for row in rows)
     table = promises.to_table(rows, "H200").to_markdown()
     assert table.count("| GPT |") == 3 and "500 ms" in table

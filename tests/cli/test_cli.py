@@ -222,7 +222,7 @@ def test_plan_for_a_device_that_is_too_small_says_no(tmp_path: Path) -> None:
     """A budget that is more than the device has never makes a plan that does not fit there."""
     least = answer("plan", "test_cli:blocks", "--device", "H100-SXM", "--budget", "1KiB", code=1)["least_bytes"]
     small = tmp_path / "small.json"
-    rates = {"bandwidth_bytes_per_second": 1e9, "flops_per_second": {"float32": 1e9}}
+    rates = {"bandwidth_bytes_per_second": 1e9, "flops_per_second": {"float32": 1e9}, "workspace_bytes": 2**25}
     for memory_bytes, code in ((least, 0), (least - 1, 1)):
         small.write_text(json.dumps({"name": "small", "memory_bytes": memory_bytes, **rates}))
         result = run("plan", "test_cli:blocks", "--device", small, "--budget", "75GiB")

@@ -75,4 +75,4 @@ def test_plan_takes_storages() -> None:
 
     assert least_bytes("--offload", "Host(least_bytes=0)") < least_bytes()
     refused = testing.CliRunner().invoke(command, [*target, "--offload", "hst"], standalone_mode=False)
-    assert isinstance(refused.exception, UsageError) and "--offload" in str(refused.exception)
+    assert isinstance(refused.exception, UsageError) and "Did you mean 'host'?" in str(refused.exception)

@@ -636,7 +636,7 @@ def test_a_plan_is_measured_and_nothing_is_printed(
     assert found.holds and abs(found.error) <= 0.0005 and found.measured_bytes <= plan.budget_bytes
     assert any(decision.candidate.recompute for decision in plan.decisions)  # whose checksums would take memory
     assert found.measured_seconds > 0
-    assert str(found).startswith("Peak: promised")
+    assert str(found).startswith("Peak: predicted")
     assert capsys.readouterr().out == ""
 
 
@@ -787,7 +787,7 @@ def test_a_plan_from_a_file_tells_of_another_step_once(tmp_path: Path) -> None:
     with nothing_told():
         case.step()
     shorter = case.args[0][:2]
-    with pytest.warns(UserWarning, match=r"shape \(4, 64\), and the model is called with \(2, 64\).*is not promised"):
+    with pytest.warns(UserWarning, match=r"shape \(4, 64\), and the model is called with \(2, 64\).*was not predicted"):
         case.model(shorter)
     with nothing_told():
         case.model(shorter)
@@ -796,7 +796,7 @@ def test_a_plan_from_a_file_tells_of_another_step_once(tmp_path: Path) -> None:
     reactivate.apply(other, Plan.load(tmp_path / "h100.json"))
     with pytest.warns(
         UserWarning,
-        match="made for a GPT, and this is a OtherGPT; H100-SXM, and the model is on cpu. Its promise is not",
+        match="made for a GPT, and this is a OtherGPT; H100-SXM, and the model is on cpu. It predicts nothing",
     ) as told:
         other(*case.args)
     assert len(told) == 1
@@ -832,6 +832,35 @@ def test_an_optimizer_in_the_step_is_refused() -> None:
     with pytest.raises(UsageError, match=r"it called SGD\.step"):
         reactivate.plan(case.model, budget="60%", step=step)
     assert_all_bitwise(before, dict(case.model.state_dict()))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    """As that of a model that was built anew: no state would be counted. One of a part of the parameters is none."""
+    case = gpt(layers=2)
+    others = torch.optim.AdamW(gpt(layers=2).model.parameters())
+    with pytest.raises(UsageError, match="optimizer= has none of the parameters of the GPT"):
+        planned(case, "60%", optimizer=others)
+    some = list(case.model.parameters())[:2]
+    part = planned(case, "100%", device="A100-40GB", optimizer=torch.optim.AdamW(some))
+    assert part.fixed.optimizer == sum(2 * item.numel() * 4 + 4 for item in some)
+
+
+def test_a_model_without_blocks_is_said_to_have_none() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
+    with pytest.raises(PlanInfeasible, match=r"The Sequential has no blocks, so a plan keeps .* nn\.Sequential\.$"):
+        reactivate.plan(model, torch.randn(64, 8), budget="10%", loss=Tensor.sum)
+    case = gpt(layers=2)
+    with pytest.raises(PlanInfeasible) as caught:
+        planned(case, "1%")
+    assert "has no blocks" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("device", "message"), [(0, "no such device here"), ("gpu", "write 'cuda'")])
+def test_a_device_that_torch_does_not_know_is_refused(device: Any, message: str) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("0 is a device here")
+    with pytest.raises(UsageError, match=message):
+        planned(gpt(layers=2), "100%", device=device)
 
 
 def test_a_model_with_a_policy_is_planned_and_measured_without_it() -> None:

@@ -134,7 +134,7 @@ def test_a_slow_disk_that_writes_to_the_end_keeps_the_budget(
 
 def test_a_plan_is_measured(made: PlanContents) -> None:
     found = made.tight.measure()
-    assert found.holds and found.measured_bytes <= found.promised_bytes
+    assert found.holds and found.measured_bytes <= found.predicted_bytes
 
 
 # -- what it says -----------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_copies_of_a_model_and_pickles_have_the_plan(made: PlanContents) -> None
 
 def test_another_shape_is_told_of_without_a_promise(made: PlanContents) -> None:
     handle = reactivate.apply(made.case.model, made.tight)
-    with pytest.warns(UserWarning, match="is not promised for these"):
+    with pytest.warns(UserWarning, match="holds for these was not predicted"):
         made.case.model(torch.randn(4, 64, 16))
     handle.remove()
 

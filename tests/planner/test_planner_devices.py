@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from several import each
+from torch import Tensor, nn
 
+import reactivate
 from reactivate.errors import UsageError
 from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec, find, load
 from reactivate.planner.cost.overhead import Overhead
@@ -165,6 +168,8 @@ def test_a_device_of_ones_own(tmp_path: Path) -> None:
         ({"flops_per_second": {"float16": 1e12}}, 'It takes {"float32": FLOPs per second'),
         ({"flops_per_second": {"float32": 1e12, "fp16": 1e12}}, "has the format 'fp16'. It takes float64, float32"),
         ({"flops_per_second": {"float32": 1e12, "float8": "2e12"}}, "flops_per_second['float8']='2e12'"),
+        ({"workspace_bytes": -1}, "workspace_bytes=-1 is not allowed. It takes an int from 0"),
+        ({"workspace_bytes": 1.0}, "workspace_bytes=1.0"),
         ({"overhead": {"region": 1}}, "It takes an object with region_seconds, saved_tensor_seconds"),
         ({"overhead": {"region_seconds": -1}}, "overhead: region_seconds=-1 is not allowed"),
     ],
@@ -204,3 +209,35 @@ def test_h100_is_the_module_and_a_missing_file_is_said() -> None:
     assert find("NVIDIA H100").name == "H100-SXM"
     with pytest.raises(UsageError, match=r"device='none\.json': this file cannot be read: No such file"):
         find("none.json")
+
+
+# -- workspaces of libraries ------------------------------------------------------------------------------------------
+
+
+def test_workspaces_are_those_that_torch_gives_its_libraries() -> None:
+    """Hopper and Blackwell have 32 MiB, what is older 8 MiB and 128 KiB, where a matrix product is called at all."""
+    mebibytes = {name: device.workspace_bytes / 2**20 for name, device in DEVICES.items()}
+    assert {mebibytes[name] for name in ("H100-SXM", "H100-PCIe", "H200", "B200", "GB200", "RTX-5090")} == {32}
+    assert {mebibytes[name] for name in ("A100-40GB", "L4", "T4", "V100-32GB", "RTX-4090")} == {8.125}
+    assert {mebibytes[device.name] for device in (*TPUS, DEVICES["cpu"])} == {0}
+
+
+@each(
+    ("make", "count"),
+    [
+        (lambda: nn.Linear(4, 4, bias=False), 2),  # cuBLAS, in the thread of the forward pass and in autograd's
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False)), 4),  # and cuBLASLt
+        (lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU()), 0),
+    ],
+    ids=["products", "with a bias", "none"],
+)
+def test_a_plan_counts_them_all_the_time(make: Any, count: int) -> None:
+    """A device without workspaces has the same plan, with a peak that is smaller by theirs."""
+    with torch.device("meta"):
+        model, batch = make(), torch.empty(1, 1, 4, 4)
+    with_them, without = (
+        reactivate.plan(model, batch, loss=Tensor.sum, budget="1GiB", device=replace(find("H100-SXM"), **change))
+        for change in ({}, {"workspace_bytes": 0})
+    )
+    assert without.fixed.others == 0
+    assert with_them.fixed.others == with_them.peak_bytes - without.peak_bytes == count * 32 * 2**20

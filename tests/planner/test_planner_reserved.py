@@ -187,5 +187,5 @@ def test_what_is_no_reserve_is_refused() -> None:
 
 def test_a_measurement_says_both() -> None:
     found = Measurement(100, 60, 60, 20, 1.0, 1.0, 4 * MIB, 6 * MIB)
-    assert "promised 60 B (6.00 MiB reserved), measured 60 B (4.00 MiB reserved)" in str(found)
+    assert "predicted 60 B (6.00 MiB reserved), measured 60 B (4.00 MiB reserved)" in str(found)
     assert "reserved" not in str(Measurement(100, 60, 60, 20, 1.0, 1.0))

@@ -439,6 +439,30 @@ def test_policies_are_values() -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
+@each("answer", ["recompute", True, 42, Recompute, policies.full()], ids=repr)
+@each(
+    "combine",
+    [
+        lambda policy: policy,
+        lambda policy: policies.first_match(policy, policies.full()),
+        lambda policy: policies.union(policy, policies.full()),
+        lambda policy: policies.exclude(policies.full(), policy),
+        lambda policy: policies.every_nth(2, policy),
+    ],
+    ids=["alone", "first_match", "union", "exclude", "every_nth"],
+)
+def test_an_answer_that_is_no_action_is_refused(answer: Any, combine: Any) -> None:
+    """Of a module by `apply`, and of a call by the forward: otherwise nothing would be checkpointed, without a word."""
+    with pytest.raises(
+        UsageError, match=r"returns Recompute\(\), Save\(\) or None; .*<lambda> returned .* for the module"
+    ):
+        reactivate.apply(Model(2), combine(lambda site: None if site.block is None else answer))
+    asked = combine(lambda site: answer if site.op == "linear" else None)
+    region = reactivate.checkpoint(lambda x: F.linear(x, x).sin(), policy=asked)
+    with pytest.raises(UsageError, match="returned .* for a call of 'linear' in the model itself"):
+        region(torch.rand(4, 4, requires_grad=True))
+
+
 @each(
     ("make", "message"),
     [

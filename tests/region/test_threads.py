@@ -156,11 +156,11 @@ def test_in_lock_step(names: tuple[str, str], where: str, early_stop: bool) -> N
         assert kept < kept_plain
 
 
-def test_one_recomputations_while_the_other_does_not() -> None:
-    """Only the thread that recomputations says so, though both are inside of a region."""
+def test_one_recomputes_while_the_other_does_not() -> None:
+    """Only the thread that recomputes says so, though both are inside of a region."""
     seen = {"forward": Journal(), "recomputation": Journal()}
 
-    def recomputations(meet: Meet) -> list[Tensor]:
+    def recomputes(meet: Meet) -> list[Tensor]:
         x = torch.linspace(0, 1, 4, requires_grad=True)
 
         def fn(x: Tensor) -> Tensor:
@@ -189,14 +189,14 @@ def test_one_recomputations_while_the_other_does_not() -> None:
         out.sum().backward()
         return [out.detach(), x.grad]
 
-    for found, first in zip(together(recomputations, runs_forward), (0, 1)):
+    for found, first in zip(together(recomputes, runs_forward), (0, 1)):
         x = torch.linspace(first, first + 1, 4, requires_grad=True)
         out = x.sin().exp()
         assert_equal([out.detach(), torch.autograd.grad(out.sum(), x)[0]], found, "alone")
     assert seen == {"forward": [False], "recomputation": [True]}
 
 
-def test_a_thread_that_the_function_starts_does_not_recomputation() -> None:
+def test_a_thread_that_the_function_starts_does_not_recompute() -> None:
     """`is_recomputing` speaks of the thread that asks."""
     seen = Journal()
 
@@ -210,7 +210,7 @@ def test_a_thread_that_the_function_starts_does_not_recomputation() -> None:
     assert seen == [(False, False), (True, False)]
 
 
-def test_one_fails_while_the_other_recomputations() -> None:
+def test_one_fails_while_the_other_recomputes() -> None:
     """An exception in one thread's recomputation is nothing to the other."""
 
     def job(fails: bool) -> Callable[[Meet], Any]:
@@ -603,7 +603,7 @@ def test_what_another_thread_draws_is_what_it_draws_alone() -> None:
     expected = [draw() for _ in range(3)]
     seed_everything()
 
-    def recomputations(meet: Meet) -> Tensor:
+    def recomputes(meet: Meet) -> Tensor:
         x = torch.linspace(0, 1, 4, requires_grad=True)
 
         def fn(x: Tensor) -> Tensor:
@@ -627,7 +627,7 @@ def test_what_another_thread_draws_is_what_it_draws_alone() -> None:
         drawn.append(draw())
         return drawn
 
-    grad, drawn = together(recomputations, draws)
+    grad, drawn = together(recomputes, draws)
     assert_equal(expected, drawn, "random numbers")
     x = torch.linspace(0, 1, 4, requires_grad=True)
     assert torch.equal(grad, 2 * torch.autograd.grad(x.sin().exp().sum(), x)[0])

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
+from ipaddress import ip_network
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,6 +255,26 @@ def test_a_saved_module_without_an_effect_is_skipped(extra: int) -> None:
     plain, ours = run(partial(make, models), twice), run(partial(make, models), saving_child)
     assert_same(plain, ours)
     assert ours.regions == 2 and [len(model.child.calls) for model in models] == [4, 4]  # type: ignore[arg-type]
+
+
+def test_values_that_fill_their_caches_are_no_effect() -> None:
+    """A path fills its slots when it is read for the first time: what it says does not change by that."""
+
+    def make(calls: Journal) -> Case:
+        folder, address = Path("some") / "folder", ip_network("10.0.0.0/8")
+
+        def call(x: Tensor) -> Tensor:
+            calls.append(1)
+            return x.cos() * len(str(folder)) * len(folder.parts) * len(str(address.broadcast_address))
+
+        saved = reactivate.site(call, name="saved")
+        return Case(lambda x: (saved(x.sin()).exp() * len(folder.parts)).sin(), (torch.rand(4, 4, requires_grad=True),))
+
+    calls = Journal()
+    plain = run(partial(make, Journal()))
+    ours = run(partial(make, calls), partial(reactivate.checkpoint, policy=policies.save_names("saved")))
+    assert_same(plain, ours)
+    assert ours.regions == ours.recomputations == 1 and len(calls) == 1
 
 
 @pytest.mark.parametrize(("training", "reasons"), [(True, ["it moves running statistics"]), (False, [None])])

@@ -13,6 +13,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -300,6 +301,39 @@ def slot_changes(wrap: Wrap) -> Any:
         return factor
 
     return mutated(wrap, State, mutate, lambda state: [state.step, state.late])
+
+
+class Base:
+    __slots__ = ("_step",)
+
+
+class Hidden(Base):
+    """A property without a setter has the name of the slot below, which `pathlib` does as well."""
+
+    __slots__ = ()
+
+    @property
+    def _step(self) -> int:
+        return Base._step.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    def next(self) -> int:
+        Base._step.__set__(self, getattr(self, "_step", 0) + 1)  # type: ignore[attr-defined]
+        return self._step
+
+
+@right
+def slot_behind_a_property_changes(wrap: Wrap) -> Any:
+    return mutated(wrap, Hidden, Hidden.next, Hidden.next)
+
+
+@right
+def path_is_read_for_the_first_time(wrap: Wrap) -> Any:
+    path = Path("some") / "folder" / "file.txt"
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(x, len(str(path)) + len(path.parts) + len(path.suffix) + path.with_name("other").is_absolute())
+
+    return [train(wrap(fn), inputs(3)), str(path), path.parts]
 
 
 @right

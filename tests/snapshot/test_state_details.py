@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from reactivate import guards
 from reactivate._snapshot.ambient import READERS, AmbientState
 from reactivate._snapshot.holders import SlotsHolder
-from reactivate._snapshot.kinds import is_users_class
+from reactivate._snapshot.kinds import is_users_class, slots_of
 from reactivate._snapshot.region_calls import RegionCall, is_of_call
 from reactivate._snapshot.tensor_states import TensorStates
 from reactivate._snapshot.trees import _leads_nowhere
@@ -137,7 +137,7 @@ class Slotted:
 def test_the_items_of_slots_are_named() -> None:
     value = Slotted()
     value.one = 1
-    holder = SlotsHolder(value, ("one", "other"))
+    holder = SlotsHolder(value, slots_of(Slotted))
     assert list(holder.items(holder.get())) == [(".one", 1)]
 
 

@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     help="Of torch (cuda), or by name (H100-SXM, see `reactivate devices`), or a "
     ".json file that describes one. A device that is not here is simulated.",
 )
-@click.option("--meta", "on_meta", is_flag=True, help="Make the model without memory, and simulate all.")
+@click.option("--meta", "on_meta", is_flag=True, help="Build the model on the meta device and simulate the step.")
 @click.option(
     "--world", type=click.IntRange(1), help="Ranks of the job; this process is the first, the others are not needed."
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+from reactivate._text.words import did_you_mean
 from reactivate._types import Policy, Storage
 from reactivate.errors import UsageError
 from reactivate.integrations.recipe._grammar import (
@@ -63,6 +64,9 @@ def parse_storage(text: str, asked_by: str) -> Storage:
     """
     name = STORAGE_NAMES.get(text.strip().lower())
     written = text if name is None else f"{name}()"
+    if written.strip().isidentifier() and written.strip() not in STORAGES:
+        hint = did_you_mean(written.strip(), STORAGE_NAMES)
+        raise UsageError(f"{asked_by}: {text!r} is no storage.{hint} Write host, Host(limit='8GiB') or Disk('path').")
     try:
         storage: Storage = _read(written, STORAGES).built()
     except (UsageError, TypeError) as error:

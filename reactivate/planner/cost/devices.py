@@ -47,6 +47,7 @@ class DeviceSpec:
         links: {name: the way there}: the storages "host" and "disk", the other devices of its node ("peer"), and those of
             other nodes ("network").
         node_devices: how many devices a node has.
+        workspace_bytes: what torch allocates for each library of matrix products, in each thread that calls it.
         overhead: what the engine itself takes, on the host of the device.
 
     Raises:
@@ -63,6 +64,7 @@ class DeviceSpec:
     bandwidth_efficiency: float = 0.8
     links: Mapping[str, Link] = field(default_factory=dict, hash=False)
     node_devices: int = 8
+    workspace_bytes: int = 0
     overhead: Overhead = field(default_factory=Overhead)
 
     def __post_init__(self) -> None:
@@ -78,6 +80,8 @@ class DeviceSpec:
         is_links = isinstance(self.links, Mapping) and all(isinstance(link, Link) for link in self.links.values())
         self._check("links", is_links, '{"host": Link(...), ...}')
         self._check("node_devices", type(self.node_devices) is int and self.node_devices > 0, "an int above 0")
+        is_size = type(self.workspace_bytes) is int and self.workspace_bytes >= 0
+        self._check("workspace_bytes", is_size, "an int from 0")
         self._check("overhead", isinstance(self.overhead, Overhead), "Overhead(...)")
 
     def _check_rates(self) -> None:
@@ -157,6 +161,7 @@ def _device_of(
     gigabytes_per_second: float,
     teraflops_per_second: Mapping[str, float],
     source: str,
+    workspace_bytes: int = 0,
     host_gigabytes_per_second: float | None = None,
     peer_gigabytes_per_second: float | None = None,
     network_gigabits_per_second: float | None = None,
@@ -168,7 +173,7 @@ def _device_of(
     errors call the capacity. It is less than the data sheet's number, by what the driver and error correction take. Drivers
     differ by some tenths of a GiB: the table has the least of those that are common. Sheets print what PCI Express carries
     in both directions together, and so for NVLink: each has half. Those of networks have what one card carries in each. Of
-    devices whose sheet has no such number nothing is said.
+    devices whose sheet has no such number nothing is said. Workspaces are torch's defaults, the larger of its two libraries'.
     """
     rates = {format_: rate * 1e12 for format_, rate in teraflops_per_second.items()}
     links: dict[str, Link] = {}
@@ -178,7 +183,8 @@ def _device_of(
         links["peer"] = _link_of(peer_gigabytes_per_second / 2, _COLLECTIVE_SECONDS)
     if network_gigabits_per_second is not None:
         links["network"] = _link_of(network_gigabits_per_second / 8, _COLLECTIVE_SECONDS)
-    return DeviceSpec(name, round(gibibytes * 2**30), gigabytes_per_second * 1e9, rates, source, links=links)
+    memory, bandwidth = round(gibibytes * 2**30), gigabytes_per_second * 1e9
+    return DeviceSpec(name, memory, bandwidth, rates, source, links=links, workspace_bytes=workspace_bytes)
 
 
 def _link_of(gigabytes_per_second: float, *tensor_seconds: float) -> Link:
@@ -231,6 +237,10 @@ def find(name: str) -> DeviceSpec:
     known = {_plain(device): device for device in DEVICES} | {"h100": "H100-SXM"}
     if _plain(name) in known:
         return DEVICES[known[_plain(name)]]
+    if _plain(name) == "gpu":
+        raise UsageError(
+            "device='gpu': write 'cuda' for a GPU of this machine, or its name ('H100-SXM') for another one."
+        )
     raise UsageError(
         f"device={name!r} is not known.{did_you_mean(name, DEVICES, _plain)} There are {', '.join(DEVICES)}. "
         'Another one can be described in a JSON file: device="my_device.json".'

@@ -17,10 +17,27 @@ from reactivate._inspect.fake import faked, has_no_memory
 from reactivate._region.accounts import Ledger
 from reactivate._torch.ops import flatten
 from reactivate.planner.contents import Fixed
+from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.step import TrainingStep
-from reactivate.planner.trace.records import Costs
+from reactivate.planner.trace.records import Costs, Trace
 from reactivate.planner.trace.tracer import traced
 from reactivate.planner.units import bucket_bytes
+
+_THREADS = 2  # the one that runs the forward pass, and autograd's
+_WITH_BIAS = {"addmm", "_addmm_activation", "_scaled_mm", "_int_mm"}  # by the second library, if they can be
+_PRODUCTS = {
+    "mm",
+    "bmm",
+    "baddbmm",
+    "addbmm",
+    "mv",
+    "addmv",
+    "dot",
+    "vdot",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    *_WITH_BIAS,
+}
 
 
 def fixed_memory(step: TrainingStep, optimizer_bytes: int) -> Fixed:
@@ -44,6 +61,17 @@ def others_on(device: torch.device, model: Module, args: Any, kwargs: Any, optim
     leaves = [*parameters, *model.buffers(), *gradients, *state, *flatten((args, kwargs))[0]]
     own = Ledger().enter_all(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == device.type)
     return max(int(torch.accelerator.memory_allocated(device)) - own, 0)  # buckets among it
+
+
+def workspaces_on(spec: DeviceSpec, trace: Trace) -> int:
+    """Return the bytes that torch allocates for libraries of matrix products, and keeps.
+
+    cuBLAS has a workspace for each thread that calls it. For products with a bias, torch uses cuBLASLt, which in most of its
+    releases has another one (torch's CublasHandlePool.cpp). Workspaces of convolutions depend on what is measured there.
+    """
+    names = {op.name for op in trace.ops}
+    libraries = (not names.isdisjoint(_PRODUCTS)) + (not names.isdisjoint(_WITH_BIAS))
+    return spec.workspace_bytes * _THREADS * libraries
 
 
 def optimizer_memory(optimizer: Optimizer | None, model: Module, costs: Costs, device: torch.device) -> tuple[int, int]:
