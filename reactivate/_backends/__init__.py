@@ -12,17 +12,23 @@ from reactivate._backends.cuda import CudaBackend
 from reactivate._torch.rng import accelerator_device, xla_runtime
 from reactivate._xla.tpu import TpuBackend
 
-__all__ = ["Backend", "CudaBackend", "accelerator", "backends", "offloads_in_graphs", "synchronize"]
+__all__ = ["Backend", "CudaBackend", "accelerator", "backends", "current_place", "offloads_in_graphs", "synchronize"]
 
 
 def accelerator() -> Backend | None:
     """The backend of this machine's accelerator, None if torch has none."""
     # Asked each time: a privateuse1 backend is registered after torch is imported.
     device = accelerator_device()
-    if device is None or device.type == "jax":  # torchax's, whose tensors no region takes
+    if device is None or (kind := _type_of(device)) == "jax":  # torchax's, whose tensors no region takes
         return None
-    module = getattr(torch, device.type, None)  # which a privateuse1 backend may register later
-    return None if module is None else _backend(device.type, module)
+    module = getattr(torch, kind, None)  # which a privateuse1 backend may register later
+    return None if module is None else _backend(kind, module)
+
+
+def current_place() -> tuple[Any, Any] | None:
+    """Return the current device and stream of the accelerator, None if none is in use."""
+    backend = accelerator()
+    return backend.read_place() if backend is not None and backend.is_initialized() else None
 
 
 def synchronize() -> None:
@@ -44,6 +50,11 @@ def backends() -> tuple[Backend, ...]:
 
         known = (*known, BACKEND)
     return known
+
+
+@functools.cache  # torch makes a text of it each time, which takes three times as long
+def _type_of(device: torch.device) -> str:
+    return device.type
 
 
 @functools.cache

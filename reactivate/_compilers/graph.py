@@ -61,7 +61,7 @@ def _refuse_untranslatable(policy: Policy) -> None:
             "reactivate.site(fn, name=...) and save that name."
         )
     if (
-        any(isinstance(part, ReadyMade) and part.interest().names for part in parts_of(policy))
+        any(isinstance(part, ReadyMade) and part._interest().names for part in parts_of(policy))
         and not names_reach_graphs
     ):
         raise UnsupportedError(

@@ -61,7 +61,7 @@ class Applied:
                 found[id(module)] = kind(self, module, path, hidden)
         self.unmatched.regions = self.cache_watch.regions = len(self.handle.regions)
         self.handle.kept = chosen.kept_beside()
-        if not found and isinstance(self.policy, ReadyMade) and self.policy.is_found:
+        if not found and isinstance(self.policy, ReadyMade) and self.policy._is_found:
             found[id(model)] = FoundForward(self, model, "", own_forward_of(model))
         return list(found.values())
 
@@ -72,7 +72,7 @@ class Applied:
             path: of the region.
             within, module: the module that it is, or that it is a span of, and the path of that.
         """
-        policy = self.policy.inside(path) if isinstance(self.policy, ReadyMade) else self.policy
+        policy = self.policy._inside(path) if isinstance(self.policy, ReadyMade) else self.policy
         interest = interest_of(policy)
         choice = in_graph = None
         if interest.any_function or interest.functions or interest.names or interest.modules:

@@ -75,7 +75,7 @@ def apply(
           layers.1, layers.3: the policy does not select them
     """
     _check(model, policy)
-    default = policy.default_check() if isinstance(policy, ReadyMade) else "first"
+    default = policy._default_check() if isinstance(policy, ReadyMade) else "first"
     options = make_options(guards, early_stop, check or default, None)
     if not replace:
         found = forward_of(model)
@@ -95,7 +95,7 @@ def apply(
 
 def _applied(model: Module, policy: Policy, options: Options) -> Handle:
     applied = (AppliedPerCall if isinstance(policy, PerCall) else Applied)(policy, options)
-    undo = policy.applied_to(model) if isinstance(policy, ReadyMade) else None
+    undo = policy._applied_to(model) if isinstance(policy, ReadyMade) else None
     try:
         applied.attach(model)
     except BaseException:

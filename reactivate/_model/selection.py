@@ -47,7 +47,7 @@ class Selection:
         blocks = [site.path for _, site in self._sites if site.block is not None]
         for part in parts_of(policy):
             if isinstance(part, ReadyMade):
-                part.check_blocks(blocks)
+                part._check_blocks(blocks)
         actions = [(site.path, module, self._action(site)) for module, site in self._sites]
         recomputed = {path: module for path, module, action in actions if isinstance(action, Recompute)}
         places = {str(place): place for place in self._spans}
@@ -108,7 +108,7 @@ class Selection:
             paths = [site.path for _, site in self._sites if site.path]
             raise UsageError(
                 f"apply: {about_modules[0]} matches nothing in {type(self._model).__name__}{where}."
-                f"{did_you_mean(about_modules[0].patterns(), paths)} {its_blocks}. Its modules are "
+                f"{did_you_mean(about_modules[0]._patterns(), paths)} {its_blocks}. Its modules are "
                 f"{shortened(paths)}."
             )
         if unmatched.parts and not self._inside:

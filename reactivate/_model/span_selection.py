@@ -27,7 +27,7 @@ def spans_named(policy: Policy, modules: Mapping[str, Module]) -> dict[SpanPlace
             and no other module of that name is one.
     """
     found: dict[SpanPlace, SequentialSpan] = {}
-    for text in policy.spans() if isinstance(policy, ReadyMade) else ():
+    for text in policy._spans() if isinstance(policy, ReadyMade) else ():
         pattern = SpanPlace.of(text)
         assert pattern is not None
         own, refused = _within(pattern, modules)

@@ -151,7 +151,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, those in slots too."""
     found = dict(namespace_of(value) or {})
     for name, slot in slots_of(type(value)):
-        with contextlib.suppress(AttributeError):  # nothing is in it
+        with contextlib.suppress(Exception):  # nothing is in it, or it is a property, which may raise anything
             found[name] = slot.__get__(value)
     return found
 

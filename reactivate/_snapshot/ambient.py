@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reactivate._backends import accelerator
+from reactivate._backends import accelerator, current_place
 from reactivate._torch.modes import (
     FLAGS,
     ask,
@@ -24,18 +24,19 @@ from reactivate._torch.modes import (
     replace_dispatch_modes,
     replace_function_modes,
 )
-from reactivate._torch.rng import accelerator_device
 
-READERS = (
+_SETTINGS = (
     *(flag.read for flag in FLAGS),
     *(torch.autocast_increment_nesting, torch.autocast_decrement_nesting),  # the second: how many contexts are open
-    *(is_function_mode_active, is_dispatch_mode_active, is_any_autocast_enabled, accelerator_device),
+    *(is_function_mode_active, is_dispatch_mode_active, is_any_autocast_enabled),
 )
 """Each is a call of C where torch has the private names. (`GlobalStateGuard` of torch's dynamo stands for six of them, of the
 flags of a CPU, and costs as much as these six.)"""
+READERS = (*_SETTINGS, current_place)
 
 _NESTING = len(FLAGS) + 1
-_NOTHING_ELSE = [False, 0, False, None]  # what the last four say when there are flags and nothing else
+_ASK_FOR_MORE = slice(-4, -1)  # of the readers: those that say whether there is more to read than they do
+_NOTHING_MORE = [False, 0, False]
 _AUTOCAST_TYPES = tuple(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(kind)
 )
@@ -60,14 +61,15 @@ class AmbientState:
         values: what `READERS` say.
 
     Attributes:
-        rest: settings that are mostly absent, None without any.
+        rest: modes and autocast, None without any, as mostly.
     """
 
     __slots__ = ("rest", "values")
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
-        self.rest = _Rest.read(*values[-4:]) if values[-4:] != _NOTHING_ELSE else None
+        more = values[_ASK_FOR_MORE]
+        self.rest = _Rest.read(*more) if more != _NOTHING_MORE else None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AmbientState) and self.values == other.values and self.rest == other.rest
@@ -76,7 +78,7 @@ class AmbientState:
 
     def is_same(self, values: list[Any]) -> bool:
         """Return whether these are the settings now, of which `READERS` say `values`."""
-        return self.values == values and (self.rest is None or self.rest == _Rest.read(*values[-4:]))
+        return self.values == values and (self.rest is None or self.rest == _Rest.read(*values[_ASK_FOR_MORE]))
 
     def rewound(self) -> AbstractContextManager[Any]:
         """Return a context in which everything is set as here."""
@@ -88,7 +90,7 @@ class AmbientState:
     __enter__ = object.__hash__  # nothing is to be done, and not in Python
 
     def __exit__(self, *error: object) -> None:
-        if list(map(ask, READERS)) != self.values:
+        if list(map(ask, _SETTINGS)) != self.values[:-1]:
             self._put_back()
 
     def _put_back(self) -> None:
@@ -106,26 +108,23 @@ class _Rest(NamedTuple):
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     autocast: tuple[Any, ...] | None
-    place: tuple[Any, Any] | None
 
     @classmethod
-    def read(cls, has_function_mode: bool, has_dispatch_mode: int, is_autocast: bool, device: Any) -> _Rest:
-        backend = None if device is None else accelerator()
+    def read(cls, has_function_mode: bool, has_dispatch_mode: int, is_autocast: bool) -> _Rest:
         return cls(
             tuple(filterfalse(_is_ours, function_modes())) if has_function_mode else (),
             tuple(filter(_is_users, dispatch_modes())) if has_dispatch_mode else (),
             _read_autocast() if is_autocast else None,
-            backend.read_place() if backend is not None and backend.is_initialized() else None,
         )
 
 
-_NO_REST = _Rest((), (), None, None)
+_NO_REST = _Rest((), (), None)
 
 
 @contextmanager
 def _as_it_was(values: list[Any], rest: _Rest) -> Iterator[None]:
-    modes, backend = (dispatch_modes(), function_modes()), accelerator()
-    at_place = nullcontext() if backend is None or rest.place is None else backend.at_place(rest.place)
+    modes, backend, place = (dispatch_modes(), function_modes()), accelerator(), values[-1]
+    at_place = nullcontext() if backend is None or place is None else backend.at_place(place)
     with AmbientState(list(map(ask, READERS))):
         _write_flags(values)
         with _autocast(rest.autocast), at_place:

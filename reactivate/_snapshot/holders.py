@@ -261,7 +261,7 @@ class SlotsHolder(Holder):
     def _read(self, slot: Any) -> Any:
         try:
             return slot.__get__(self.target)
-        except AttributeError:
+        except Exception:  # a property in the place of a slot may raise anything
             return EMPTY
 
     def put(self, contents: Contents) -> None:

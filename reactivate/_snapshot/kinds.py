@@ -118,6 +118,13 @@ def slots_of(kind: Any) -> tuple[Slot, ...]:
         for name in (slots,) if isinstance(slots, str) else slots:
             is_private = name.startswith("__") and not name.endswith("__")
             mangled = f"_{base.__name__.lstrip('_')}{name}" if is_private else name
-            if type(slot := vars(base).get(mangled)) is MemberDescriptorType:
+            slot = vars(base).get(mangled)
+            if type(slot) is MemberDescriptorType or _is_settable(
+                slot
+            ):  # a decorator may have put a property in its place
                 found.append((mangled, slot))
     return tuple(found)
+
+
+def _is_settable(item: Any) -> bool:
+    return hasattr(type(item), "__set__") and getattr(item, "fset", True) is not None

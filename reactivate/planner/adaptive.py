@@ -107,7 +107,7 @@ class AdaptivePlan(PerCall):
         """The plans so far, in the order in which they were made."""
         return tuple({id(found): found for found in self._known.values()}.values())
 
-    def default_check(self) -> Literal["metadata"]:
+    def _default_check(self) -> Literal["metadata"]:
         return "metadata"
 
     def __repr__(self) -> str:
@@ -128,8 +128,8 @@ class AdaptivePlan(PerCall):
     def __reduce__(self) -> tuple[Any, ...]:
         return AdaptivePlan, (self.profiled, self._shapes, None, self._known)  # without the step, as a plan
 
-    def applied_to(self, model: Module) -> Callable[[], None]:
-        return self.profiled.applied_to(model)
+    def _applied_to(self, model: Module) -> Callable[[], None]:
+        return self.profiled._applied_to(model)
 
     def of_call(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Policy | None:
         found = self._found(model, args, kwargs)

@@ -196,7 +196,7 @@ class Assignment(ReadyMade):
     def __hash__(self) -> int:
         return hash(tuple(self.candidates.items()))
 
-    def default_check(self) -> Literal["metadata"]:
+    def _default_check(self) -> Literal["metadata"]:
         return "metadata"  # as a plan: in its trials and measurements no checksums take memory and time
 
     def __repr__(self) -> str:
@@ -215,28 +215,28 @@ class Assignment(ReadyMade):
         unit = next(
             (path for path, item in self.candidates.items() if not item.by_rows and is_below(site.path, path)), None
         )
-        return None if unit is None else self._inside(unit)(site)
+        return None if unit is None else self._of_unit(unit)(site)
 
     def _named(self, storage: str) -> Storage:
         return self.storages[storage] if storage else DEVICE
 
-    def interest(self) -> Interest:
+    def _interest(self) -> Interest:
         ops = frozenset(op for item in self.candidates.values() for op in item.seen_ops)
         return Interest(ops, modules=bool(self._saved), paths=bool(ops))  # type: ignore[attr-defined]
 
-    def inside(self, path: str) -> ReadyMade:
+    def _inside(self, path: str) -> ReadyMade:
         unit = self._regions.get(path)  # type: ignore[attr-defined]
-        return self if unit is None else self._inside(unit)
+        return self if unit is None else self._of_unit(unit)
 
-    def _inside(self, unit: str) -> _InsideUnit:
+    def _of_unit(self, unit: str) -> _InsideUnit:
         candidate = self.candidates[unit]
         return _InsideUnit(unit, candidate, self._named(candidate.results))
 
-    def spans(self) -> tuple[str, ...]:
+    def _spans(self) -> tuple[str, ...]:
         return tuple(path for path in self.candidates if SpanPlace.of(path) is not None)
 
     @property
-    def may_match_nothing(self) -> bool:
+    def _may_match_nothing(self) -> bool:
         return True
 
 
@@ -260,12 +260,12 @@ class _InsideUnit(ReadyMade):
         calls = self.candidate.save_calls
         return Save(self.storage) if calls and name_of_function_call(site, self.unit) in calls else None
 
-    def interest(self) -> Interest:
+    def _interest(self) -> Interest:
         candidate = self.candidate
         return Interest(candidate.seen_ops, modules=bool(candidate.save_modules), paths=bool(candidate.save_calls))
 
     @property
-    def may_match_nothing(self) -> bool:
+    def _may_match_nothing(self) -> bool:
         return True
 
 

@@ -61,7 +61,7 @@ class Plan(PlanContents, ReadyMade, Saved):
         """The policy itself."""
         return Assignment({decision.path: decision.candidate for decision in self.decisions}, self.live)
 
-    def default_check(self) -> Literal["metadata"]:
+    def _default_check(self) -> Literal["metadata"]:
         return "metadata"
 
     def __call__(self, site: Site) -> Action | None:
@@ -89,24 +89,24 @@ class Plan(PlanContents, ReadyMade, Saved):
     def __reduce__(self) -> tuple[Callable[..., Plan], tuple[Any, ...]]:
         return _again, (self.to_json(), self.live)  # without the step, which may be made of anything
 
-    def interest(self) -> Interest:
-        return self.assignment.interest()
+    def _interest(self) -> Interest:
+        return self.assignment._interest()
 
-    def inside(self, path: str) -> Any:
-        return self.assignment.inside(path)
+    def _inside(self, path: str) -> Any:
+        return self.assignment._inside(path)
 
-    def spans(self) -> tuple[str, ...]:
-        return self.assignment.spans()
+    def _spans(self) -> tuple[str, ...]:
+        return self.assignment._spans()
 
     @property
-    def may_match_nothing(self) -> bool:
+    def _may_match_nothing(self) -> bool:
         return True
 
     @property
-    def is_found(self) -> bool:
+    def _is_found(self) -> bool:
         return True
 
-    def applied_to(self, model: Module) -> Callable[[], None]:
+    def _applied_to(self, model: Module) -> Callable[[], None]:
         for use in self.storages:
             if use.name not in self.live:
                 raise UsageError(

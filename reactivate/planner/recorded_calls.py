@@ -121,17 +121,17 @@ class _SaveAll(ReadyMade):
         self.asked = name_of_function_call(site, unit)
         return Save()
 
-    def default_check(self) -> Literal["metadata"]:
+    def _default_check(self) -> Literal["metadata"]:
         return "metadata"
 
-    def interest(self) -> Interest:
+    def _interest(self) -> Interest:
         return Interest(self._functions, modules=True, paths=True)
 
-    def inside(self, path: str) -> ReadyMade:
+    def _inside(self, path: str) -> ReadyMade:
         return self if path in self._recorded else Assignment({})
 
     @property
-    def may_match_nothing(self) -> bool:
+    def _may_match_nothing(self) -> bool:
         return True
 
 

@@ -74,38 +74,38 @@ class ReadyMade:
         """As it is written."""
         raise NotImplementedError
 
-    def default_check(self) -> Literal["first", "metadata"]:
+    def _default_check(self) -> Literal["first", "metadata"]:
         """Return how far recomputations are compared with their forwards, if nobody says."""
         return "first"
 
-    def interest(self) -> Interest:
+    def _interest(self) -> Interest:
         """Return the calls that the policy has to be asked about."""
         return Interest()
 
-    def patterns(self) -> tuple[str, ...]:
+    def _patterns(self) -> tuple[str, ...]:
         """Return the patterns of the paths of modules by which it selects, those that are text."""
         return ()
 
-    def spans(self) -> tuple[str, ...]:
+    def _spans(self) -> tuple[str, ...]:
         """Return the spans of a `Sequential` that it names: of all that there are, it is asked about these."""
         return ()
 
-    def parts(self) -> tuple[Policy, ...]:
+    def _parts(self) -> tuple[Policy, ...]:
         """The policies that it is made of, each of which should match something; itself if it is made of none."""
         return (self,)
 
-    def inside(self, path: str) -> Policy:
+    def _inside(self, path: str) -> Policy:
         """Return the policy for the calls inside of the region at `path`: where that is less, less has to be looked at."""
         return self
 
-    def check_blocks(self, blocks: Sequence[str]) -> None:
+    def _check_blocks(self, blocks: Sequence[str]) -> None:
         """See to it that the policy is for a model with these blocks.
 
         Raises:
             UsageError: it is not.
         """
 
-    def applied_to(self, model: Module) -> Callable[[], None]:
+    def _applied_to(self, model: Module) -> Callable[[], None]:
         """Take note of being applied to `model`.
 
         Returns:
@@ -117,12 +117,12 @@ class ReadyMade:
         return _nothing
 
     @property
-    def may_match_nothing(self) -> bool:
+    def _may_match_nothing(self) -> bool:
         """Return whether it is all right if no site matches: for a policy that lists more than any one model has."""
         return False
 
     @property
-    def is_found(self) -> bool:
+    def _is_found(self) -> bool:
         """Return whether `Handle.of` finds it on a model of which it selects nothing: a plan can still plan again."""
         return False
 
@@ -255,12 +255,12 @@ def check_every(n: int, offset: int, function: str, rest: str = "") -> None:
 
 def interest_of(policy: Policy) -> Interest:
     """Return the calls that `policy` has to be asked about."""
-    return policy.interest() if isinstance(policy, ReadyMade) else ALL
+    return policy._interest() if isinstance(policy, ReadyMade) else ALL
 
 
 def parts_of(policy: Policy) -> tuple[Policy, ...]:
     """The smallest policies that `policy` is made of."""
     if not isinstance(policy, ReadyMade):
         return (policy,)
-    parts = policy.parts()
+    parts = policy._parts()
     return parts if parts == (policy,) else tuple(leaf for part in parts for leaf in parts_of(part))

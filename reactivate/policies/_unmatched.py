@@ -23,7 +23,7 @@ class Unmatched:
         self.has_modules = has_modules
         self.regions = regions
         self._ran: set[str] = set()
-        self.parts = [part for part in parts_of(policy) if isinstance(part, ReadyMade) and not part.may_match_nothing]
+        self.parts = [part for part in parts_of(policy) if isinstance(part, ReadyMade) and not part._may_match_nothing]
         self.seen: set[str] = set()
         self._paths: set[str] = set()
 
@@ -52,5 +52,5 @@ class Unmatched:
                     f"{self.asked_by}: {part} selects modules, and the region is a function, which has none. Checkpoint the "
                     "module itself, reactivate.checkpoint(module, policy=...), or use reactivate.apply(model, policy)."
                 )
-            meant = did_you_mean(part.patterns(), self._paths)
+            meant = did_you_mean(part._patterns(), self._paths)
             raise UsageError(f"{self.asked_by}: {part} matches nothing.{meant} What there was to match: {seen}.")

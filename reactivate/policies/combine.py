@@ -24,16 +24,16 @@ from reactivate.policies._base import (
 class _Several(ReadyMade):
     policies: tuple[Policy, ...]
 
-    def interest(self) -> Interest:
+    def _interest(self) -> Interest:
         interest = Interest()
         for policy in self.policies:
             interest |= interest_of(policy)
         return interest
 
-    def spans(self) -> tuple[str, ...]:
-        return tuple(span for policy in self.policies if isinstance(policy, ReadyMade) for span in policy.spans())
+    def _spans(self) -> tuple[str, ...]:
+        return tuple(span for policy in self.policies if isinstance(policy, ReadyMade) for span in policy._spans())
 
-    def parts(self) -> tuple[Policy, ...]:
+    def _parts(self) -> tuple[Policy, ...]:
         return self.policies
 
 
@@ -101,7 +101,7 @@ class _Exclude(_Several):
         answers = [answer_of(exception, site) for exception in exceptions]  # of all: some count
         return answer_of(policy, site) if all(answer is None for answer in answers) else None
 
-    def parts(self) -> tuple[Policy, ...]:
+    def _parts(self) -> tuple[Policy, ...]:
         policy, *exceptions = self.policies
         leaves = (leaf for exception in exceptions for leaf in parts_of(exception))
         return (policy, *(_Exception(leaf, policy) if isinstance(leaf, ReadyMade) else leaf for leaf in leaves))
@@ -124,18 +124,18 @@ class _Exception(ReadyMade):
         is_taken = any(part(site) is not None for part in parts_of(self.policy))
         return Recompute() if is_taken else None
 
-    def patterns(self) -> tuple[str, ...]:
-        return self.exception.patterns()
+    def _patterns(self) -> tuple[str, ...]:
+        return self.exception._patterns()
 
-    def interest(self) -> Interest:
-        return self.exception.interest()
+    def _interest(self) -> Interest:
+        return self.exception._interest()
 
     @property
-    def may_match_nothing(self) -> bool:
-        return self.exception.may_match_nothing
+    def _may_match_nothing(self) -> bool:
+        return self.exception._may_match_nothing
 
-    def check_blocks(self, blocks: Sequence[str]) -> None:
-        self.exception.check_blocks(blocks)
+    def _check_blocks(self, blocks: Sequence[str]) -> None:
+        self.exception._check_blocks(blocks)
 
 
 def exclude(policy: Policy, *exceptions: Policy) -> ReadyMade:
@@ -176,8 +176,8 @@ class _EveryNth(_Several):
         site.counts[id(self)] = count + 1
         return action if count % self.n == self.offset else None
 
-    def interest(self) -> Interest:
-        return super().interest() | Interest(calls=True)
+    def _interest(self) -> Interest:
+        return super()._interest() | Interest(calls=True)
 
 
 @refuse_unknown

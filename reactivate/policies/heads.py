@@ -20,7 +20,7 @@ class _ByRows(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         return LossByRows() if site.module is not None and selects(self.selectors, site) else None
 
-    def patterns(self) -> tuple[str, ...]:
+    def _patterns(self) -> tuple[str, ...]:
         return tuple(selector for selector in self.selectors if isinstance(selector, str))
 
 

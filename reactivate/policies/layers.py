@@ -69,7 +69,7 @@ class _None(ReadyMade):
         return None
 
     @property
-    def may_match_nothing(self) -> bool:
+    def _may_match_nothing(self) -> bool:
         return True
 
 
@@ -90,7 +90,7 @@ class _Every(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         return Recompute(self.inputs) if site.block is not None and site.block % self.k == self.offset else None
 
-    def check_blocks(self, blocks: Sequence[str]) -> None:
+    def _check_blocks(self, blocks: Sequence[str]) -> None:
         if 0 < len(blocks) < self.k:
             raise UsageError(
                 f"apply: {self} counts further than the {len(blocks)} blocks of the model ({shortened(blocks)}). It takes 1 "
@@ -133,11 +133,11 @@ class _RecomputeModules(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         return Recompute(self.inputs) if site.module is not None and selects(self.selectors, site) else None
 
-    def patterns(self) -> tuple[str, ...]:
+    def _patterns(self) -> tuple[str, ...]:
         return tuple(selector for selector in self.selectors if isinstance(selector, str))
 
-    def spans(self) -> tuple[str, ...]:
-        return tuple(pattern for pattern in self.patterns() if SpanPlace.of(pattern) is not None)
+    def _spans(self) -> tuple[str, ...]:
+        return tuple(pattern for pattern in self._patterns() if SpanPlace.of(pattern) is not None)
 
 
 @refuse_unknown

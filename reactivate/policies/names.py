@@ -22,10 +22,10 @@ class _SaveModules(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         return Save(self.storage) if site.module is not None and selects(self.selectors, site) else None
 
-    def patterns(self) -> tuple[str, ...]:
+    def _patterns(self) -> tuple[str, ...]:
         return tuple(selector for selector in self.selectors if isinstance(selector, str))
 
-    def interest(self) -> Interest:
+    def _interest(self) -> Interest:
         return Interest(modules=True)
 
 
@@ -68,7 +68,7 @@ class _SaveNames(ReadyMade):
     def __call__(self, site: Site) -> Action | None:
         return Save(self.storage) if site.name is not None and site.name in self.names else None
 
-    def interest(self) -> Interest:
+    def _interest(self) -> Interest:
         return Interest(names=True)
 
 

@@ -80,15 +80,15 @@ class _Ops(ReadyMade):
             return not (self.arguments and site.is_unfused)
         return self.arguments and site.is_copy_to_host
 
-    def patterns(self) -> tuple[str, ...]:
+    def _patterns(self) -> tuple[str, ...]:
         return self.within
 
-    def interest(self) -> Interest:
+    def _interest(self) -> Interest:
         ops, functions = frozenset(self.ops), frozenset(self.functions)
         return Interest(ops, functions, paths=bool(self.within), arguments=self.arguments)
 
     @property
-    def may_match_nothing(self) -> bool:
+    def _may_match_nothing(self) -> bool:
         return self.asked == ("compute_intensive",)
 
 

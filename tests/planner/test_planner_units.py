@@ -149,7 +149,7 @@ def test_an_assignment_is_a_policy() -> None:
     assert (
         policy(Site("b", module=module)) is policy(Site("b", op="softmax")) is policy(Site("ab", op="softmax")) is None
     )
-    assert policy.inside("a").interest().ops == {"softmax"}
+    assert policy._inside("a")._interest().ops == {"softmax"}
     assert policy == Assignment(dict(policy.candidates)) and hash(policy) == hash(Assignment(dict(policy.candidates)))
 
 

@@ -326,6 +326,27 @@ def slot_behind_a_property_changes(wrap: Wrap) -> Any:
     return mutated(wrap, Hidden, Hidden.next, Hidden.next)
 
 
+class Checked:
+    """A property with a setter has taken the place of a slot, as decorators that check what is set do."""
+
+    __slots__ = ("step",)
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def next(self) -> int:
+        self.step += 1
+        return self.step
+
+
+Checked.step = property(Checked.step.__get__, Checked.step.__set__)  # type: ignore[attr-defined, assignment]
+
+
+@right
+def slot_that_is_a_property_changes(wrap: Wrap) -> Any:
+    return mutated(wrap, Checked, Checked.next, Checked.next)
+
+
 @right
 def path_is_read_for_the_first_time(wrap: Wrap) -> Any:
     path = Path("some") / "folder" / "file.txt"
