@@ -56,9 +56,7 @@ def is_plain(kind: type) -> bool:
         return kind.__module__ != "builtins"
     if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
         return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom"))
-    if is_value(kind):
-        return False
-    if any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
+    if is_value(kind) or any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
         return False
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))
 

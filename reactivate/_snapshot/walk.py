@@ -39,6 +39,7 @@ from reactivate._snapshot.kinds import (
     is_array,
     is_plain,
     is_random_source,
+    is_value,
     may_be_state,
     namespace_of,
     slots_of,
@@ -275,7 +276,8 @@ class Walk:
             self._class(kind)
 
     def _leave_out(self, value: Any, place: str, reason: str) -> None:
-        if self.left_out is not None and not type(value).__module__.startswith(("reactivate.", "torch._C")):
+        is_known = is_value(type(value)) or type(value).__module__.startswith(("reactivate.", "torch._C"))
+        if self.left_out is not None and not is_known:
             self.left_out.append(f"`{place}` ({type(value).__name__}: {reason})")
 
     def _attributes(self, value: Any, place: str, depth: int) -> None:

@@ -297,7 +297,7 @@ class Noted(ReadyMade):
             self.kept.append(isinstance(action, Save))
         return action
 
-    def interest(self) -> Interest:
+    def _interest(self) -> Interest:
         return interest_of(self.policy)
 
     def parts(self) -> tuple[Policy, ...]:
