@@ -30,7 +30,7 @@ from reactivate._snapshot.groups import Group
 from reactivate._snapshot.held import ATOMS, WeakTensor
 from reactivate._snapshot.holders import CellContainerHolder, Contents, Holder
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, position_of
-from reactivate._snapshot.kinds import is_value
+from reactivate._snapshot.kinds import is_value, package_of
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.reached import ReachedModules
@@ -372,7 +372,7 @@ class _Objects:
         is_large = isinstance(value, _SIZED) and len(value) > LIMIT
         items = [] if is_large else _items(value)
         if items is None:
-            is_torchs = kind.__module__.partition(".")[0] == "torch" and not isinstance(value, Work)  # which may wait
+            is_torchs = package_of(kind) == "torch" and not isinstance(value, Work)  # which may wait
             if way == "is given" and not is_torchs:
                 self._problem = f"it is given a {kind.__name__}, which it may change unseen"
             return
@@ -420,7 +420,7 @@ def _is_looked_after(value: Any, kind: type) -> bool:
     if isinstance(value, (Module, Enum, type, BuiltinFunctionType, torch.Generator, random.Random)):
         return True
     # Regions and their options know how often they ran.
-    if is_value(kind) or kind.__module__.partition(".")[0] == "reactivate":
+    if is_value(kind) or package_of(kind) == "reactivate":
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))

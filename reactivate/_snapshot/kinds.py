@@ -21,6 +21,12 @@ Slot: TypeAlias = tuple[str, Any]
 """A slot: its name, and what reads and writes it."""
 
 
+def package_of(kind: type) -> str:
+    """Return the package that a class says it is from; "" if that is no text, as of Cython's classes on Python 3.10."""
+    module: Any = kind.__module__
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
 def users_classes(kind: type) -> Iterable[type]:
     """Return a class and those it is derived from, but for those of libraries."""
     return filter(is_users_class, kind.__mro__)
@@ -44,7 +50,7 @@ _VALUES = frozenset({"datetime", "fractions", "ipaddress", "pathlib", "uuid"})
 @cached_by_class
 def is_value(kind: Any) -> bool:
     """Return whether objects of this class are values of the standard library, which cannot change."""
-    return kind.__module__.partition(".")[0] in _VALUES
+    return package_of(kind) in _VALUES
 
 
 @cached_by_class
@@ -54,9 +60,9 @@ def is_plain(kind: type) -> bool:
         return False
     if issubclass(kind, BaseException):
         return kind.__module__ != "builtins"
-    if kind.__module__.partition(".")[0] in ("reactivate", "torch"):
+    if package_of(kind) in ("reactivate", "torch"):
         return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom"))
-    if is_value(kind) or any(base.__module__.partition(".")[0] in _SHARED for base in kind.__mro__):
+    if is_value(kind) or any(package_of(base) in _SHARED for base in kind.__mro__):
         return False
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))
 
@@ -71,7 +77,7 @@ def is_users_class(kind: type) -> bool:
         return True
     if kind.__module__ == "builtins":  # that of what `exec` makes in a namespace without a name, too
         return bool(kind.__flags__ & _MADE_BY_CODE)
-    package = kind.__module__.partition(".")[0]
+    package = package_of(kind)
     is_known = package in ("reactivate", "torch", "numpy") or (
         package in sys.stdlib_module_names and package != "__main__"
     )

@@ -276,7 +276,7 @@ class Walk:
             self._class(kind)
 
     def _leave_out(self, value: Any, place: str, reason: str) -> None:
-        is_known = is_value(type(value)) or type(value).__module__.startswith(("reactivate.", "torch._C"))
+        is_known = is_value(type(value)) or str(type(value).__module__).startswith(("reactivate.", "torch._C"))
         if self.left_out is not None and not is_known:
             self.left_out.append(f"`{place}` ({type(value).__name__}: {reason})")
 

@@ -857,8 +857,8 @@ def test_a_model_without_blocks_is_said_to_have_none() -> None:
 
 @pytest.mark.parametrize(("device", "message"), [(0, "no such device here"), ("gpu", "write 'cuda'")])
 def test_a_device_that_torch_does_not_know_is_refused(device: Any, message: str) -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("0 is a device here")
+    if torch.accelerator.current_accelerator() is not None:
+        pytest.skip("for this build of torch, 0 is a device")
     with pytest.raises(UsageError, match=message):
         planned(gpt(layers=2), "100%", device=device)
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import assert_bitwise
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import reactivate
 from reactivate import guards
 from reactivate._snapshot.ambient import READERS, AmbientState
 from reactivate._snapshot.holders import SlotsHolder
@@ -149,6 +151,35 @@ def test_a_class_of_a_script_is_the_users_and_one_of_a_library_is_not() -> None:
     of_script = type("OfScript", (), {"__module__": "__main__"})
     assert is_users_class(of_script) and is_users_class(Counts)
     assert not any(map(is_users_class, (collections.OrderedDict, nn.Linear, Program.__class__)))
+
+
+class _Named(type):
+    """A metaclass whose classes have something else in the place of the name of their module, as Cython's on Python 3.10."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        return 3 if name == "__module__" else super().__getattribute__(name)
+
+
+class Nameless(metaclass=_Named):
+    def __init__(self) -> None:
+        self.step = 0
+
+
+def test_a_class_without_the_name_of_its_module() -> None:
+    """A region that reaches NumPy's functions meets such classes."""
+    state, found = Nameless(), []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        state.step += 1
+        return curve(x, state.step)
+
+    for wrap in (lambda fn: fn, reactivate.checkpoint):
+        state.step, x = 0, torch.linspace(0, 1, 4, requires_grad=True)
+        for _ in range(2):
+            wrap(fn)(x).sum().backward()
+        found.append((state.step, x.grad))
+    assert found[0][0] == found[1][0] == 2
+    assert_bitwise(found[0][1], found[1][1], "gradient")
 
 
 def test_settings_are_the_same_with_the_same_autocast_only() -> None:
