@@ -19,16 +19,24 @@ def accelerator() -> Backend | None:
     """The backend of this machine's accelerator, None if torch has none."""
     # Asked each time: a privateuse1 backend is registered after torch is imported.
     device = accelerator_device()
-    if device is None or (kind := _type_of(device)) == "jax":  # torchax's, whose tensors no region takes
-        return None
-    module = getattr(torch, kind, None)  # which a privateuse1 backend may register later
-    return None if module is None else _backend(kind, module)
+    return None if device is None else _backend_of(device)
 
 
 def current_place() -> tuple[Any, Any] | None:
     """Return the current device and stream of the accelerator, None if none is in use."""
-    backend = accelerator()
+    device = accelerator_device()
+    if device is None:
+        return None
+    backend = _backend_of(device)
     return backend.read_place() if backend is not None and backend.is_initialized() else None
+
+
+def _backend_of(device: torch.device) -> Backend | None:
+    kind = _type_of(device)
+    if kind == "jax":  # torchax's, whose tensors no region takes
+        return None
+    module = getattr(torch, kind, None)  # which a privateuse1 backend may register later
+    return None if module is None else _backend(kind, module)
 
 
 def synchronize() -> None:

@@ -137,7 +137,7 @@ class Rng(Guard):
                 before = backend.first_rng()
             if before is not None:
                 states.append((backend, backend.rng_of_forward(before)))
-        return token._replace(devices=states)
+        return token._replace(devices=states) if states or token.others else token.streams
 
     def position(self, call: Call) -> Callable[[], None]:
         """Return what brings the streams to where they are now."""
