@@ -398,9 +398,9 @@ def _items(value: Any) -> list[Any] | None:
     """Return what is in a container, an object or a function; None if that cannot be seen."""
     kind: Any = type(value)
     if issubclass(kind, dict):
-        return [*dict.keys(value), *dict.values(value), *attributes_of(value).values()]
+        return [*dict.keys(value), *dict.values(value), *attributes_of(value)]
     if issubclass(kind, _SIZED):
-        return [*value, *attributes_of(value).values()]
+        return [*value, *attributes_of(value)]
     if kind is FunctionType:
         return [*(value.__closure__ or ()), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if kind is CellType:
@@ -412,7 +412,7 @@ def _items(value: Any) -> list[Any] | None:
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
-    return list(attributes_of(value).values()) if is_plain(kind) else None
+    return attributes_of(value) if is_plain(kind) else None
 
 
 def _is_looked_after(value: Any, kind: type) -> bool:

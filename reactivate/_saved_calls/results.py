@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -117,9 +117,9 @@ class Contents:
         elif kind is defaultdict:
             make = functools.partial(defaultdict, value.default_factory)
         base: Any = next((base for base in (OrderedDict, dict, list, set, deque) if isinstance(value, base)), None)
-        names = {} if kind in _PLAIN_CONTAINERS else attributes_of(value)
-        slots = dict(slots_of(kind))
-        attributes = [(slots.get(name), name, self._plan(item)) for name, item in names.items()]
+        names = {} if kind in _PLAIN_CONTAINERS else namespace_of(value) or {}
+        attributes = [(name, self._plan(item)) for name, item in names.items()]
+        slots = [(slot, self._plan(item)) for slot, item in _filled_slots(value)]
         items = () if base is None else base.items(value) if issubclass(base, dict) else base.__iter__(value)
         plans: list[Any] = [
             (self._plan(item[0]), self._plan(item[1])) if issubclass(base, dict) else self._plan(item) for item in items
@@ -127,11 +127,10 @@ class Contents:
 
         def build(parts: _Pieces) -> Any:
             made = parts.made[number] = make()
-            for slot, name, plan in attributes:
-                if slot is None:
-                    vars(made)[name] = plan(parts)
-                else:
-                    slot.__set__(made, plan(parts))
+            for name, plan in attributes:
+                vars(made)[name] = plan(parts)
+            for slot, plan in slots:
+                slot.__set__(made, plan(parts))
             for plan in plans:
                 if isinstance(plan, tuple):  # a key and its value
                     base.__setitem__(made, plan[0](parts), plan[1](parts))
@@ -147,13 +146,15 @@ def has_attributes(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and bool(tensor.__dict__)
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots too."""
-    found = dict(namespace_of(value) or {})
-    for name, slot in slots_of(type(value)):
+def attributes_of(value: Any) -> list[Any]:
+    """Return what the attributes of an object hold, those in slots too."""
+    return [*(namespace_of(value) or {}).values(), *(item for _, item in _filled_slots(value))]
+
+
+def _filled_slots(value: Any) -> Iterator[tuple[Any, Any]]:
+    for _, slot in slots_of(type(value)):
         with contextlib.suppress(Exception):  # nothing is in it, or it is a property, which may raise anything
-            found[name] = slot.__get__(value)
-    return found
+            yield slot, slot.__get__(value)
 
 
 @cached_by_class

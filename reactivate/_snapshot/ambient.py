@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reactivate._backends import accelerator, current_place
+from reactivate._snapshot.kinds import package_of
 from reactivate._torch.modes import (
     FLAGS,
     ask,
@@ -147,12 +148,12 @@ def _write_flags(values: list[Any]) -> None:
 
 
 def _is_ours(mode: Any) -> bool:
-    return type(mode).__module__.partition(".")[0] == "reactivate"
+    return package_of(type(mode)) == "reactivate"
 
 
 def _is_users(mode: Any) -> bool:
     # torch's own count what runs (FLOPs, memory) or belong to its selective checkpointing, which has its own contexts.
-    return type(mode).__module__.partition(".")[0] not in ("reactivate", "torch")
+    return package_of(type(mode)) not in ("reactivate", "torch")
 
 
 def _read_autocast() -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ import random
 import sys
 from collections.abc import Iterable
 from enum import Enum
-from types import MemberDescriptorType
 from typing import Any, TypeAlias
 
 import torch
@@ -123,12 +122,11 @@ def slots_of(kind: Any) -> tuple[Slot, ...]:
             is_private = name.startswith("__") and not name.endswith("__")
             mangled = f"_{base.__name__.lstrip('_')}{name}" if is_private else name
             slot = vars(base).get(mangled)
-            if type(slot) is MemberDescriptorType or _is_settable(
-                slot
-            ):  # a decorator may have put a property in its place
+            if name not in ("__dict__", "__weakref__") and _is_settable(slot):
                 found.append((mangled, slot))
     return tuple(found)
 
 
-def _is_settable(item: Any) -> bool:
-    return hasattr(type(item), "__set__") and getattr(item, "fset", True) is not None
+def _is_settable(slot: Any) -> bool:
+    """Return whether this is a slot, or a property with a setter that a decorator has put in its place."""
+    return hasattr(type(slot), "__set__") and getattr(slot, "fset", True) is not None

@@ -19,7 +19,7 @@ from reactivate._modules.standin import NAME, Placed
 from reactivate._snapshot.caches import cached
 from reactivate._snapshot.held import Position, are_items, held_all, restored
 from reactivate._snapshot.holders import put_dict
-from reactivate._torch.modules import are_distributed_alike, is_in_flat_parameter, versions_of_dicts
+from reactivate._torch.modules import are_distributed_alike, is_in_flat_parameter, version_of_dict
 
 Namespace = dict[str, Any]
 
@@ -151,8 +151,7 @@ class Parts:
         layout: where their parts are, if that is known.
 
     Attributes:
-        versions: of the dicts that hold anything; None if one is of a subclass, which may change its order unseen, and
-            where dicts have no versions.
+        versions: of the dicts that hold anything; None if one is of a subclass, which may change its order unseen.
         hooks: the dicts of hooks, those of forwards first.
         attributes: the values of all attributes; set by `read` or by the caller.
         entries: all parameters, buffers and children.
@@ -174,7 +173,6 @@ class Parts:
     )
     attributes: Sequence[Any]
     entries: list[Any]
-    versions: list[int] | None
 
     def __init__(self, namespaces: Sequence[Namespace], layout: Layout | None = None) -> None:
         self.namespaces = namespaces
@@ -198,9 +196,8 @@ class Parts:
         dicts = list(chain.from_iterable(map(_dicts_of, self.namespaces)))
         self._full, self._empty = layout.full(dicts), layout.empty(dicts)
         self._filled = filled = [*self.namespaces, *self._full]
-        self.versions = versions_of_dicts(filled)
-        if self.versions is not None and (any(self._empty) or not _DICT.issuperset(map(type, filled))):
-            self.versions = None
+        is_plain = not any(self._empty) and _DICT.issuperset(map(type, filled))
+        self.versions: list[int] | None = list(map(version_of_dict, filled)) if is_plain else None
         self.hooks: Sequence[dict[int, Any]] = layout.hooks(dicts)
 
     def hold(self) -> None:
@@ -218,8 +215,7 @@ class Parts:
 
     def are_current(self) -> bool:
         """Return whether the modules are made of just these parts, and no iterator among them has gone on."""
-        is_unwritten = self.versions is not None and self.versions == versions_of_dicts(self._filled)
-        if is_unwritten and not any(self._empty) and not self._goes_on:
+        if self.versions == list(map(version_of_dict, self._filled)) and not any(self._empty) and not self._goes_on:
             return True
         self._look_at_dicts()  # before the parts are compared
         found = self.layout.read(self.namespaces)

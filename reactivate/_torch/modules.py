@@ -84,14 +84,6 @@ version_of_dict: Callable[[dict[Any, Any]], int] = resolve_private(
     probe=_changes_with_all,
     public=lambda items: next(_count),
 )
-_NO_ITEMS: dict[str, Any] = {}
-_HAS_VERSIONS = version_of_dict(_NO_ITEMS) == version_of_dict(_NO_ITEMS)
-
-
-def versions_of_dicts(dicts: Iterable[dict[Any, Any]]) -> list[int] | None:
-    """Return the versions of dicts, None where there are none."""
-    return list(map(version_of_dict, dicts)) if _HAS_VERSIONS else None
-
 
 # -- classes of tensors -----------------------------------------------------------------------------------------------
 

@@ -137,6 +137,7 @@ class Rng(Guard):
                 before = backend.first_rng()
             if before is not None:
                 states.append((backend, backend.rng_of_forward(before)))
+        # Where no device is in use, a recomputation has nothing to look at beside the streams.
         return token._replace(devices=states) if states or token.others else token.streams
 
     def position(self, call: Call) -> Callable[[], None]:

@@ -146,14 +146,13 @@ def grad_mode_is_set() -> None:
     assert torch.is_grad_enabled()
 
 
-@needs("version_of_dict", "versions_of_dicts")
+@needs("version_of_dict")
 def a_dict_has_a_version_until_somebody_writes_to_it() -> None:
     """Behaviour: `test_state_trees`. Only where there are versions can one be met again."""
     items: dict[str, int] = {"item": 0}
     before = room.version_of_dict(items)
     if sys.version_info < (3, 12):
         assert room.version_of_dict(items) == before
-        assert room.versions_of_dicts([items, items]) == [before, before]
     items["item"] = 1
     assert room.version_of_dict(items) != before
     assert room.version_of_dict({"item": 1}) != room.version_of_dict(items)

@@ -300,7 +300,7 @@ class Noted(ReadyMade):
     def _interest(self) -> Interest:
         return interest_of(self.policy)
 
-    def parts(self) -> tuple[Policy, ...]:
+    def _parts(self) -> tuple[Policy, ...]:
         return (self.policy,)
 
 

@@ -257,6 +257,40 @@ def test_a_saved_module_without_an_effect_is_skipped(extra: int) -> None:
     assert ours.regions == 2 and [len(model.child.calls) for model in models] == [4, 4]  # type: ignore[arg-type]
 
 
+class Under:
+    __slots__ = ("scale",)
+
+
+class Over(Under):
+    """Has a slot of the same name as its base, and each of them holds something."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        Under.scale.__set__(self, 2 * scale)  # type: ignore[attr-defined]
+
+
+def test_a_result_with_two_slots_of_one_name() -> None:
+    def make(calls: Journal) -> Case:
+        def call(x: Tensor) -> tuple[Tensor, Over]:
+            calls.append(1)
+            return x.cos(), Over(3.0)
+
+        def fn(x: Tensor) -> Tensor:
+            y, found = saved(x.sin())
+            return (y.exp() * found.scale * Under.scale.__get__(found)).sin()  # type: ignore[attr-defined, no-any-return]
+
+        saved = reactivate.site(call, name="saved")
+        return Case(fn, (torch.rand(4, 4, requires_grad=True),))
+
+    calls = Journal()
+    plain = run(partial(make, Journal()))
+    ours = run(partial(make, calls), partial(reactivate.checkpoint, policy=policies.save_names("saved")))
+    assert_same(plain, ours)
+    assert ours.regions == ours.recomputations == 1 and len(calls) == 1
+
+
 def test_values_that_fill_their_caches_are_no_effect() -> None:
     """A path fills its slots when it is read for the first time: what it says does not change by that."""
 

@@ -303,6 +303,25 @@ def slot_changes(wrap: Wrap) -> Any:
     return mutated(wrap, State, mutate, lambda state: [state.step, state.late])
 
 
+class Referred:
+    """Can be referred to weakly, and has other attributes beside its slot."""
+
+    __slots__ = ("__dict__", "__weakref__", "step")
+
+    def __init__(self) -> None:
+        self.step = self.other = 0
+
+    def next(self) -> int:
+        self.step += 1
+        self.other += 2
+        return self.step + self.other
+
+
+@right
+def slot_beside_a_dict_and_weak_references_changes(wrap: Wrap) -> Any:
+    return mutated(wrap, Referred, Referred.next, Referred.next)
+
+
 class Base:
     __slots__ = ("_step",)
 

@@ -62,13 +62,13 @@ def parse_storage(text: str, asked_by: str) -> Storage:
         >>> parse_storage("Host(limit=1000)", "--offload").limit, parse_storage("host", "--offload").limit
         (1000, None)
     """
-    name = STORAGE_NAMES.get(text.strip().lower())
-    written = text if name is None else f"{name}()"
-    if written.strip().isidentifier() and written.strip() not in STORAGES:
-        hint = did_you_mean(written.strip(), STORAGE_NAMES)
+    text = text.strip()
+    name = STORAGE_NAMES.get(text.lower())
+    if name is None and text.isidentifier():
+        hint = did_you_mean(text, STORAGE_NAMES)
         raise UsageError(f"{asked_by}: {text!r} is no storage.{hint} Write host, Host(limit='8GiB') or Disk('path').")
     try:
-        storage: Storage = _read(written, STORAGES).built()
+        storage: Storage = _read(text if name is None else f"{name}()", STORAGES).built()
     except (UsageError, TypeError) as error:
         raise UsageError(f"{asked_by}: {error}") from None
     return storage
