@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Bytecode of what is imported is written at the first import: of the rest it would cost as much time as the installation.
+INSTALL := install --disable-pip-version-check --no-compile
 JOBS ?= 2
 # A test process a core: more threads would only wait for each other.
 TEST := OMP_NUM_THREADS=1
@@ -18,11 +20,11 @@ IN_XLA := PYTHONPATH=$(CURDIR) PJRT_DEVICE=CPU TPU_PYTHON=$(TPU)/bin/python $(XL
 TORCH ?= 2.14.1
 NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cksum | cut -d ' ' -f 1)
 
-.PHONY: gpu demo test test-all test-gpu test-public test-fenced test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types package docs campaign mutants fuzz bench bench-distributed bench-estimators bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
+.PHONY: gpu demo test test-all test-gpu test-public test-fenced xla test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types package docs campaign mutants fuzz bench bench-distributed bench-estimators bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
 
 define install  # $(1): the extra
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
+	$(BIN)/pip $(INSTALL) --quiet --constraint constraints.txt --editable '.[$(1)]'
 	touch $@
 endef
 
@@ -59,17 +61,19 @@ test-public: $(VENV)/.test $(VENV)/.models  ## the engine's tests without what h
 $(XLA)/.installed:  # no prerequisites: another set of pins is another directory
 	rm -rf $(XLA)
 	$(PYTHON) -m venv $(XLA)
-	$(XLA)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-xla.txt
-	$(XLA)/bin/pip install --quiet --disable-pip-version-check --constraint requirements-xla.txt --requirement requirements-xla-tests.txt
+	$(XLA)/bin/pip $(INSTALL) --quiet --no-deps --requirement requirements-xla.txt
+	$(XLA)/bin/pip $(INSTALL) --quiet --constraint requirements-xla.txt --requirement requirements-xla-tests.txt
 	touch $@
 
 $(TPU)/.installed:
 	rm -rf $(TPU)
 	$(PYTHON) -m venv $(TPU)
-	$(TPU)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-tpu.txt
+	$(TPU)/bin/pip $(INSTALL) --quiet --no-deps --requirement requirements-tpu.txt
 	touch $@
 
-test-xla: $(XLA)/.installed $(TPU)/.installed  ## regions on XLA's CPU device, and compiled for a TPU
+xla: $(XLA)/.installed $(TPU)/.installed  ## the environments of torch_xla and of the compiler of TPUs: 7 GB once
+
+test-xla: xla  ## regions on XLA's CPU device, and compiled for a TPU
 	$(TEST) $(IN_XLA) -m pytest -n $(JOBS) tests_xla
 
 WITHOUT_TITAN := --ignore tests/recipe/test_recipe.py --ignore tests/recipe/test_recipe_configs.py  # torchtitan needs a newer torch
@@ -85,7 +89,7 @@ $(NEWEST)/.installed: $(if $(TORCH),,refresh)
 	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
 	@echo 'Downloads about 3.2 GB: torch $(TORCH) with the CUDA libraries that it asks for on Linux (3.0 GB), and the libraries'
 	@echo 'of the tests. An hour on a slow line, and once: they stay in $(NEWEST).'
-	$(NEWEST)/bin/pip install --disable-pip-version-check --upgrade torch$(TORCH:%===%) \
+	$(NEWEST)/bin/pip $(INSTALL) --upgrade torch$(TORCH:%===%) \
 		--constraint $(NEWEST)/constraints.txt '.[test,models]'
 	$(NEWEST)/bin/pip uninstall --quiet --yes reactivate  # what runs is the package of this directory
 	touch $@
@@ -123,7 +127,7 @@ package: $(VENV)/.package $(VENV)/.demo  ## the wheel: built, checked, and used 
 	rm -rf dist build/wheel
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target build/wheel dist/*.whl
+	$(BIN)/pip $(INSTALL) --quiet --no-deps --target build/wheel dist/*.whl
 	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python -m reactivate doctor
 	cd build && PYTHONPATH=wheel $(abspath $(BIN))/python $(CURDIR)/examples/byte_gpt.py --help > /dev/null
 
@@ -146,7 +150,7 @@ bench-distributed: $(VENV)/.test  ## the tables in docs/distributed.md, on proce
 	$(TEST) $(BIN)/python benchmarks/sharded.py --out benchmarks/results
 
 bench-estimators: $(VENV)/.test  ## the table in docs/sharded-planning.md, beside torch's estimators
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt pulp pwlf
+	$(BIN)/pip $(INSTALL) --quiet --constraint constraints.txt pulp pwlf
 	$(TEST) $(BIN)/python benchmarks/estimators.py --out benchmarks/results --page docs/sharded-planning.md
 
 ON_GPU := --device cuda --clock wall --out benchmarks/results

@@ -15,7 +15,7 @@ from torch.nn import Module, Sequential
 
 from reactivate._loss.logits import call_by_rows
 from reactivate._model.handle import AppliedForward, Handle, Owner
-from reactivate._modules.spans import SequentialSpan, SpanPlace, members_of
+from reactivate._modules.spans import SequentialSpan, SpanPlace, kind_of_span, members_of
 from reactivate._passes.logs import current_log
 from reactivate._region.options import Options
 from reactivate._region.run import run
@@ -62,7 +62,7 @@ class SpansForward(AppliedForward):
     def note(self, handle: Handle) -> None:
         super().note(handle)
         for place in self._places:
-            handle.add_region(SequentialSpan.__name__, str(place))
+            handle.add_region(kind_of_span(place.stop - place.start), str(place))
 
     def __call__(self, input: Any) -> Any:  # noqa: A002 - torch's name
         sequential, value, done = self.module(), input, 0

@@ -48,6 +48,11 @@ class SequentialSpan(Sequential):
     """Some consecutive members of a `Sequential`, which share their parameters with it as a slice of it does."""
 
 
+def kind_of_span(count: int) -> str:
+    """Return what reports say of so many members in the place of a class."""
+    return f"{count} of a Sequential"
+
+
 def members_of(sequential: Module) -> list[Any]:
     """Return the members of a `Sequential` as it calls them: one that is there twice as often, and a None, which raises."""
     return list(sequential._modules.values())

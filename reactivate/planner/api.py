@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 
 from reactivate._inspect.arguments import check_module, example_of
 from reactivate._model.apply import paused
+from reactivate._modules.paths import THE_MODEL
 from reactivate._region.due import uncounted
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.warnings import warn
-from reactivate._text.words import described, name_of
+from reactivate._text.words import alike, described, name_of
 from reactivate._types import Storage
 from reactivate.errors import UsageError
 from reactivate.planner.adaptive import AdaptivePlan, adaptive_plan
 from reactivate.planner.budget import Budget, parse, parse_margin, parse_reserve
-from reactivate.planner.compiled import check_compiled, uncompiled
+from reactivate.planner.compiled import check_compiled, compiled_parts, uncompiled
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.distributed import Ranks, begin_sharded, check_group
 from reactivate.planner.head import HEADS, Head
@@ -114,7 +115,7 @@ def plan(
             and what the model has there already, less `reserve`; and no more than its allocator can reserve.
         loss: a function from the model's output to the scalar loss. By default the output if it is a scalar, its
             `.loss`, or the sum of what is in it.
-        step: a function that runs forward and backward, without the optimizer; replaces `args` and `loss`.
+        step: a function that runs forward and backward, without the optimizer; in the place of `args`, `kwargs` and `loss`.
         optimizer: its state and what its step allocates count toward the budget.
         device: where training will run; for a device that is not here, its name ("H100-SXM"), a file ("mine.json") or a
             description (`reactivate.planner.cost.devices`).
@@ -164,6 +165,8 @@ def plan(
     check_module("plan", model)
     args, kwargs = example_of("plan", model, args, kwargs)
     _check_step(loss, step)
+    if step is not None:
+        _check_beside_step(args=args, kwargs=kwargs, loss=loss is not None)
     _check_optimizer(model, optimizer)
     if head is not None and head not in HEADS:
         raise UsageError(f'plan: head= takes "rows" or "keep"; got {described(head)}.')
@@ -182,7 +185,7 @@ def plan(
         head = "rows" if may_slice and not (shapes or compiled or group) else "keep"
         if maximize is not None:
             found = largest(planned, target, optimizer, tell, asked, maximize, offered, head)
-            _warn_of_mistakes(found, model, device)
+            _warn_of_mistakes(found, model, device, compiled)
             return replace(found, planning_seconds=perf_counter() - began)
         is_adaptive = shapes is not None
         planner = Planner(planned, target, optimizer, tell, offered, needs_fakes=is_adaptive, head=head, ranks=ranks)
@@ -193,11 +196,11 @@ def plan(
         if compiled and not planner.is_predicted:
             found = holding_compiled(found, compiled, planner.plan)
     found = replace(found, planning_seconds=perf_counter() - began)
-    _warn_of_mistakes(found, model, device)
+    _warn_of_mistakes(found, model, device, compiled)
     return found if shapes is None else adaptive_plan(planner, found)
 
 
-def _warn_of_mistakes(found: Plan, model: Module, device: Any) -> None:
+def _warn_of_mistakes(found: Plan, model: Module, device: Any, compiled: bool | str) -> None:
     """Warn of a step that is most likely not the one that trains."""
     name, made_for = type(model).__name__, found.made_for
     if not made_for.trains:
@@ -214,6 +217,14 @@ def _warn_of_mistakes(found: Plan, model: Module, device: Any) -> None:
         warn(
             f"plan: the {name} is on the meta device, and its step was planned for a {made_for.device}. Name the device on "
             "which it trains: plan(..., device='H100-SXM'), or another one that `reactivate devices` lists."
+        )
+    parts = [] if compiled else compiled_parts(model)
+    if parts:
+        which = alike([path or THE_MODEL for path in parts])
+        way = "compiled=True" if "" in parts else "compiled='blocks'"
+        warn(
+            f"plan: the {name} has compiled modules ({which}), and this plan is one of the step without the compiler, which "
+            f"takes other memory and time. To plan the compiled step, pass {way}."
         )
 
 
@@ -255,6 +266,15 @@ def _check_call(name: str, function: Any, given: int) -> None:
         raise UsageError(
             f"plan: {name}= is called with {takes}; {called} cannot be ({error}). Write {name}={example}."
         ) from None
+
+
+def _check_beside_step(**others: Any) -> None:
+    given = [f"{name}=" for name, value in others.items() if value]
+    if given:
+        raise UsageError(
+            f"plan: step= makes the call and the loss itself, so {' and '.join(given)} would not be read: leave out "
+            f"either step= or {'it' if len(given) == 1 else 'them'}."
+        )
 
 
 def _check_step(loss: Any, step: Any) -> None:

@@ -50,6 +50,12 @@ _WHY_NOT = {
 }
 
 
+def compiled_parts(model: Module) -> list[str]:
+    """List the paths of what is compiled already, in place or by a wrapper; "" for the model itself."""
+    modules = model.named_modules()
+    return [path for path, item in modules if compiled_call_of(item) is not None or is_wrapped_by_compiler(item)]
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """Return a context in which what is compiled already runs eagerly, as a step does that is traced.
 

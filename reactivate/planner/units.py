@@ -12,6 +12,7 @@ from torch.nn import Module, ModuleDict, ModuleList, RNNBase, RNNCellBase
 from torch.nn.parallel import DistributedDataParallel
 
 from reactivate._modules.blocks import blocks_of, is_made_of_modules
+from reactivate._modules.spans import SequentialSpan, kind_of_span
 from reactivate._torch.modules import sharded_class
 
 _LISTS = (ModuleList, ModuleDict)  # they have children and are not called
@@ -84,6 +85,8 @@ def parameter_digest(module: Module) -> str:
 
 def module_class_name(module: Module) -> str:
     """Return the name of a module's class, of a sharded one that of the class that `fully_shard` made another of."""
+    if isinstance(module, SequentialSpan):
+        return kind_of_span(len(module))
     sharded = sharded_class()
     if not isinstance(module, sharded):
         return type(module).__name__

@@ -820,6 +820,19 @@ def test_the_plan_reaches_the_compiler() -> None:
 # -- what it refuses --------------------------------------------------------------------------------------------------
 
 
+def test_what_a_step_would_not_read_is_refused() -> None:
+    case = gpt(layers=2)
+    for given, words in (
+        ({"args": case.args}, "so args= would not be read: leave out either step= or it"),
+        (
+            {"kwargs": {"x": 1}, "loss": Tensor.sum},
+            "so kwargs= and loss= would not be read: leave out either step= or them",
+        ),
+    ):
+        with pytest.raises(UsageError, match=words):
+            reactivate.plan(case.model, budget="60%", step=case.step, **given)
+
+
 def test_an_optimizer_in_the_step_is_refused() -> None:
     case = gpt(layers=2)
     optimizer = torch.optim.SGD(case.model.parameters(), lr=1.0)

@@ -371,7 +371,8 @@ def test_blocks_that_must_be_whole_graphs_are_planned_as_they_run_eagerly() -> N
     for block in net.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
     net(TOKENS)  # a graph of the plain block: the plan is not made of it
-    plan = planned(net, "60%")
+    with pytest.warns(UserWarning, match=r"has compiled modules \(blocks.0…blocks.2 .*, pass compiled='blocks'"):
+        plan = planned(net, "60%")
     assert plan.proof.method == "real"
     assert plan.predicted.seconds > plan.plain.seconds, "something is recomputed"
     with reactivate.apply(net, plan):
