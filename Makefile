@@ -22,14 +22,15 @@ NEWEST := $(dir $(XLA))newest-$(shell (echo $(TORCH); cat constraints.txt) | cks
 
 .PHONY: gpu demo test test-all test-gpu test-public test-fenced xla test-xla test-oldest test-oldest-engine newest test-newest test-newest-engine torches refresh lint types package docs campaign mutants fuzz bench bench-distributed bench-estimators bench-gpu bench-torches bench-xla test-upstream test-deepspeed clean
 
-define install  # $(1): the extra
+$(VENV)/.pip:  # dependency groups need a newer one than Python brings
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip $(INSTALL) --quiet --constraint constraints.txt --editable '.[$(1)]'
+	$(BIN)/pip $(INSTALL) --quiet --upgrade 'pip>=25.1'
 	touch $@
-endef
 
-$(VENV)/.%: pyproject.toml constraints.txt
-	$(call install,$*)
+$(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.pip  # a dependency group of that name
+	$(BIN)/pip $(INSTALL) --quiet --constraint constraints.txt --editable '.[all]' --group $*
+	touch $@
+
 
 demo: $(VENV)/.demo  ## train a byte-level GPT plain and checkpointed, and compare
 	$(BIN)/python examples/byte_gpt.py --out demo
@@ -89,8 +90,9 @@ $(NEWEST)/.installed: $(if $(TORCH),,refresh)
 	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
 	@echo 'Downloads about 3.2 GB: torch $(TORCH) with the CUDA libraries that it asks for on Linux (3.0 GB), and the libraries'
 	@echo 'of the tests. An hour on a slow line, and once: they stay in $(NEWEST).'
+	$(NEWEST)/bin/pip $(INSTALL) --quiet --upgrade 'pip>=25.1'
 	$(NEWEST)/bin/pip $(INSTALL) --upgrade torch$(TORCH:%===%) \
-		--constraint $(NEWEST)/constraints.txt '.[test,models]'
+		--constraint $(NEWEST)/constraints.txt '.[all]' --group test --group models
 	$(NEWEST)/bin/pip uninstall --quiet --yes reactivate  # what runs is the package of this directory
 	touch $@
 

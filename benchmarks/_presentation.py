@@ -38,7 +38,9 @@ def require(*packages: str) -> None:
         try:
             import_module(package)
         except ImportError:
-            sys.exit(f"This needs {package}: pip install '.[bench]' in a clone. (With --json alone it does without.)")
+            sys.exit(
+                f"This needs {package}: pip install '.[all]' --group bench in a clone. (With --json alone it does without.)"
+            )
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.models = [name for name in options.models if name in BY_BLOCK]
     if (lacking := [*filter(options.models.__contains__, FROM_TRANSFORMERS)]) and find_spec("transformers") is None:
         parser.error(
-            f"{', '.join(lacking)}: transformers is missing: pip install '.[models]' in a clone, or leave them out: "
+            f"{', '.join(lacking)}: transformers is missing: pip install --group models in a clone, or leave them out: "
             f"--models {','.join(name for name in MODELS if name not in FROM_TRANSFORMERS)}"
         )
     return options

@@ -175,7 +175,7 @@ def a_sharded_mixture_of_experts() -> None:
 def what_goes_only_alone_is_refused() -> None:
     tries: list[tuple[type[Exception], Callable[[], Any], str]] = [
         (UnsupportedError, lambda: planned(model_of(), 2**20, maximize="batch"), "maximize="),
-        (UnsupportedError, lambda: planned(model_of(), storages=reactivate.storage.Disk("/nowhere")), "storages="),
+        (UnsupportedError, lambda: planned(model_of(), storage=reactivate.storage.Disk("/nowhere")), "storage="),
         (UsageError, lambda: planned(model_of(), shapes="adaptive"), "group="),
         (
             UsageError,

@@ -24,7 +24,7 @@ every_schedule = pytest.mark.parametrize(("schedule", "seed"), SCHEDULES, ids=st
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     found = Host(least_bytes=0)
-    monkeypatch.setattr(ours, "offload", found)
+    monkeypatch.setattr(ours, "storage", found)
     return found
 
 

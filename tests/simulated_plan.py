@@ -67,7 +67,7 @@ def test_a_plan_with_the_host_holds_to_the_byte_and_is_bitwise(last: int, ahead:
         x = torch.randn(BATCH, WIDTH).to(device)
         host = Host(least_bytes=0, last=last, ahead=ahead)
         least_without = least_of(planned(model, x, "100%"))
-        plan = planned(model, x, "100%", storages=host)
+        plan = planned(model, x, "100%", storage=host)
         assert not plan.storages and plan.predicted.seconds == plan.plain.seconds  # where all fits nothing is moved
         least = least_of(plan)
         assert least < least_without

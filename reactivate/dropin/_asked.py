@@ -52,12 +52,12 @@ class Asked(NamedTuple):
     early_stop: bool = True
     respect_saved_tensors_hooks: bool | None = None
 
-    def options(self, guards: Guards, offload: Storage, is_debugging: bool | None, stops: bool | None) -> Options:
+    def options(self, guards: Guards, storage: Storage, is_debugging: bool | None, stops: bool | None) -> Options:
         """Return the options of the region.
 
         Args:
             guards: of every region.
-            offload: where policies of selective checkpointing offload to.
+            storage: where policies of selective checkpointing offload to.
             is_debugging, stops: in the place of `debug` and `early_stop`, unless None.
 
         Raises:
@@ -66,7 +66,7 @@ class Asked(NamedTuple):
         if all(map(is_, (*self, is_debugging, stops, guards), _USUAL)):
             return _USUAL_OPTIONS
         if _is_of_phases(self.context_fn):
-            return self._replace(context_fn=noop_context_fn).options(guards, offload, is_debugging, stops)
+            return self._replace(context_fn=noop_context_fn).options(guards, storage, is_debugging, stops)
         is_debugging = self.debug if is_debugging is None else is_debugging
         if is_debugging and self.context_fn is not noop_context_fn:
             raise UsageError("debug=True is incompatible with non-default context_fn.")
@@ -78,7 +78,7 @@ class Asked(NamedTuple):
         options = _options(guards, keeps, self.early_stop if stops is None else stops, check)
         if self.context_fn is noop_context_fn:
             return options
-        pair = OffloadingPair(functools.partial(_contexts, self), offload, keeps_random_numbers=keeps)
+        pair = OffloadingPair(functools.partial(_contexts, self), storage, keeps_random_numbers=keeps)
         return _TorchOptions((*options.guards, pair), options.early_stop, options.check)
 
 

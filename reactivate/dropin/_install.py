@@ -29,7 +29,7 @@ _NAMES = {
 
 
 @refuse_unknown
-def install(*, guards: Guards | None = None, offload: Storage | None = None) -> Installation:
+def install(*, guards: Guards | None = None, storage: Storage | None = None) -> Installation:
     """Run everything that calls `torch.utils.checkpoint` on this engine, without an edit.
 
     References that were imported earlier are found and replaced: in modules, on objects and classes, in containers,
@@ -41,7 +41,7 @@ def install(*, guards: Guards | None = None, offload: Storage | None = None) -> 
 
     Args:
         guards: for every region, `guards.DEFAULT` if None; add to them what the program's libraries need, an RNG tracker say.
-        offload: where the results wait that policies of torch's selective checkpointing offload; `storage.Host()` if None.
+        storage: where the results wait that policies of torch's selective checkpointing offload; `storage.Host()` if None.
 
     Returns:
         A handle with `remove()` and `regions`; also a context manager. If it is installed already, the same handle.
@@ -62,9 +62,9 @@ def install(*, guards: Guards | None = None, offload: Storage | None = None) -> 
     if guards is not None:
         checked(guards)
         settings["guards"] = guards
-    if offload is not None:
-        check_storage(offload, "install(offload=...)")
-        settings["offload"] = offload
+    if storage is not None:
+        check_storage(storage, "install(storage=...)")
+        settings["storage"] = storage
     return again(upstream.__name__, **settings) or Installation(upstream, dropin, _NAMES, **settings)
 
 

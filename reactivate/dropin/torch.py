@@ -77,7 +77,7 @@ _debug: ContextVar[bool | None] = ContextVar("reactivate.dropin.torch.debug", de
 
 # Those of every region. `install` has an instance of this module of its own, with its own ones.
 guards: Guards = DEFAULT
-offload: Storage = Host()
+storage: Storage = Host()
 tally = Tally()
 
 replaced: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def _checkpoint(
     if has_contexts and runs_as_traced(function):
         warn_of_running_as_traced()
         return function(*args, **kwargs)
-    options = asked.options(guards, offload, _debug.get(), _early_stop.get())
+    options = asked.options(guards, storage, _debug.get(), _early_stop.get())
     tally.add()
     runner, called = runner_of(function)
     return run_untraced(runner, options, called, args, kwargs)
@@ -287,7 +287,7 @@ def checkpoint_generator_impl(
     tally.add()
     region = Region()
     with set_aside():
-        plainly = region.begin(fn, args, kwargs, asked.options(guards, offload, _debug.get(), _early_stop.get()))
+        plainly = region.begin(fn, args, kwargs, asked.options(guards, storage, _debug.get(), _early_stop.get()))
     if plainly is not None:
         yield
         return

@@ -30,7 +30,7 @@ _AUTOCAST = AutocastState()
 guards: Guards = DEFAULT
 """The guards of every region. `install` has an instance of this module of its own, with its own guards."""
 
-offload: Storage = Host()
+storage: Storage = Host()
 """The storage for what policies of torch's selective checkpointing offload."""
 
 tally = Tally()
@@ -76,7 +76,7 @@ def checkpoint(
     if get_rng_state_tracker is not None:
         used = used.adding(guard_of(get_rng_state_tracker))
     asked = Asked(context_fn=context_fn, determinism_check=determinism_check, debug=debug)
-    options = asked.options(used, offload, None, None)
+    options = asked.options(used, storage, None, None)
     if distribute_saved_activations:
         is_first = is_first_of(args, "checkpoint(function, *args, distribute_saved_activations=True)")
         options = options.of(None, None, None, Chosen(Sharded(tp_group, least_bytes=0), is_first))

@@ -49,7 +49,7 @@ def plan(
     optimizer: Optimizer | None = None,
     device: torch.device | str | DeviceSpec | None = None,
     maximize: str | Mapping[str, int] | None = None,
-    storages: Storage | Iterable[Storage] | None = None,
+    storage: Storage | Iterable[Storage] | None = None,
     shapes: None = None,
     head: Head | None = None,
     group: ProcessGroup | None = None,
@@ -88,7 +88,7 @@ def plan(
     optimizer: Optimizer | None = None,
     device: torch.device | str | DeviceSpec | None = None,
     maximize: str | Mapping[str, int] | None = None,
-    storages: Storage | Iterable[Storage] | None = None,
+    storage: Storage | Iterable[Storage] | None = None,
     shapes: Literal["adaptive"] | None = None,
     head: Head | None = None,
     group: ProcessGroup | None = None,
@@ -119,7 +119,7 @@ def plan(
         optimizer: its state and what its step allocates count toward the budget.
         device: where training will run; for a device that is not here, its name ("H100-SXM"), a file ("mine.json") or a
             description (`reactivate.planner.cost.devices`).
-        storages: where tensors may be kept for the backward beside the memory of the device: a storage, or several of which
+        storage: where tensors may be kept for the backward beside the memory of the device: a storage, or several of which
             the plan uses the one with which it is fastest. None is used where all fits, or where that would be slower than
             recomputation. Their speed is measured; that of a device that is not here comes from its description.
         shapes: "adaptive": batches of other shapes have a plan each, which is made when a shape first comes, from what is
@@ -165,16 +165,16 @@ def plan(
     check_module("plan", model)
     args, kwargs = example_of("plan", model, args, kwargs)
     _check_step(loss, step)
-    if step is not None:
-        _check_beside_step(args=args, kwargs=kwargs, loss=loss is not None)
     _check_optimizer(model, optimizer)
     if head is not None and head not in HEADS:
         raise UsageError(f'plan: head= takes "rows" or "keep"; got {described(head)}.')
     asked = None if budget is None else parse(budget)
-    offered = storages_in(storages)
-    _check_shapes(shapes, step=step, maximize=maximize, storages=storages, group=group, compiled=compiled or None)
-    check_group(model, group, maximize=maximize, storages=storages, compiled=compiled or None)
-    check_compiled("plan", compiled, step=step, maximize=maximize, storages=storages)
+    offered = storages_in(storage)
+    _check_shapes(shapes, step=step, maximize=maximize, storage=storage, group=group, compiled=compiled or None)
+    check_group(model, group, maximize=maximize, storage=storage, compiled=compiled or None)
+    check_compiled("plan", compiled, step=step, maximize=maximize, storage=storage)
+    if step is not None:
+        _check_beside_step(args=args, kwargs=kwargs, loss=loss is not None)
     kept_free, spare = parse_reserve(reserve, budget), parse_margin(margin)
     ranks = Ranks(group)
     with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together(), uncompiled():
@@ -245,7 +245,7 @@ _WHY_NOT = {
     "maximize": "which looks for one shape: maximize first, then plan with a batch of that size",
     "group": "whose ranks have batches of other shapes at other times: plan the longest batch",
     "compiled": "whose graphs are made for one shape: compile the model with `adaptive.of_batch(...)` of the longest batch",
-    "storages": "of which a plan has to know how long one batch leaves its tensors there: plan the longest batch",
+    "storage": "of which a plan has to know how long one batch leaves its tensors there: plan the longest batch",
 }
 
 

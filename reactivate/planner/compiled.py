@@ -46,7 +46,7 @@ def check_compiled(asked_by: str, compiled: Any, **others: Any) -> None:
 _WHY_NOT = {
     "step": "in which the model is called as it is: pass args and loss=",
     "maximize": "which tries many sizes, each to be compiled: maximize first, then plan with a batch of that size",
-    "storages": "since what a compiled region keeps stays on the device",
+    "storage": "since what a compiled region keeps stays on the device",
 }
 
 

@@ -17,7 +17,7 @@ from reactivate.policies._base import check_storage
 from reactivate.storage.host import Host
 from reactivate.storage.rehearsal import Rehearsal, Residence, in_pages, residence_of
 
-ASKED = "plan(storages=...)"
+ASKED = "plan(storage=...)"
 
 
 @dataclass(frozen=True, eq=False)

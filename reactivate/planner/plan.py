@@ -111,7 +111,7 @@ class Plan(PlanContents, ReadyMade, Saved):
             if use.name not in self.live:
                 raise UsageError(
                     f"apply: this plan keeps tensors in {use.written}, a storage that no file can make again. Load the plan "
-                    "with it: Plan.load(path, storages=[...])."
+                    "with it: Plan.load(path, storage=[...])."
                 )
         if isinstance(model, DistributedDataParallel) and self.made_for.model != module_class_name(model):
             raise UsageError(
@@ -175,19 +175,19 @@ class Plan(PlanContents, ReadyMade, Saved):
         return {"version": VERSION, **{item.name: _plain(getattr(self, item.name)) for item in fields(PlanContents)}}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], storages: Storage | Iterable[Storage] | None = None) -> Plan:
+    def from_json(cls, value: Mapping[str, Any], storage: Storage | Iterable[Storage] | None = None) -> Plan:
         """Make a plan from what `to_json` returned.
 
         Args:
             value: that.
-            storages: as for `plan`, in the place of those that it was made with.
+            storage: as for `plan`, in the place of those that it was made with.
 
         Raises:
             UsageError: it is not that, or of another version; or the storages are others than those of the plan.
         """
         if value.get("version") != VERSION:
             raise UsageError(f"A plan of version {value.get('version')!r}; this release reads {VERSION}. Plan again.")
-        given = storages_in(storages)
+        given = storages_in(storage)
         try:
             contents = _fields_of(PlanContents, value)
             return cls(**contents, live=_live(contents.get("storages", ()), given))
@@ -195,12 +195,12 @@ class Plan(PlanContents, ReadyMade, Saved):
             raise UsageError(f"This is no plan as `Plan.save` writes it: {error!r}.") from None
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], storages: Storage | Iterable[Storage] | None = None) -> Plan:
+    def load(cls, path: str | os.PathLike[str], storage: Storage | Iterable[Storage] | None = None) -> Plan:
         """Read a plan that `save` wrote.
 
         Args:
             path: of the file.
-            storages: as for `plan`, in the place of those that the plan was made with.
+            storage: as for `plan`, in the place of those that the plan was made with.
 
         Raises:
             UsageError: there is no such file, it is no plan, or of another version; or the storages are others than those
@@ -212,7 +212,7 @@ class Plan(PlanContents, ReadyMade, Saved):
             raise UsageError(f"Plan.load: {os.fspath(path)!r} cannot be read as a plan: {error}.") from None
         if not isinstance(value, dict):
             raise UsageError(f"Plan.load: {os.fspath(path)!r} is no plan: it has a {type(value).__name__}.")
-        return cls.from_json(value, storages)
+        return cls.from_json(value, storage)
 
 
 def _again(value: Mapping[str, Any], live: Mapping[str, Storage]) -> Plan:
@@ -278,7 +278,7 @@ def _live(uses: Iterable[StorageUse], given: Mapping[str, Storage]) -> dict[str,
     for name, storage in given.items():
         if name not in known:
             raise UsageError(
-                f"Plan.load(storages=...): this plan uses {', '.join(known) or 'no storage'}; got {storage!r}."
+                f"Plan.load(storage=...): this plan uses {', '.join(known) or 'no storage'}; got {storage!r}."
             )
     made = {name: _storage_of(values) for name, values in known.items() if values is not None and name not in given}
     return {**made, **given}

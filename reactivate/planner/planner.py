@@ -278,7 +278,7 @@ class Planner:
         """Prepared when a plan needs them: where everything fits nothing is moved."""
         if self._simulator.needs_values and self._storages:
             warn(
-                "plan(storages=...): this step depends on values that it computes, so what a storage does in it cannot be "
+                "plan(storage=...): this step depends on values that it computes, so what a storage does in it cannot be "
                 "proved: it is rehearsed without values. The plan is made without storages."
             )
             return ()

@@ -275,7 +275,7 @@ def test_command_line_measures_one_section_as_json(
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
-    with pytest.raises(SystemExit, match=r"needs rich: pip install '\.\[bench\]' in a clone"):
+    with pytest.raises(SystemExit, match=r"needs rich: pip install '\.\[all\]' --group bench in a clone"):
         overhead.main(["--only", "fixed", "--quick"])
 
 

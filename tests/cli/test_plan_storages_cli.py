@@ -1,4 +1,4 @@
-"""`reactivate plan --offload`: storages as texts."""
+"""`reactivate plan --storage`: storages as texts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def made() -> tuple[nn.Module, Tensor]:
     ],
 )
 def test_a_storage_is_read(text: str, storage: Any) -> None:
-    assert parse_storage(text, "--offload") == storage
+    assert parse_storage(text, "--storage") == storage
 
 
 @each(
@@ -60,8 +60,8 @@ def test_a_storage_is_read(text: str, storage: Any) -> None:
 )
 def test_what_is_no_storage_is_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_storage(text, "--offload")
-    assert str(caught.value).startswith("--offload: ") and message in str(caught.value)
+        parse_storage(text, "--storage")
+    assert str(caught.value).startswith("--storage: ") and message in str(caught.value)
 
 
 def test_plan_takes_storages() -> None:
@@ -73,6 +73,6 @@ def test_plan_takes_storages() -> None:
         found = testing.CliRunner().invoke(command, [*target, *options], standalone_mode=False)
         return int(found.exception.least_bytes)
 
-    assert least_bytes("--offload", "Host(least_bytes=0)") < least_bytes()
-    refused = testing.CliRunner().invoke(command, [*target, "--offload", "hst"], standalone_mode=False)
+    assert least_bytes("--storage", "Host(least_bytes=0)") < least_bytes()
+    refused = testing.CliRunner().invoke(command, [*target, "--storage", "hst"], standalone_mode=False)
     assert isinstance(refused.exception, UsageError) and "Did you mean 'host'?" in str(refused.exception)

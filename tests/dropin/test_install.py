@@ -461,10 +461,10 @@ def test_generator_that_is_not_finished(end: str) -> None:
 
 def test_a_second_installation_is_the_first() -> None:
     original = upstream.checkpoint
-    handle = dropin.install(guards=DEFAULT.without("rng"), offload=Host(least_bytes=0))
+    handle = dropin.install(guards=DEFAULT.without("rng"), storage=Host(least_bytes=0))
     installed = upstream.checkpoint
     assert dropin.install() is handle  # as a cell of a notebook that runs again
-    assert dropin.install(guards=DEFAULT.without("rng"), offload=Host(least_bytes=0)) is handle
+    assert dropin.install(guards=DEFAULT.without("rng"), storage=Host(least_bytes=0)) is handle
     assert upstream.checkpoint is installed and dropin.is_installed()
     with dropin.install() as again:
         with dropin.install():
@@ -478,7 +478,7 @@ def test_a_second_installation_is_the_first() -> None:
     assert upstream.checkpoint is original
 
 
-@pytest.mark.parametrize(("name", "value"), [("guards", DEFAULT.without("rng")), ("offload", Host(least_bytes=0))])
+@pytest.mark.parametrize(("name", "value"), [("guards", DEFAULT.without("rng")), ("storage", Host(least_bytes=0))])
 def test_a_second_installation_with_other_settings_is_refused(name: str, value: Any) -> None:
     with dropin.install():
         installed = upstream.checkpoint

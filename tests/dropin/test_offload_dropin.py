@@ -81,7 +81,7 @@ def offloading(policy: Any, engine: Any = ours, **options: Any) -> Callable[[Any
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Shelf:
     found = Shelf()
-    monkeypatch.setattr(ours, "offload", found)
+    monkeypatch.setattr(ours, "storage", found)
     return found
 
 
@@ -237,7 +237,7 @@ def test_on_the_host_already() -> None:
         before = runs.count[mm]
         out.sum().backward()
     assert runs.count[mm] - before == 4, "the products of the backward"
-    assert isinstance(ours.offload, Host)
+    assert isinstance(ours.storage, Host)
     assert all("has moved nothing" in str(entry.message) for entry in caught)
 
 
@@ -245,7 +245,7 @@ def test_the_storage_of_an_installation(tmp_path: Any, whole_heap: None) -> None
     disk = Disk(str(tmp_path), least_bytes=0, last=0)
     case = chain()
     expected = torch.autograd.grad(case.fn(*case.args).sum(), case.args)
-    with reactivate.dropin.install(offload=disk):
+    with reactivate.dropin.install(storage=disk):
         contexts = functools.partial(upstream.create_selective_checkpoint_contexts, of(Policy.PREFER_CPU_OFFLOAD, mm))
         out = upstream.checkpoint(case.fn, *case.args, use_reentrant=False, context_fn=contexts)
         assert_bitwise(torch.autograd.grad(out.sum(), case.args)[0], expected[0], "gradient")
@@ -253,8 +253,8 @@ def test_the_storage_of_an_installation(tmp_path: Any, whole_heap: None) -> None
 
 
 def test_what_is_no_storage() -> None:
-    with pytest.raises(ValueError, match=r"install\(offload=...\)"):
-        reactivate.dropin.install(offload="host")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"install\(storage=...\)"):
+        reactivate.dropin.install(storage="host")  # type: ignore[arg-type]
 
 
 def test_contexts_that_are_not_torchs_stay_as_they_are(shelf: Shelf) -> None:

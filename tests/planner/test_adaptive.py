@@ -305,7 +305,7 @@ def test_compiled_models_are_refused() -> None:
         ({"shapes": "dynamic"}, r'takes "adaptive"'),
         ({"shapes": "adaptive", "step": lambda: None}, "not supported with step="),
         ({"shapes": "adaptive", "maximize": "batch"}, "not supported with maximize="),
-        ({"shapes": "adaptive", "storages": reactivate.storage.Host()}, "not supported with storages="),
+        ({"shapes": "adaptive", "storage": reactivate.storage.Host()}, "not supported with storage="),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], words: str) -> None:

@@ -141,7 +141,7 @@ def test_calls_outside_of_the_model_count() -> None:
 
 def test_a_storage_takes_what_is_kept(tmp_path: Path) -> None:
     case = case_of(Shared)
-    plan = planned(case, "40%", storages=[Disk(tmp_path, least_bytes=0)])
+    plan = planned(case, "40%", storage=[Disk(tmp_path, least_bytes=0)])
     verdict = reactivate.verify(case.model, case.args, policy=plan)
     assert verdict and verdict.regions > 0
 

@@ -52,7 +52,7 @@ def deep(layers: int = 8) -> Case:
 
 def planned(case: Case, budget: int | str, storages: Any = None, **options: Any) -> Plan:
     return reactivate.plan(
-        case.model, case.args, case.kwargs, budget=budget, loss=case.loss, storages=storages, **options
+        case.model, case.args, case.kwargs, budget=budget, loss=case.loss, storage=storages, **options
     )
 
 
@@ -192,12 +192,12 @@ def test_a_plan_with_a_storage_is_a_file(made: PlanContents, tmp_path: Path) -> 
 
 def test_a_file_may_be_given_another_storage(made: PlanContents, tmp_path: Path) -> None:
     elsewhere = Disk(str(tmp_path), least_bytes=0)
-    loaded = Plan.from_json(json.loads(json.dumps(made.tight.to_json())), storages=elsewhere)
+    loaded = Plan.from_json(json.loads(json.dumps(made.tight.to_json())), storage=elsewhere)
     assert loaded.live == {"disk": elsewhere}
     with pytest.raises(UsageError, match="this plan uses disk; got Host"):
-        Plan.from_json(made.tight.to_json(), storages=Host())
+        Plan.from_json(made.tight.to_json(), storage=Host())
     with pytest.raises(UsageError, match="this plan uses no storage"):
-        Plan.from_json(made.roomy.to_json(), storages=elsewhere)
+        Plan.from_json(made.roomy.to_json(), storage=elsewhere)
 
 
 def test_copies_of_a_model_and_pickles_have_the_plan(made: PlanContents) -> None:
@@ -240,9 +240,9 @@ def test_a_storage_of_ones_own(made: PlanContents) -> None:
     (use,) = tight.storages
     assert use.name == "bytes" and use.out_bytes_per_second is None
     assert tight.fixed.total + peak_with(made.case, tight) <= least
-    with pytest.raises(UsageError, match=r"that no file can make again.*Plan\.load\(path, storages=\[...\]\)"):
+    with pytest.raises(UsageError, match=r"that no file can make again.*Plan\.load\(path, storage=\[...\]\)"):
         reactivate.apply(made.case.model, Plan.from_json(tight.to_json()))
-    again = Plan.from_json(tight.to_json(), storages=kept)
+    again = Plan.from_json(tight.to_json(), storage=kept)
     with reactivate.apply(made.case.model, again) as handle:
         assert handle.regions
 
@@ -292,7 +292,7 @@ def test_candidates_that_move_nothing_are_not_warned_of(tmp_path: Path) -> None:
     disk = Disk(str(tmp_path), least_bytes=30_000)  # what blocks are given has 32,768 bytes, and the last one's 4,096
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan = reactivate.plan(TwoSizes(), (torch.randn(8, 64, 16),), loss=Tensor.sum, budget="70%", storages=[disk])
+        plan = reactivate.plan(TwoSizes(), (torch.randn(8, 64, 16),), loss=Tensor.sum, budget="70%", storage=[disk])
     assert plan.offered == (repr(disk),)
 
 

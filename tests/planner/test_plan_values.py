@@ -199,7 +199,7 @@ class Bytes(Deciding):
 def test_storages_are_left_out(tmp_path: Path, kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="The plan is made without storages"):
-        plan = reactivate.plan(kind(), torch.randn(4, 64, DIM), budget="60%", storages=[Disk(tmp_path)])
+        plan = reactivate.plan(kind(), torch.randn(4, 64, DIM), budget="60%", storage=[Disk(tmp_path)])
     assert plan.proof.method == ("real" if kind is Bytes else "simulated") and not plan.storages
 
 

@@ -63,7 +63,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 )
 @click.option("--maximize", metavar="batch|NAME=DIM", help="Look for the largest batch that fits, or other dimension.")
 @click.option(
-    "--offload",
+    "--storage",
     "storages",
     metavar="STORAGE",
     multiple=True,
@@ -110,7 +110,7 @@ def plan(
             optimizer=_optimizer_of(optimizer, subject.model),
             device=where.spec,
             maximize=_dimension(maximize),
-            storages=[parse_storage(text, "--offload") for text in storages],
+            storage=[parse_storage(text, "--storage") for text in storages],
             head=head,
         )
     _answer(found, as_json)

@@ -59,7 +59,7 @@ def parse_storage(text: str, asked_by: str) -> Storage:
 
     Examples:
         >>> from reactivate.integrations.recipe._text import parse_storage
-        >>> parse_storage("Host(limit=1000)", "--offload").limit, parse_storage("host", "--offload").limit
+        >>> parse_storage("Host(limit=1000)", "--storage").limit, parse_storage("host", "--storage").limit
         (1000, None)
     """
     text = text.strip()
