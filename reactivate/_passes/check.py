@@ -143,23 +143,29 @@ class BitsBefore:
     """
 
     def __init__(self, tensors: Iterable[tuple[Tensor, str]]) -> None:
+        self._before: list[Any] = run_unseen(self._looked_at, tensors)
+
+    @staticmethod
+    def _looked_at(tensors: Iterable[tuple[Tensor, str]]) -> list[Any]:
         found = [item for item in tensors if _is_looked_at(item[0]) and has_memory(item[0])]
-        self._before = [(*item, item[0]._version, *_bits_and_place(item[0])) for item in found]
+        return [(*item, item[0]._version, *_bits_and_place(item[0])) for item in found]
 
     def written(self) -> list[Unrestored]:
         """Return those that hold something else by now, in the same memory and with the version that they had."""
+        return run_unseen(self._written)  # type: ignore[no-any-return]
+
+    def _written(self) -> list[Unrestored]:
         found = []
         for tensor, place, version, before, where in self._before:
             if tensor._version == version and has_memory(tensor):
                 now, is_where = _bits_and_place(tensor)
-                if is_where == where and not run_unseen(torch.equal, before, now):
+                if is_where == where and not torch.equal(before, now):
                     found.append(Unrestored(tensor, place, version))
         return found
 
 
 def _bits_and_place(tensor: Tensor) -> tuple[Tensor, Any]:
-    bits: Tensor = run_unseen(checksum_of, tensor)
-    return bits, (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return checksum_of(tensor), (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _is_looked_at(tensor: Tensor) -> bool:

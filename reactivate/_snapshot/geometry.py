@@ -17,7 +17,7 @@ from torch.nn import Parameter, UninitializedBuffer, UninitializedParameter
 
 from reactivate._snapshot.caches import WeakIdentitySet
 from reactivate._torch.autograd import negated_view
-from reactivate._torch.modes import copy_unseen
+from reactivate._torch.modes import copy_unseen, is_function_mode_active, without_function_modes
 from reactivate._torch.modules import has_memory as has_memory_of_class
 
 _STRIDED = torch.strided
@@ -133,6 +133,9 @@ def give_memory_back(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def addresses_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return where the elements of each parameter begin; 0 where that says nothing, as of sharded, sparse and fake ones."""
+    if is_function_mode_active():
+        with without_function_modes():  # one may watch for reads of what a region around this one must not read
+            return addresses_of(tensors)
     if _PLAIN.issuperset(map(type, tensors)):
         try:
             return list(map(Tensor.data_ptr, tensors))

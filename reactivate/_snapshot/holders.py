@@ -199,10 +199,6 @@ class LengthHolder(Holder):
 
     __slots__ = ("_length",)
 
-    def __init__(self, target: Any) -> None:
-        super().__init__(target)
-        self._length = length_of(target)
-
     def record(self) -> Contents:
         self._length = length_of(self.target)
         return (self._length,)

@@ -129,13 +129,10 @@ class ModuleWalk(Walk):
             self._class(kind)
 
 
-def look_into(values: Sequence[Any]) -> ModuleWalk:
-    """Return a walk over some objects in attributes of modules, and over the Python attributes of tensors among them."""
+def attributes_of_tensors(tensors: Sequence[Tensor]) -> ModuleWalk:
+    """Return a walk over the Python attributes of some tensors."""
     walk = ModuleWalk()
-    walk.look_at_attributes([value for value in values if isinstance(value, Tensor)])
-    for value in values:
-        if not isinstance(value, Tensor):
-            walk.look(value, "an attribute", DEPTH)
+    walk.look_at_attributes(tensors)
     walk.finish()
     return walk
 

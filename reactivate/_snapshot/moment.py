@@ -18,7 +18,7 @@ from reactivate._snapshot.geometry import addresses_of, moved_among, note_moved
 from reactivate._snapshot.held import ATOMS, are_items, held_all
 from reactivate._snapshot.holders import Contents, Holder, put_dict
 from reactivate._snapshot.inputs import Constant
-from reactivate._snapshot.module_walk import look_into
+from reactivate._snapshot.module_walk import attributes_of_tensors
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.shadows import written_before
 from reactivate._snapshot.steps import fused_steps, is_stepped_since, steps_so_far
@@ -173,7 +173,7 @@ class Moment:
         filled = [tensor for tensor in tensors if any(type(item) not in ATOMS for item in vars(tensor).values())]
         if not filled:
             return []
-        walk = look_into(filled)
+        walk = attributes_of_tensors(filled)
         self.holders = [*self.holders, *walk.holders]
         self.contents = [*self.contents, *(holder.record() for holder in walk.holders)]
         known = set(map(id, parameters))

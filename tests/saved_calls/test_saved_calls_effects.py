@@ -257,6 +257,40 @@ def test_a_saved_module_without_an_effect_is_skipped(extra: int) -> None:
     assert ours.regions == 2 and [len(model.child.calls) for model in models] == [4, 4]  # type: ignore[arg-type]
 
 
+class Counting(Parent):
+    """Moves a buffer of the saved module and hooks it before the call, which itself has no effect."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.child.total.data.add_(1)
+        hook = self.child.register_forward_hook(lambda module, args, out: out * 2)
+        y = self.child(x.sin()).sin()
+        hook.remove()
+        return y
+
+
+def test_what_the_region_did_before_a_saved_call_is_no_effect_of_it() -> None:
+    def make(models: list[Parent]) -> Case:
+        models.append(Counting(Child(with_buffer, lambda child, x: (x * child.weight * child.total).cos()), one))
+        return Case(models[-1], (torch.rand(4, 4, requires_grad=True),))
+
+    models: list[Parent] = []
+    plain, ours = run(partial(make, models), twice), run(partial(make, models), saving_child)
+    assert_same(plain, ours)
+    assert ours.regions == 2 and [len(model.child.calls) for model in models] == [2, 2]  # type: ignore[arg-type]
+
+
+def test_a_saved_call_in_a_recomputation_reads_no_weight_that_was_written_to_since() -> None:
+    layer, x = nn.Linear(4, 4), torch.rand(2, 4, requires_grad=True)
+    inner = reactivate.checkpoint(
+        layer, policy=policies.save_ops("linear")
+    )  # nothing else saves what comes from its weight
+    out = reactivate.checkpoint(lambda x: inner(x.cos()))(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(reactivate.errors.MutationError, match="weight"):
+        out.sum().backward()
+
+
 class Under:
     __slots__ = ("scale",)
 

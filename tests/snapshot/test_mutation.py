@@ -300,6 +300,45 @@ def test_parameters_that_a_region_reaches_and_does_not_read_may_be_written_to() 
     assert torch.equal(x.grad, torch.autograd.grad(model.first(x).sin().sum(), x)[0])
 
 
+class Partly(nn.Module):
+    """Reads the first of its layers; writes to its buffer in a way that no version tells, if it is asked to."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.read, self.unread, self.writes = nn.Linear(4, 4), nn.Linear(4, 4), writes
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.count.data.add_(1)
+        return (self.read(x) * self.count.sum().exp()).tanh()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("policy", [None, policies.save_ops("linear")], ids=str)
+def test_a_region_inside_does_not_read_what_it_only_reaches(writes: bool, policy: Any) -> None:
+    """The region around it watches for reads, and its notes of addresses and checksums are none."""
+
+    def gradients(wrap: Callable[..., Any], **options: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        module, x = Partly(writes), leaf(2, 4)
+        inside = wrap(module, **options)
+        outside = wrap(lambda x: inside(x.cos()).exp())
+        for _ in range(3):
+            out = outside(x).sum()
+            with torch.no_grad():
+                module.unread.weight.mul_(2)
+            out.backward()
+        return [x.grad, module.read.weight.grad, module.unread.weight.grad, module.count]
+
+    watched = Watched()
+    with observed_by(watched):
+        ours = gradients(reactivate.checkpoint, policy=policy)
+    plain = gradients(lambda fn, **options: fn)
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(ours, plain))
+    assert watched.regions >= 6 and watched.recomputations >= 6
+
+
 class Reader(nn.Module):
     """Reads a parameter in a way that is given."""
 

@@ -64,6 +64,22 @@ def changed_between(wrap: Wrap, fn: Callable[..., Any], change: Callable[[int], 
     return found
 
 
+@right
+def class_in_a_closure(wrap: Wrap) -> Any:
+    class Counted:
+        number = 0
+        seen: list[Tensor] = []
+
+    def fn(x: Tensor) -> Tensor:
+        Counted.number += 1
+        Counted.seen.append(x.detach() * 2)
+        return (x * Counted.number + sum(Counted.seen)).sin()
+
+    return changed_between(
+        wrap, fn, lambda step: setattr(Counted, "number", 7), lambda: (Counted.number, len(Counted.seen))
+    )
+
+
 # -- slots ----------------------------------------------------------------------------------------------------------------
 
 
