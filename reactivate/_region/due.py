@@ -78,7 +78,7 @@ def note_writer(call: Any) -> None:
 
 def owner_of(fn: Any) -> Any:
     """Return the module whose call, method or partial a function is; or else its code, or the object that it is."""
-    module = _module_of(fn)
+    module = _module_in(fn)
     return _owner_and_code(fn)[0] if module is None else module
 
 
@@ -92,7 +92,7 @@ def _calls_of(call: Any) -> Calls:
         if len(roots) == 1:
             owner = roots[0]
         elif roots:
-            owner = _module_of(fn)
+            owner = _module_in(fn)
             if owner is None:
                 owner = next(item for item in (*call.args, *roots) if isinstance(item, Module))
     key = id(owner), id(code)
@@ -103,14 +103,14 @@ def _calls_of(call: Any) -> Calls:
     return entry[2]
 
 
-def _module_of(fn: Any) -> Module | None:
+def _module_in(fn: Any) -> Module | None:
+    """Return the first module that a partial binds."""
     while isinstance(fn, functools.partial):
         for item in (*fn.args, *fn.keywords.values()):
             if isinstance(item, Module):
                 return item
         fn = fn.func
-    owner = fn.__self__ if type(fn) is MethodType else fn
-    return owner if isinstance(owner, Module) else None
+    return None
 
 
 def _owner_and_code(fn: Any) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import reactivate
 from reactivate import policies
+from reactivate._region.accounts import held_by
 from reactivate._saved_calls import effects
 from reactivate._saved_calls.saved_call import _last_of_all
 from reactivate._snapshot.kinds import SMALL_BYTES
@@ -262,3 +263,18 @@ def test_the_last_tensor_that_a_recomputation_is_needed_for() -> None:
 )
 def test_states_of_guards_are_the_same_by_type_and_content(one: Any, other: Any, are_equal: bool) -> None:
     assert effects._is_equal(one, other) is are_equal
+
+
+def test_a_look_at_what_a_node_saved_leaves_no_hooks_behind() -> None:
+    region = reactivate.checkpoint(lambda x: x.exp().sin())
+    for _ in range(4):  # the third is not compared with its recomputation
+        x = torch.rand(4, requires_grad=True)
+        out = region(x)
+        assert torch.equal(out.grad_fn._saved_self, x.detach().exp())
+        assert innermost_pack_hook() is None
+
+
+def test_what_an_object_holds_is_found_once_and_not_in_modules() -> None:
+    tensor, held = torch.ones(2), []
+    held += [held, tensor, torch.nn.Linear(2, 2), (tensor,)]
+    assert [*held_by(held)] == [tensor]

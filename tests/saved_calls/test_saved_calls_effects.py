@@ -291,6 +291,26 @@ def test_a_saved_call_in_a_recomputation_reads_no_weight_that_was_written_to_sin
         out.sum().backward()
 
 
+class Detached(nn.Module):
+    """Saves an alias of its argument that autograd does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(1, 512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.detach(), self.weight)
+
+
+def test_an_alias_of_an_argument_is_derived_and_not_kept() -> None:
+    x = torch.rand(512, 512, requires_grad=True)
+    model = nn.Sequential(nn.Tanh(), Detached(), nn.Tanh())
+    make = lambda: Case(model, (x,))  # noqa: E731
+    plain, ours = run(make), run(make, partial(reactivate.checkpoint, policy=policies.save_modules("1")))
+    assert_same(plain, ours)
+    assert ours.recomputations == 1 and 2 * ours.kept_bytes < x.nbytes < plain.kept_bytes
+
+
 class Under:
     __slots__ = ("scale",)
 

@@ -64,6 +64,25 @@ def changed_between(wrap: Wrap, fn: Callable[..., Any], change: Callable[[int], 
     return found
 
 
+FACTOR = 2.0
+
+
+@right
+def name_that_only_a_nested_function_reads(wrap: Wrap) -> Any:
+    def fn(x: Tensor) -> Tensor:
+        def inner(y: Tensor) -> Tensor:
+            return y * FACTOR
+
+        return inner(x).sin()
+
+    names = globals()
+    before = names["FACTOR"]
+    try:
+        return changed_between(wrap, fn, lambda step: names.update(FACTOR=5.0 + step), lambda: FACTOR)
+    finally:
+        names["FACTOR"] = before
+
+
 @right
 def class_in_a_closure(wrap: Wrap) -> Any:
     class Counted:
