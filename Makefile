@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Bytecode of what is imported is written at the first import: of the rest it would cost as much time as the installation.
+# Without bytecode: Python writes that of what it imports, and that of the rest would take as long as the installation.
 INSTALL := install --disable-pip-version-check --no-compile
 JOBS ?= 2
 # A test process a core: more threads would only wait for each other.

@@ -41,6 +41,7 @@ from reactivate._torch.autograd import (
     set_grad_enabled,
 )
 from reactivate._torch.dynamo import leave_to_eager
+from reactivate._torch.modes import is_batched, unbatched
 from reactivate._types import Unrestored
 from reactivate._xla.recomputation import FencedRecomputation
 from reactivate.errors import ReactivateError
@@ -107,6 +108,8 @@ def _recompute(region: Region, behind: FencedRecomputation | None = None) -> Non
     set_grad_enabled(True)
     entered: list[Any] = []  # contexts, the outermost first; an `ExitStack` would cost microseconds
     try:
+        if is_batched():
+            _enter(unbatched(), entered)
         hide_graphs(region)
         if behind is None:
             args, kwargs = _arguments(region, {})

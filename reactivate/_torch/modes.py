@@ -117,6 +117,45 @@ def name_of_transform() -> str | None:
     return _TRANSFORMS.get(current_transform().key().name)
 
 
+_is_key_included, _key_of, _begin_batched, _end_batched, _pop_transform, _push_transform = resolve_private(
+    "leaving what a batched backward runs in",
+    "torch._C._dispatch_tls_is_dispatch_key_included",
+    "torch._C._dispatch_key_parse",
+    "torch._C._vmapmode_increment_nesting",
+    "torch._C._vmapmode_decrement_nesting",
+    "torch._C._functorch.pop_dynamic_layer_stack",
+    "torch._C._functorch.push_dynamic_layer_stack",
+    without=(lambda key: False, str, *[None] * 4),
+    lost="a batched backward through a region that draws random numbers raises vmap's error",
+)
+
+
+_VMAP_MODE = _key_of("VmapMode")
+
+
+def is_batched() -> bool:
+    """Return whether a backward runs in a `vmap` or another transform: no forward of a region does."""
+    return _is_key_included(_VMAP_MODE) or (current_transform() is not None and name_of_transform() is not None)
+
+
+@contextmanager
+def unbatched() -> Iterator[None]:
+    """Be outside of all transforms, inside of the context."""
+    layers: list[Any] = []
+    levels = range(_begin_batched() - 1)
+    try:
+        for _ in (*levels, 0):
+            _end_batched()
+        while current_transform() is not None:
+            layers.append(_pop_transform())
+        yield
+    finally:
+        while layers:
+            _push_transform(layers.pop())
+        for _ in levels:
+            _begin_batched()
+
+
 # -- looks that none of them sees -------------------------------------------------------------------------------------
 
 

@@ -613,6 +613,21 @@ def transforms_have_names() -> None:
     assert seen == ["torch.func.grad or vjp", "torch.func.vmap", "torch.func.jvp"]
 
 
+@needs("is_batched", "unbatched")
+def batches_are_left_and_entered_again() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        with room.unbatched():
+            seen.extend([room.is_batched(), bool(torch.rand(2).numel())])
+        seen.append(room.is_batched())
+        return x.sum()
+
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch._vmap_internals._vmap(torch._vmap_internals._vmap(look))(torch.ones(2, 2, 2))
+    assert seen == [False, True, True] * 2 and not room.is_batched()
+
+
 @needs("leave_to_eager")
 def frames_are_left_to_eager() -> None:
     traced: list[bool] = []

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from journal import Journal
-from oracle import Case, assert_same, check, cotangents, run
+from oracle import Case, Watched, assert_same, check, cotangents, run, seed_everything
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import reactivate
+from reactivate._passes.observing import observed_by
 from reactivate._region.sharing import current_group
 from reactivate.errors import MutationError, UnsupportedError
 
@@ -489,6 +490,32 @@ def test_function_transform_inside_a_region_is_refused_by_torch() -> None:
 
 
 @pytest.mark.unfenced(reason="refused there")
+def test_a_batched_backward_of_a_region_that_draws() -> None:
+    """vmap refuses random numbers, and the recomputation is outside of it, as the forward was: torch's checkpoint raises."""
+
+    def gradients(wrap: Any) -> Any:
+        seed_everything()
+        block, x = (
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)),
+            torch.rand(3, 4, requires_grad=True),
+        )
+        inside = wrap(block)
+        found = []
+        for region in (inside, wrap(lambda x: inside(x.sin()).exp())):
+            out = region(x)
+            rows = torch.eye(12).view(12, 3, 4)
+            found += torch.autograd.grad(out, x, rows, is_grads_batched=True, retain_graph=True)
+            found += torch.func.vmap(lambda row: torch.autograd.grad(out, x, row, retain_graph=True)[0])(rows)
+            out.sum().backward()
+        return [*found, x.grad, *block.buffers(), torch.get_rng_state()]
+
+    watched = Watched()
+    with observed_by(watched):
+        ours = gradients(reactivate.checkpoint)
+    assert all(map(torch.equal, ours, gradients(lambda fn: fn)))
+    assert watched.recomputations >= 6
+
+
 def test_forward_mode_is_right() -> None:
     import torch.autograd.forward_ad as forward_ad
 
