@@ -251,7 +251,7 @@ def _own_tensors(region: Region) -> Iterator[Tensor]:
 def _saved_inputs(region: Region) -> Iterator[Tensor]:
     for spec in _specs_of(region):
         if isinstance(spec, (SavedTensor, SavedInput)):
-            yield from _tensors_of(spec.data() if isinstance(spec, SavedInput) else spec)
+            yield from _tensors_of(spec.saved if isinstance(spec, SavedInput) else spec)
         elif isinstance(spec, Tensor):
             yield spec
 

@@ -76,12 +76,15 @@ class SavedInput(InputSpec):
     """A tensor under saved-tensor hooks: the original, as long as somebody has it unmodified, or what the hooks give.
 
     What they give back in other memory counts its own versions: it may have been written to when it was read from a file.
+
+    Attributes:
+        saved: autograd's saved tensor.
     """
 
-    __slots__ = ("_attributes", "_memory", "_original", "_saved", "_version")
+    __slots__ = ("_attributes", "_memory", "_original", "_version", "saved")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._saved = save_tensor(tensor, False)
+        self.saved = save_tensor(tensor, False)
         self._original = ref(tensor)
         self._version = tensor._version
         self._attributes = dict(vars(tensor))
@@ -92,7 +95,7 @@ class SavedInput(InputSpec):
         original = self._original()
         if original is not None and original._version == self._version:
             return original
-        tensor: Tensor = self._saved.unpack()
+        tensor: Tensor = self.saved.unpack()
         if tensor._version > self._version and self._is_elsewhere(tensor):
             tensor = _uncounted(tensor)
         if self._attributes and tensor is not original:
@@ -103,10 +106,6 @@ class SavedInput(InputSpec):
         if self._memory is None:
             return False
         return memory_of(tensor) is None or self._memory() is not tensor.untyped_storage()
-
-    def data(self) -> Any:
-        """Return the saved tensor."""
-        return self._saved
 
 
 def _uncounted(tensor: Tensor) -> Tensor:

@@ -108,6 +108,14 @@ def test_what_is_held_is_what_has_been_copied() -> None:
     assert [tensor.shape for tensor in state.held()] == [large.shape, weight.shape, (small.nbytes,)]
 
 
+def test_a_tensor_that_was_written_to_since_is_put_aside() -> None:
+    large = torch.zeros(64, 64)
+    state = TensorStates((large,))
+    assert not [*state.put_aside()]
+    large.add_(1)
+    assert [item is large for item in state.put_aside()] == [True]
+
+
 # -- arguments, classes and settings ----------------------------------------------------------------------------------
 
 
