@@ -201,7 +201,7 @@ class CheckpointedFunction(functools.partial[Any]):
 
     Attributes:
         __wrapped__: the function.
-        settings: the keyword arguments of `checkpoint`, without those that nobody gave.
+        settings: the keyword arguments of `checkpoint`, without those that were not given.
     """
 
     settings: dict[str, Any]

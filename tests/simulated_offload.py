@@ -149,7 +149,7 @@ def test_two_trainings_on_streams_of_their_own_share_a_storage(
 def test_what_is_asked_for_on_another_stream_comes_in_the_order_of_its_own(
     schedule: str, seed: int, expected: list[Tensor]
 ) -> None:
-    """`prefetch` where nobody has waited for the training's stream, which then gives the memory to others."""
+    """`prefetch` where nothing has waited for the training's stream, which then gives the memory to others."""
     host = Host(least_bytes=0, last=0, ahead=3)
     with simulated.accelerator(schedule, seed) as device:
         model, twin = a_model().to(device), a_model()

@@ -108,7 +108,7 @@ class Backend:
         """
 
     def rewind_rng(self, states: Any) -> None:
-        """Set the generators to states that were read since anybody has done more than draw."""
+        """Set the generators to states that were read since more was done than draw."""
         self.write_rng(states)
 
     def rng_of_forward(self, before: Any) -> Any:

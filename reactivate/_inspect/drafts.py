@@ -58,7 +58,7 @@ class Draft:
 
 @dataclass
 class KeptTensor:
-    """A tensor is kept: by whom, and under which figure it counts. No draft: nobody knows yet."""
+    """A tensor is kept: by whom, and under which figure it counts. No draft: unknown so far."""
 
     holder: ref[Token]
     draft: Draft | None

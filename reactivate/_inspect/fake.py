@@ -118,7 +118,7 @@ class _Values(TorchDispatchMode):
         fake: from a tensor on the meta device, which a function of the user's reaches, to its fake on a device; None where
             it stays there.
         gathers: whether parameters are sharded: empty tensors that are made outside of autograd are room to gather them into,
-            and nobody knows their values.
+            and their values are unknown.
     """
 
     limit_bytes = 2**26

@@ -20,7 +20,7 @@ class SourcePlaces:
 
     Args:
         roots: the models whose modules have paths.
-        around: the code that called all this, which is nobody's place.
+        around: the code that called all this, which is no place of the user's.
     """
 
     def __init__(self, roots: Iterable[Module], around: set[CodeType]) -> None:

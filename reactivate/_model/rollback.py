@@ -159,7 +159,7 @@ class _OptimizerState:
         self._copies = list(map(_on_host, self.copied))
 
     def may_have_written(self) -> bool:
-        """Return whether a tensor was written to, or nobody can tell: fused kernels leave versions as they are."""
+        """Return whether a tensor was written to, or that is unknown: fused kernels leave versions as they are."""
         if self.is_done or any(group.get("fused") for group in self._optimizer.param_groups):
             return True
         return any(item._version != version for item, version in self._versions)

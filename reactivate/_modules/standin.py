@@ -27,7 +27,7 @@ class Cover:
 
     @property
     def hides_users(self) -> bool:
-        """Return whether what it hides, or what is hidden by that in turn, is a `forward` of somebody else's."""
+        """Return whether what it hides, or what is hidden by that in turn, is a `forward` of another library."""
         return self.hidden.hides_users if isinstance(self.hidden, Cover) else self.hidden is not None
 
 

@@ -1,6 +1,6 @@
 """The self-check (Rule 25): the first recomputation of each region is compared with its forward, and ever fewer later.
 
-What no rule foresaw, a write that no version counter sees or state in a place where nobody looks, changes what a
+What no rule foresaw, a write that no version counter sees or state in a place that is not looked at, changes what a
 recomputation computes. So in the first call of a region, and in its 2nd, 4th, 8th, ..., both passes take checksums of the
 tensors that autograd saves, on the device, and one comparison at the end reads them.
 

@@ -170,7 +170,7 @@ def _results_unseen(result: Any, func: Any) -> tuple[Any, ...]:
 
 
 def _results(result: Any, op: str, has_no_values: bool) -> Iterator[tuple[torch.Size, torch.dtype, int]]:
-    # Of a view none are compared: it may be written to before anybody reads it, as a parameter is that is clamped.
+    # Of a view none are compared: it may be written to before it is read, as a parameter is that is clamped.
     if isinstance(result, Tensor):
         is_scratch = has_no_values or (result.dtype is torch.uint8 and op in _WITH_WORKSPACE)
         yield result.shape, result.dtype, 0 if is_scratch else checksum(result)

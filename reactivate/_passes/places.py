@@ -118,7 +118,7 @@ def remember(owner: Any, places: Places) -> None:
     key = id(owner)
     try:
         _places[key] = ref(owner, functools.partial(_places.pop, key)), places
-    except TypeError:  # an object in C, of which nobody learns that it has gone
+    except TypeError:  # an object in C, of which there is no way to learn that it has gone
         return
 
 

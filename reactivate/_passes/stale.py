@@ -4,7 +4,7 @@ A function may reach more than it reads, and read more than its gradients need: 
 which an optimizer may step a part before this backward; a log that every region writes one entry of is read by none; a bias
 is added to what no op saves. So where anything is stale, the ops of a recomputation are watched. What an op computes from
 stale memory is stale itself, and only a stale tensor that autograd saves is refused, or a stale number that Python gets,
-since it may decide what is computed next. Mostly nothing is stale, and nobody watches.
+since it may decide what is computed next. Mostly nothing is stale, and there is no watch.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class StaleReads(TorchDispatchMode):
         result = call_counted(func, args, kwargs)
         written = written_values(func, args, kwargs)
         if any(memory_of(item) is None for item in leaves_at_op(written)):
-            self.refuse(source)  # nobody can tell what else looks at it
+            self.refuse(source)  # what else looks at it is unknown
         for item in leaves_at_op((result, written)):
             if isinstance(item, Tensor):
                 self._note(item, source)
@@ -163,7 +163,7 @@ def is_of_a_write(error: Exception) -> bool:
 
 
 def _is_saved_by_us() -> bool:
-    """Return whether this engine sees what autograd saves; nobody else asks whether it is stale."""
+    """Return whether this engine sees what autograd saves; no other library asks whether it is stale."""
     owner = getattr(innermost_pack_hook(), "__self__", None)
     return type(owner).__module__.startswith("reactivate.")
 

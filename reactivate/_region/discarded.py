@@ -1,6 +1,6 @@
 """Discarded outputs: nodes that saved what a region returned let go of it, and a recomputation of the region gives it back.
 
-The region's last op saves its outputs, in slots as all that is saved in a region, and nobody uses what that op returns. So
+The region's last op saves its outputs, in slots as all that is saved in a region, and what that op returns is not used. So
 its node, which no backward runs, has every output again when it is asked for them, and the nodes of the consumers hold that
 node in the place of the tensor. The graph is what it is without: gradients are summed in the same order.
 """
@@ -30,7 +30,7 @@ class _Save(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise AssertionError("nobody uses the result")
+        raise AssertionError("the result is not used")
 
 
 def call_and_save(function: Callable[..., Any], *args: Any) -> tuple[Any, Tensor | None]:
@@ -74,7 +74,7 @@ class Outputs:
         return self._saved.grad_fn
 
     def modified(self) -> Tensor | None:
-        """Return an output that somebody has modified in place since, if there is one."""
+        """Return an output that was modified in place since, if there is one."""
         return next(
             (tensor for place, tensor in self.tensors.items() if tensor._version != self._versions[place]), None
         )

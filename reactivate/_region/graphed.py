@@ -19,7 +19,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 def hide_graphs(region: Region) -> None:
     """Let recomputations read without a gradient what had none, and has one by now: something wrote one into it.
 
-    Two in the same memory are not hidden: a write to one must make the other part of the graph. Whoever reads what is not
+    Two in the same memory are not hidden: a write to one must make the other part of the graph. Code that reads what is not
     hidden saves what he saved in the forward, or more: where a whole recomputation saves as much, it saves the same. So
     none stops early.
     """

@@ -98,7 +98,7 @@ def _roots(region: Region) -> Iterator[Module]:
 
 
 def tensors_without_a_copy(call: Any) -> Iterator[tuple[Tensor, str]]:
-    """Return (tensor, place) of the parameters and of the data that a call reads where it is, and that nobody copies."""
+    """Return (tensor, place) of what a call reads where it is, without a copy: parameters and data."""
     for root in () if call.is_large else call.roots:
         for name, parameter in root.named_parameters():
             if not is_known_written(parameter):

@@ -206,7 +206,7 @@ class Region:
         return None
 
     def _choose_pack(self, call: Call, is_compared: bool) -> Any:
-        """Return the hook for what autograd saves: the plain one, unless somebody asks more of this call."""
+        """Return the hook for what autograd saves: the plain one, unless more is asked of this call."""
         options = self.options
         pack: Any = self.pack
         if fences():

@@ -11,7 +11,9 @@ from reactivate._torch.autograd import is_left_for_another_backward
 from reactivate.errors import UsageError
 
 _here = threading.local()
-groups: list[shared_recompute] = []  # that are open on any thread: mostly none, and then nobody need look further
+groups: list[
+    shared_recompute
+] = []  # that are open on any thread: mostly none, and then there is no need to look further
 
 
 class shared_recompute:  # noqa: N801 - a context manager, named as one

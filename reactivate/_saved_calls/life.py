@@ -85,7 +85,7 @@ class ForwardLog(Log):
         self._pack: Any = None  # the region's own hook, while the log is open
         watch(choice)
         call = region.call
-        # Leaves that hooks around the region have moved: somebody may write to them before the backward reads the copies.
+        # Leaves that hooks around the region have moved: code may write to them before the backward reads the copies.
         # Ranks decide alike, whichever bytes a write has changed.
         self._checks_bits = call.may_write_unseen() and not self.is_distributed
         self._moved = {id(tensor) for tensor, *_ in call.saved if tensor.is_leaf} if call.is_hooked else ()
@@ -404,7 +404,7 @@ class RecomputationLog(Log):
         return arguments
 
     def _load(self, call: SavedCall, outputs: Sequence[Any]) -> list[Any] | None:
-        """Load what the call returned; None if somebody has written to it since the region ended, so that it runs again."""
+        """Load what the call returned; None if it was written to since the region ended, so that it runs again."""
         try:
             if not any(isinstance(item, Kept) and item.is_overwritten for item in outputs):
                 # To load may recompute a region around this one.

@@ -142,7 +142,7 @@ class Contents:
 
 
 def has_attributes(tensor: Tensor) -> bool:
-    """Return whether somebody has set attributes on a tensor, which a tensor that is handed back would not have."""
+    """Return whether a tensor has attributes that were set on it: one that is handed back would not have them."""
     return type(tensor) is Tensor and bool(tensor.__dict__)
 
 
@@ -170,7 +170,7 @@ def is_plain(kind: Any) -> bool:
 
 
 def _is_as_it_is(value: Any, kind: type) -> bool:
-    """Return whether a value cannot change, or is somebody else's to look after: modules and generators have guards."""
+    """Return whether a value cannot change, or is looked after elsewhere: modules and generators have guards."""
     if isinstance(value, (Module, Enum, type, BuiltinFunctionType, torch.Generator)):
         return True
     return is_value(kind) or (kind is FunctionType and value.__closure__ is None and not value.__dict__)

@@ -31,7 +31,7 @@ class Stream(NamedTuple):
 
     Attributes:
         name: for reports.
-        read: () -> the state, which nobody changes afterwards.
+        read: () -> the state, which does not change afterwards.
         write: (state) -> None.
         memory: views of bytes that differ after a draw.
         ask: () -> what else differs after a draw; None if nothing does.

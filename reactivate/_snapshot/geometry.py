@@ -2,7 +2,7 @@
 
 `t_()`, `resize_`, `set_` and `tensor.data = other` change these in place. A recomputation needs them as they were: in the
 memory that the tensor has now if that is the old one, so that aliases see what is written, and otherwise in memory of its
-own. The present memory may belong to somebody else, to a parameter for example, and is not written to then.
+own. The present memory may belong to something else, to a parameter for example, and is not written to then.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Geometry(NamedTuple):
     Attributes:
         address: of the first element; 0 if there is none, or if the memory was given back.
         shape, strides, dtype: as of the tensor.
-        is_conj, is_neg: whether whoever reads the elements gets their conjugates, or negates them.
+        is_conj, is_neg: whether to read the elements is to get their conjugates, or to negate them.
     """
 
     address: int
@@ -125,7 +125,7 @@ def kept_elsewhere(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Seque
 
 @torch.no_grad()
 def give_memory_back(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Give parameters the memory that `kept_elsewhere` has kept, if they have lost it, and if nobody has freed that."""
+    """Give parameters the memory that `kept_elsewhere` has kept, if they have lost it, and if that was not freed."""
     for tensor, memory in kept:
         if memory.data_ptr() and tensor.data_ptr() != memory.data_ptr():
             tensor.data = memory
@@ -175,7 +175,7 @@ def put(tensor: Tensor, geometry: Geometry, content: Tensor, memory: Tensor | No
         tensor: the tensor.
         geometry: the geometry.
         content: the elements, in the shape of `geometry`; not read if its memory was given back.
-        memory: an alias with this geometry, if somebody has kept one.
+        memory: an alias with this geometry, if one was kept.
     """
     now = geometry_of(tensor)
     if now is None or (memory is None and (now.is_given_back or geometry.is_given_back)):

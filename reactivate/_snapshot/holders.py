@@ -107,7 +107,7 @@ class SetHolder(Holder):
 
 
 class VersionedHolder(Holder):
-    """An object that keeps what it holds in a dict, whose version tells whether anybody has written to it.
+    """An object that keeps what it holds in a dict, whose version tells whether it was written to.
 
     Args:
         target: the object.

@@ -73,7 +73,7 @@ class InputSpec:
 
 
 class SavedInput(InputSpec):
-    """A tensor under saved-tensor hooks: the original, as long as somebody has it unmodified, or what the hooks give.
+    """A tensor under saved-tensor hooks: the original, as long as it lives unmodified, or what the hooks give.
 
     What they give back in other memory counts its own versions: it may have been written to when it was read from a file.
 
@@ -167,9 +167,9 @@ class TupleInput(InputSpec):
 
 
 class GeneratorInput(InputSpec):
-    """A generator. It cannot be copied, so it is passed on if nobody has begun to go through it.
+    """A generator. It cannot be copied, so it is passed on if it has not begun.
 
-    Of one that somebody has begun with before, it cannot be told whether he has gone on since.
+    Of one that has begun before, it cannot be told whether it has gone on since.
     """
 
     __slots__ = ("_generator", "_place", "_state")

@@ -111,7 +111,7 @@ def _made_of(item: Any) -> tuple[Any, tuple[Any, ...], Any]:
     if type(item) is itertools.cycle:  # which goes on adding to its list
         state = list(state[0]), state[1]
     if type(item).__name__ == "callable_iterator" and arguments and not _is_rewound(arguments[0]):
-        raise TypeError("it calls a method that changes what nobody notes")
+        raise TypeError("it calls a method that changes what is not noted")
     return make, arguments, state
 
 
@@ -136,7 +136,7 @@ def _part_copied(part: Any, memo: dict[int, Any]) -> Any:
     if is_iterator(kind):
         return _copy_of(part, memo)
     if hasattr(kind, "__next__") and not _is_noted(kind):
-        raise TypeError("nobody notes where an iterator inside of it stands")
+        raise TypeError("where an iterator inside of it stands is not noted")
     return part
 
 
@@ -166,7 +166,7 @@ def parts_of(iterator: Any) -> tuple[Any, ...]:
 
 
 def position_of(iterator: Any) -> Any:
-    """Return something that compares equal as long as nobody goes on with the iterator, or with those in a tuple."""
+    """Return something that compares equal as long as neither the iterator goes on, nor those in a tuple."""
     if isinstance(iterator, tuple):
         return _part_of(tuple(iterator))
     try:

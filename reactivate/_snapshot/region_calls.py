@@ -30,9 +30,7 @@ class RegionCall:
         return inner[index]
 
 
-handed_out: WeakSet[RegionCall] = (
-    WeakSet()
-)  # that somebody may have as a key: mostly none, and then nobody need look further
+handed_out: WeakSet[RegionCall] = WeakSet()  # that may be a key: mostly none, and then there is no need to look further
 
 
 def is_of_call(key: Any) -> bool:

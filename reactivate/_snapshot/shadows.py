@@ -1,6 +1,6 @@
 """Shadows: copies of tensors that are state, from which a recomputation gets their bytes back in the same memory.
 
-A buffer, a tensor in an attribute: whoever reads it, under whatever name and through whatever view, reads its memory. So
+A buffer, a tensor in an attribute: who reads it, under any name and through any view, reads its memory. So
 its old bytes are written back into that memory for a recomputation, and the present bytes afterwards. Nothing is put in
 the place of the tensor, and its version counter is rewound with it.
 
@@ -33,7 +33,7 @@ class Shadow:
 
     Attributes:
         version, step: of the tensor when it was copied; a fused optimizer steps it without a new version.
-        geometry: where its elements were, since somebody may give it other memory (`tensor.data = new`); None if that cannot
+        geometry: where its elements were, since it may be given other memory (`tensor.data = new`); None if that cannot
             be put back.
         content: the copy.
     """

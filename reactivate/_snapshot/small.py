@@ -1,7 +1,7 @@
 """Small tensors in the memory of the CPU: copied byte by byte, all of them into one piece of memory.
 
 To copy a vector of batch norm's with an op costs ten times the copying. And bytes need no version counter to be relied on:
-whoever wrote to them, and however, they are compared.
+whatever wrote to them, and however, they are compared.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Bytes:
 
     Args:
         tensors: the tensors.
-        last: where they were when somebody looked last, if that is known.
+        last: where they were at the last look, if that is known.
         is_kept: whether this is kept until the backward: then it is in a storage, whose memory torch's profilers count.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Steps of fused optimizers, which write to parameters without a new version.
 
 Torch calls a hook after each step of any optimizer; from the first region on, it notes here which parameters a fused one
-stepped. Nobody else sees a difference: the parameters and their versions stay as the optimizer left them.
+stepped. Other code sees no difference: the parameters and their versions stay as the optimizer left them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Form:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
-        """Return that of `tensor`, seen by nobody."""
+        """Return that of `tensor`, unseen by modes."""
         form: Form = aside(cls, tensor)
         return form
 

@@ -1,6 +1,6 @@
 """Inputs of regions that a storage keeps: `Recompute(inputs=storage)`.
 
-What goes to the storage is what nobody else keeps: tensors that ops have computed. Parameters and other leaves are there
+What goes to the storage is what is not kept otherwise: tensors that ops have computed. Parameters and other leaves are there
 anyway. Inside of a region, or of another library's, nothing goes: the region around it keeps nothing of that in any case.
 """
 
@@ -20,7 +20,7 @@ from reactivate._types import Storage
 
 
 class StoredInput(InputSpec):
-    """A tensor in a storage: the original, as long as somebody has it unmodified, or what the storage gives back.
+    """A tensor in a storage: the original, as long as it lives unmodified, or what the storage gives back.
 
     Attributes:
         storage: where it is.

@@ -1,4 +1,4 @@
-"""Requests to storages: whoever asks for tensors to be moved hears of it if none is."""
+"""Requests to storages: who asks for tensors to be moved hears of it if none is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words of messages: a name that somebody may have meant, a short description of a value, a number of things."""
+"""Words of messages: a name that may have been meant, a short description of a value, a number of things."""
 
 from __future__ import annotations
 

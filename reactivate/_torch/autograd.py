@@ -120,7 +120,7 @@ set_grad_enabled: Callable[[bool], Any] = resolve_private(
     probe=lambda put: [(put(is_on), torch.is_grad_enabled())[1] for is_on in (False, True)] == [False, True],
     public=torch.set_grad_enabled,
 )
-# Whether a profiler is on: `record_function` costs 5 us even when nobody listens.
+# Whether a profiler is on: `record_function` costs 5 us even without one.
 is_profiling: Callable[[], bool] = resolve_private(
     "detecting a profiler",
     "torch.autograd._profiler_enabled",
@@ -421,7 +421,7 @@ _set_versions = resolve_private(
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set version counters: memory whose bytes were put back is as if nobody had written to it."""
+    """Set version counters: memory whose bytes were put back is as if it had not been written to."""
     _set_versions(tuple(tensors), tuple(versions))
 
 

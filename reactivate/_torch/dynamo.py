@@ -300,8 +300,8 @@ def is_compiled_script(script: Any) -> bool:
 def close_checkpoints_within(error: BaseException) -> None:
     """Close what calls of torch's checkpoint have opened that an error went through, the innermost first.
 
-    torch 2.9 and 2.11 leave saved-tensor hooks and modes to a generator that nobody closes before the traceback is collected:
-    until then the hooks stay, and then those go that are innermost by that time, whoever's they are.
+    torch 2.9 and 2.11 leave saved-tensor hooks and modes to a generator that is not closed before the traceback is collected:
+    until then the hooks stay, and then those go that are innermost by that time, of any owner.
 
     Args:
         error: as it arrives at a caller of ours. Calls outside of that caller are not in its traceback yet.

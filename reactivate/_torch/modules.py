@@ -76,7 +76,7 @@ def _changes_with_all(version_of: Callable[[dict[Any, Any]], int]) -> bool:
 
 
 _count = itertools.count()
-# A number that a dict has as long as nobody writes to it, and that no other dict has ever had: 0.03 us. Where there is
+# A number that a dict has as long as it is not written to, and that no other dict has ever had: 0.03 us. Where there is
 # none each look gives another one, and the items are compared.
 version_of_dict: Callable[[dict[Any, Any]], int] = resolve_private(
     "the version of a dict",
@@ -204,7 +204,7 @@ _ADDED_UP = "unsharded_accumulated_grad"
 
 
 def sharded_class() -> Any:
-    """Return the class of modules that `fully_shard` has sharded; no class where nobody has imported the library."""
+    """Return the class of modules that `fully_shard` has sharded; no class where the library is not imported."""
     library = sys.modules.get("torch.distributed.fsdp")
     return () if library is None else library.FSDPModule
 

@@ -142,7 +142,7 @@ _ProcessGroup, _world, _work_of = resolve_private(
     lost="`retry_on_oom` on several ranks",
 )
 _number_in_flight: Callable[[], int] = resolve_private(
-    "the number of functional collectives that nobody has waited for",
+    "the number of functional collectives that were not waited for",
     "torch._C._distributed_c10d._get_work_registry_size",
     probe=lambda count: type(count()) is int,
     public=is_distributed_run,

@@ -1,4 +1,4 @@
-"""Context variables in which modules of torch keep their settings: no state of anybody's function."""
+"""Context variables in which modules of torch keep their settings: no state of a user's function."""
 
 from __future__ import annotations
 

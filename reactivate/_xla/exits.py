@@ -119,7 +119,7 @@ def _sources(outputs: Iterable[Tensor]) -> dict[int, Tensor]:
         groups.setdefault(id(base_of(tensor)), []).append(tensor)
     sources: dict[int, Tensor] = {}
     for group in groups.values():
-        # Parts that one op cut (`chunk`) may not be written to, so that nobody can tell whether they share memory.
+        # Parts that one op cut (`chunk`) may not be written to, so that whether they share memory cannot be told.
         is_alone = len(group) == 1 or len({tensor.grad_fn for tensor in group}) < len(group)
         sources |= {id(tensor): tensor if is_alone else base_of(tensor) for tensor in group}
     return sources

@@ -55,7 +55,7 @@ class FencedRecomputation:
 
     def _begin(self, region: Any) -> dict[int, Any]:
         memo, self._given = self._given, {}
-        # Those that were written to since are left as they are: whoever refuses that they are read has to see it.
+        # Those that were written to since are left as they are: what refuses to read them has to see it.
         named = [tensor for tensor, version in region.named if tensor._version == version]
         written = {id(item.tensor) for item in region.inputs if item.tensor._version != item.version}
         given = [key for key, tensor in memo.items() if self._is_concerned(tensor) and id(tensor) not in written]
@@ -87,7 +87,7 @@ class FencedRecomputation:
         return [alias_like(item, aliases[at]) if at in aliases else item for at, item in enumerate(values)]
 
     def _fenced(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return aliases that wait for the gradient. It goes on from there: of a fence, what nobody reads may be dropped."""
+        """Return aliases that wait for the gradient. It goes on from there: of a fence, what is not read may be dropped."""
         if self.gradient is None or not self._is_concerned(self.gradient):
             return self._fence(tensors) if tensors else []
         self.gradient, *aliases = self._fence([self.gradient, *tensors])

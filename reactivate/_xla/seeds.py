@@ -120,7 +120,7 @@ def take_seed(device: str) -> Seed:
     if base == loan.stand_in:
         return Seed(running if running != base else loan.root, loan.root)
     steps = count_draws(loan.stand_in, base, count_markers() - loan.markers, _STEP)
-    if steps is None:  # somebody set a seed
+    if steps is None:  # a seed was set
         return Seed(running, base)
     root = loan.root
     for _ in range(steps):

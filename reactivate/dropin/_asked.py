@@ -95,7 +95,7 @@ _USUAL = (*Asked(), None, None, DEFAULT)  # as mostly: found by identities
 _USUAL_OPTIONS = _TorchOptions(tuple(DEFAULT))
 
 
-_made: WeakKeyDictionary[Guards, dict[Any, Options]] = WeakKeyDictionary()  # for as long as somebody has the guards
+_made: WeakKeyDictionary[Guards, dict[Any, Options]] = WeakKeyDictionary()  # for as long as the guards live
 
 
 def _options(guards: Guards, *asked: Any) -> Options:

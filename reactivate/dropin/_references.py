@@ -109,7 +109,7 @@ def _write_items(holder: dict[Any, Any], successors: _Successors, owner: type | 
 
 
 def _write_attributes(holder: Any, successors: _Successors) -> None:
-    """Replace references in slots, and those that Python keeps in the object until somebody asks for its `__dict__`."""
+    """Replace references in slots, and those that Python keeps in the object until its `__dict__` is asked for."""
     with suppress(AttributeError):
         _write_items(object.__getattribute__(holder, "__dict__"), successors, None)
     for kind in type(holder).__mro__:

@@ -66,7 +66,7 @@ class WithoutOutput:
         """Let go of the output in all that leads to `hook_tensor`.
 
         Args:
-            hook_tensor: what the output's consumer computed from it; call this before anybody computes anything in place
+            hook_tensor: what the output's consumer computed from it; call this before anything is computed in place
                 of the output.
 
         Raises:

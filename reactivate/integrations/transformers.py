@@ -86,7 +86,7 @@ def _name_of_theirs(args: Any) -> str:
 
 
 def _searches_for_unused_parameters(args: Any, model: Any) -> bool:
-    """Return whether Trainer told DDP to, which nobody asked for, and would not have with its own checkpointing."""
+    """Return whether Trainer told DDP to, which was not asked for, and which it would not do with its own checkpointing."""
     if args.ddp_find_unused_parameters is not None:
         return False
     state = import_module("accelerate.state").AcceleratorState()

@@ -1,7 +1,7 @@
 """Agreement of ranks: before they move bytes, all of them say what they are about to do, and see what the others say.
 
 What is said has one size, whatever it is about: ranks that are at different calls, or have tensors of different sizes, still
-understand each other. So each of them raises the same error, and none waits for bytes that nobody sends.
+understand each other. So each of them raises the same error, and none waits for bytes that are not sent.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def agree(mine: Notice, group: Any, device: torch.device) -> list[Notice]:
 
 
 def start_gathering(shard: torch.Tensor, group: Any) -> tuple[torch.Tensor, Any]:
-    """Start to gather equal parts of all ranks: the whole, which nobody may read yet, and the work to wait for."""
+    """Start to gather equal parts of all ranks: the whole, which may not be read yet, and the work to wait for."""
     found = shard.new_empty(len(shard) * dist.get_world_size(group))
     return found, _all_gather(found, shard, group=group, async_op=True)
 

@@ -11,7 +11,7 @@ _PAGE = mmap.PAGESIZE
 
 
 class Area:
-    """A stretch of a file, in use as long as somebody has it.
+    """A stretch of a file, in use as long as it lives.
 
     Attributes:
         start, nbytes: where it is.

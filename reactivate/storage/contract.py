@@ -4,7 +4,7 @@
 `pytest.mark.parametrize("check", CHECKS)`. Each is called with a function that makes a storage, and the device of the
 tensors. It raises an `AssertionError` that names the property and what was found instead.
 
-A tensor that comes back as itself, since it stays where it is, is excused from what only concerns copies: whoever keeps it
+A tensor that comes back as itself, since it stays where it is, is excused from what only concerns copies: who keeps it
 compares its version counter.
 """
 
@@ -168,7 +168,7 @@ def freed_originals(make_storage: MakeStorage, device: str = "cpu") -> None:
 
 
 def two_backwards(make_storage: MakeStorage, device: str = "cpu") -> None:
-    """Load a tensor as often as anybody wants; modifying what was loaded changes no later load, or makes it an error."""
+    """Load a tensor as often as wanted; modifying what was loaded changes no later load, or makes it an error."""
     tensor = samples.numbers((4, 6), device)
     shelf = Shelf(make_storage, device)
     look = Look(tensor)

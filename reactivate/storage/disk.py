@@ -22,8 +22,8 @@ class Disk(Moving):
     and the host waits for these copies.
 
     Each process has a file of its own in the directory `path`, from the first tensor that it writes on. The file has no name:
-    nobody else can read it, and the operating system frees it when the storage is let go and when the process ends, also if
-    it is killed. A process that is forked makes a file of its own, if it uses the storage.
+    no other process can read it, and the operating system frees it when the storage is let go and when the process ends, also
+    if it is killed. A process that is forked makes a file of its own, if it uses the storage.
 
     A tensor is kept as it is when it is taken in. A modification before it is written raises an error in the backward, as
     autograd does, if a version counter sees it: one through `tensor.data` is not noticed. A tensor that is taken in again,

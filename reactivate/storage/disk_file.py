@@ -1,4 +1,4 @@
-"""The file of a disk storage: it has no name, so nothing is left of it however the process ends, and nobody else sees it.
+"""The file of a disk storage: it has no name, so it is gone however the process ends, and no other process sees it.
 
 A file without a name lives as long as a process has it open. So there is nothing to remove in a directory of the user's, and
 nothing to tell from what a process left that was killed.

@@ -13,7 +13,7 @@ WRITTEN = "a tensor that a storage took in has been modified by an inplace opera
 
 
 class Piece:
-    """A run of elements that is kept elsewhere, as long as somebody has the piece.
+    """A run of elements that is kept elsewhere, as long as the piece lives.
 
     Attributes:
         memory: whose contents these are.
@@ -38,17 +38,17 @@ class Piece:
         return self.memory.is_of(tensor, run_of(tensor, self.extent))
 
     def _look_for_write(self, run: Tensor) -> bool:
-        """Return whether somebody has written to the elements while they waited."""
+        """Return whether the elements were written to while they waited."""
         self._is_written = self._is_written or self.memory.is_written(run)
         return self._is_written
 
     def load(self) -> Tensor:
-        """Return the elements where they were; those that are there already, if nobody has written to them."""
+        """Return the elements where they were; those that are there already, if they were not written to."""
         run = self.loaded()
         return self.note_loaded(self.read()) if run is None else run
 
     def loaded(self) -> Tensor | None:
-        """Return what the last `load` returned, if somebody still has it, and nobody has written to it."""
+        """Return what the last `load` returned, if it still lives, and was not written to."""
         if self._loaded is None:
             return None
         reference, version = self._loaded

@@ -155,7 +155,7 @@ class Memory:
 
 
 def _checksum_of(run: Tensor) -> Any:
-    """Return a number: in memory of its own on a device, which nobody waits for here, and as large for a fake run."""
+    """Return a number: in memory of its own on a device, which is not waited for here, and as large for a fake run."""
     if isinstance(run, FakeTensor):
         return run.new_empty((), dtype=torch.int64) if run.device.type != "cpu" else None
     found = checksum(run.view(torch.uint8))

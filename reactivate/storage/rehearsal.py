@@ -40,7 +40,7 @@ class Residence:
         ahead: how many are back before they are read.
         limit: the most bytes that it may keep, in whole pages; None for any number.
         slack: the part by which the memory for a tensor may be larger than the tensor.
-        lingers: whether a copy that nobody needs any more may have its memory until it ends.
+        lingers: whether a copy that is not needed any more may have its memory until it ends.
         settles_on_read: whether reading lets go of what is still on its way.
     """
 
@@ -166,7 +166,7 @@ class Rehearsal(Mover):
     """
 
     shares_views = True
-    is_rehearsal = True  # nobody asked for what a candidate of a plan moves
+    is_rehearsal = True  # what a candidate of a plan moves was not asked for
 
     def __init__(self, residence: Residence) -> None:
         super().__init__(residence.least_bytes)
@@ -241,7 +241,7 @@ class Rehearsal(Mover):
         self.stored_bytes -= in_pages(nbytes)
 
     def linger(self, run: Tensor) -> None:
-        """Keep the memory of a copy that nobody waits for, as long as threads may be at it."""
+        """Keep the memory of a copy that is not waited for, as long as threads may be at it."""
         if self._residence.lingers:
             self._lingering.append(run)
             self._lingering.sort(key=lambda kept: -kept.numel() * kept.element_size())

@@ -3,12 +3,12 @@
 Rules, each of which has a test that fails without it:
 
 1. A copy from the device waits for what computes the tensor: for an event that this stream records first.
-2. The memory of a tensor that is being copied is not let go before the stream that computes waits for the copy. Whoever
+2. The memory of a tensor that is being copied is not let go before the stream that computes waits for the copy. Code that
    gets the memory next, in the order of that stream, comes after the copy.
 3. Memory for a copy to the device comes in the order of the stream that computes. The copy waits for an event that this
    stream records afterwards: what had the memory before is done with it, and so is the copy from the device (rule 2).
 4. The stream that computes waits for a copy to the device before anything reads it; and before its memory is let go, if
-   nobody reads it. So does another stream that reads it, and the memory is not given away before that has read it.
+   it is not read. So does another stream that reads it, and the memory is not given away before that has read it.
 5. Memory of the host is given to another tensor together with the event of the last copy from or to it. The next copy
    waits for that event.
 6. Memory of the host is unlocked only when that event is done; then, and only then, the host itself waits.
@@ -55,7 +55,7 @@ class CopyStreams:
         return self._out.record_event()
 
     def bring_back(self, memory: Tensor, computing: Any) -> tuple[Tensor, Any]:
-        """Copy to the device: the tensor, which nobody may read yet, and an event for the copy's end.
+        """Copy to the device: the tensor, which may not be read yet, and an event for the copy's end.
 
         Args:
             memory: of the host.
@@ -69,7 +69,7 @@ class CopyStreams:
         return run, self._back.record_event()
 
     def wait(self, run: Tensor, arrived: Any, computing: Any) -> None:
-        """Let whoever reads wait for a copy to the device (rule 4).
+        """Let what reads wait for a copy to the device (rule 4).
 
         Args:
             run: the copy.

@@ -53,6 +53,17 @@ def test_examples_are_sections_that_the_reference_shows_as_code() -> None:
     assert not found, "write `Examples:` in " + ", ".join(found)
 
 
+def test_sentences_say_who_or_what_is_meant() -> None:
+    """Code, autograd, a process, a user: not somebody."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in (*(path for path in CODE if path.is_relative_to(ROOT / "reactivate")), *PROSE)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"\b(any|no|some)body\b|\bwhoever\b", line, re.IGNORECASE)
+    ]
+    assert not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("word", OTHER_WORDS)
 def test_one_word_for_one_thing(word: str) -> None:
     found = [

@@ -1,4 +1,4 @@
-"""Recipes: the part that is the same whoever's fields they have."""
+"""Recipes: the part that all kinds of fields share."""
 
 from __future__ import annotations
 

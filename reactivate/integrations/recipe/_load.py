@@ -128,7 +128,7 @@ def _kind_of(given: Mapping[str, Any]) -> type[Recipe]:
     """Whose fields these are.
 
     Raises:
-        UsageError: nobody's, those of several, or there is none.
+        UsageError: they are those of no recipe or of several, or there are none.
     """
     found = [kind for kind in _KINDS if kind.takes(given)]
     if len(found) == 1:
