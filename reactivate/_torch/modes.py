@@ -135,7 +135,9 @@ _VMAP_MODE = _key_of("VmapMode")
 
 def is_batched() -> bool:
     """Return whether a backward runs in a `vmap` or another transform: no forward of a region does."""
-    return _is_key_included(_VMAP_MODE) or (current_transform() is not None and name_of_transform() is not None)
+    if _is_key_included(_VMAP_MODE):
+        return True
+    return current_transform() is not None and name_of_transform() is not None and _pop_transform is not None
 
 
 @contextmanager
