@@ -18,14 +18,6 @@ from ranks import TIMEOUT, Cases, case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -141,28 +133,6 @@ def gradient_bytes(model: nn.Module) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in found}.values())
 
 
-def sequence_parallel(model: Any, **head: Any) -> Any:
-    """Split what lies between the products of a Llama along the sequence, and its embedding by rows.
-
-    Args:
-        head: how the logits lie.
-    """
-    mesh, along = init_device_mesh("cpu", (dist.get_world_size(),)), Shard(1)
-    of_model = {
-        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=along, **head),
-    }
-    of_block = {
-        **dict.fromkeys(("norm", "mlp_norm"), SequenceParallel()),
-        **dict.fromkeys(("query", "key", "value", "gate", "up"), ColwiseParallel(input_layouts=along)),
-        **dict.fromkeys(("out", "down"), RowwiseParallel(output_layouts=along)),
-    }
-    for block in model.blocks:
-        parallelize_module(block, mesh, of_block)
-    return parallelize_module(model, mesh, of_model)
-
-
 def sharded(
     make: Callable[[], Any],
     *dimensions: int,
@@ -213,18 +183,6 @@ def tensor_parallelism(directory: Path) -> None:
         return llama.parallelize(small_llama(), init_device_mesh("cpu", (dist.get_world_size(),)))
 
     assert_equal_to_a_rank(directory, made)
-
-
-@case(CASES, 2)
-def sequence_parallelism(directory: Path) -> None:
-    """Its embedding has a gradient that is whole on each rank, though its rows are split."""
-    assert_equal_to_a_rank(directory, lambda: sequence_parallel(small_llama(), output_layouts=Replicate()))
-
-
-@case(CASES, 2)
-def loss_parallelism(directory: Path) -> None:
-    with loss_parallel():
-        assert_equal_to_a_rank(directory, lambda: sequence_parallel(small_llama(), use_local_output=False))
 
 
 @case(CASES, 2)
