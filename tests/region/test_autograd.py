@@ -489,7 +489,7 @@ def test_function_transform_inside_a_region_is_refused_by_torch() -> None:
         fn(leaf(4, 8))
 
 
-@pytest.mark.unfenced(reason="refused there")
+@pytest.mark.unfenced(reason="torch has no batching rule for what an exit returns")
 def test_a_batched_backward_of_a_region_that_draws() -> None:
     """vmap refuses random numbers, and the recomputation is outside of it, as the forward was: torch's checkpoint raises."""
 
@@ -516,6 +516,7 @@ def test_a_batched_backward_of_a_region_that_draws() -> None:
     assert watched.recomputations >= 6
 
 
+@pytest.mark.unfenced(reason="refused there")
 def test_forward_mode_is_right() -> None:
     import torch.autograd.forward_ad as forward_ad
 
