@@ -31,7 +31,6 @@ $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.pip  # a dependency group 
 	$(BIN)/pip $(INSTALL) --quiet --constraint constraints.txt --editable '.[all]' --group $*
 	touch $@
 
-
 demo: $(VENV)/.demo  ## train a byte-level GPT plain and checkpointed, and compare
 	$(BIN)/python examples/byte_gpt.py --out demo
 
@@ -181,7 +180,7 @@ test-upstream: $(VENV)/.test  ## PyTorch's own checkpoint tests on the drop-in: 
 	$(BIN)/python benchmarks/upstream.py "$(TORCH_SRC)" --out benchmarks/results
 
 test-deepspeed: $(VENV)/.test  ## DeepSpeed's own checkpoint tests on the drop-in: make test-deepspeed DEEPSPEED_SRC=a/checkout
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt deepspeed
+	$(BIN)/pip $(INSTALL) --quiet --constraint constraints.txt deepspeed
 	$(BIN)/python benchmarks/deepspeed_tests.py "$(DEEPSPEED_SRC)" --out benchmarks/results
 
 clean:

@@ -54,7 +54,7 @@ class ModuleView:
 
     @property
     def __class__(self) -> Any:
-        """The class of the original; who sets it (`parametrize`, `fully_shard`) sets it for both."""
+        """The class of the original; to set it, as `parametrize` and `fully_shard` do, is to set it for both."""
         return self._reactivate_original.__class__
 
     @__class__.setter

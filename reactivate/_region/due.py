@@ -92,8 +92,10 @@ def _calls_of(call: Any) -> Calls:
         if len(roots) == 1:
             owner = roots[0]
         elif roots:
-            owner = _module_in(fn)
-            if owner is None:
+            bound = _module_in(fn)
+            if bound is not None:
+                owner = bound
+            elif not isinstance(owner, Module):
                 owner = next(item for item in (*call.args, *roots) if isinstance(item, Module))
     key = id(owner), id(code)
     entry = _calls.get(key)  # of these two: the entry goes with them, before another object gets the id

@@ -11,9 +11,7 @@ from reactivate._torch.autograd import is_left_for_another_backward
 from reactivate.errors import UsageError
 
 _here = threading.local()
-groups: list[
-    shared_recompute
-] = []  # that are open on any thread: mostly none, and then there is no need to look further
+groups: list[shared_recompute] = []  # open ones, of all threads: mostly none, and then nothing else is looked at
 
 
 class shared_recompute:  # noqa: N801 - a context manager, named as one

@@ -2,7 +2,7 @@
 
 What a saved call keeps is the memory of its result. `dist.all_reduce(result)` changes that memory, in the region or behind
 it, so that the call has to run again, as after any other write. While a policy saves calls in a group of processes, the
-collectives tell of their writes; who relies on memory is found by it here.
+collectives tell of their writes; by the memory, this file finds what relies on it.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Geometry(NamedTuple):
     Attributes:
         address: of the first element; 0 if there is none, or if the memory was given back.
         shape, strides, dtype: as of the tensor.
-        is_conj, is_neg: whether to read the elements is to get their conjugates, or to negate them.
+        is_conj, is_neg: whether what is read are the conjugates of the elements, or their negatives.
     """
 
     address: int

@@ -1,6 +1,6 @@
 """Shadows: copies of tensors that are state, from which a recomputation gets their bytes back in the same memory.
 
-A buffer, a tensor in an attribute: who reads it, under any name and through any view, reads its memory. So
+A buffer, a tensor in an attribute: to read it, under any name and through any view, is to read its memory. So
 its old bytes are written back into that memory for a recomputation, and the present bytes afterwards. Nothing is put in
 the place of the tensor, and its version counter is rewound with it.
 

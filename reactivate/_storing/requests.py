@@ -1,4 +1,4 @@
-"""Requests to storages: who asks for tensors to be moved hears of it if none is."""
+"""Requests to storages: a warning if tensors were to be moved, and none was."""
 
 from __future__ import annotations
 

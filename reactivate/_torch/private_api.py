@@ -149,7 +149,7 @@ class Replaced:
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # (owner, name, what is there, what was there)
 
     def begin(self) -> None:
-        """Put the values there, if they are not yet."""
+        """Put the values there, unless they are there."""
         with self._changing:
             self._users += 1
             if self._users == 1:

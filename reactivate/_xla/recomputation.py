@@ -55,7 +55,7 @@ class FencedRecomputation:
 
     def _begin(self, region: Any) -> dict[int, Any]:
         memo, self._given = self._given, {}
-        # Those that were written to since are left as they are: what refuses to read them has to see it.
+        # Those that were written to since are left as they are, for the check that refuses to read them.
         named = [tensor for tensor, version in region.named if tensor._version == version]
         written = {id(item.tensor) for item in region.inputs if item.tensor._version != item.version}
         given = [key for key, tensor in memo.items() if self._is_concerned(tensor) and id(tensor) not in written]

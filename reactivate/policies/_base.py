@@ -75,7 +75,7 @@ class ReadyMade:
         raise NotImplementedError
 
     def _default_check(self) -> Literal["first", "metadata"]:
-        """Return how far recomputations are compared with their forwards, unless that is said."""
+        """Return how far recomputations are compared with their forwards where `check=` does not say."""
         return "first"
 
     def _interest(self) -> Interest:

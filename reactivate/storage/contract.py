@@ -4,8 +4,8 @@
 `pytest.mark.parametrize("check", CHECKS)`. Each is called with a function that makes a storage, and the device of the
 tensors. It raises an `AssertionError` that names the property and what was found instead.
 
-A tensor that comes back as itself, since it stays where it is, is excused from what only concerns copies: who keeps it
-compares its version counter.
+A tensor that comes back as itself, since it stays where it is, is excused from what only concerns copies: the code that
+keeps it compares its version counter.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Mover:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Let go of what has arrived, where something has to do that. Called without the lock."""
+        """Let go of what has arrived, for storages in which that does not happen by itself. Called without the lock."""
 
     def prefetch_last(self, key: Any) -> None:
         """Start to bring back what was taken in last in a group."""

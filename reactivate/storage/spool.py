@@ -51,13 +51,13 @@ class Write:
         self.run: Tensor | None = run
 
     def __call__(self) -> None:
-        # Nothing of the thread's has the memory once it is written: who waits for that counts on it.
+        # Nothing of the thread's has the memory once it is written: the code that waits for that counts on it.
         run, self.run = self.run, None
         assert self.area is not None
         assert run is not None
         try:
             self.file.write(self.area, run)
-        except Exception as error:  # on the thread that writes: who reads the tensor raises it
+        except Exception as error:  # on the thread that writes: it is raised where the tensor is read
             self.error = error.with_traceback(None)
 
     def drop(self) -> None:
@@ -81,7 +81,7 @@ class DiskPiece(Piece):
     def __init__(self, memory: Memory, extent: Extent, run: Tensor, series: Series[DiskPiece], spool: Spool) -> None:
         super().__init__(memory, extent)
         self._run: Tensor | None = run  # in memory that others may write to
-        self._copy: Tensor | None = None  # on the host, where nothing does
+        self._copy: Tensor | None = None  # on the host, in memory that nothing else writes to
         self._size, self._device = (run.numel(), run.dtype), run.device
         self._series = series
         self._spool = spool

@@ -69,7 +69,7 @@ class CopyStreams:
         return run, self._back.record_event()
 
     def wait(self, run: Tensor, arrived: Any, computing: Any) -> None:
-        """Let what reads wait for a copy to the device (rule 4).
+        """Make the stream that reads wait for a copy to the device (rule 4).
 
         Args:
             run: the copy.

@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import reactivate
 from reactivate import policies
 from reactivate._region.accounts import held_by
+from reactivate._region.due import _calls_of
 from reactivate._saved_calls import effects
 from reactivate._saved_calls.saved_call import _last_of_all
+from reactivate._snapshot.call import Call
 from reactivate._snapshot.kinds import SMALL_BYTES
 from reactivate._torch.autograd import innermost_pack_hook
 from reactivate.dropin.megatron import CheckpointWithoutOutput
@@ -278,3 +280,17 @@ def test_what_an_object_holds_is_found_once_and_not_in_modules() -> None:
     tensor, held = torch.ones(2), []
     held += [held, tensor, torch.nn.Linear(2, 2), (tensor,)]
     assert [*held_by(held)] == [tensor]
+
+
+class WithAnother(nn.Module):
+    def forward(self, x: Tensor, other: nn.Module) -> Tensor:
+        return other(x).exp()
+
+
+def test_calls_of_a_module_count_by_it_whatever_module_it_is_given() -> None:
+    """Otherwise each call with a new one would be a first call, which is compared."""
+    module, x = WithAnother(), torch.rand(2, 4)
+    first, second = (_calls_of(Call(module, (x, nn.Linear(4, 4)), {})) for _ in range(2))
+    assert first is second
+    method = _calls_of(Call(module.forward, (x, nn.Linear(4, 4)), {}))
+    assert method is _calls_of(Call(module.forward, (x, nn.Linear(4, 4)), {})) is not first

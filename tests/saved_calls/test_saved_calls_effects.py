@@ -283,7 +283,7 @@ def test_a_saved_call_in_a_recomputation_reads_no_weight_that_was_written_to_sin
     layer, x = nn.Linear(4, 4), torch.rand(2, 4, requires_grad=True)
     inner = reactivate.checkpoint(
         layer, policy=policies.save_ops("linear")
-    )  # nothing else saves what comes from its weight
+    )  # alone it saves what comes from the weight
     out = reactivate.checkpoint(lambda x: inner(x.cos()))(x)
     with torch.no_grad():
         layer.weight.mul_(2)
