@@ -67,11 +67,11 @@ PARTS = (
         "torch's tables", 200, "--device=cuda", "-n8", "tests/region/test_ops.py", "tests/region/test_module_table.py"
     ),
     Part("random programs", 90, ["-m", "fuzz", "--device", "cuda", "--seconds", "60", "--workers", "4"]),
-    _figures("promises", 150),
-    _figures("offload", 150),
-    _figures("overhead", 120, "--quick"),
-    _figures("selective", 150, "--quick"),
     _figures("frontier", 240, "--models", "gpt", "--seconds", "120"),
+    _figures("selective", 150, "--quick"),
+    _figures("promises", 150),
+    _figures("overhead", 300, "--quick"),
+    _figures("offload", 150),
 )
 
 
